@@ -7,26 +7,34 @@ import json
 import os
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from quire.bounded.json_text import parse
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a file for reading.
+
+    Raises:
+        OSError: the file cannot be opened, or is not regular: reading a pipe may block, and a device may have no end.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return open(file, "rb")
 
 
 def read_file(path: Path, max_bytes: int) -> bytes:
     """Return the content of a file.
 
     Raises:
-        OSError: the file cannot be opened, is not regular (reading a pipe may block, and a device may have no end), or
-            is longer than `max_bytes`.
+        OSError: see `open_file`; or the file is longer than `max_bytes`.
     """
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    status = os.fstat(file)
-    if not stat.S_ISREG(status.st_mode):
-        os.close(file)
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    with open(file, "rb") as stream:
+    with open_file(path) as stream:
         # The file may have grown since `fstat`.
-        raw = stream.read(max_bytes + 1) if status.st_size <= max_bytes else None
+        is_short = os.fstat(stream.fileno()).st_size <= max_bytes
+        raw = stream.read(max_bytes + 1) if is_short else None
     if raw is None or len(raw) > max_bytes:
         raise OSError(errno.EFBIG, f"it is longer than {max_bytes} bytes", str(path))
     return raw

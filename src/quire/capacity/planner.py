@@ -21,9 +21,11 @@ from quire.errors import CheckpointError, ConfigError, shown
 from quire.memory.capacity.sizing import ArenaSizing, most_bytes, sequence_bytes, tokens_bytes
 from quire.memory.specs import KVCacheSpec
 from quire.models.cache_layout import cache_specs
-from quire.models.checkpoint import read_config
+from quire.models.checkpoint import find_gguf, read_config
 from quire.models.families import build
+from quire.models.gguf.reader import GGUFFile
 from quire.models.parameter_estimate import estimate_parameters
+from quire.models.quantization_config import read_quantization_config, without_quantization
 from quire.models.spec import ModelSpec, StateCacheShape, TokenCacheShape
 
 # Sequence lengths of a plan that asks for none: those below `max_model_len`, and `max_model_len` itself.
@@ -38,11 +40,16 @@ class _Model:
         architecture: name of the architecture.
         raw: content of `config.json`.
         spec: the model, as its family reads it.
+        stored_bytes: number of bytes of the weights in a GGUF file, which memory takes about as many of; None for
+            other checkpoints.
+        method: method by which the weights of another checkpoint are quantised; None where they are not.
     """
 
     architecture: str
     raw: Mapping[str, Any]
     spec: ModelSpec
+    stored_bytes: int | None
+    method: str | None
 
     @classmethod
     def read(cls, name: str, revision: str | None) -> _Model:
@@ -53,8 +60,13 @@ class _Model:
             CheckpointError: a field is missing or of the wrong type.
         """
         raw = read_config(name, revision)
-        spec, _ = build(raw)
-        return cls(str(raw["architectures"][0]), raw, spec)
+        method = read_quantization_config(raw)
+        spec, _ = build(without_quantization(raw))
+        file = find_gguf(name, revision)
+        stored_bytes = None
+        if file is not None:
+            stored_bytes = sum(tensor.num_bytes for tensor in GGUFFile.open(file).tensors.values())
+        return cls(str(raw["architectures"][0]), raw, spec, stored_bytes, None if method is None else method.method)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +94,11 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
     cache_dtype = request.config.cache.kv_cache_dtype
     dtypes = _Dtypes(weights_dtype, weights_dtype if cache_dtype == "auto" else cache_dtype)
     weights_bytes = _weights_bytes(request, models, weights_dtype)
+    if target.method is not None and weights_bytes is not None and request.weights_bytes is None:
+        notes.append(
+            f"The weights are stored quantised ({target.method}) and take less than the estimate, which is of their "
+            "dtype: give weights_bytes."
+        )
     max_model_len = context_length(options.max_model_len, target.spec.max_position)
     specs = _specs(request, models, dtypes)
     sizing = _size_arena(request, specs, max_model_len, weights_bytes)
@@ -105,7 +122,9 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
         groups=groups,
         bytes_per_token=tokens_bytes(specs) // specs[0].block_size,
         weights_bytes=weights_bytes,
-        is_weights_estimate=weights_bytes is not None and request.weights_bytes is None,
+        is_weights_estimate=weights_bytes is not None
+        and request.weights_bytes is None
+        and any(each.stored_bytes is None for each in models),
         arena_bytes=sizing.num_bytes if request.has_budget else None,
         longest=longest,
         never=None if longest is None else _never(sizing, groups, longest, max_model_len),
@@ -155,7 +174,10 @@ def _weights_bytes(request: PlanRequest, models: Sequence[_Model], dtype: str) -
     if weights_bytes is None:
         # A draft model is loaded in the dtype of its target.
         options = CACHE_DTYPES[dtype].element_bytes, request.config.model.quantization
-        weights_bytes = sum(estimate_parameters(each.spec).num_bytes(*options) for each in models)
+        weights_bytes = sum(
+            estimate_parameters(each.spec).num_bytes(*options) if each.stored_bytes is None else each.stored_bytes
+            for each in models
+        )
     if weights_bytes >= request.memory_bytes:
         raise ConfigError(
             f"memory ({request.memory_bytes:,} bytes) does not hold the weights ({weights_bytes:,} bytes): give more, "

@@ -125,7 +125,7 @@ def flatten(options: Mapping[str, Any]) -> dict[str, Any]:
     if unknown is not None:
         raise ConfigError(
             f"unknown key {shown(unknown)} of speculative_config; "
-            f"known are {', '.join(('method', 'model', *METHODS_OF))}",
+            f"known keys are {', '.join(('method', 'model', *METHODS_OF))}",
             field="speculative_config",
         )
     return flat | names

@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.config import CACHE_DTYPES, CacheDtype
 from quire.models.cache_layout import state_bytes
 from quire.models.spec import LayerGroup, StateCacheShape, TokenCacheShape
-from quire.models.weights import DTYPES
+from quire.models.tensor_reader import DTYPES
 
 # The torch dtypes of the names in `CACHE_DTYPES`.
 STORED: Final = {**DTYPES, "fp8": torch.float8_e4m3fn, "int8": torch.int8}

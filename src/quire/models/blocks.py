@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,150 +9,13 @@ import torch
 from torch import Tensor
 
 from quire.models import spec
+from quire.models.norms import scale_slot, unit_scale
+from quire.models.projections import Projection, ResidualAdd, ResidualProjection
 from quire.models.rope import turning_order
-from quire.ops.fused_layers import DenseAttention, DenseMLP, RowNorm
-from quire.ops.interface import Activation, HeadNorms, Linear, Ops, Rotation, StepAttention
-
-
-class WeightSlot(NamedTuple):
-    """Where a weight goes.
-
-    Args:
-        shape: shape of the tensor that `fill` takes.
-        fill: called once with the tensor, which may lie in a file: what is kept of it is copied.
-    """
-
-    shape: tuple[int, ...]
-    fill: Callable[[Tensor], object]
-
-
-# Name of a weight within its block -> where it goes.
-WeightSlots = dict[str, WeightSlot]
-
-
-def nested(**parts: WeightSlots) -> WeightSlots:
-    """Join the slots of parts, each under its part's name."""
-    return {f"{part}.{name}": slot for part, slots in parts.items() for name, slot in slots.items()}
-
-
-class Projection:
-    """A linear layer, packed as soon as its parts are there.
-
-    Args:
-        min_bits: its weight must not be rounded to fewer.
-        gate: see `Ops.pack_linear`.
-
-    Attributes:
-        run: the packed layer.
-        slots: "weight" and, if there is one, "bias".
-    """
-
-    __slots__ = ("_pack", "_parts", "run", "slots")
-
-    run: Linear
-
-    def __init__(
-        self,
-        in_width: int,
-        out_width: int,
-        has_bias: bool,
-        ops: Ops,
-        min_bits: int = 4,
-        gate: Activation | None = None,
-    ) -> None:
-        self.slots: WeightSlots = {"weight": WeightSlot((out_width, in_width), partial(self._fill, "weight"))}
-        if has_bias:
-            self.slots["bias"] = WeightSlot((out_width,), partial(self._fill, "bias"))
-        self._pack: Callable[..., Linear] = partial(ops.pack_linear, min_bits=min_bits, gate=gate)
-        self._parts: dict[str, Tensor] = {}
-
-    def _fill(self, name: str, tensor: Tensor) -> None:
-        self._parts[name] = tensor if len(self.slots) == 1 else tensor.clone()  # a bias comes later, and is kept
-        if len(self._parts) == len(self.slots):
-            self.run = self._pack(**self._parts)
-            self._parts = {}  # the plain weight is let go
-
-
-class Norm:
-    """Root mean square norm with a learned scale.
-
-    Attributes:
-        slots: "weight".
-    """
-
-    __slots__ = ("_eps", "_rms_norm", "_scale", "slots")
-
-    def __init__(self, norm: spec.RMSNorm, width: int, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
-        self._eps = norm.eps
-        self._rms_norm = ops.rms_norm
-        self._scale = unit_scale(norm, (width,), dtype, device)
-        self.slots: WeightSlots = {"weight": scale_slot(norm, self._scale, (width,))}
-
-    @property
-    def row_norm(self) -> RowNorm:
-        """Scales and epsilon."""
-        return RowNorm(self._scale, self._eps)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Normalise [T, E]."""
-        return self._rms_norm(x, self._scale, self._eps)
-
-
-def unit_scale(norm: spec.RMSNorm, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Make a norm's scale of ones: of float32 where it is a sum with 1 or applied so, else of the model's dtype."""
-    return torch.ones(shape, dtype=torch.float32 if norm.zero_centred or norm.wide else dtype, device=device)
-
-
-def scale_slot(norm: spec.RMSNorm, scale: Tensor, shape: tuple[int, ...], order: Tensor | None = None) -> WeightSlot:
-    """Say how a norm's weight of `shape` becomes its scale, in another order if one is given."""
-
-    def fill(weight: Tensor) -> None:
-        scale.copy_(weight if order is None else weight[order])
-        if norm.zero_centred:
-            scale.add_(1.0)
-
-    return WeightSlot(shape, fill)
-
-
-class ResidualAdd(NamedTuple):
-    """The addition of the output of a mixer or an FFN to the residual.
-
-    Args:
-        norm: that it goes through first, if any.
-        scale: that it is multiplied by.
-    """
-
-    norm: Norm | None = None
-    scale: float = 1.0
-
-
-class ResidualProjection:
-    """The last projection of a mixer or an FFN, what is done to its result, and the residual.
-
-    Attributes:
-        slots: those of the projection and, with a norm, "norm".
-    """
-
-    __slots__ = ("_norm", "_projection", "_scale", "slots")
-
-    def __init__(self, in_width: int, out_width: int, has_bias: bool, addition: ResidualAdd, ops: Ops) -> None:
-        self._projection = Projection(in_width, out_width, has_bias, ops)
-        self._norm, self._scale = addition
-        self.slots: WeightSlots = self._projection.slots
-        if self._norm is not None:
-            self.slots = self.slots | nested(norm=self._norm.slots)
-
-    @property
-    def plain(self) -> Linear | None:
-        """The projection, where its result is added as it is."""
-        return self._projection.run if self._norm is None and self._scale == 1.0 else None
-
-    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Add to `residual` [T, out] what `x` [T, in] is projected to."""
-        if self._norm is None and self._scale == 1.0:
-            return self._projection.run(x, residual)
-        y = self._projection.run(x)
-        return torch.add(residual, y if self._norm is None else self._norm(y), alpha=self._scale)
+from quire.models.weight_slots import WeightSlot, WeightSlots, nested
+from quire.ops.fused_layers import DenseAttention, DenseMLP
+from quire.ops.interface import HeadNorms, Ops, Rotation, StepAttention
+from quire.ops.quantized_weight import StoredWeight
 
 
 class SelectedRows(NamedTuple):
@@ -202,7 +64,20 @@ def _stored_heads(attention: spec.Attention, qkv: WeightSlots, gate: WeightSlots
         if gate:
             gate[name].fill(tensor[gate_rows])
 
-    return {name: WeightSlot((rows.numel(), *slot.shape[1:]), partial(fill, name)) for name, slot in qkv.items()}
+    def fill_stored(name: str, weight: StoredWeight) -> None:
+        for slots, part in ((qkv, qkv_rows), *(((gate, gate_rows),) if gate else ())):
+            slot = slots[name]
+            assert slot.fill_stored is not None
+            slot.fill_stored(weight.rows(part))
+
+    return {
+        name: WeightSlot(
+            (rows.numel(), *slot.shape[1:]),
+            partial(fill, name),
+            None if slot.fill_stored is None else partial(fill_stored, name),
+        )
+        for name, slot in qkv.items()
+    }
 
 
 class AttentionBlock:

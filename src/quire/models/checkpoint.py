@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from quire.bounded.files import read_json
 from quire.errors import CheckpointError, shown
+from quire.models.stored_tensor import StoredTensor
 
 BUNDLED = "bundled"
 SINGLE_FILE = "model.safetensors"
@@ -30,24 +31,10 @@ HUB_IGNORED = ("consolidated*", "*/*")
 MAX_CONFIG_BYTES = 4 << 20
 MAX_INDEX_BYTES = 64 << 20
 MAX_TOKEN_ID = 2**31 - 1
+GGUF_SUFFIX = ".gguf"
+_QUANTIZATION = re.compile(r"[A-Za-z0-9_.-]{2,32}")
+_LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """Where a tensor lies and what its file's header says of it.
-
-    Args:
-        path: the safetensors file.
-        dtype: the name that safetensors gives it: "BF16", "F16", "F32", ...
-        shape: shape as stored.
-        offset: offset of its first byte in the file.
-    """
-
-    path: Path
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,25 +46,36 @@ class Checkpoint:
         config: `config.json`.
         generation_config: `generation_config.json`, empty when there is none.
         tensors: every stored tensor by name.
+        gguf_fields: metadata of the GGUF file that the model is read from; None for a folder.
+        divided: names of the parts of tensors that a GGUF file divides.
     """
 
     folder: Path
     config: Mapping[str, Any]
     generation_config: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor]
+    gguf_fields: Mapping[str, Any] | None = None
+    divided: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @classmethod
     def open(cls, model: str, revision: str | None = None) -> Checkpoint:
         """Find a model and read its configuration and the headers of its weights.
 
         Args:
-            model: a local folder, "bundled", or a Hugging Face hub id.
+            model: a local folder, a GGUF file (of several parts, any), "bundled", or a Hugging Face hub id, of
+                which ":" and a quantisation ("Q4_K_M") choose a GGUF file.
             revision: a branch, tag or commit of a hub id.
 
         Raises:
             CheckpointError: nothing there, or a file that is missing, damaged or of a kind that is refused; the
                 message names the file.
         """
+        file = find_gguf(model, revision)
+        if file is not None:  # planning of other models needs no torch
+            from quire.models.gguf.opening import open_gguf
+
+            found = open_gguf(file)
+            return cls(file.parent, found.config, {}, found.tensors, found.fields, found.divided)
         folder = locate(model, revision)
         config = _read_object(folder / "config.json")
         generation = folder / "generation_config.json"
@@ -87,6 +85,10 @@ class Checkpoint:
             generation_config=_read_object(generation) if generation.is_file() else {},
             tensors=_read_headers(folder),
         )
+
+    def sources_of(self, names: Sequence[str]) -> list[str]:
+        """Return the names of the stored tensors that make up tensors of the family."""
+        return [part for name in names for part in self.divided.get(name, (name,))]
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -114,6 +116,11 @@ def read_config(model: str, revision: str | None = None) -> Mapping[str, Any]:
     Raises:
         CheckpointError: nothing there, or a file that is missing or damaged; the message names it.
     """
+    file = find_gguf(model, revision)
+    if file is not None:
+        from quire.models.gguf.opening import open_gguf
+
+        return open_gguf(file).config
     path = Path(model).expanduser()
     if model == BUNDLED or not path.is_file():
         return _read_object(locate(model, revision, only="config.json") / "config.json")
@@ -157,7 +164,46 @@ def locate(model: str, revision: str | None = None, only: str | None = None) -> 
     return folder
 
 
-def _download(model: str, revision: str | None, patterns: Sequence[str]) -> Path:
+def find_gguf(model: str, revision: str | None = None) -> Path | None:
+    """Return the GGUF file that a model is, None where it is something else; of a hub id, it is fetched.
+
+    Args:
+        model: a file, a folder that has a GGUF file and no config.json, or a hub id with ":" and a quantisation.
+        revision: a branch, tag or commit; for hub ids only.
+
+    Raises:
+        CheckpointError: a folder has several models, a file of such a quantisation is not there, or a revision is
+            given for something that has none.
+    """
+    path = Path(model).expanduser()
+    hub_id, colon, quantization = model.partition(":")
+    if not path.exists() and colon and _HUB_ID.fullmatch(hub_id) and _QUANTIZATION.fullmatch(quantization):
+        folder = _download(hub_id, revision, (f"*{quantization}*{GGUF_SUFFIX}", f"*{quantization}*/*{GGUF_SUFFIX}"), ())
+        wanted = re.compile(rf"(?:^|[^A-Za-z0-9]){re.escape(quantization)}(?:[^A-Za-z0-9_]|$)", re.IGNORECASE)
+        files = [file for file in folder.rglob(f"*{GGUF_SUFFIX}") if wanted.search(file.name)]
+        return _the_model_of(files, f"{hub_id} at quantisation {quantization}")
+    if path.is_dir() and not (path / "config.json").is_file() and any(path.glob(f"*{GGUF_SUFFIX}")):
+        path = _the_model_of([*path.glob(f"*{GGUF_SUFFIX}")], str(path))
+    elif path.suffix != GGUF_SUFFIX or not path.is_file():
+        return None
+    if revision is not None:
+        raise CheckpointError(
+            f"revision {revision!r} cannot be honoured: model {model!r} is a local file, which has none",
+            field="revision",
+        )
+    return path
+
+
+def _the_model_of(files: Sequence[Path], place: str) -> Path:
+    """Return the only model among GGUF files; other parts of it, and parts that see images, do not count."""
+    models = sorted(file for file in files if not _LATER_PART.search(file.name) and not file.name.startswith("mmproj"))
+    if len(models) != 1:
+        names = ", ".join(file.name for file in models[:8]) or "none"
+        raise CheckpointError(f"one GGUF model is needed in {place}, found {names}: name the file", field="model")
+    return models[0]
+
+
+def _download(model: str, revision: str | None, patterns: Sequence[str], ignored: Sequence[str] = HUB_IGNORED) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
@@ -168,7 +214,7 @@ def _download(model: str, revision: str | None, patterns: Sequence[str]) -> Path
         ) from error
     try:
         folder = snapshot_download(
-            model, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(HUB_IGNORED)
+            model, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(ignored)
         )
     # The hub client lets errors of its HTTP and cache layers through; whichever it was, the model is not here.
     except Exception as error:
@@ -240,8 +286,9 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
             start = 8 + int.from_bytes(raw.read(8), "little")
             places = json.loads(raw.read(start - 8))
             for name in file.keys():  # noqa: SIM118 - the handle is no mapping
-                part, (offset, _) = file.get_slice(name), places[name]["data_offsets"]
-                tensors[name] = StoredTensor(path, part.get_dtype(), tuple(part.get_shape()), start + offset)
+                part, (offset, end) = file.get_slice(name), places[name]["data_offsets"]
+                shape = tuple(part.get_shape())
+                tensors[name] = StoredTensor(path, part.get_dtype(), shape, start + offset, end - offset)
     # A file that is said to be longer than the machine's memory cannot be mapped.
     except (SafetensorError, OSError, ValueError, MemoryError) as error:
         raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error

@@ -16,17 +16,13 @@ from quire.models.blocks import (
     AttentionInputs,
     GatedMLPBlock,
     LearnedScale,
-    Norm,
-    Projection,
-    ResidualAdd,
     SelectedRows,
     SharedAttentionBlock,
-    WeightSlot,
-    WeightSlots,
-    nested,
 )
 from quire.models.experts import ExpertsBlock
+from quire.models.norms import Norm
 from quire.models.per_layer_inputs import PerLayerEmbedding, PerLayerGate
+from quire.models.projections import Projection, ResidualAdd
 from quire.models.recurrent import GatedDeltaNetBlock, Mamba2Block, ShortConvBlock
 from quire.models.rope import RotaryEmbedding, query_scales
 from quire.models.rotations import Rope, Temperature
@@ -43,8 +39,10 @@ from quire.models.spec import (
     Parallel,
     ShortConv,
 )
+from quire.models.weight_slots import WeightSlot, WeightSlots, nested
 from quire.ops.fused_layers import DenseLayer, FusedLayers, FusesLayers
 from quire.ops.interface import AttentionBatch, KeepsRows, Ops, PagedKV, PagedStates, Rotation, StateBatch
+from quire.ops.quantized_weight import StoredWeight
 
 # A cache group and, of attention, the rotation with the head dim, and the temperature.
 InputKind = tuple[int, tuple[Rope | None, int] | None, Temperature | None]
@@ -117,7 +115,7 @@ class Decoder:
         self._temperatures = [
             *dict.fromkeys(temperature for _, _, temperature in self._inputs if temperature is not None)
         ]
-        slots = {"embedding.weight": WeightSlot((spec.vocab_size, spec.width), self._fill_embedding)}
+        slots = {"embedding.weight": self._embedding_slot()}
         self._per_layer_inputs: PerLayerEmbedding | None = None
         if spec.per_layer_inputs is not None:
             shape = len(spec.layers), spec.width
@@ -153,6 +151,10 @@ class Decoder:
             slots |= nested(head=self._head.slots)
         self._slots: WeightSlots = slots
         self._missing = dict.fromkeys(slots)
+
+    def _embedding_slot(self) -> WeightSlot:
+        shape = self.spec.vocab_size, self.spec.width
+        return WeightSlot(shape, self._fill_embedding, self._fill_stored_embedding)
 
     def _make_mixers(
         self, layer: LayerSpec, cache_positions: Sequence[tuple[int, int]], addition: ResidualAdd
@@ -208,12 +210,13 @@ class Decoder:
         """Return the shape of every weight, in the order in which a checkpoint usually stores them."""
         return {name: slot.shape for name, slot in self._slots.items()}
 
-    def load_weight(self, name: str, tensor: Tensor) -> None:
+    def load_weight(self, name: str, tensor: Tensor | StoredWeight) -> None:
         """Take one weight.
 
         Args:
             name: one of `weight_shapes()`.
             tensor: tensor of that shape and of the decoder's dtype; it is read before this returns, and not retained.
+                One that is stored quantised is dequantised where no linear layer takes it.
 
         Raises:
             CheckpointError: another name, shape or dtype, or a weight that was loaded before.
@@ -229,7 +232,10 @@ class Decoder:
         if name not in self._missing:
             raise CheckpointError(f"{name} was loaded before")
         del self._missing[name]
-        slot.fill(tensor.to(self._device))
+        if isinstance(tensor, StoredWeight) and slot.fill_stored is not None:
+            slot.fill_stored(tensor)
+        else:
+            slot.fill((tensor.dequantize() if isinstance(tensor, StoredWeight) else tensor).to(self._device))
         if not self._missing and isinstance(self.ops, FusesLayers):
             layers = self._dense_layers()
             self._fused = None if layers is None else self.ops.fuse_layers(layers)
@@ -359,6 +365,15 @@ class Decoder:
                 self._embed = self._head.run.rows
                 return
         self._embed = partial(self.ops.embedding, weight=tensor.clone())
+
+    def _fill_stored_embedding(self, weight: StoredWeight) -> None:
+        """Take a matrix that is stored quantised: rows are looked up in what is packed, for both ends if it is tied."""
+        fill_head = self._head.slots["weight"].fill_stored
+        if self.spec.tied_head and fill_head is not None:
+            fill_head(weight)
+        linear = self._head.run if self.spec.tied_head else self.ops.pack_linear(weight)
+        assert isinstance(linear, KeepsRows)
+        self._embed = linear.rows
 
 
 def _make_input(

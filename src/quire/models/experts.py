@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from quire.models import spec
-from quire.models.blocks import GatedMLPBlock, Projection, ResidualAdd, WeightSlot, WeightSlots, nested
+from quire.models.blocks import GatedMLPBlock
+from quire.models.projections import Projection, ResidualAdd
+from quire.models.weight_slots import WeightSlot, WeightSlots, nested
 from quire.ops.interface import Activation, Linear, Ops
+from quire.ops.quantized_weight import StoredWeight
 
 
 class ExpertsBlock:
@@ -87,11 +90,18 @@ class ExpertProjections:
         shape: tuple[int, ...] = (experts.num_experts * out_width, in_width)
         if experts.transposed:
             shape = (experts.num_experts, in_width, out_width)
-        self.slots: WeightSlots = {"weight": WeightSlot(shape, self._fill)}
+        fill_stored = None if experts.transposed else self._fill_stored
+        self.slots: WeightSlots = {"weight": WeightSlot(shape, self._fill, fill_stored)}
 
     def _fill(self, tensor: Tensor) -> None:
         weights = tensor.mT if self._is_transposed else tensor.view(self._shape)
         self.runs = [self._pack(weight) for weight in weights]
+
+    def _fill_stored(self, weight: StoredWeight) -> None:
+        num_experts, out_width, _ = self._shape
+        self.runs = [
+            self._pack(weight.rows(slice(idx * out_width, (idx + 1) * out_width))) for idx in range(num_experts)
+        ]
 
 
 def choose(logits: Tensor, experts: spec.Experts) -> tuple[Tensor, Tensor]:

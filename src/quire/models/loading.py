@@ -12,6 +12,7 @@ from quire.models.checkpoint import Checkpoint
 from quire.models.decoder import Decoder
 from quire.models.determinism import check_deterministic
 from quire.models.families import build
+from quire.models.quantization_config import without_quantization
 from quire.models.sizes import check_sizes
 from quire.models.weights import load_weights
 from quire.ops import make_ops
@@ -51,7 +52,7 @@ def load_decoder(
             "use 'plain', or dtype 'bfloat16'",
             field="weight_packing",
         )
-    spec, weight_map = build(checkpoint.config)
+    spec, weight_map = build(without_quantization(checkpoint.config))
     check_sizes(spec, checkpoint.tensors)
     torch_device = torch.device(device)
     if deterministic:

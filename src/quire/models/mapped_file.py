@@ -8,11 +8,11 @@ from math import prod
 import torch
 from torch import Tensor
 
-from quire.models.checkpoint import StoredTensor
+from quire.models.stored_tensor import StoredTensor
 
 
 class MappedFile:
-    """The tensors of one safetensors file, whose bytes are read when they are looked at.
+    """The tensors of one file, whose bytes are read when they are looked at.
 
     Args:
         stored: any tensor of the file, whose header was checked.
@@ -34,11 +34,15 @@ class MappedFile:
         tensor = torch.frombuffer(self._bytes, dtype=dtype, count=count, offset=stored.offset).view(stored.shape)
         return tensor if stored.offset % dtype.itemsize == 0 else tensor.clone()
 
-    def let_go(self, stored: StoredTensor, num_bytes: int) -> None:
+    def bytes_of(self, stored: StoredTensor) -> Tensor:
+        """Return the bytes of a tensor as they lie in the file, uint8 [num_bytes]."""
+        return torch.frombuffer(self._bytes, dtype=torch.uint8, count=stored.num_bytes, offset=stored.offset)
+
+    def let_go(self, stored: StoredTensor) -> None:
         """Have pages that lie in a tensor wholly leave this process; looked at again, they are read again."""
         if not hasattr(mmap, "MADV_DONTNEED"):
             return
         first = -(-stored.offset // mmap.PAGESIZE) * mmap.PAGESIZE
-        behind = (stored.offset + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
-        if first < behind:
-            self._bytes.madvise(mmap.MADV_DONTNEED, first, behind - first)
+        end = (stored.offset + stored.num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if first < end:
+            self._bytes.madvise(mmap.MADV_DONTNEED, first, end - first)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from quire.models import spec
-from quire.models.blocks import Norm, Projection, ResidualAdd, ResidualProjection, WeightSlot, WeightSlots, nested
-from quire.ops.interface import Ops
+from quire.models.norms import Norm
+from quire.models.projections import Projection, ResidualAdd, ResidualProjection
+from quire.models.weight_slots import WeightSlot, WeightSlots, nested
+from quire.ops.interface import KeepsRows, Ops
+from quire.ops.quantized_weight import StoredWeight
 
 
 class PerLayerEmbedding:
@@ -34,17 +39,23 @@ class PerLayerEmbedding:
         device: torch.device,
     ) -> None:
         self._shape = num_layers, inputs.width
-        self._embed = ops.embedding
-        self._table = torch.empty(0)
+        self._ops = ops
+        self._look_up: Callable[[Tensor], Tensor]
         self._table_scale = torch.tensor(inputs.width**0.5, dtype=dtype).item()
         self._projection = Projection(width, num_layers * inputs.width, False, ops)
         self._projection_scale = width**-0.5
         self._norm = Norm(inputs.norm, inputs.width, ops, dtype, device)
-        table = WeightSlot((inputs.vocab_size, num_layers * inputs.width), self._fill_table)
+        shape = inputs.vocab_size, num_layers * inputs.width
+        table = WeightSlot(shape, self._fill_table, self._fill_stored_table)
         self.slots = nested(embedding={"weight": table}, projection=self._projection.slots, norm=self._norm.slots)
 
     def _fill_table(self, tensor: Tensor) -> None:
-        self._table = tensor.clone()
+        self._look_up = partial(self._ops.embedding, weight=tensor.clone())
+
+    def _fill_stored_table(self, weight: StoredWeight) -> None:
+        table = self._ops.pack_linear(weight)
+        assert isinstance(table, KeepsRows)
+        self._look_up = table.rows
 
     def __call__(self, input_ids: Tensor, x: Tensor) -> Tensor:
         """Return what the layers are told, [T, L, P].
@@ -53,7 +64,7 @@ class PerLayerEmbedding:
             input_ids: [T] of int64.
             x: their embeddings, scaled, [T, E].
         """
-        of_token = self._embed(input_ids, self._table) * self._table_scale
+        of_token = self._look_up(input_ids) * self._table_scale
         projected = self._projection.run(x) * self._projection_scale
         normed = self._norm(projected.view(-1, self._shape[1])).view(of_token.shape)
         return ((normed + of_token) * math.sqrt(0.5)).view(-1, *self._shape)

@@ -7,16 +7,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from quire.models import spec
-from quire.models.blocks import (
-    Projection,
-    ResidualAdd,
-    ResidualProjection,
-    SelectedRows,
-    WeightSlot,
-    WeightSlots,
-    nested,
-    scale_slot,
-)
+from quire.models.blocks import SelectedRows
+from quire.models.norms import scale_slot
+from quire.models.projections import Projection, ResidualAdd, ResidualProjection
+from quire.models.weight_slots import WeightSlot, WeightSlots, nested
 from quire.ops.interface import Ops, SSMHeads, StepStates
 
 # Added to the squared length of queries and keys before they are divided by it.

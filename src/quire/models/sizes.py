@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from math import prod
 
 from quire.errors import CheckpointError
-from quire.models.checkpoint import StoredTensor
 from quire.models.spec import Attention, Experts, GatedDeltaNet, GatedMLP, Mamba2, Mixer, ModelSpec, ShortConv
+from quire.models.stored_tensor import StoredTensor
 
 
 def check_sizes(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> None:

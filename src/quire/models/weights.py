@@ -7,15 +7,15 @@ from collections import Counter
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from quire.errors import CheckpointError, shown
-from quire.models.checkpoint import Checkpoint, StoredTensor
+from quire.models.checkpoint import Checkpoint
 from quire.models.decoder import Decoder
-from quire.models.mapped_file import MappedFile
 from quire.models.spec import WeightMap
+from quire.models.stored_quantization import LayerWeight
+from quire.models.tensor_reader import DTYPES, STORED_DTYPES, TensorReader, join_parts
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-STORED_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 # Values of a tensor that are looked at before it is taken.
 SAMPLED = 4096
 # A NaN in a row of an embedding fails only requests with its token; some checkpoints have such rows for unused tokens.
@@ -67,64 +67,44 @@ def load_weights(checkpoint: Checkpoint, weight_map: WeightMap, decoder: Decoder
         CheckpointError: a tensor is missing, of a wrong shape or dtype, or not all numbers; the message names it.
     """
     shapes = decoder.weight_shapes()
+    weight_map = {name: tuple(checkpoint.sources_of(sources)) for name, sources in weight_map.items()}
+    reader = TensorReader(checkpoint)
     for name, shape in shapes.items():
-        _check_parameter(checkpoint, name, shape, weight_map[name])
-    _warn_of_unused(checkpoint, weight_map)
-    files: dict[Path, MappedFile] = {}
+        _check_parameter(checkpoint, reader, name, shape, weight_map[name])
+    _warn_of_unused(checkpoint, reader, weight_map)
     for name, shape in shapes.items():
-        sources = [checkpoint.tensors[source] for source in weight_map[name]]
-        for stored in sources:
-            if stored.path not in files:
-                files[stored.path] = _mapped(stored)
-        parts = [files[stored.path].tensor(stored, DTYPES[STORED_DTYPES[stored.dtype]]) for stored in sources]
+        parts = [reader.read(source) for source in weight_map[name]]
         for source, part in zip(weight_map[name], parts, strict=True):
             check_finite(checkpoint, source, part, most=MOST_BROKEN_ROWS if name == EMBEDDING else 0.0)
-        decoder.load_weight(name, _joined(parts, shape, dtype))
-        for stored, part in zip(sources, parts, strict=True):
-            files[stored.path].let_go(stored, part.nbytes)
+        decoder.load_weight(name, join_parts(parts, shape, dtype))
+        reader.let_go(weight_map[name])
 
 
-def _mapped(stored: StoredTensor) -> MappedFile:
-    try:
-        return MappedFile(stored)
-    except OSError as error:
-        raise CheckpointError(f"{stored.path} cannot be read: {error.strerror}") from error
-
-
-def _joined(tensors: list[torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Concatenate on dimension 0 and cast in one pass; what is whole already is not copied."""
-    if len(tensors) == 1 and tensors[0].dtype == dtype:
-        return tensors[0]
-    joined = torch.empty(shape, dtype=dtype)
-    start = 0
-    for tensor in tensors:
-        joined[start : start + tensor.shape[0]].copy_(tensor)
-        start += tensor.shape[0]
-    return joined
-
-
-def _check_parameter(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], sources: tuple[str, ...]) -> None:
-    rows = 0
-    for source in sources:
-        stored = checkpoint.tensors.get(source)
-        if stored is None:
-            raise CheckpointError(f"the checkpoint in {checkpoint.folder} has no tensor {shown(source)} (for {name})")
-        if stored.dtype not in STORED_DTYPES:
+def _check_parameter(
+    checkpoint: Checkpoint, reader: TensorReader, name: str, shape: tuple[int, ...], sources: tuple[str, ...]
+) -> None:
+    shapes = [reader.shape(source, name) for source in sources]  # the same one twice, where keys are values
+    for source, stored in zip(sources, shapes, strict=True):
+        if stored[1:] != shape[1:] or not stored:
             raise CheckpointError(
-                f"{stored.path} holds tensor {shown(source)} as {stored.dtype}; "
-                f"{', '.join(STORED_DTYPES)} are supported"
+                f"{_place(checkpoint, source)} holds tensor {shown(source)} of shape {list(stored)}, which does not "
+                f"fit into {name} of shape {list(shape)}"
             )
-        if stored.shape[1:] != shape[1:] or not stored.shape:
-            raise CheckpointError(_wrong_shape(source, stored, name, shape))
-        rows += stored.shape[0]
+    rows = sum(stored[0] for stored in shapes)
     if rows != shape[0]:
-        parts = ", ".join(f"{source} {list(checkpoint.tensors[source].shape)}" for source in sources)
+        parts = ", ".join(f"{source} {list(stored)}" for source, stored in zip(sources, shapes, strict=True))
         raise CheckpointError(
             f"{name} needs shape {list(shape)}, but the checkpoint in {checkpoint.folder} gives {rows} rows ({parts})"
         )
 
 
-def check_finite(checkpoint: Checkpoint, name: str, tensor: torch.Tensor, *, most: float = 0.0) -> None:
+def _place(checkpoint: Checkpoint, name: str) -> Path:
+    """Return the file of a tensor; of one that is stored in several, the folder."""
+    stored = checkpoint.tensors.get(name)
+    return checkpoint.folder if stored is None else stored.path
+
+
+def check_finite(checkpoint: Checkpoint, name: str, tensor: Tensor | LayerWeight, *, most: float = 0.0) -> None:
     """Refuse a tensor whose values are infinite or no numbers: every request would fail on it.
 
     A sample is looked at, which costs nothing; a single value may be missed.
@@ -138,25 +118,21 @@ def check_finite(checkpoint: Checkpoint, name: str, tensor: torch.Tensor, *, mos
     Raises:
         CheckpointError: there are more.
     """
+    if isinstance(tensor, LayerWeight):
+        num_rows, width = tensor.weight.shape
+        tensor = tensor.weight.dequantize(slice(0, num_rows, max(1, num_rows * width // SAMPLED)))
     # An odd step goes through the columns of a matrix, of which most have an even number.
     sample = tensor.flatten()[:: max(1, tensor.numel() // SAMPLED) | 1]
     if int(sample.isfinite().sum()) < (1 - most) * sample.numel():
         count = tensor.numel() - int(tensor.isfinite().sum())
         raise CheckpointError(
-            f"{checkpoint.tensors[name].path} holds tensor {shown(name)} with {count:,} of {tensor.numel():,} values "
+            f"{_place(checkpoint, name)} holds tensor {shown(name)} with {count:,} of {tensor.numel():,} values "
             "that are infinite or no numbers"
         )
 
 
-def _wrong_shape(source: str, stored: StoredTensor, name: str, shape: tuple[int, ...]) -> str:
-    return (
-        f"{stored.path} holds tensor {shown(source)} of shape {list(stored.shape)}, which does not fit into {name} of "
-        f"shape {list(shape)}"
-    )
-
-
-def _warn_of_unused(checkpoint: Checkpoint, weight_map: WeightMap) -> None:
-    used = {source for sources in weight_map.values() for source in sources}
+def _warn_of_unused(checkpoint: Checkpoint, reader: TensorReader, weight_map: WeightMap) -> None:
+    used = {part for sources in weight_map.values() for source in sources for part in reader.parts_of(source)}
     unused = sorted(name for name in checkpoint.tensors.keys() - used if not name.endswith(HARMLESS_SUFFIXES))
     if unused:
         shown = ", ".join(unused[:8]) + (", ..." if len(unused) > 8 else "")

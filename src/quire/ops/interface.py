@@ -13,6 +13,8 @@ from typing import Final, Literal, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from quire.ops.quantized_weight import StoredWeight
+
 # Activations of a gate: x * sigmoid(x); gelu (arXiv 1606.08415) with tanh in place of the error function.
 Activation = Literal["silu", "gelu_tanh"]
 # Vectors of int8 whose values are no larger are zeros: neither a scale nor a quotient is then ever subnormal.
@@ -297,13 +299,18 @@ class Ops(Protocol):
     def name(self) -> str: ...
 
     def pack_linear(
-        self, weight: Tensor, bias: Tensor | None = None, min_bits: int = 4, gate: Activation | None = None
+        self,
+        weight: Tensor | StoredWeight,
+        bias: Tensor | None = None,
+        min_bits: int = 4,
+        gate: Activation | None = None,
     ) -> Linear:
-        """Take a weight [out, in] and bias [out]; how the weight is kept is the backend's affair.
+        """Take a weight [out, in] and bias [out] into the layout of the backend.
 
         Args:
-            weight: read before this returns, and not kept.
-            min_bits: it must not be rounded to fewer.
+            weight: read before this returns, and not kept. One that is stored quantised keeps its values, and, unless
+                it is gated, its rows can be looked up.
+            min_bits: least number of bits that a plain weight may be rounded to.
             gate: the layer gives `gate` of its product, as the method of that name does with this activation: half as
                 many columns as the weight has rows; it is called without a residual.
         """

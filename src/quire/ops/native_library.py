@@ -18,12 +18,13 @@ from torch import Tensor
 
 from quire.errors import ConfigError
 from quire.ops.interface import Activation
+from quire.ops.native_quantized import QuantizedKernels, UnpackedRows
 from quire.ops.weight_formats import UNITS, WeightFormat
 from quire.ops.weight_memory import WeightMemory
 
 FOLDER: Final = Path(__file__).parent / "native"
 # The number that `quire_interface_version` must return.
-INTERFACE_VERSION: Final = 17
+INTERFACE_VERSION: Final = 18
 # The best last; a processor that runs one runs those before it.
 LEVELS: Final = ("portable", "avx2", "avx512", "avx512_bf16")
 # An environment variable with the best level to take, where that is not to be the processor's: for tests of the others.
@@ -186,6 +187,7 @@ class NativeLibrary:
             the functions of the same names, with `quire_` before, of the sources.
         plain: the kernels of weights that are not rounded.
         weight_kernels: the kernels of each format of rounded weights.
+        quantized: the kernels of stored quantised weights.
         lossless: the kernels of weights packed to three quarters, on AVX2 and better.
 
     Raises:
@@ -226,6 +228,7 @@ class NativeLibrary:
         self.panel_columns = {is_rounded: panel_columns(is_rounded) for is_rounded in (False, True)}
         self.plain = _plain_kernels(library)
         self.weight_kernels = {name: _rounded_kernels(library, name) for name in UNITS}
+        self.quantized = _quantized_kernels(library, self.panel_columns[True])
         packs = _typed(library.quire_packs, _INT, returns=_BOOL)
         self.packed_types = frozenset(dtype for dtype, number in TYPES.items() if packs(number))
         self.lossless = LosslessKernels.of(library) if hasattr(library, "quire_lossless_linear") else None
@@ -278,6 +281,17 @@ def _rounded_kernels(library: Any, name: WeightFormat) -> WeightKernels:
     num_bytes = _typed(num_bytes, _INT, _INT, returns=_INT)
     pack, multiply = _pack_and_multiply(*functions)
     return WeightKernels(lambda weight: num_bytes(*weight.shape), pack, multiply)
+
+
+def _quantized_kernels(library: Any, panel_columns: int) -> QuantizedKernels:
+    return QuantizedKernels(
+        _typed(library.quire_form_of, _INT, _INT, _INT, _BOOL, _BOOL, _BOOL, returns=_INT),
+        _typed(library.quire_bytes_quantized, _INT, _INT, _INT, returns=_INT),
+        _typed(library.quire_pack_quantized, _INT, ctypes.POINTER(UnpackedRows), _INT, _INT, _POINTER),
+        _typed(library.quire_linear_quantized, *_PRODUCT),
+        _typed(library.quire_rows_quantized, *_LOOK_UP, returns=_BOOL),
+        panel_columns,
+    )
 
 
 def _pack_and_multiply(pack: Any, multiply: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from quire.ops.interface import Activation
 from quire.ops.native_library import ACTIVATIONS, TYPES, LinearCall, LosslessKernels, WeightKernels
+from quire.ops.native_quantized import QuantizedKernels
+from quire.ops.quantized_weight import StoredWeight
 from quire.ops.weight_memory import WeightMemory
 
 
@@ -21,8 +23,9 @@ class NativeLinear:
     Args:
         kernels: kernels of the weight's format.
         memory: memory of packed weights.
-        weight: [out, in], of the dtype of the rows that the layer will be given.
-        bias: [out], of the same dtype.
+        weight: [out, in], of the dtype of the rows that the layer will be given; one that is stored quantised for
+            the kernels of those.
+        bias: [out], of the dtype of the rows.
         gate: see `Ops.pack_linear`.
 
     Attributes:
@@ -34,18 +37,23 @@ class NativeLinear:
 
     def __init__(
         self,
-        kernels: WeightKernels | LosslessKernels,
+        kernels: WeightKernels | LosslessKernels | QuantizedKernels,
         memory: WeightMemory,
-        weight: Tensor,
+        weight: Tensor | StoredWeight,
         bias: Tensor | None,
         gate: Activation | None = None,
     ) -> None:
-        weight = weight.contiguous()
         self._kernels, self._dtype = kernels, weight.dtype
-        self._tensors = kernels.pack_weight(memory, weight, gate is not None)
-        self._weight = (self._tensors[0].data_ptr(), *weight.shape)
+        if isinstance(kernels, QuantizedKernels):
+            assert isinstance(weight, StoredWeight)
+            self._tensors = kernels.pack_weight(memory, weight, gate is not None)
+        else:
+            assert isinstance(weight, Tensor)
+            self._tensors = kernels.pack_weight(memory, weight.contiguous(), gate is not None)
+        shape = weight.shape
+        self._weight = (self._tensors[0].data_ptr(), shape[0], shape[1])
         self._bias = None if bias is None else bias.contiguous()
-        self._gate, self.num_outputs = ACTIVATIONS[gate], weight.shape[0] // (1 if gate is None else 2)
+        self._gate, self.num_outputs = ACTIVATIONS[gate], shape[0] // (1 if gate is None else 2)
         self.num_bytes = sum(tensor.nbytes for tensor in self._tensors)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:

@@ -26,6 +26,8 @@ from quire.ops.native_attention import NativeStepAttention
 from quire.ops.native_dense import NativeDenseLayers, can_fuse
 from quire.ops.native_library import ACTIVATIONS, MAX_HEAD_DIM, TYPES, NativeLibrary
 from quire.ops.native_linear import ExactNativeLinear, NativeLinear
+from quire.ops.quantized_weight import StoredWeight
+from quire.ops.reordered import ReorderedLinear
 from quire.ops.torch_ops import TorchOps
 from quire.ops.weight_formats import weight_format
 from quire.ops.weight_memory import WeightMemory
@@ -70,7 +72,11 @@ class NativeOps:
         return self._lossless_bytes / self._plain_bytes if self._plain_bytes else 1.0
 
     def pack_linear(
-        self, weight: Tensor, bias: Tensor | None = None, min_bits: int = 4, gate: Activation | None = None
+        self,
+        weight: Tensor | StoredWeight,
+        bias: Tensor | None = None,
+        min_bits: int = 4,
+        gate: Activation | None = None,
     ) -> Linear:
         """Round, or pack for the kernels where they are faster, else for oneDNN.
 
@@ -78,6 +84,8 @@ class NativeOps:
             ConfigError: the ops are to be deterministic, and oneDNN, which adds up differently for other numbers of
                 rows, would have to compute.
         """
+        if isinstance(weight, StoredWeight):
+            return self._pack_stored(weight, bias, gate)
         chosen = weight_format(self._quantization, weight.shape[1], min_bits)
         if gate is not None and weight.shape[0] % self._library.panel_columns[chosen is not None]:
             # A panel would not have as many gates as other columns.
@@ -100,6 +108,17 @@ class NativeOps:
             )
         linear = self._torch.pack_linear(weight, bias)
         return linear if gate is None else GatedLinear(linear, self.gate, gate)
+
+    def _pack_stored(self, weight: StoredWeight, bias: Tensor | None, gate: Activation | None) -> Linear:
+        """Pack for the kernels; leave forms without a kernel to torch."""
+        if weight.input_order is not None:
+            return ReorderedLinear(self._pack_stored(weight.in_own_order(), bias, gate), weight.input_order)
+        kernels = self._library.quantized
+        if any(kernels.number_of(part.form) < 0 for part in weight.parts):
+            return self._torch.pack_linear(weight, bias, gate=gate)
+        if gate is not None and (weight.num_forms > 1 or weight.shape[0] % kernels.panel_columns):
+            return GatedLinear(self._pack_stored(weight, bias, None), self.gate, gate)
+        return ExactNativeLinear(kernels, self._memory, weight, bias, gate)
 
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
         """Look up rows."""

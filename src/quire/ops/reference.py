@@ -21,8 +21,10 @@ from quire.ops.interface import (
     Rotation,
     StateBatch,
 )
-from quire.ops.reference_quantised import ReferenceQuantisedLinear
+from quire.ops.quantized_weight import StoredWeight
+from quire.ops.reference_quantised import ReferenceQuantisedLinear, ReferenceStoredLinear
 from quire.ops.reference_states import ReferenceStepStates
+from quire.ops.reordered import ReorderedLinear
 from quire.ops.weight_formats import weight_format
 
 
@@ -39,11 +41,19 @@ class ReferenceOps:
         self._quantization = quantization
 
     def pack_linear(
-        self, weight: Tensor, bias: Tensor | None = None, min_bits: int = 4, gate: Activation | None = None
+        self,
+        weight: Tensor | StoredWeight,
+        bias: Tensor | None = None,
+        min_bits: int = 4,
+        gate: Activation | None = None,
     ) -> Linear:
         """Keep the weight as it is, or round it."""
         if gate is not None:
             return GatedLinear(self.pack_linear(weight, bias, min_bits), self.gate, gate)
+        if isinstance(weight, StoredWeight):
+            if weight.input_order is not None:
+                return ReorderedLinear(self.pack_linear(weight.in_own_order(), bias), weight.input_order)
+            return ReferenceStoredLinear(weight, bias)
         chosen = weight_format(self._quantization, weight.shape[1], min_bits)
         return (
             ReferenceLinear(weight.clone(), bias) if chosen is None else ReferenceQuantisedLinear(chosen, weight, bias)

@@ -1,4 +1,4 @@
-"""The slow twins of linear layers on rounded weights: each number by its definition, each sum a whole one."""
+"""The slow twins of linear layers on weights of few bits: each number by its definition, each sum a whole one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from quire.ops.quantized_weight import StoredWeight, factors_of, levels_of
 from quire.ops.weight_formats import BITS, GROUP, SMALLEST, WeightFormat
 
 
@@ -36,6 +37,37 @@ class ReferenceQuantisedLinear:
         """Return the weights that the numbers stand for, float32 [out, in]."""
         groups = self.values.view(*self.scales.shape, -1)
         return (groups * self.scales[..., None]).flatten(-2)
+
+
+class ReferenceStoredLinear:
+    """Whole numbers times the levels of stored codes, added up as such for all inputs that share a scale."""
+
+    def __init__(self, weight: StoredWeight, bias: Tensor | None) -> None:
+        self._parts = [(part.form, part.read(slice(None))) for part in weight.parts]
+        self._whole, self._bias = weight.dequantize(), bias
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Multiply group by group, add, cast once."""
+        rows, row_scales = round_rows(x)
+        columns = []
+        for form, unpacked in self._parts:
+            values = rows.view(len(x), -1, form.group)
+            levels = levels_of(form, unpacked).long()
+            whole = torch.einsum("tgi,ngi->tng", values, levels).float()
+            scales, mins = factors_of(form, unpacked)
+            y = (whole * scales).sum(-1)
+            if mins is not None:
+                y -= (values.sum(-1).float()[:, None] * mins).sum(-1)
+            columns.append(y)
+        y = torch.cat(columns, -1) * row_scales
+        for addend in (self._bias, residual):
+            if addend is not None:
+                y += addend.float()
+        return y.to(x.dtype)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Look up rows of the weight."""
+        return torch.stack([self._whole[token_id] for token_id in ids.tolist()])
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:

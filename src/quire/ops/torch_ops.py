@@ -14,9 +14,12 @@ from quire.config import Quantization
 from quire.ops import torch_rows
 from quire.ops.gated import GatedLinear
 from quire.ops.interface import Activation, AttentionBatch, Linear, PagedKV, PagedStates, StateBatch, StepAttention
+from quire.ops.quantized_weight import StoredWeight
+from quire.ops.reordered import ReorderedLinear
 from quire.ops.torch_attention import Scratch, TorchStepAttention
 from quire.ops.torch_quantised import TorchQuantisedLinear
 from quire.ops.torch_states import TorchStepStates
+from quire.ops.torch_stored import TorchStoredLinear
 from quire.ops.torch_widened import WIDENED, WidenedStepAttention
 from quire.ops.weight_formats import weight_format
 
@@ -42,11 +45,21 @@ class TorchOps:
         self._can_pack: dict[torch.dtype, bool] = {}
 
     def pack_linear(
-        self, weight: Tensor, bias: Tensor | None = None, min_bits: int = 4, gate: Activation | None = None
+        self,
+        weight: Tensor | StoredWeight,
+        bias: Tensor | None = None,
+        min_bits: int = 4,
+        gate: Activation | None = None,
     ) -> Linear:
         """Round, or pack for oneDNN where this build of torch does that correctly, else keep the plain weight."""
         if gate is not None:
             return GatedLinear(self.pack_linear(weight, bias, min_bits), self.gate, gate)
+        if isinstance(weight, StoredWeight):
+            if weight.input_order is not None:
+                return ReorderedLinear(
+                    self.pack_linear(weight.in_own_order(), bias), weight.input_order.to(self._device)
+                )
+            return TorchStoredLinear(weight, bias, self._device)
         chosen = weight_format(self._quantization, weight.shape[1], min_bits)
         if chosen is not None:
             return TorchQuantisedLinear(chosen, weight, bias)

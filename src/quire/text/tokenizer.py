@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 
-from quire.bounded.files import read_file, read_json
 from quire.errors import CheckpointError, InvalidParameter, RequestError
-from quire.text.bounds import check_settings, check_source
+from quire.text.bounds import check_settings
 from quire.text.chat_template import ChatTemplate
 from quire.text.components import byte_alphabet, decoders, guarded
 from quire.text.long_texts import CannotCut, LongTexts, TooManyTokens
+from quire.text.tokenizer_files import TokenizerFiles, read_tokenizer_files
 
 # With these decoders a token adds the same bytes after any other token, which incremental detokenization needs.
 KNOWN_DECODERS = frozenset({"ByteLevel", "ByteFallback", "Metaspace", "WordPiece", "Replace", "Fuse", "Strip"})
 MAX_TOKEN_ID = 2**32 - 1
-# Maximum sizes of a checkpoint's files; the largest published tokenizers have 35 MB.
-MAX_TOKENIZER_BYTES = 128 << 20
-MAX_CONFIG_BYTES = 16 << 20
-MAX_TEMPLATE_BYTES = 1 << 20
 
 
 class Tokenizer:
@@ -86,34 +81,27 @@ class Tokenizer:
         Raises:
             CheckpointError: naming a missing or damaged file.
         """
-        folder = Path(path)
-        file = folder / "tokenizer.json"
-        if not file.is_file():
-            raise CheckpointError(
-                f"{file} does not exist: the model needs a tokenizer of the `tokenizers` library "
-                "(set skip_tokenizer_init to work on token ids only)"
-            )
-        config = _read_config(folder / "tokenizer_config.json")
-        bos_token, eos_token = _content(config.get("bos_token")), _content(config.get("eos_token"))
-        source = _chat_template_source(folder, config)
-        template = None
-        if source is not None:
-            template = ChatTemplate(
-                source,
-                tool_source=_tool_template_source(folder, config),
-                bos_token=bos_token or "",
-                eos_token=eos_token or "",
-                special_tokens=_special_tokens(config),
-            )
-        raw = _read_file(file, MAX_TOKENIZER_BYTES)
+        return cls.from_files(read_tokenizer_files(Path(path)))
+
+    @classmethod
+    def from_files(cls, files: TokenizerFiles) -> Tokenizer:
+        """Build a tokenizer of the parts that a checkpoint has.
+
+        Raises:
+            CheckpointError: the parts make no tokenizer that can be served.
+        """
         try:
-            check_source(raw)
-            library = guarded(tokenizers.Tokenizer.from_buffer, raw)
-            return guarded(cls, library, bos_token=bos_token, eos_token=eos_token, chat_template=template)
+            return guarded(
+                cls,
+                files.library,
+                bos_token=files.bos_token,
+                eos_token=files.eos_token,
+                chat_template=files.chat_template,
+            )
         except CheckpointError:
             raise
         except Exception as error:  # the library raises bare Exception
-            raise CheckpointError(f"{file} is not a tokenizer: {error}") from error
+            raise CheckpointError(f"{files.path} is not a tokenizer: {error}") from error
 
     def differs_at(self, other: Tokenizer) -> int | None:
         """Return the first token id that differs between two tokenizers, or exists in one only; None without one."""
@@ -273,74 +261,3 @@ def _is_text(piece: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return True
-
-
-def _read_config(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        config = read_json(file, MAX_CONFIG_BYTES)
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{file} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{file} must hold a JSON object, not {type(config).__name__}")
-    return config
-
-
-def _content(token: object) -> str | None:
-    """Return the text of a special token, which is a string or an object in the configuration."""
-    if isinstance(token, Mapping):
-        token = token.get("content")
-    return token if isinstance(token, str) else None
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    named = {name: _content(value) for name, value in config.items() if name.endswith("_token")}
-    return {name: content for name, content in named.items() if content is not None}
-
-
-def _chat_template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
-    source = _read_template(folder / "chat_template.jinja")
-    if source is None:
-        source = config.get("chat_template")
-        if isinstance(source, list):
-            source = _named_templates(source).get("default")
-    if source is not None and not isinstance(source, str):
-        raise CheckpointError(
-            f"chat_template in {folder / 'tokenizer_config.json'} must be a string or a list of named templates"
-        )
-    if source is not None and len(source) > MAX_TEMPLATE_BYTES:
-        raise CheckpointError(f"the chat template in {folder} is longer than {MAX_TEMPLATE_BYTES} characters")
-    return source
-
-
-def _tool_template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """Return the separate template for conversations with tools, None where the model has none."""
-    if (folder / "chat_template.jinja").is_file():
-        return _read_template(folder / "additional_chat_templates" / "tool_use.jinja")
-    named = config.get("chat_template")
-    source = _named_templates(named).get("tool_use") if isinstance(named, list) else None
-    return source if isinstance(source, str) and len(source) <= MAX_TEMPLATE_BYTES else None
-
-
-def _read_template(file: Path) -> str | None:
-    if not file.is_file():
-        return None
-    try:
-        return _read_file(file, MAX_TEMPLATE_BYTES).decode()
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{file} is not UTF-8 text: {error}") from error
-
-
-def _read_file(file: Path, max_bytes: int) -> bytes:
-    try:
-        return read_file(file, max_bytes)
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
-
-
-def _named_templates(entries: list[Any]) -> dict[str, Any]:
-    named = ((entry.get("name"), entry.get("template")) for entry in entries if isinstance(entry, Mapping))
-    return {name: template for name, template in named if isinstance(name, str)}

@@ -53,6 +53,7 @@ from quire.scheduling.scheduler import Scheduler
 from quire.sequences.params import SamplingParams
 from quire.structured.grammar_cache import GrammarCache
 from quire.structured.grammar_compiler import GrammarCompiler
+from quire.text.gguf_tokenizer import end_token_ids, read_gguf_tokenizer
 from quire.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -167,6 +168,8 @@ def _tokenizer(options: ModelConfig, checkpoint: Checkpoint) -> Tokenizer | None
     """Return the tokenizer; None where the options skip it."""
     if options.skip_tokenizer_init:
         return None
+    if options.tokenizer is None and checkpoint.gguf_fields is not None:
+        return Tokenizer.from_files(read_gguf_tokenizer(checkpoint.folder, checkpoint.gguf_fields))
     return Tokenizer.from_folder(checkpoint.folder if options.tokenizer is None else locate(options.tokenizer))
 
 
@@ -354,7 +357,7 @@ def _scheduler(
 
 def _end_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> frozenset[int]:
     """Return the tokens that end a sequence: those of the configs, and the tokenizer's own end token."""
-    ids = set(checkpoint.eos_token_ids)
+    ids = {*checkpoint.eos_token_ids, *end_token_ids(checkpoint.gguf_fields or {})}
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
     return frozenset(ids)

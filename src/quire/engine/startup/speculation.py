@@ -12,6 +12,7 @@ from quire.errors import ConfigError
 from quire.models.checkpoint import Checkpoint
 from quire.models.decoder import Decoder
 from quire.models.families import build
+from quire.models.quantization_config import without_quantization
 from quire.text.tokenizer import Tokenizer
 
 
@@ -45,7 +46,7 @@ def open_draft(config: EngineConfig, decoder: Decoder, tokenizer: Tokenizer | No
     if name is None:
         return None
     checkpoint = Checkpoint.open(name)
-    spec, _ = build(checkpoint.config)
+    spec, _ = build(without_quantization(checkpoint.config))
     check_draft(config, decoder.spec, spec)
     if tokenizer is not None and (checkpoint.folder / "tokenizer.json").is_file():
         different = tokenizer.differs_at(Tokenizer.from_folder(checkpoint.folder))

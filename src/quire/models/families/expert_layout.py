@@ -11,6 +11,8 @@ from quire.models.spec import Experts, ModelSpec, WeightMap
 
 # In all layers together; names are made for each before any tensor is read. Published models have 25,000.
 MAX_EXPERTS = 2**18
+# Names of the gate, up and down of each expert.
+PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
 def read_counts(config: HFConfig, default: int | None = None, chosen: int | None = None) -> tuple[int, int]:
@@ -43,7 +45,7 @@ def with_experts(
     experts: Experts,
     layers: Collection[int],
     module: str,
-    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    parts: tuple[str, str, str] = PARTS,
 ) -> tuple[ModelSpec, WeightMap]:
     """Put experts in place of the gated MLPs of some layers.
 
@@ -54,16 +56,27 @@ def with_experts(
         parts: names of the gate, up and down of each expert in the checkpoint.
     """
     spec, names = read
-    gate, up, down = parts
     specs = [replace(each, ffn=experts) if idx in layers else each for idx, each in enumerate(spec.layers)]
     replaced = {("layers", str(idx), "ffn") for idx in layers}
     names = {name: sources for name, sources in names.items() if tuple(name.split(".")[:3]) not in replaced}
     for idx in layers:
         ours, theirs = f"layers.{idx}.ffn", f"model.layers.{idx}.{module}"
-        numbered = [f"{theirs}.experts.{number}" for number in range(experts.num_experts)]
-        names |= {
-            f"{ours}.router.weight": (f"{theirs}.gate.weight",),
-            f"{ours}.gate_up.weight": tuple(f"{each}.{part}.weight" for each in numbered for part in (gate, up)),
-            f"{ours}.down.weight": tuple(f"{each}.{down}.weight" for each in numbered),
-        }
+        names[f"{ours}.router.weight"] = (f"{theirs}.gate.weight",)
+        names |= map_experts(ours, theirs, experts.num_experts, parts)
     return replace(spec, layers=tuple(specs)), names
+
+
+def map_experts(ours: str, theirs: str, num_experts: int, parts: tuple[str, str, str] = PARTS) -> WeightMap:
+    """Name the tensors of experts, each of which is there by itself.
+
+    Args:
+        ours, theirs: names of the layer's FFN.
+        num_experts: number of experts.
+        parts: names of the gate, up and down of each expert in the checkpoint.
+    """
+    gate, up, down = parts
+    numbered = [f"{theirs}.experts.{number}" for number in range(num_experts)]
+    return {
+        f"{ours}.gate_up.weight": tuple(f"{each}.{part}.weight" for each in numbered for part in (gate, up)),
+        f"{ours}.down.weight": tuple(f"{each}.{down}.weight" for each in numbered),
+    }

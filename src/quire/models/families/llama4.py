@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from quire.errors import UnsupportedModel
-from quire.models.families.expert_layout import read_counts
+from quire.models.families.expert_layout import map_experts, read_counts
 from quire.models.families.hf_config import (
     FULL,
     HFConfig,
@@ -48,6 +48,8 @@ EXPERTS: Final = {
     "ffn.shared.gate_up": ("feed_forward.shared_expert.gate_proj", "feed_forward.shared_expert.up_proj"),
     "ffn.shared.down": ("feed_forward.shared_expert.down_proj",),
 }
+# Field of configurations that are made of files whose experts are linear layers, each under a name of its own.
+LINEAR_EXPERTS: Final = "experts_are_linear_layers"
 # Tensors of all experts, whose names have no ending.
 WHOLE: Final = {
     "ffn.gate_up.weight": "feed_forward.experts.gate_up_proj",
@@ -76,7 +78,7 @@ def llama4(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
         scaled_input=True,
         shared_width=width,
         activation=activation,
-        transposed=True,
+        transposed=not config.flag(LINEAR_EXPERTS, False),
     )
     mlp = GatedMLP(config.integer("intermediate_size_mlp"), activation=activation)
     with_experts, mixers = read_expert_layers(config), _read_mixers(config)
@@ -130,7 +132,10 @@ def _map_weights(spec: ModelSpec, has_bias: bool) -> WeightMap:
         names |= map_modules(*layer_names, {**QKV, **OUTPUT}, has_bias=has_bias)
         if isinstance(layer.ffn, Experts):
             names |= map_modules(*layer_names, EXPERTS)
-            names |= {f"{ours}.{name}": (f"{theirs}.{tensor}",) for name, tensor in WHOLE.items()}
+            if layer.ffn.transposed:
+                names |= {f"{ours}.{name}": (f"{theirs}.{tensor}",) for name, tensor in WHOLE.items()}
+            else:
+                names |= map_experts(f"{ours}.ffn", f"{theirs}.feed_forward", layer.ffn.num_experts)
         else:
             names |= map_modules(*layer_names, MLP)
     return names

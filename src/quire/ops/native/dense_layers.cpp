@@ -1,7 +1,7 @@
-// All layers of a dense model in one call: a step of few rows runs hundreds of kernels, and what a caller in Python
-// does for each of them takes longer than some of them run.
+// All layers of a dense model in one call: a step of few rows runs hundreds of kernels, and the overhead of a caller in
+// Python for each of them exceeds the running time of some.
 //
-// A layer is two halves over fixed buffers: norm, projection to queries, keys and values, rotation and store,
+// A layer consists of two halves over fixed buffers: norm, projection to queries, keys and values, rotation and store,
 // attention, output projection with the residual; then norm, gated projection, down projection with the residual.
 #include <atomic>
 
@@ -22,7 +22,7 @@ QUIRE_EXPORT void quire_attend(const StepRows* rows, const Cache* cache, Attenti
 
 namespace {
 
-// A linear layer in any format of weights. Formats differ in the kernel and in what `packed` points to.
+// A linear layer with weights of any format. Formats differ in the kernel and in the structure that `packed` points to.
 struct Linear {
   using Kernel = void (*)(Type type, const void* x, int64_t row_stride, int64_t num_rows, const void* packed,
                           int64_t num_columns, int64_t width, const void* bias, const void* residual, Activation gate,
@@ -44,7 +44,7 @@ struct Linear {
 struct Norm {
   int64_t type;
   const void* scales;
-  int64_t num_heads;  // of the norms of heads: the heads that are normed, from the first on
+  int64_t num_heads;  // for norms of heads: number of normed heads, from the first on
   double eps;
 };
 
@@ -54,7 +54,7 @@ struct DenseLayer {
   Norm head_norms;
   int64_t rotation_idx;
   int64_t group_idx;
-  int64_t layer_idx;  // in the cache group
+  int64_t layer_idx;  // index in the cache group
   int64_t num_heads;
   double score_scale;
   Linear output;
@@ -63,7 +63,7 @@ struct DenseLayer {
   Linear down;
 };
 
-// A step's part in one cache group.
+// Arguments of a step for one cache group.
 struct GroupStep {
   const StepRows* rows;
   const Cache* cache;
@@ -76,9 +76,9 @@ struct Rotation {
   const void* sin;
 };
 
-// Memory of a step. Each holds all rows; what is not needed at the same time shares a buffer.
+// Buffers of a step, each for all rows. Results that are not needed at the same time share a buffer.
 struct Buffers {
-  void* normed;   // also what attention gives
+  void* normed;   // normed hidden states; also the output of attention
   void* product;  // queries, keys and values; gated columns
   void* queries;
   void* between;  // hidden states between the halves of a layer
@@ -107,7 +107,7 @@ void run(Type type, const DenseLayer& layer, int64_t num_rows, const GroupStep& 
 }  // namespace
 
 // Runs layers over hidden states `x` [num_rows, width] of a type. The threads stay together for all kernels: the first
-// that comes makes the calls, and the others help with each.
+// thread to arrive leads and makes the calls, and the others help with each.
 QUIRE_EXPORT void quire_dense_layers(Type type, const DenseLayer* layers, int64_t num_layers, int64_t num_rows,
                                      const GroupStep* steps, const Rotation* rotations, const void* x,
                                      const Buffers* buffers) {

@@ -1,7 +1,7 @@
-// Products of small matrices that lie in the cache: C = diag(scale) C + A B, with A row by row and B in panels.
+// Products of small matrices in the CPU's cache: C = diag(scale) C + A B, with A row by row and B in panels.
 //
-// A product goes step by step: one float each, or a pair of bfloat16 where the instruction set multiplies and adds
-// pairs. All panels of B are [depth, kPanel] steps, the last one too.
+// A product consists of steps: one float each, or a pair of bfloat16 where the instruction set multiplies and adds
+// pairs. All panels of B, the last one included, are [depth, kPanel] steps.
 #pragma once
 
 #include <type_traits>
@@ -19,7 +19,7 @@ constexpr int round_up(int count, int unit) { return (count + unit - 1) / unit *
 
 struct SingleFloats {
   using Value = float;
-  static constexpr int kValues = 1;  // of a step
+  static constexpr int kValues = 1;  // values per step
 
   static QUIRE_INLINE Floats broadcast(const float* step) { return splat(*step); }
   static QUIRE_INLINE void store_step(float* to, const Floats* values) { store(to, values[0]); }
@@ -43,7 +43,7 @@ struct BFloat16Pairs {
 };
 #endif
 
-// How values of the cache's type are multiplied.
+// Type of the steps for values of the cache's type.
 template <typename T>
 struct StepsOf {
   using Type = SingleFloats;
@@ -55,7 +55,7 @@ struct StepsOf<BFloat16> {
 };
 #endif
 
-// One lane's step of a key, and as many more as there are lanes.
+// Loads consecutive steps of a key, one per lane.
 template <typename Steps, typename T>
 QUIRE_INLINE Words load_steps(const T* key) {
   if constexpr (Steps::kValues == 2) {
@@ -65,7 +65,7 @@ QUIRE_INLINE Words load_steps(const T* key) {
   }
 }
 
-// A panel whose steps lie as they are multiplied.
+// A panel whose steps are stored as they are multiplied.
 template <typename Steps>
 struct PanelSteps {
   const typename Steps::Value* data;
@@ -82,29 +82,29 @@ struct NoPrefetch {
   QUIRE_INLINE void step() {}
 };
 
-// Rows of A that lie one behind the other.
+// Rows of A, one after the other.
 template <typename Steps>
 struct StridedRows {
   const typename Steps::Value* data;
-  int stride;  // values from row to row
+  int stride;  // number of values from row to row
 
   QUIRE_INLINE Floats at(int row, int step) const {
     return Steps::broadcast(data + row * stride + step * Steps::kValues);
   }
 };
 
-// Rows of A that lie side by side, step by step.
+// Rows of A, side by side in each step.
 template <typename Steps>
 struct ContiguousRows {
   const typename Steps::Value* data;
-  int stride;  // values from step to step
+  int stride;  // number of values from step to step
 
   QUIRE_INLINE Floats at(int row, int step) const {
     return Steps::broadcast(data + step * stride + row * Steps::kValues);
   }
 };
 
-// Rows of A that lie anywhere.
+// Rows of A at arbitrary addresses.
 template <typename Steps, int kRows>
 struct GatheredRows {
   const typename Steps::Value* rows[kRows];
@@ -112,11 +112,11 @@ struct GatheredRows {
   QUIRE_INLINE Floats at(int row, int step) const { return Steps::broadcast(rows[row] + step * Steps::kValues); }
 };
 
-// A tile of C. Without `scale`, C's old values count as zeros and are not read.
+// Computes a tile of C. Without `scale`, C's old values count as zeros and are not read.
 //
-// a: `at(row, step)` gives a step of a row, in every lane.
-// panel: `take(step, columns)` gives vectors of columns of a step.
-// ahead: asks at each step for what is read later.
+// a: `at(row, step)` returns a step of a row, in every lane.
+// panel: `take(step, columns)` loads vectors of columns of a step.
+// ahead: prefetches later data at each step.
 template <typename Steps, int kRows, int kVectors, typename Rows, typename Panel, typename PanelPrefetch = NoPrefetch>
 void multiply_tile(const Rows& a, const Panel& panel, int depth, float* c, int c_stride, const float* scale,
                    PanelPrefetch ahead = {}) {
@@ -143,7 +143,7 @@ void multiply_tile(const Rows& a, const Panel& panel, int depth, float* c, int c
     for (int vector = 0; vector < kVectors; ++vector) store(c + row * c_stride + vector * kLanes, sums[row][vector]);
 }
 
-// Calls `tile(first row)` for rows [0, num_rows) in whole tiles, with the number of its rows as a constant.
+// Calls `tile(first row, number of rows)` for the rows [0, num_rows) in tiles; the number of rows is a constant.
 template <int kRows, typename Tile>
 QUIRE_INLINE void in_tiles(int num_rows, Tile tile) {
   int row = 0;
@@ -166,7 +166,7 @@ void multiply_panel(const typename Steps::Value* a, int a_stride, const typename
 // C[num_rows, num_columns] = diag(scale) C + A B.
 //
 // a: [num_rows, depth] steps, `a_stride` values from row to row.
-// b: panels; what they hold past `num_columns` reaches C's padding only.
+// b: panels; their contents past `num_columns` only reach C's padding.
 // c: [num_rows, c_stride] floats; a row has room for `num_columns` rounded up to whole vectors.
 // scale: [num_rows], or null: C's old values are not read.
 template <typename Steps>

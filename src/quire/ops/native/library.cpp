@@ -1,4 +1,4 @@
-// What the loader asks before it uses a library, and hands to it.
+// Functions for the loader: version, best instruction-set level, and the thread functions that kernels use.
 #include "cache.h"
 #include "parallel.h"
 
@@ -7,10 +7,10 @@ ParallelFor parallel_for = nullptr;
 GetNumThreads get_num_threads = nullptr;
 }  // namespace quire
 
-// Raised with every change of a signature or a structure; the loader refuses a library of another number.
-QUIRE_EXPORT int32_t quire_interface_version() { return 17; }
+// Incremented with every change of a signature or a structure; the loader rejects a library with another number.
+QUIRE_EXPORT int32_t quire_interface_version() { return 18; }
 
-// The best level that this processor runs, of those that the build makes; asked of the portable library.
+// Returns the best level that this processor supports, among those of the build; called in the portable library.
 QUIRE_EXPORT const char* quire_best_level() {
 #if defined(__x86_64__)
   __builtin_cpu_init();

@@ -1,14 +1,15 @@
-// Linear layers on weights of two bytes each, packed once into panels.
+// Linear layers with weights of two bytes, packed once into panels.
 //
-// Where the instruction set multiplies pairs of bfloat16, panels hold pairs. Elsewhere each weight is widened to a
-// float on its way from memory.
+// Panels hold pairs where the instruction set multiplies pairs of bfloat16. Elsewhere each weight is widened to a float
+// as it is loaded.
 #include "cache.h"
 #include "dpbf16.h"
 #include "upcast_weights.h"
 
 namespace {
 
-// Calls `body` with a null pointer to what packs weights of a type; of one that is not packed, not at all.
+// Calls `body` with a null pointer to the class that packs weights of a type; does not call it for a type that is not
+// packed.
 template <typename Body>
 void with_weight(Type type, Body body) {
   switch (type) {
@@ -24,22 +25,23 @@ void with_weight(Type type, Body body) {
 
 }  // namespace
 
-// Whether weights of a type are packed here.
+// Returns whether weights of a type are packed.
 QUIRE_EXPORT bool quire_packs(Type type) {
 #if defined(__x86_64__) && !defined(__F16C__)
-  if (type == Type::kFloat16) return false;  // widened one by one, they would take longer than torch does
+  if (type == Type::kFloat16) return false;  // widened value by value, they would take longer than in torch
 #endif
   bool is_packed = false;
   with_weight(type, [&](auto*) { is_packed = true; });
   return is_packed;
 }
 
-// The columns that a packed weight has room for.
+// Returns the number of columns that a packed weight has room for.
 QUIRE_EXPORT int64_t quire_packed_columns(int64_t num_columns) {
   return num_panels<kWeightPanel>(num_columns) * kWeightPanel;
 }
 
-// The columns of a panel of weights of two bytes, and of rounded ones: half of them must divide what is gated.
+// Returns the number of columns of a panel, for quantised weights (`is_rounded`) or for weights of two bytes. The
+// number of columns of a gated weight must be a multiple of it.
 QUIRE_EXPORT int64_t quire_panel_columns(bool is_rounded) { return is_rounded ? kPanel : kWeightPanel; }
 
 // Packs a weight [num_columns, width] of bfloat16 or float16 into [packed columns * width] values; `width` is even.
@@ -72,7 +74,7 @@ QUIRE_EXPORT void quire_linear(Type type, const void* x, int64_t row_stride, int
   });
 }
 
-// Looks columns of a packed weight up: ids [num_ids] to output [num_ids, width]. Returns false for an id that is none.
+// Copies columns of a packed weight: ids [num_ids] to output [num_ids, width]. Returns false for an ID out of range.
 QUIRE_EXPORT bool quire_rows(Type type, const void* packed, int64_t num_columns, int64_t width, const int64_t* ids,
                              int64_t num_ids, void* output) {
   bool is_found = false;

@@ -1,9 +1,9 @@
-// What linear layers share, however their weights lie: y = x W^T + bias + residual.
+// Common parts of linear layers, for all formats of weights: y = x W^T + bias + residual.
 //
-// A panel of output columns is read from memory front to back, a piece at a time; a piece stays in the first level of
-// the cache while all rows meet it, and the next one is fetched meanwhile. One row is bound by the bytes of the
-// weight, many by arithmetic, and those between by both at once. Each output is the same sum in the same order
-// whatever other rows are there: a row gets the same bits in every batch.
+// A panel of output columns is read from memory front to back, a piece at a time; a piece stays in the first-level
+// cache while all rows are multiplied by it, and the next one is prefetched meanwhile. The bytes of the weight limit
+// the speed for one row, arithmetic for many rows, and both for numbers between. Each output is the same sum in the
+// same order whichever other rows there are: a row gets the same bits in every batch.
 #pragma once
 
 #include <algorithm>
@@ -15,21 +15,21 @@
 
 namespace {
 
-constexpr int kJobRows = 96;  // rows of a job, at most; whole tiles
-// Steps of a piece of a panel. For few rows it fits the first level of the cache (16 KiB where steps are multiplied by
-// AVX-512); for many, the second will do, and sums are put down and taken up less often.
+constexpr int kJobRows = 96;  // maximum number of rows of a job; whole tiles
+// Number of steps of a piece of a panel. For few rows it fits the first-level cache (16 KiB where steps are multiplied
+// by AVX-512); for many, the second level suffices, and sums are stored and loaded less often.
 constexpr int kPieceSteps = 64;
 constexpr int kLongPieceSteps = 256;
 constexpr int kFewPieceRows = 16;
 
-// Panels of `kColumns` columns that a weight of so many has.
+// Returns the number of panels of `kColumns` columns of a weight.
 template <int kColumns = kPanel>
 constexpr int num_panels(int64_t num_columns) {
   return int((num_columns + kColumns - 1) / kColumns);
 }
 
-// The column of a weight that stands in a column of a panel. Of gated ones, a panel has as many gates as columns that
-// they are multiplied with behind them, which are the second half of the weight's.
+// Returns the column of a weight at a column of a panel. The first half of a gated weight's panel holds gates, the
+// second half the columns that these are multiplied with, which come from the second half of the weight.
 template <int kColumns>
 constexpr int64_t column_of(int64_t panel, int column, int64_t num_columns, bool is_gated) {
   constexpr int kHalf = kColumns / 2;
@@ -42,12 +42,13 @@ struct Operands {
   int64_t row_stride;
   const void* bias;      // [columns], or null
   const void* residual;  // [rows, columns], or null
-  void* output;          // [rows, columns], or half as many where they are gated
+  void* output;          // [rows, columns], or [rows, columns / 2] if gated
   int num_columns;
-  Activation gate;  // of the first half of the columns, which is multiplied with the second; then there is no residual
+  Activation gate;  // applied to the first half of the columns, which is multiplied with the second; without residual
+  int64_t row_columns = 0;  // columns from row to row of residual and output if these are part of wider ones, else 0
 };
 
-// Gates a row's sums of one panel, with the roundings that there are where sums come back from memory first.
+// Gates a row's sums of one panel, with the roundings of sums that are first stored to memory.
 template <typename Form, typename T, int kColumns>
 void finish_gated(float* sums, const Operands& operands, int64_t row, int panel) {
   constexpr int kHalf = kColumns / 2;
@@ -65,14 +66,14 @@ void finish_gated(float* sums, const Operands& operands, int64_t row, int panel)
   }
 }
 
-// Adds bias and residual to a row's sums of one panel, and rounds once; or gates them.
+// Adds bias and residual to a row's sums of one panel and rounds once, or applies the gate to them.
 template <typename T, int kColumns = kPanel>
 void finish(float* sums, const Operands& operands, int64_t row, int panel) {
   if (operands.gate == Activation::kSilu) return finish_gated<Silu, T, kColumns>(sums, operands, row, panel);
   if (operands.gate == Activation::kGeluTanh) return finish_gated<GeluTanh, T, kColumns>(sums, operands, row, panel);
   const int begin = panel * kColumns;
   const int count = std::min(kColumns, operands.num_columns - begin);
-  const int64_t place = row * operands.num_columns + begin;
+  const int64_t place = row * (operands.row_columns ? operands.row_columns : operands.num_columns) + begin;
   const auto add = [&](const T* addend) {
     int column = 0;
     for (; column + kLanes <= count; column += kLanes)
@@ -89,11 +90,12 @@ void finish(float* sums, const Operands& operands, int64_t row, int panel) {
 
 // ---- tiles of a job ----
 
-// What a tile asks for while it computes: its share, by its rows, of what is read after the bytes that all tiles meet.
+// Prefetch of a tile while it computes: its share, in proportion to its rows, of the data after the bytes that all
+// tiles read.
 class PanelPrefetch {
  public:
-  // from: what is read first, `num_bytes` of it while all tiles take `num_steps` steps each.
-  // row, tile_rows, num_rows: the tile's first, how many it has, and all.
+  // from: start of the data, `num_bytes` long, that all tiles prefetch in `num_steps` steps each.
+  // row, tile_rows, num_rows: first row and number of rows of the tile, and number of all rows.
   PanelPrefetch(const uint8_t* from, int num_bytes, int num_steps, int row, int tile_rows, int num_rows)
       : next_(from + int64_t(num_bytes) * row / num_rows) {
     const int64_t unit = int64_t(num_rows) * num_steps * kLineBytes;
@@ -108,16 +110,16 @@ class PanelPrefetch {
   static constexpr int kLineBytes = 64;
 
   const uint8_t* next_;
-  int num_lines_;  // for each step
+  int num_lines_;  // number of lines for each step
 };
 
-// ---- weights of two bytes, or of as many as hold them: panels of as many columns on every level ----
+// ---- weights of two bytes, plain or compressed: panels have the same number of columns on every level ----
 
 constexpr int kWeightPanel = 64;
 
 static_assert(kWeightPanel % kPanel == 0 && kPanel % (2 * kLanes) == 0);
 
-// Calls `body(panel, first row, rows)` for each panel of `kColumns` and each block of rows, on all threads.
+// Calls `body(panel, first row, number of rows)` for each panel of `kColumns` and each block of rows, on all threads.
 template <int kColumns = kWeightPanel, typename Body>
 void in_blocks(int64_t num_columns, int64_t num_rows, Body body) {
   const int64_t num_blocks = (num_rows + kJobRows - 1) / kJobRows;
@@ -134,11 +136,11 @@ void finish_rows(const Operands& operands, int64_t panel, int64_t first, int num
     finish<T, kWeightPanel>(sums + row * kWeightPanel, operands, first + row, int(panel));
 }
 
-// Calls `body(panel, column, idx)` for each of the columns `ids` of a weight, on threads; where one of them is none of
-// its `num_columns`, returns false instead.
+// Calls `body(panel, column, idx)` for each of the columns `ids` of a weight, on all threads. If one of them is not in
+// [0, num_columns), returns false without a call.
 template <typename Body>
 bool for_each_column(const int64_t* ids, int64_t num_ids, int64_t num_columns, Body body) {
-  constexpr int kFewIds = 8;  // over before another thread has woken up
+  constexpr int kFewIds = 8;  // finished before another thread has woken up
   if (!std::all_of(ids, ids + num_ids, [=](int64_t id) { return id >= 0 && id < num_columns; })) return false;
   quire::in_parallel(num_ids, kFewIds, [&](int64_t begin, int64_t end) {
     for (int64_t idx = begin; idx < end; ++idx) body(ids[idx] / kWeightPanel, int(ids[idx] % kWeightPanel), idx);

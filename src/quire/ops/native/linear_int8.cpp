@@ -1,14 +1,14 @@
-// Linear layers on int8 weights, one scale for each output column, and rows of int8, one scale for each row.
+// Linear layers with int8 weights, one scale for each output column, and int8 activations, one scale for each row.
 //
-// Sums are whole numbers and exact, so a row gets the same bits in every batch.
+// Sums are integers and exact, so a row gets the same bits in every batch.
 #include "int8_activations.h"
 
 namespace {
 
-// A packed weight: panels of [kPanel] floats, the columns' scales, and [depth, kPanel] steps.
+// A packed weight: panels of [kPanel] float scales of the columns, followed by [depth, kPanel] steps.
 struct Int8Weight {
   const uint8_t* panels;
-  int depth;  // steps
+  int depth;  // number of steps
 
   static int64_t panel_bytes(int64_t width) { return kPanel * (width + int64_t(sizeof(float))); }
 
@@ -18,10 +18,10 @@ struct Int8Weight {
   const uint8_t* steps(int panel) const { return reinterpret_cast<const uint8_t*>(scales(panel) + kPanel); }
 };
 
-// Adds the products of some steps to the sums [rows, kPanel].
+// Adds the products of `depth` steps to the sums [rows, kPanel].
 //
-// starts: what the rows' sums begin with, or null where they have begun.
-// ahead: what is fetched meanwhile.
+// starts: start values of the rows' sums, or null to continue from `sums`.
+// ahead: prefetch of the data that is read next.
 template <int kRows>
 void multiply_tile(const int8_t* x, int width, const uint8_t* steps, int depth, const int32_t* starts,
                    PanelPrefetch ahead, int32_t* sums) {
@@ -52,8 +52,9 @@ void multiply_tile(const int8_t* x, int width, const uint8_t* steps, int depth, 
       store_bits(sums + row * kPanel + vector * kLanes, totals[row][vector]);
 }
 
-// Scales the sums [rows, kPanel] of one panel, and adds bias and residual. Those of a whole panel that is not gated go
-// from registers to the output: beside products of bytes, a way through memory is a twentieth of the time of 16 rows.
+// Scales the sums [rows, kPanel] of one panel, and adds bias and residual. Sums of a full panel without a gate go from
+// registers to the output: compared to the int8 products, a detour through memory takes a twentieth of the time of 16
+// rows.
 template <typename T>
 void finish_sums(const Int8Rows& rows, const float* scales, const Operands& operands, int panel, int64_t first,
                  int num_rows, const int32_t* sums) {
@@ -79,7 +80,7 @@ void finish_sums(const Int8Rows& rows, const float* scales, const Operands& oper
   }
 }
 
-// Rows [first, first + num_rows) and the columns of one panel.
+// Multiplies the rows [first, first + num_rows) by one panel.
 template <typename T>
 void multiply_rows(const Int8Rows& rows, const Int8Weight& weight, const Operands& operands, int panel, int64_t first,
                    int num_rows) {
@@ -101,7 +102,7 @@ void multiply_rows(const Int8Rows& rows, const Int8Weight& weight, const Operand
 
 }  // namespace
 
-// The bytes of a packed weight; `width` is a multiple of 4.
+// Returns the number of bytes of a packed weight; `width` is a multiple of 4.
 QUIRE_EXPORT int64_t quire_bytes_int8(int64_t num_columns, int64_t width) {
   return num_panels(int(num_columns)) * Int8Weight::panel_bytes(width);
 }
@@ -118,7 +119,7 @@ QUIRE_EXPORT void quire_pack_int8(int64_t type, const void* weight, int64_t num_
         auto* scales = reinterpret_cast<float*>(static_cast<uint8_t*>(packed) + panel * Int8Weight::panel_bytes(width));
         auto* steps = reinterpret_cast<uint8_t*>(scales + kPanel);
         const int count = int(std::min<int64_t>(kPanel, num_columns - panel * kPanel));
-        // What the padding holds reaches sums that nobody looks at.
+        // The padding is not written: sums that depend on it are never read.
         for (int column = 0; column < count; ++column) {
           const T* row = from + column_of<kPanel>(panel, column, num_columns, is_gated) * width;
           scales[column] = round_row(row, int(width), values.get());

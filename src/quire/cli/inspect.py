@@ -1,0 +1,66 @@
+"""`quire inspect`: the content of a checkpoint, and how it would be served, without loading it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from quire.cli.options import Subparsers
+from quire.errors import shown
+
+if TYPE_CHECKING:
+    from quire.models.inspection import Inspection
+
+EXIT_REFUSED = 1
+
+
+def register(subparsers: Subparsers) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "inspect",
+        help="show what a checkpoint holds, and how it would be served",
+        description="Show the format, the sizes and the types of tensors of a checkpoint, and how each type would be "
+        "served. Only headers are read. The exit code is 1 where the model would be refused.",
+    )
+    parser.add_argument("model", help="folder, GGUF file, hub id, or hub id with a quantisation (ID:Q4_K_M)")
+    parser.add_argument("--revision", help="branch, tag or commit of a hub id")
+    parser.add_argument("--metadata", action="store_true", help="print the fields of a GGUF file as well")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.set_defaults(handler=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command."""
+    from quire.models.inspection import inspect
+
+    found = inspect(args.model, args.revision)
+    if args.json:
+        print(json.dumps(asdict(found), indent=2))
+    else:
+        print("\n".join(lines(found, has_metadata=args.metadata)))
+    return EXIT_REFUSED if found.problem else 0
+
+
+def lines(found: Inspection, *, has_metadata: bool) -> Iterator[str]:
+    """Yield the lines of the report."""
+    yield f"format        {found.format}"
+    yield f"architecture  {found.architecture}"
+    if found.num_layers:
+        sizes = f"{found.num_layers} layers of {found.width}, {found.vocab_size:,} tokens in the vocabulary"
+        yield f"sizes         {sizes}, contexts of up to {found.max_position:,} tokens"
+    num_values = sum(use.num_values for use in found.types)
+    yield f"tensors       {num_values:,} values in {found.num_bytes:,} bytes"
+    yield ""
+    yield f"{'type':8} {'tensors':>8} {'values':>16} {'bytes':>16}  served as"
+    for use in found.types:
+        yield f"{use.type:8} {use.num_tensors:8,} {use.num_values:16,} {use.num_bytes:16,}  {use.served}"
+    if has_metadata:
+        yield ""
+        for key, value in found.metadata.items():
+            yield f"{key}  {shown(value)}"
+    if found.problem:
+        yield ""
+        yield f"would be refused: {found.problem}"

@@ -1,0 +1,85 @@
+"""The architectures of GGUF files: their configuration and tensors in the terms of Quire's families.
+
+An architecture is a row of `ARCHITECTURES`: a function that writes a `config.json`, a table of tensor names, and the
+changes of weights by the converter (another order of rows, one added to norms), which readers undo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from quire.errors import UnsupportedModel, shown
+from quire.models.families import build
+from quire.models.gguf.architectures.gemma import GEMMA
+from quire.models.gguf.architectures.lfm2 import LFM2
+from quire.models.gguf.architectures.llama4 import LLAMA4
+from quire.models.gguf.architectures.llama_layout import LLAMA_LAYOUT
+from quire.models.gguf.architectures.mamba import MAMBA_LAYOUT
+from quire.models.gguf.architectures.metadata import Metadata
+from quire.models.gguf.architectures.qwen3_5 import QWEN3_5
+from quire.models.gguf.architectures.sources import Architecture, AxisSwap, Config, Floats, TensorSource, find_sources
+
+__all__ = ["ARCHITECTURES", "AxisSwap", "TensorSource", "read_architecture"]
+
+# The value of `general.architecture` -> how such a file is read.
+ARCHITECTURES: Final[dict[str, Architecture]] = {**LLAMA_LAYOUT, **LLAMA4, **QWEN3_5, **GEMMA, **LFM2, **MAMBA_LAYOUT}
+# Kinds of files that hold no language model, and what they hold; none states an architecture that is read.
+OTHER_KINDS: Final = {
+    "mmproj": "the part of a model that sees images or hears",
+    "adapter": "an adapter (LoRA)",
+    "imatrix": "statistics for quantisation",
+    "vocab": "a vocabulary",
+}
+
+
+def read_architecture(
+    fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], floats: Floats | None = None
+) -> tuple[Config, dict[str, tuple[TensorSource, ...]]]:
+    """Describe a file in the terms of the model's family.
+
+    Args:
+        fields: metadata by key.
+        shapes: shapes of tensors by name, rows first.
+        floats: function that reads the values of a small tensor, given its name; None refuses files that keep a part of
+            their configuration in a tensor (the rotations of Llama 3 and Gemma 4).
+
+    Returns:
+        The content of a `config.json`, and for each name in the family's weight map the tensors of the file to join
+        on dimension 0.
+
+    Raises:
+        UnsupportedModel: the architecture, or an option of it, is not implemented.
+        CheckpointError: a field or tensor is missing or wrong; the message names it.
+    """
+    name = _name(fields)
+    architecture = ARCHITECTURES[name]
+    config = architecture.read_config(Metadata(fields, name), shapes, floats)
+    _, weight_map = build(config)
+    changes = architecture.changes(config)
+    return config, {
+        source: find_sources(architecture, changes, source, shapes)
+        for sources in weight_map.values()
+        for source in sources
+    }
+
+
+def _name(fields: Mapping[str, Any]) -> str:
+    """Return the architecture of a file with a language model."""
+    kind, name = fields.get("general.type", "model"), fields.get("general.architecture")
+    if name == "clip":  # older projections of images have no other kind
+        kind = "mmproj"
+    if kind != "model":
+        held = OTHER_KINDS.get(kind, "no whole model") if isinstance(kind, str) else "no whole model"
+        raise UnsupportedModel(
+            f"general.type is {shown(kind)} and general.architecture {shown(name)}: the file holds {held}, but only "
+            "whole language models are served",
+            field="general.type",
+        )
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        raise UnsupportedModel(
+            f"general.architecture is {shown(name)}, which is not implemented; implemented are "
+            f"{', '.join(ARCHITECTURES)}",
+            field="general.architecture",
+        )
+    return name

@@ -1,0 +1,224 @@
+"""Fields and names that the architectures of GGUF files share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Final
+
+from quire.errors import CheckpointError, UnsupportedModel
+from quire.models.gguf.architectures.metadata import Metadata
+from quire.models.gguf.architectures.sources import AxisSwap, Change, Config, Floats, Shapes
+
+FREQUENCY_FACTORS: Final = "rope_freqs.weight"
+ENDS: Final = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+ATTENTION: Final = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+}
+MLP: Final = {"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
+NORMS: Final = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
+LLAMA: Final = {**ATTENTION, **MLP, **NORMS}
+# Fields that change the computation of a model, and their neutral values.
+NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attention.scale": (0,),
+    "attention.temperature_scale": (0,),
+    "attn_logit_softcapping": (0,),
+    "embedding_scale": (0, 1),
+    "expert_count": (0,),
+    "expert_gating_func": (0, 1),
+    "expert_group_count": (0, 1),
+    "expert_shared_count": (0,),
+    "expert_weights_scale": (0, 1),
+    "final_logit_softcapping": (0,),
+    "logit_scale": (0, 1),
+    "residual_scale": (0, 1),
+    "rope.scaling.alpha": (0,),
+    "rope.scaling.attn_factor": (1,),
+    "rope.scaling.yarn_attn_factor": (1,),
+    "rope.scaling.yarn_ext_factor": (1,),
+    "rope.scaling.yarn_log_multiplier": (0,),
+    "use_parallel_residual": (False,),
+}
+# A file holds the result of Llama 3's scaling and not its parameters. These are the known ones: pairs of low and high
+# frequency factors, and the original context.
+LLAMA3_FACTORS: Final = ((1.0, 4.0), (1.0, 1.0))
+LLAMA3_CONTEXT: Final = 8192
+
+
+def read_common(
+    metadata: Metadata, shapes: Shapes, family: str, floats: Floats | None, *, reads: Collection[str] = ()
+) -> Config:
+    """Read the fields that all families have, and refuse values that would change the computation.
+
+    Args:
+        family: name of the family in configurations.
+        floats: function that reads the values of a small tensor.
+        reads: names in `NEUTRAL`, and of tensors, that the caller reads.
+
+    Raises:
+        CheckpointError: a field is missing or wrong.
+        UnsupportedModel: a field asks for something that is not implemented.
+    """
+    for name, allowed in NEUTRAL.items():
+        if name not in reads:
+            metadata.require(name, *allowed)
+    vocab_size, width = matrix_shape(shapes, "token_embd.weight")
+    if metadata.integer("embedding_length") != width:
+        raise metadata.wrong("embedding_length", metadata.integer("embedding_length"), f"the embedding's width {width}")
+    num_heads = metadata.same_integer("attention.head_count")
+    default = width // num_heads
+    head_dim = metadata.integer("attention.key_length", default)
+    if metadata.integer("attention.value_length", head_dim) != head_dim:
+        raise UnsupportedModel(
+            f"the field {metadata.key('attention.value_length')} must be that of the keys, {head_dim}",
+            field=metadata.key("attention.value_length"),
+        )
+    has_kv_heads = metadata.has("attention.head_count_kv")
+    return {
+        "architectures": [family],
+        "vocab_size": vocab_size,
+        "hidden_size": width,
+        "num_hidden_layers": metadata.num_blocks,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": max(metadata.integers("attention.head_count_kv")) if has_kv_heads else num_heads,
+        "head_dim": head_dim,
+        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": metadata.integer("context_length"),
+        "tie_word_embeddings": "output.weight" not in shapes,
+        "rope_parameters": read_rope(metadata)
+        | ({} if FREQUENCY_FACTORS in reads else _read_llama3(metadata, shapes, head_dim, floats)),
+    }
+
+
+def read_dense(metadata: Metadata, shapes: Shapes, family: str, floats: Floats | None) -> Config:
+    """Read a model with the same attention and gated MLP in all layers, and rotation of whole heads."""
+    config = read_common(metadata, shapes, family, floats)
+    return config | whole_layers(metadata, config["head_dim"])
+
+
+def whole_layers(metadata: Metadata, head_dim: int) -> Config:
+    """Read the width of the gated MLPs, and check that all layers have equal shapes and rotate whole heads.
+
+    Raises:
+        UnsupportedModel: layers differ, or a part of a head is rotated.
+    """
+    metadata.require("rope.dimension_count", head_dim)
+    if metadata.has("attention.head_count_kv"):
+        metadata.same_integer("attention.head_count_kv")
+    return {"intermediate_size": metadata.same_integer("feed_forward_length")}
+
+
+def matrix_shape(shapes: Shapes, name: str) -> tuple[int, int]:
+    """Return the rows and columns of a matrix.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    shape = shapes.get(name, ())
+    if len(shape) != 2:
+        raise CheckpointError(f"the file has no matrix {name}", field=name)
+    return shape[0], shape[1]
+
+
+def has_tensor(shapes: Shapes, ending: str) -> bool:
+    """Return whether a layer has a tensor of this name."""
+    return any(name.startswith("blk.") and name.endswith(f".{ending}") for name in shapes)
+
+
+def layers_with(shapes: Shapes, num_layers: int, tensor: str) -> tuple[bool, ...]:
+    """Return for each layer whether it has a tensor."""
+    return tuple(f"blk.{idx}.{tensor}" in shapes for idx in range(num_layers))
+
+
+def paired_rows(config: Config) -> dict[str, Change]:
+    """Return the changes of query and key projections whose rows alternate between the halves of a head."""
+    half, rest = divmod(config["head_dim"], 2)
+    if rest:
+        raise CheckpointError(f"heads must be of an even length, got {config['head_dim']}")
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    return {
+        f"self_attn.{name}.{kind}": Change(AxisSwap(0, num_heads, half, 2, 1))
+        for name, num_heads in heads.items()
+        for kind in ("weight", "bias")
+    }
+
+
+def read_floats(shapes: Shapes, floats: Floats | None, name: str, length: int) -> list[float]:
+    """Read a vector of the file.
+
+    Raises:
+        CheckpointError: it is of another length.
+        UnsupportedModel: there is no function that reads it.
+    """
+    if floats is None:
+        raise UnsupportedModel(f"the tensor {name} is part of the configuration, and cannot be read here", field=name)
+    if shapes.get(name) != (length,):
+        raise CheckpointError(f"the tensor {name} must have {length} values, got {shapes.get(name)}", field=name)
+    return floats(name)
+
+
+def read_rope(metadata: Metadata) -> Config:
+    """Read the rotation as `rope_parameters`.
+
+    Raises:
+        CheckpointError: a field is missing or wrong.
+        UnsupportedModel: the scaling is not implemented.
+    """
+    rope: Config = {"rope_type": "default", "rope_theta": metadata.number("rope.freq_base", 10_000.0)}
+    kind = metadata.text("rope.scaling.type", "linear" if metadata.has("rope.scale_linear") else "none")
+    if kind == "linear":
+        older = metadata.number("rope.scale_linear", 1.0)
+        return rope | {"rope_type": kind, "factor": metadata.number("rope.scaling.factor", older)}
+    if kind == "yarn":
+        rope |= {"rope_type": kind, "factor": metadata.number("rope.scaling.factor")}
+        names = {"beta_fast": "rope.scaling.yarn_beta_fast", "beta_slow": "rope.scaling.yarn_beta_slow"}
+        rope |= {field: metadata.number(name) for field, name in names.items() if metadata.has(name)}
+        context = metadata.integer("rope.scaling.original_context_length", metadata.integer("context_length"))
+        return rope | {"original_max_position_embeddings": context}
+    metadata.require("rope.scaling.type", "none", "linear", "yarn")
+    return rope
+
+
+def _read_llama3(metadata: Metadata, shapes: Shapes, head_dim: int, floats: Floats | None) -> Config:
+    """Find the scaling of Llama 3 that gives the file's factors of wavelengths; empty where the file has none.
+
+    Raises:
+        UnsupportedModel: no known scaling gives them.
+    """
+    if FREQUENCY_FACTORS not in shapes:
+        return {}
+    factors = read_floats(shapes, floats, FREQUENCY_FACTORS, head_dim // 2)
+    theta, factor = metadata.number("rope.freq_base", 10_000.0), max(factors)
+    if theta < 1 or not all(0.99 < each < math.inf for each in factors):
+        raise _unknown_factors()
+    turns = [LLAMA3_CONTEXT / (2 * math.pi) * theta ** (-2 * idx / head_dim) for idx in range(head_dim // 2)]
+    for low, high in LLAMA3_FACTORS:
+        smooth = [min(1.0, max(0.0, (each - low) / max(high - low, 1e-9))) for each in turns]
+        expected = [1 / ((1 - share) / factor + share) for share in smooth]
+        if all(math.isclose(each, other, rel_tol=1e-3) for each, other in zip(factors, expected, strict=True)):
+            return {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": low,
+                "high_freq_factor": high,
+                "original_max_position_embeddings": LLAMA3_CONTEXT,
+            }
+    raise _unknown_factors()
+
+
+def _unknown_factors() -> UnsupportedModel:
+    return UnsupportedModel(
+        f"the tensor {FREQUENCY_FACTORS} holds the factors of no known scaling of rotations", field=FREQUENCY_FACTORS
+    )

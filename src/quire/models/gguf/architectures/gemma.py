@@ -1,0 +1,176 @@
+"""Gemma 3 and Gemma 4 (dense, text)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Final
+
+from quire.errors import CheckpointError, UnsupportedModel
+from quire.models.families.hf_config import FULL, WINDOWED
+from quire.models.gguf.architectures.common import (
+    ATTENTION,
+    ENDS,
+    FREQUENCY_FACTORS,
+    MLP,
+    layers_with,
+    matrix_shape,
+    read_common,
+    read_floats,
+    whole_layers,
+)
+from quire.models.gguf.architectures.metadata import Metadata
+from quire.models.gguf.architectures.sources import Architecture, Change, Config, Floats, Shapes
+
+LAYER: Final = {
+    **ATTENTION,
+    **MLP,
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+GEMMA4_LAYER: Final = {
+    **LAYER,
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
+    "layer_scalar": "layer_output_scale.weight",
+}
+GEMMA4_ENDS: Final = {
+    **ENDS,
+    "model.embed_tokens_per_layer.weight": "per_layer_token_embd.weight",
+    "model.per_layer_model_projection.weight": "per_layer_model_proj.weight",
+    "model.per_layer_projection_norm.weight": "per_layer_proj_norm.weight",
+}
+# Gemma 3's norms, whose weights are stored plus one.
+NORMS: Final = (
+    "model.norm.weight",
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+    "pre_feedforward_layernorm.weight",
+    "post_feedforward_layernorm.weight",
+    "self_attn.q_norm.weight",
+    "self_attn.k_norm.weight",
+)
+# The layers of the one Gemma 3 whose scores are scaled by the width of a hidden state over the heads.
+NUM_LAYERS_27B: Final = 62
+# Factor of wavelengths from which on a pair of a head does not turn.
+UNTURNED: Final = 1e20
+
+
+def _read_gemma3(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
+    config = read_common(metadata, shapes, "Gemma3ForCausalLM", floats, reads=("final_logit_softcapping",))
+    num_layers, head_dim = config["num_hidden_layers"], config["head_dim"]
+    window = metadata.integer("attention.sliding_window", 0, least=0)
+    scalar = config["hidden_size"] // config["num_attention_heads"] if num_layers == NUM_LAYERS_27B else head_dim
+    return (
+        config
+        | whole_layers(metadata, head_dim)
+        | _cap(metadata)
+        | {
+            "layer_types": _kinds(metadata.window_pattern(6 if window else 1)),
+            "sliding_window": window or None,
+            "query_pre_attn_scalar": scalar,
+            "rope_parameters": {FULL: config["rope_parameters"], WINDOWED: _window_rope(metadata)},
+        }
+    )
+
+
+def _read_gemma4(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
+    reads = ("final_logit_softcapping", FREQUENCY_FACTORS)
+    config = read_common(metadata, shapes, "Gemma4ForCausalLM", floats, reads=reads)
+    pattern, num_layers = metadata.window_pattern(6), config["num_hidden_layers"]
+    if pattern[-1]:
+        raise metadata.wrong("attention.sliding_window_pattern", [*pattern], "without a window in the last layer")
+    head_dim, width = config["head_dim"], metadata.integer("embedding_length_per_layer_input", 0, least=0)
+    theta = config["rope_parameters"]["rope_theta"]
+    fraction = _turned_fraction(shapes, head_dim, floats) if FREQUENCY_FACTORS in shapes else 1.0
+    scaling = {"rope_type": "proportional", "partial_rotary_factor": fraction}
+    config |= {
+        "layer_types": _kinds(pattern),
+        "sliding_window": metadata.integer("attention.sliding_window"),
+        "num_kv_shared_layers": metadata.integer("attention.shared_kv_layers", 0, least=0, most=num_layers),
+        "head_dim": metadata.integer("attention.key_length_swa", head_dim),
+        "global_head_dim": head_dim,
+        "hidden_size_per_layer_input": width,
+        "rope_parameters": {FULL: {"rope_theta": theta} | scaling, WINDOWED: _window_rope(metadata)},
+    }
+    metadata.require("rope.dimension_count", head_dim)
+    metadata.require("rope.dimension_count_swa", config["head_dim"])
+    if width:
+        config["vocab_size_per_layer_input"] = matrix_shape(shapes, "per_layer_token_embd.weight")[0]
+    return config | _cap(metadata) | _kv_heads(metadata, shapes, pattern) | _mlp_widths(metadata, config)
+
+
+def _kv_heads(metadata: Metadata, shapes: Shapes, pattern: tuple[bool, ...]) -> Config:
+    """Read the numbers of KV heads, and whether global layers share one projection for keys and values."""
+    name = "attention.head_count_kv"
+    counts = metadata.integers(name)
+    near = {count for count, has_window in zip(counts, pattern, strict=True) if has_window}
+    far = {count for count, has_window in zip(counts, pattern, strict=True) if not has_window}
+    has_keys = layers_with(shapes, len(counts), "attn_k.weight")
+    has_values = layers_with(shapes, len(counts), "attn_v.weight")
+    is_same = any(keys and not values for keys, values in zip(has_keys, has_values, strict=True))
+    if len(near) > 1 or len(far) > 1 or (near and near != far and not is_same):
+        raise UnsupportedModel(
+            f"the field {metadata.key(name)} must be one number for all layers, or with shared keys and values one for "
+            "those with a window and one for the others",
+            field=metadata.key(name),
+        )
+    return {
+        "attention_k_eq_v": is_same,
+        "num_key_value_heads": max(near or far),
+        "num_global_key_value_heads": max(far) if is_same else None,
+    }
+
+
+def _mlp_widths(metadata: Metadata, config: Config) -> Config:
+    """Read the width of gated MLPs, which may be doubled in layers that share the KV cache of another layer."""
+    widths = metadata.integers("feed_forward_length")
+    num_own = len(widths) - config["num_kv_shared_layers"]
+    is_double = widths[-1] == 2 * widths[0] and 0 < num_own < len(widths)
+    expected = [widths[0]] * num_own + [widths[0] * (1 + is_double)] * (len(widths) - num_own)
+    if [*widths] != expected:
+        raise UnsupportedModel(
+            f"the field {metadata.key('feed_forward_length')} must be the same in all layers, or twice that in those "
+            "of shared_kv_layers",
+            field=metadata.key("feed_forward_length"),
+        )
+    return {"intermediate_size": widths[0], "use_double_wide_mlp": is_double}
+
+
+def _turned_fraction(shapes: Shapes, head_dim: int, floats: Floats | None) -> float:
+    """Return the fraction of a head's pairs that turn: the first ones, whose factors are 1."""
+    factors = read_floats(shapes, floats, FREQUENCY_FACTORS, head_dim // 2)
+    num_turned = sum(factor == 1.0 for factor in factors)
+    ends = factors[num_turned:]
+    if not num_turned or factors[:num_turned] != [1.0] * num_turned or not all(each >= UNTURNED for each in ends):
+        raise CheckpointError(
+            f"the tensor {FREQUENCY_FACTORS} must be ones, and then at least {UNTURNED:g}", field=FREQUENCY_FACTORS
+        )
+    fraction = 2 * num_turned / head_dim
+    return fraction if int(fraction * head_dim // 2) == num_turned else math.nextafter(fraction, 1.0)
+
+
+def _window_rope(metadata: Metadata) -> Config:
+    return {"rope_type": "default", "rope_theta": metadata.number("rope.freq_base_swa", 10_000.0)}
+
+
+def _cap(metadata: Metadata) -> Config:
+    name = "final_logit_softcapping"
+    return {name: metadata.number(name)} if metadata.has(name) else {}
+
+
+def _kinds(pattern: tuple[bool, ...]) -> list[str]:
+    return [WINDOWED if has_window else FULL for has_window in pattern]
+
+
+def _gemma3_changes(_config: Config) -> Mapping[str, Change]:
+    return dict.fromkeys(NORMS, Change(transform="minus_one"))
+
+
+GEMMA: Final[dict[str, Architecture]] = {
+    "gemma3": Architecture(_read_gemma3, LAYER, ENDS, _gemma3_changes),
+    "gemma4": Architecture(_read_gemma4, GEMMA4_LAYER, GEMMA4_ENDS),
+}

@@ -1,0 +1,94 @@
+"""Architectures of Llama's layout: llama, mistral3, qwen2, qwen3 and qwen3moe."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from quire.models.gguf.architectures.common import (
+    ENDS,
+    LLAMA,
+    has_tensor,
+    layers_with,
+    paired_rows,
+    read_common,
+    read_dense,
+    whole_layers,
+)
+from quire.models.gguf.architectures.metadata import Metadata
+from quire.models.gguf.architectures.sources import Architecture, Config, Floats, Shapes
+
+MIXTRAL: Final = {
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "block_sparse_moe.experts.w1": "ffn_gate_exps",
+    "block_sparse_moe.experts.w3": "ffn_up_exps",
+    "block_sparse_moe.experts.w2": "ffn_down_exps",
+}
+QWEN3_MOE: Final = {
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+}
+
+
+def _llama(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
+    """Read Llama, and those that share its architecture: Mistral, SmolLM, and with experts Mixtral."""
+    config = read_common(metadata, shapes, "LlamaForCausalLM", floats, reads=("expert_count",))
+    config |= whole_layers(metadata, config["head_dim"])
+    if metadata.integer("attention.sliding_window", 0, least=0):
+        config |= {
+            "architectures": ["MistralForCausalLM"],
+            "sliding_window": metadata.integer("attention.sliding_window"),
+        }
+    if metadata.integer("expert_count", 0, least=0):
+        return config | {
+            "architectures": ["MixtralForCausalLM"],
+            "num_local_experts": metadata.integer("expert_count"),
+            "num_experts_per_tok": metadata.integer("expert_used_count"),
+        }
+    return config | {
+        "attention_bias": has_tensor(shapes, "attn_q.bias"),
+        "mlp_bias": has_tensor(shapes, "ffn_up.bias"),
+    }
+
+
+def _mistral3(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
+    window = metadata.integer("attention.sliding_window", 0, least=0)
+    return read_dense(metadata, shapes, "MistralForCausalLM", floats) | {"sliding_window": window or None}
+
+
+def _qwen2(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
+    return read_dense(metadata, shapes, "Qwen2ForCausalLM", floats)
+
+
+def _qwen3(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
+    bias = {"attention_bias": has_tensor(shapes, "attn_q.bias")}
+    return read_dense(metadata, shapes, "Qwen3ForCausalLM", floats) | bias
+
+
+def _qwen3_moe(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
+    """Read Qwen3 with experts, in the layers that have a router."""
+    config = read_common(metadata, shapes, "Qwen3MoeForCausalLM", floats, reads=("expert_count",))
+    metadata.require("rope.dimension_count", config["head_dim"])
+    width = metadata.integer("expert_feed_forward_length")
+    has_experts = layers_with(shapes, config["num_hidden_layers"], "ffn_gate_inp.weight")
+    has_width = metadata.has("feed_forward_length")
+    return config | {
+        "intermediate_size": metadata.same_integer("feed_forward_length") if has_width else width,
+        "moe_intermediate_size": width,
+        "num_experts": metadata.integer("expert_count"),
+        "num_experts_per_tok": metadata.integer("expert_used_count"),
+        "norm_topk_prob": metadata.flag("expert_weights_norm", True),
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [idx for idx, has in enumerate(has_experts) if not has],
+        "attention_bias": has_tensor(shapes, "attn_q.bias"),
+    }
+
+
+LLAMA_LAYOUT: Final[dict[str, Architecture]] = {
+    "llama": Architecture(_llama, LLAMA | MIXTRAL, ENDS, paired_rows),
+    "mistral3": Architecture(_mistral3, LLAMA, ENDS, paired_rows),
+    "qwen2": Architecture(_qwen2, LLAMA, ENDS),
+    "qwen3": Architecture(_qwen3, LLAMA, ENDS),
+    "qwen3moe": Architecture(_qwen3_moe, LLAMA | QWEN3_MOE, ENDS),
+}

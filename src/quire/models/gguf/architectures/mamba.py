@@ -1,0 +1,150 @@
+"""Architectures with Mamba 2: granitehybrid, its relative without (granite), and falcon-h1."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from quire.models.families.granitemoehybrid import RECURRENT
+from quire.models.families.hf_config import FULL
+from quire.models.gguf.architectures.common import (
+    ATTENTION,
+    ENDS,
+    NORMS,
+    has_tensor,
+    layers_with,
+    paired_rows,
+    read_common,
+    whole_layers,
+)
+from quire.models.gguf.architectures.metadata import Metadata
+from quire.models.gguf.architectures.sources import Architecture, Change, Config, Floats, Shapes
+
+MAMBA: Final = {
+    "mamba.in_proj": "ssm_in",
+    "mamba.conv1d": "ssm_conv1d",
+    "mamba.out_proj": "ssm_out",
+    "mamba.norm": "ssm_norm",
+    "mamba.A_log": "ssm_a",
+    "mamba.dt_bias": "ssm_dt.bias",
+    "mamba.D": "ssm_d",
+}
+MAMBA_CHANGES: Final = {
+    "mamba.conv1d.weight": Change(layout="unsqueeze_1"),
+    "mamba.norm.weight": Change(layout="flatten"),
+    "mamba.A_log": Change(transform="log_negated", layout="flatten"),
+    "mamba.D": Change(layout="flatten"),
+}
+GRANITE: Final[dict[str, str | tuple[str, ...]]] = {
+    **ATTENTION,
+    **NORMS,
+    **MAMBA,
+    # Gate and up are one matrix in the family.
+    "shared_mlp.input_linear.weight": ("ffn_gate.weight", "ffn_up.weight"),
+    "shared_mlp.output_linear": "ffn_down",
+}
+FALCON_H1: Final = {
+    **ATTENTION,
+    **MAMBA,
+    "input_layernorm": "attn_norm",
+    # This name has no ending.
+    "pre_ff_layernorm.weight": "ffn_norm",
+    "feed_forward.gate_proj": "ffn_gate",
+    "feed_forward.up_proj": "ffn_up",
+    "feed_forward.down_proj": "ffn_down",
+}
+# Multipliers of Granite; a missing field is 1.
+GRANITE_SCALES: Final = {
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+}
+
+
+def _read_granite(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
+    """Read Granite without experts and recurrent layers, as Granite 4, which has the same layers."""
+    config = _read_granite_common(metadata, shapes, floats)
+    metadata.same_integer("attention.head_count_kv")
+    return config | {"layer_types": [FULL] * config["num_hidden_layers"]}
+
+
+def _read_granite_hybrid(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
+    config = _read_granite_common(metadata, shapes, floats)
+    inner, width = metadata.integer("ssm.inner_size"), config["hidden_size"]
+    if inner % width:
+        raise metadata.wrong("ssm.inner_size", inner, f"a multiple of embedding_length ({width})")
+    is_recurrent = layers_with(shapes, config["num_hidden_layers"], "ssm_out.weight")
+    return (
+        config
+        | _read_mamba(metadata, shapes)
+        | {
+            "mamba_expand": inner // width,
+            "layer_types": [RECURRENT if each else FULL for each in is_recurrent],
+        }
+    )
+
+
+def _read_granite_common(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
+    reads = ("attention.scale", *GRANITE_SCALES.values())
+    config = read_common(metadata, shapes, "GraniteMoeHybridForCausalLM", floats, reads=reads)
+    metadata.require("rope.dimension_count", config["head_dim"])
+    return (
+        config
+        | {field: metadata.number(name, 1.0) for field, name in GRANITE_SCALES.items()}
+        | {
+            "num_local_experts": 0,
+            # In these architectures, this field switches the rotation on and off.
+            "position_embedding_type": "rope" if metadata.flag("rope.scaling.finetuned", True) else "nope",
+            "shared_intermediate_size": metadata.same_integer("feed_forward_length"),
+            "attention_multiplier": metadata.number("attention.scale", config["head_dim"] ** -0.5),
+            "attention_bias": has_tensor(shapes, "attn_q.bias"),
+        }
+    )
+
+
+def _read_falcon_h1(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
+    """Read Falcon-H1; its multipliers are part of the file's weights."""
+    config = read_common(metadata, shapes, "FalconH1ForCausalLM", floats)
+    has_norm = has_tensor(shapes, "ssm_norm.weight")
+    return (
+        config
+        | whole_layers(metadata, config["head_dim"])
+        | _read_mamba(metadata, shapes)
+        | {
+            "mamba_d_ssm": metadata.integer("ssm.inner_size"),
+            "mamba_rms_norm": has_norm,
+            "mamba_norm_before_gate": False,
+            "projectors_bias": has_tensor(shapes, "ssm_out.bias"),
+            "attention_bias": has_tensor(shapes, "attn_q.bias"),
+            "mlp_bias": has_tensor(shapes, "ffn_up.bias"),
+        }
+    )
+
+
+def _read_mamba(metadata: Metadata, shapes: Shapes) -> Config:
+    """Read the heads of recurrent layers."""
+    return {
+        "mamba_n_heads": metadata.integer("ssm.time_step_rank"),
+        "mamba_n_groups": metadata.integer("ssm.group_count"),
+        "mamba_d_state": metadata.integer("ssm.state_size"),
+        "mamba_d_conv": metadata.integer("ssm.conv_kernel"),
+        "mamba_conv_bias": has_tensor(shapes, "ssm_conv1d.bias"),
+        "mamba_proj_bias": has_tensor(shapes, "ssm_in.bias"),
+    }
+
+
+def _granite_changes(config: Config) -> Mapping[str, Change]:
+    return MAMBA_CHANGES | paired_rows(config)
+
+
+def _falcon_changes(_config: Config) -> Mapping[str, Change]:
+    return MAMBA_CHANGES
+
+
+MAMBA_LAYOUT: Final[dict[str, Architecture]] = {
+    "granite": Architecture(_read_granite, GRANITE, ENDS, _granite_changes),
+    "granitehybrid": Architecture(_read_granite_hybrid, GRANITE, ENDS, _granite_changes),
+    "falcon-h1": Architecture(
+        _read_falcon_h1, FALCON_H1, ENDS | {"model.final_layernorm.weight": "output_norm.weight"}, _falcon_changes
+    ),
+}

@@ -1,0 +1,167 @@
+"""Typed reading of the metadata of a GGUF file: every field is checked, and messages name its key."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+from quire.errors import CheckpointError, UnsupportedModel, shown
+from quire.models.families.hf_config import MAX_INTEGER
+
+MAX_LAYERS = 1024
+
+
+class Metadata:
+    """The fields of one architecture.
+
+    Args:
+        fields: metadata by key.
+        architecture: prefix of the keys.
+    """
+
+    def __init__(self, fields: Mapping[str, Any], architecture: str) -> None:
+        self._fields = fields
+        self._architecture = architecture
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of layers in the file, including those for multi-token prediction."""
+        return self.integer("block_count", most=MAX_LAYERS)
+
+    def key(self, name: str) -> str:
+        """Return the key of a field."""
+        return f"{self._architecture}.{name}"
+
+    def has(self, name: str) -> bool:
+        """Return whether there is a field."""
+        return self.key(name) in self._fields
+
+    def require(self, name: str, *allowed: object) -> None:
+        """Refuse a field whose value is none of `allowed`; a missing field passes.
+
+        Raises:
+            UnsupportedModel: naming the key.
+        """
+        if self.has(name) and self._fields[self.key(name)] not in allowed:
+            raise UnsupportedModel(
+                f"the field {self.key(name)} is {shown(self._fields[self.key(name)])}, but only "
+                f"{' or '.join(map(repr, allowed))} is implemented for {self._architecture}",
+                field=self.key(name),
+            )
+
+    def integer(self, name: str, default: int | None = None, *, least: int = 1, most: int = MAX_INTEGER) -> int:
+        """Read an integer.
+
+        Raises:
+            CheckpointError: the field is missing without a default, or out of range.
+        """
+        value = self._get(name, default)
+        if type(value) is not int or not least <= value <= most:
+            raise self.wrong(name, value, f"an integer from {least} to {most}")
+        return value
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        """Read one integer of at least 0 for each layer; a single number is that of all.
+
+        Raises:
+            CheckpointError: the field is missing, of another length or of another kind.
+        """
+        value, count = self._get(name, None), self.num_blocks
+        values = value if isinstance(value, list | tuple) else [value] * count
+        if len(values) != count or not all(type(each) is int and 0 <= each <= MAX_INTEGER for each in values):
+            raise self.wrong(name, value, f"an integer from 0 to {MAX_INTEGER}, or {count} of them")
+        return tuple(values)
+
+    def same_integer(self, name: str) -> int:
+        """Read a positive integer that is the same in all layers.
+
+        Raises:
+            CheckpointError: the field is missing or of another kind.
+            UnsupportedModel: layers differ.
+        """
+        values = set(self.integers(name))
+        if len(values) != 1:
+            raise UnsupportedModel(
+                f"the field {self.key(name)} gives layers {shown(sorted(values))}, but only one number for all layers "
+                f"is implemented for {self._architecture}",
+                field=self.key(name),
+            )
+        value = values.pop()
+        if value < 1:
+            raise self.wrong(name, value, "at least 1")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """Read a positive number, as the shortest decimal number of its float32.
+
+        Raises:
+            CheckpointError: the field is missing without a default, or of another kind.
+        """
+        value = self._get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise self.wrong(name, value, "a positive number")
+        return shortest(float(value))
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Read true or false.
+
+        Raises:
+            CheckpointError: the field is of another kind.
+        """
+        value = self._get(name, default)
+        if not isinstance(value, bool):
+            raise self.wrong(name, value, "true or false")
+        return value
+
+    def window_pattern(self, default: int) -> tuple[bool, ...]:
+        """Read which layers have a window: a list, or the period of the layers without one.
+
+        Raises:
+            CheckpointError: the field is of another length or kind.
+        """
+        name, count = "attention.sliding_window_pattern", self.num_blocks
+        value = self._get(name, default)
+        if type(value) is int and value > 0:
+            return tuple((idx + 1) % value > 0 for idx in range(count))
+        if isinstance(value, list | tuple) and len(value) == count and all(each in (0, 1) for each in value):
+            return tuple(map(bool, value))
+        raise self.wrong(name, value, f"a period or {count} flags")
+
+    def text(self, name: str, default: str) -> str:
+        """Read a string.
+
+        Raises:
+            CheckpointError: the field is of another kind.
+        """
+        value = self._get(name, default)
+        if not isinstance(value, str):
+            raise self.wrong(name, value, "a string")
+        return value
+
+    def wrong(self, name: str, value: object, allowed: str) -> CheckpointError:
+        """Return the error for a field of another value than is allowed."""
+        key = self.key(name)
+        return CheckpointError(f"the field {key} must be {allowed}, got {shown(value)}", field=key)
+
+    def _get(self, name: str, default: object) -> object:
+        value = self._fields.get(self.key(name), default)
+        if value is None:
+            raise CheckpointError(f"the field {self.key(name)} is missing", field=self.key(name))
+        return value
+
+
+def shortest(value: float) -> float:
+    """Return the shortest decimal number with the same float32: the value of the configuration before conversion.
+
+    A value that is no float32 is returned as it is.
+    """
+    try:
+        stored = struct.pack("<f", value)
+    except OverflowError:
+        return value
+    if struct.unpack("<f", stored)[0] != value:
+        return value
+    decimals = (float(f"{value:.{digits}g}") for digits in range(6, 10))
+    return next(each for each in decimals if struct.pack("<f", each) == stored)

@@ -1,0 +1,105 @@
+"""Qwen3.5 (dense): gated delta nets whose value heads lie in another order, and attention between."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Final
+
+from quire.errors import CheckpointError
+from quire.models.families.hf_config import FULL
+from quire.models.families.qwen3_5 import RECURRENT
+from quire.models.gguf.architectures.common import (
+    ATTENTION,
+    ENDS,
+    MLP,
+    has_tensor,
+    layers_with,
+    read_common,
+)
+from quire.models.gguf.architectures.metadata import Metadata
+from quire.models.gguf.architectures.sources import Architecture, AxisSwap, Change, Config, Floats, Shapes
+
+LAYER: Final = {
+    **ATTENTION,
+    **MLP,
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "post_attention_norm",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+    "linear_attn.A_log": "ssm_a",
+    "linear_attn.dt_bias": "ssm_dt.bias",
+}
+# Norms whose weights are stored plus one: all but those in delta nets.
+NORMS: Final = (
+    "model.norm.weight",
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+    "self_attn.q_norm.weight",
+    "self_attn.k_norm.weight",
+)
+
+
+def _read(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
+    config = read_common(metadata, shapes, "Qwen3_5ForCausalLM", floats)
+    # The layers for multi-token prediction come last and are not part of the decoder.
+    num_blocks = metadata.num_blocks
+    num_layers = num_blocks - metadata.integer("nextn_predict_layers", 0, least=0, most=num_blocks - 1)
+    num_value_heads, inner = metadata.integer("ssm.time_step_rank"), metadata.integer("ssm.inner_size")
+    if inner % num_value_heads:
+        raise metadata.wrong("ssm.inner_size", inner, f"a multiple of ssm.time_step_rank ({num_value_heads})")
+    is_recurrent = layers_with(shapes, num_layers, "ssm_out.weight")
+    rope = {"partial_rotary_factor": _turned_fraction(metadata, config["head_dim"])}
+    return config | {
+        "num_hidden_layers": num_layers,
+        "intermediate_size": metadata.same_integer("feed_forward_length"),
+        "rope_parameters": config["rope_parameters"] | rope,
+        "attention_bias": has_tensor(shapes, "attn_q.bias"),
+        "layer_types": [RECURRENT if each else FULL for each in is_recurrent],
+        "linear_conv_kernel_dim": metadata.integer("ssm.conv_kernel"),
+        "linear_key_head_dim": metadata.integer("ssm.state_size"),
+        "linear_num_key_heads": metadata.integer("ssm.group_count"),
+        "linear_num_value_heads": num_value_heads,
+        "linear_value_head_dim": inner // num_value_heads,
+    }
+
+
+def _turned_fraction(metadata: Metadata, head_dim: int) -> float:
+    """Return the rotated fraction of a head, rounded so that its product with the head is not too small."""
+    num_turned = metadata.integer("rope.dimension_count", most=head_dim)
+    fraction = num_turned / head_dim
+    return fraction if int(head_dim * fraction) == num_turned else math.nextafter(fraction, 1.0)
+
+
+def _changes(config: Config) -> Mapping[str, Change]:
+    """Return the changes: the file tiles value heads over the key heads, the family groups them by key head."""
+    num_key_heads, num_value_heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    if num_value_heads % num_key_heads:
+        raise CheckpointError(f"{num_value_heads} value heads are no multiple of {num_key_heads} key heads")
+    shared, width = num_value_heads // num_key_heads, config["linear_value_head_dim"]
+    start = 2 * num_key_heads * config["linear_key_head_dim"]
+    heads = values = joined = None
+    if shared > 1:
+        heads = AxisSwap(0, 1, shared, num_key_heads, 1)
+        values, joined = heads._replace(width=width), heads._replace(width=width, start=start)
+    changes = {
+        "in_proj_qkv.weight": Change(joined),
+        "in_proj_z.weight": Change(values),
+        "in_proj_b.weight": Change(heads),
+        "in_proj_a.weight": Change(heads),
+        "conv1d.weight": Change(joined, layout="unsqueeze_1"),
+        "out_proj.weight": Change(column_order=values),
+        "A_log": Change(heads, transform="log_negated"),
+        "dt_bias": Change(heads),
+    }
+    return dict.fromkeys(NORMS, Change(transform="minus_one")) | {
+        f"linear_attn.{name}": change for name, change in changes.items()
+    }
+
+
+QWEN3_5: Final = {"qwen35": Architecture(_read, LAYER, ENDS, _changes)}

@@ -1,0 +1,153 @@
+"""The sources of a family's tensors in a GGUF file, and the inverse of the converter's changes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Any, Final, Literal, NamedTuple
+
+from quire.errors import CheckpointError, shown
+from quire.models.gguf.architectures.metadata import Metadata
+
+Config = dict[str, Any]
+# Name of a tensor in the file -> its shape, rows first.
+Shapes = Mapping[str, tuple[int, ...]]
+# Reads the values of a vector of the file, given its name.
+Floats = Callable[[str], list[float]]
+Transform = Literal["minus_one", "log_negated"]
+
+_LAYER: Final = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_EXPERT: Final = re.compile(r"(?<=\.experts\.)(\d+)\.")
+
+
+class AxisSwap(NamedTuple):
+    """An order of rows or columns: those from `start` on are stored as [blocks, first, second, width].
+
+    The family has them as [blocks, second, first, width]; those before `start` stay in place.
+    """
+
+    start: int
+    blocks: int
+    first: int
+    second: int
+    width: int
+
+    @property
+    def size(self) -> int:
+        """Number of rows or columns."""
+        return self.start + self.blocks * self.first * self.second * self.width
+
+    def indices(self) -> list[int]:
+        """Return the stored index of each row or column of the family."""
+        return list(range(self.start)) + [
+            self.start + ((block * self.first + first) * self.second + second) * self.width + offset
+            for block in range(self.blocks)
+            for second in range(self.second)
+            for first in range(self.first)
+            for offset in range(self.width)
+        ]
+
+
+class Change(NamedTuple):
+    """The inverse of a converter's change of a tensor.
+
+    Args:
+        row_order, column_order: order in which rows or columns are taken; None for the stored one.
+        transform: function of the values: one taken off, or the logarithm of the negated; None for the values.
+        layout: reshape to one dimension, or insertion of a dimension of size 1 at index 1; None for the stored shape.
+    """
+
+    row_order: AxisSwap | None = None
+    column_order: AxisSwap | None = None
+    transform: Transform | None = None
+    layout: Literal["flatten", "unsqueeze_1"] | None = None
+
+
+class TensorSource(NamedTuple):
+    """The tensor of a file that a tensor of the family is read from, in the order of these fields.
+
+    Args:
+        name: name in the file.
+        expert: index in a stack of experts; None where it is no stack.
+        row_order: order in which the stored rows are taken; None for the stored one.
+        column_order: order in which the stored columns are taken; None for the stored one.
+        transform: function of the values; only tensors that are never quantised have one.
+        shape: shape in the family, of the same elements in the same order.
+    """
+
+    name: str
+    expert: int | None
+    row_order: AxisSwap | None
+    column_order: AxisSwap | None
+    transform: Transform | None
+    shape: tuple[int, ...]
+
+
+def no_changes(_config: Config) -> Mapping[str, Change]:
+    """Return no changes."""
+    return {}
+
+
+class Architecture(NamedTuple):
+    """An architecture of GGUF files.
+
+    Args:
+        read_config: function that writes a configuration in the terms of Hugging Face.
+        layer: names of a layer's modules and tensors, the family's -> the file's; of several, the rows are joined.
+        ends: names of tensors outside of layers, the family's -> the file's.
+        changes: function from the configuration to the changes of tensors, by the family's names (in layers).
+    """
+
+    read_config: Callable[[Metadata, Shapes, Floats | None], Config]
+    layer: Mapping[str, str | tuple[str, ...]]
+    ends: Mapping[str, str]
+    changes: Callable[[Config], Mapping[str, Change]] = no_changes
+
+
+def find_sources(
+    architecture: Architecture, changes: Mapping[str, Change], name: str, shapes: Shapes
+) -> tuple[TensorSource, ...]:
+    """Find the tensors of a file that make up a tensor of the family, joined on dimension 0.
+
+    Args:
+        architecture: names.
+        changes: changes of tensors, by the family's names.
+        name: name of the tensor in the family.
+        shapes: shapes of the file's tensors.
+
+    Raises:
+        CheckpointError: the file lacks a tensor, or it has an impossible shape.
+    """
+    match = _LAYER.fullmatch(name)
+    if match is None:
+        return (_source(architecture.ends.get(name, name), None, changes.get(name, Change()), name, shapes),)
+    numbered = _EXPERT.search(match[2])
+    inner = match[2] if numbered is None else _EXPERT.sub("", match[2])
+    expert = None if numbered is None else int(numbered[1])
+    found, kind = architecture.layer.get(inner), ""
+    if found is None:
+        module, _, kind = inner.rpartition(".")
+        found, kind = architecture.layer.get(module, module), f".{kind}"
+    change = changes.get(inner, Change())
+    stored = (found,) if isinstance(found, str) else found
+    return tuple(_source(f"blk.{match[1]}.{each}{kind}", expert, change, name, shapes) for each in stored)
+
+
+def _source(stored: str, expert: int | None, change: Change, name: str, shapes: Shapes) -> TensorSource:
+    shape = shapes.get(stored)
+    if shape is None:
+        raise CheckpointError(f"the file has no tensor {shown(stored)} (for {name})", field=stored)
+    wrong = CheckpointError(f"the tensor {shown(stored)} has shape {list(shape)}, which is none for {name}")
+    if expert is not None:
+        if len(shape) != 3 or expert >= shape[0]:
+            raise wrong
+        shape = shape[1:]
+    for order, dim in ((change.row_order, 0), (change.column_order, 1)):
+        if order is not None and (len(shape) <= dim or shape[dim] != order.size):
+            raise wrong
+    if change.layout == "flatten":
+        shape = (prod(shape),)
+    elif change.layout == "unsqueeze_1":
+        shape = (*shape[:1], 1, *shape[1:])
+    return TensorSource(stored, expert, change.row_order, change.column_order, change.transform, shape)

@@ -1,0 +1,98 @@
+"""Linear layers of blocks, and how the output of a block is added to the residual."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.models.norms import Norm
+from quire.models.weight_slots import WeightSlot, WeightSlots, nested
+from quire.ops.interface import Activation, Linear, Ops
+from quire.ops.quantized_weight import StoredWeight
+
+
+class Projection:
+    """A linear layer, packed as soon as its parts are there.
+
+    Args:
+        min_bits: its weight must not be rounded to fewer.
+        gate: see `Ops.pack_linear`.
+
+    Attributes:
+        run: the packed layer.
+        slots: "weight" and, if there is one, "bias".
+    """
+
+    __slots__ = ("_pack", "_parts", "run", "slots")
+
+    run: Linear
+
+    def __init__(
+        self,
+        in_width: int,
+        out_width: int,
+        has_bias: bool,
+        ops: Ops,
+        min_bits: int = 4,
+        gate: Activation | None = None,
+    ) -> None:
+        fill = partial(self._fill, "weight")
+        self.slots: WeightSlots = {"weight": WeightSlot((out_width, in_width), fill, fill)}
+        if has_bias:
+            self.slots["bias"] = WeightSlot((out_width,), partial(self._fill, "bias"))
+        self._pack: Callable[..., Linear] = partial(ops.pack_linear, min_bits=min_bits, gate=gate)
+        self._parts: dict[str, Tensor | StoredWeight] = {}
+
+    def _fill(self, name: str, tensor: Tensor | StoredWeight) -> None:
+        # A bias comes later, and until then the weight is kept.
+        if len(self.slots) > 1 and isinstance(tensor, Tensor):
+            tensor = tensor.clone()
+        self._parts[name] = tensor
+        if len(self._parts) == len(self.slots):
+            self.run = self._pack(**self._parts)
+            self._parts = {}  # the plain weight is let go
+
+
+class ResidualAdd(NamedTuple):
+    """The addition of the output of a mixer or an FFN to the residual.
+
+    Args:
+        norm: that it goes through first, if any.
+        scale: that it is multiplied by.
+    """
+
+    norm: Norm | None = None
+    scale: float = 1.0
+
+
+class ResidualProjection:
+    """The last projection of a mixer or an FFN, what is done to its result, and the residual.
+
+    Attributes:
+        slots: those of the projection and, with a norm, "norm".
+    """
+
+    __slots__ = ("_norm", "_projection", "_scale", "slots")
+
+    def __init__(self, in_width: int, out_width: int, has_bias: bool, addition: ResidualAdd, ops: Ops) -> None:
+        self._projection = Projection(in_width, out_width, has_bias, ops)
+        self._norm, self._scale = addition
+        self.slots: WeightSlots = self._projection.slots
+        if self._norm is not None:
+            self.slots = self.slots | nested(norm=self._norm.slots)
+
+    @property
+    def plain(self) -> Linear | None:
+        """The projection, where its result is added as it is."""
+        return self._projection.run if self._norm is None and self._scale == 1.0 else None
+
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Add to `residual` [T, out] what `x` [T, in] is projected to."""
+        if self._norm is None and self._scale == 1.0:
+            return self._projection.run(x, residual)
+        y = self._projection.run(x)
+        return torch.add(residual, y if self._norm is None else self._norm(y), alpha=self._scale)

@@ -1,0 +1,71 @@
+"""The method by which the weights of a checkpoint are quantised, as its configuration names it; needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+from quire.errors import CheckpointError, UnsupportedModel, shown
+from quire.models.families.hf_config import HFConfig
+
+# Former and nested names of the part.
+FIELDS: Final = ("quantization_config", "compression_config")
+METHODS: Final = ("compressed-tensors", "awq", "gptq", "mxfp4")
+SERVED: Final = (
+    "compressed-tensors (pack-quantized of 4 and 8 bits, int-quantized, mxfp4-pack-quantized), awq (gemm, 4 bits), "
+    "gptq (4 and 8 bits) and mxfp4"
+)
+REASONS: Final[Mapping[str, str]] = {
+    "fp8": "8-bit floating-point codes are not implemented",
+    "modelopt": "8-bit floating-point codes and scales are not implemented",
+    "bitsandbytes": "its codes refer to tables in the checkpoint",
+}
+
+
+class QuantizationConfig(NamedTuple):
+    """The method of a checkpoint, and its fields.
+
+    Args:
+        method: one of `METHODS`.
+        fields: fields of the method.
+    """
+
+    method: str
+    fields: HFConfig
+
+
+def read_quantization_config(config: Mapping[str, Any]) -> QuantizationConfig | None:
+    """Read the method by which a checkpoint is quantised; None where no part of its configuration names one.
+
+    Args:
+        config: content of `config.json`.
+
+    Raises:
+        UnsupportedModel: the method is not served.
+        CheckpointError: a field is of the wrong type.
+    """
+    parts = (config, config.get("text_config"))
+    found = [(part, name) for part in parts if isinstance(part, Mapping) for name in FIELDS if part.get(name)]
+    if not found:
+        return None
+    part, name = found[0]
+    if not isinstance(part[name], Mapping):
+        raise CheckpointError(f"config.json: {name} must be an object, got {shown(part[name])}", field=name)
+    fields = HFConfig(part[name], f"{name}.")
+    method = fields.text("quant_method", "compressed-tensors" if fields.has("config_groups") else "")
+    if method in METHODS:
+        return QuantizationConfig(method, fields)
+    raise UnsupportedModel(
+        f"the checkpoint is quantised by the method {shown(method)}, which is not served: "
+        f"{REASONS.get(method, 'the method is not implemented')}; served are {SERVED}",
+        field=name,
+    )
+
+
+def without_quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a configuration without what it says of the storage of weights: what is left is the model."""
+    plain = {name: value for name, value in config.items() if name not in FIELDS}
+    text = plain.get("text_config")
+    if isinstance(text, Mapping):
+        plain["text_config"] = {name: value for name, value in text.items() if name not in FIELDS}
+    return plain

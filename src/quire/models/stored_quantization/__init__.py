@@ -1,0 +1,44 @@
+"""Quantised weights of safetensors checkpoints, read into `quire.ops.quantized_weight.QuantizedWeight`.
+
+A method is a file, and a row in `METHODS`. The stored tensors decide which layers are quantised, and the configuration
+how: lists of exceptions in a `quantization_config` are often incomplete, and a plain weight means the same under each
+method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from quire.models.families.hf_config import HFConfig
+from quire.models.quantization_config import read_quantization_config
+from quire.models.stored_quantization.awq import AWQ
+from quire.models.stored_quantization.compressed_tensors import CompressedTensors
+from quire.models.stored_quantization.gptq import GPTQ
+from quire.models.stored_quantization.mxfp4 import MXFP4
+from quire.models.stored_quantization.scheme import TORCH_DTYPES, LayerWeight, StoredQuantization
+from quire.models.stored_tensor import StoredTensor
+
+__all__ = ["TORCH_DTYPES", "LayerWeight", "StoredQuantization", "read_quantization"]
+
+METHODS: Mapping[str, Callable[[HFConfig, Mapping[str, StoredTensor]], StoredQuantization]] = {
+    "compressed-tensors": CompressedTensors,
+    "awq": AWQ,
+    "gptq": GPTQ,
+    "mxfp4": MXFP4,
+}
+
+
+def read_quantization(config: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> StoredQuantization | None:
+    """Read how a checkpoint's weights are quantised; None where all are plain.
+
+    Args:
+        config: `config.json`.
+        stored: headers of the checkpoint's tensors.
+
+    Raises:
+        UnsupportedModel: the method is not served; the message names it.
+        CheckpointError: a field is missing or wrong.
+    """
+    found = read_quantization_config(config)
+    return None if found is None else METHODS[found.method](found.fields, stored)

@@ -1,0 +1,23 @@
+"""Names of layers, as targets, exceptions and rules of a configuration select them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from quire.bounded.patterns import match_names
+from quire.errors import CheckpointError
+from quire.models.stored_quantization.scheme import PLAIN
+from quire.models.stored_tensor import StoredTensor
+
+
+def match_layers(patterns: Iterable[str], stored: Mapping[str, StoredTensor]) -> dict[str, frozenset[str]]:
+    """Return the quantised layers whose names regular expressions match at their start, by expression.
+
+    Raises:
+        CheckpointError: an expression is invalid, or takes too long.
+    """
+    names = {name.rpartition(".")[0] for name, tensor in stored.items() if tensor.dtype not in PLAIN}
+    try:
+        return match_names(patterns, sorted(names))
+    except ValueError as error:
+        raise CheckpointError(f"config.json: quantization_config: {error}", field="quantization_config") from error

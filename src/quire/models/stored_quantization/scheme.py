@@ -1,0 +1,152 @@
+"""Interface of the methods of stored quantisation, and the checks of a layer's tensors that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final, Literal, NamedTuple, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+
+from quire.errors import CheckpointError, UnsupportedModel, shown
+from quire.models.quantization_config import SERVED
+from quire.models.stored_tensor import StoredTensor
+from quire.ops.quantized_weight import QuantizedWeight, ScaleDtype
+
+# The names that safetensors gives to dtypes of weights that are not quantised.
+PLAIN: Final = ("BF16", "F16", "F32")
+# The dtypes of codes, scales, zero points and shapes, by the names that safetensors gives them.
+TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    # An exponent; its byte is read.
+    "F8_E8M0": torch.uint8,
+}
+SCALE_DTYPES: Final[Mapping[str, ScaleDtype]] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+TensorSource = Callable[[str], Tensor]
+
+
+class LayerWeight(NamedTuple):
+    """The quantised weight of a layer, or of all experts of a layer.
+
+    Args:
+        weight: weight [N, K]; of stacked experts [E * N, K], where the rows of expert e begin at e * N.
+        input_order: int64 [K], index of the layer's input that column k multiplies; None where that is k. The layer
+            is `inputs[:, input_order] @ weight.T`.
+    """
+
+    weight: QuantizedWeight
+    input_order: Tensor | None = None
+
+
+class StoredQuantization(Protocol):
+    """Interface of the methods: what a checkpoint's configuration and the headers of its files say of each layer."""
+
+    def suffixes(self, layer: str) -> tuple[str, ...] | None:
+        """Return what follows the layer's name in the names of its stored tensors; None for a plain `.weight`.
+
+        Raises:
+            UnsupportedModel: the layer is stored in a scheme that is not served.
+            CheckpointError: the configuration contradicts the tensors.
+        """
+        ...
+
+    def weight(self, layer: str, tensor: TensorSource) -> LayerWeight:
+        """Return the weight of a layer that has suffixes; codes are unpacked when they are read.
+
+        Args:
+            layer: name of the layer.
+            tensor: function that returns a stored tensor by its name, in the dtype that `TORCH_DTYPES` gives.
+
+        Raises:
+            UnsupportedModel: the layer is stored in a scheme that is not served.
+            CheckpointError: a tensor is missing, or of a wrong shape or dtype; the message names it.
+        """
+        ...
+
+
+class LayerTensors:
+    """The stored tensors of one layer, whose shapes and dtypes are checked before they are used.
+
+    Args:
+        layer: name of the layer.
+        stored: headers of the checkpoint's tensors.
+        tensor: function that returns a stored tensor by its name.
+    """
+
+    def __init__(self, layer: str, stored: Mapping[str, StoredTensor], tensor: TensorSource) -> None:
+        self.layer = layer
+        self.num_bytes = 0
+        self._stored = stored
+        self._tensor = tensor
+
+    def has(self, suffix: str) -> bool:
+        """True where the layer has a tensor of this suffix."""
+        return self.layer + suffix in self._stored
+
+    def header(self, suffix: str, dtypes: tuple[str, ...], num_dims: int) -> StoredTensor:
+        """Return the header of a tensor, of one of some dtypes and a number of dimensions."""
+        name = self.layer + suffix
+        stored = self._stored.get(name)
+        if stored is None:
+            raise CheckpointError(f"the checkpoint has no tensor {shown(name)}, of a quantised layer")
+        if stored.dtype not in dtypes:
+            self.fail(suffix, f"is of dtype {stored.dtype}; {' or '.join(dtypes)} is needed")
+        if len(stored.shape) != num_dims:
+            self.fail(suffix, f"is of shape {list(stored.shape)}; {num_dims} dimensions are needed")
+        return stored
+
+    def take(self, suffix: str, dtypes: tuple[str, ...], *shape: int) -> Tensor:
+        """Return a tensor of one of some dtypes, and of a shape."""
+        stored = self.header(suffix, dtypes, len(shape))
+        if stored.shape != shape:
+            self.fail(suffix, f"is of shape {list(stored.shape)}; {list(shape)} is needed")
+        tensor = self._tensor(self.layer + suffix)
+        self.num_bytes += tensor.nbytes
+        return tensor
+
+    def fail(self, suffix: str, reason: str) -> NoReturn:
+        """Raise the error for a tensor."""
+        raise CheckpointError(f"tensor {shown(self.layer + suffix)} {reason}")
+
+    def group(self, group_size: int, num_inputs: int, scheme: str) -> Literal[16, 32]:
+        """Return the group of the form: it divides the stored group and the number of inputs.
+
+        Args:
+            group_size: number of inputs of a stored group, at least the number of inputs for a single one.
+            num_inputs: number of inputs.
+            scheme: name of the scheme, for the error.
+        """
+        size = min(group_size, num_inputs)
+        if not num_inputs or size % 16 or num_inputs % 16:
+            reason = f"it has {num_inputs} inputs in groups of {size}, and both must be multiples of 16"
+            refuse(self.layer, scheme, reason)
+        return 16 if size % 32 or num_inputs % 32 else 32
+
+
+def is_plain(layer: str, stored: Mapping[str, StoredTensor]) -> bool:
+    """True where the layer's weight is stored without quantisation, whatever the configuration says of it."""
+    weight = stored.get(f"{layer}.weight")
+    return weight is not None and weight.dtype in PLAIN
+
+
+def refuse(layer: str, scheme: str, reason: str) -> NoReturn:
+    """Raise the error for a layer in a scheme that is not served."""
+    raise UnsupportedModel(
+        f"layer {shown(layer)} is stored as {scheme}, which is not served: {reason}; served are {SERVED}",
+        field="quantization_config",
+    )
+
+
+def contradiction(layer: str, where: str) -> NoReturn:
+    """Raise the error for a quantised layer that the configuration says is not quantised."""
+    raise CheckpointError(
+        f"layer {shown(layer)} is stored without a plain weight, but {where} of the quantization_config says that it "
+        "is not quantised",
+        field="quantization_config",
+    )

@@ -1,0 +1,298 @@
+// Products of rows of int8 and weights whose groups of inputs share a scale.
+//
+// Within a group sums are whole numbers and exact. Groups are added up one after the other in float32, whatever rows
+// are there: a row gets the same bits in every batch.
+#pragma once
+
+#include "grouped_form.h"
+
+namespace {
+
+// Rows of a tile: their sums of a group and those of all groups stay in registers.
+constexpr int kGroupRows = 3;
+
+// Sums of a group's products, up to a whole number. kMaxCode: the largest code, 255 where codes may have a sign.
+template <int kMaxCode>
+struct Sums {
+  using Sum = Ints;
+  static constexpr int kMostSteps = 64;
+
+  static QUIRE_INLINE void add(Sum& sum, Ints weights, Ints values) { multiply_add(sum, weights, values); }
+  static QUIRE_INLINE Ints total(Sum sum) { return sum; }
+};
+
+#if QUIRE_LANES == 8 || (defined(__AVX512BW__) && !defined(__AVX512VNNI__))
+
+// Products of small codes without a sign add up in 16 bits for a few steps.
+template <int kMaxCode>
+struct ShortSums {
+  using Sum = Shorts;
+  static constexpr int kMostSteps = 32767 / (2 * 127 * kMaxCode);
+
+  static QUIRE_INLINE void add(Sum& sum, Ints weights, Ints values) {
+#if QUIRE_LANES == 8
+    sum += (Shorts)_mm256_maddubs_epi16((__m256i)weights, (__m256i)values);
+#else
+    sum += (Shorts)_mm512_maddubs_epi16((__m512i)weights, (__m512i)values);
+#endif
+  }
+
+  static QUIRE_INLINE Ints total(Sum sum) {
+#if QUIRE_LANES == 8
+    return (Ints)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1));
+#else
+    return (Ints)_mm512_madd_epi16((__m512i)sum, _mm512_set1_epi16(1));
+#endif
+  }
+};
+
+template <>
+struct Sums<15> : ShortSums<15> {};
+template <>
+struct Sums<31> : ShortSums<31> {};
+template <>
+struct Sums<63> : ShortSums<63> {};
+
+#endif
+
+// The values of codes, [16], as bytes of the instruction set's sign.
+struct Levels {
+  alignas(16) uint8_t bytes[16];
+
+  explicit Levels(const int8_t* values) {
+    for (int code = 0; code < 16; ++code) bytes[code] = values ? uint8_t(values[code] + kWeightOffset) : 0;
+  }
+
+  QUIRE_INLINE Ints look_up(Ints codes) const {
+#if QUIRE_LANES == 16 && defined(__AVX512BW__)
+    return (Ints)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(load_bits<__m128i>(bytes)), (__m512i)codes);
+#elif QUIRE_LANES == 8
+    return (Ints)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load_bits<__m128i>(bytes)), (__m256i)codes);
+#else
+    uint8_t values[sizeof(Ints)];
+    store_bits(values, codes);
+    for (uint8_t& value : values) value = bytes[value & 15];
+    return load_bits<Ints>(values);
+#endif
+  }
+};
+
+// A weight, or some of its columns, of one form.
+struct GroupedWeight {
+  const uint8_t* panels;
+  const int8_t* levels;  // [16], or null
+  int offset;            // of codes
+
+  // What the sum of a group's values is multiplied with, and taken off.
+  template <typename Form>
+  int whole_offset() const {
+    return Form::kHasLevels ? kWeightOffset : offset + Form::kShift;
+  }
+};
+
+// Unpacks groups to bytes, [groups, kSteps, kPanel] steps.
+template <typename Form>
+void unpack_groups(const uint8_t* from, int num_groups, const Levels& levels, uint8_t* steps) {
+  for (int group = 0; group < num_groups; ++group) {
+    const uint8_t* codes = Form::group_of(from, group);
+    for (int pair = 0; pair < Form::kPairs; ++pair, steps += 2 * kStepPanel)
+#pragma GCC unroll 4
+      for (int vector = 0; vector < kTileVectors; ++vector) {
+        Ints first, second;
+        Form::unpack_pair(codes, pair, vector, first, second);
+        if constexpr (Form::kHasLevels) {
+          first = levels.look_up(first);
+          second = levels.look_up(second);
+        }
+        store_bits(steps + vector * kLanes * kStepBytes, first);
+        store_bits(steps + kStepPanel + vector * kLanes * kStepBytes, second);
+      }
+  }
+}
+
+// Adds the products of some groups to the sums [rows, kPanel].
+//
+// group_sums: [rows, all groups of a row], the sums of the rows' values.
+// from: the groups, at the start of a super-group.
+// unpacked: their weights as bytes, if they are to be taken from there.
+// ahead: what is fetched meanwhile.
+template <typename Form, int kRows, bool kIsUnpacked>
+void multiply_groups(const int8_t* x, int width, const int32_t* group_sums, const uint8_t* from,
+                     const uint8_t* unpacked, int num_groups, int offset, const Levels& levels, PanelPrefetch ahead,
+                     float* sums) {
+  using Adder = Sums<Form::kHasLevels ? 255 : (1 << Form::kBits) - 1>;
+  constexpr bool kIsShort = !std::is_same_v<typename Adder::Sum, Ints>;
+  constexpr int kFlushPairs = std::min(Form::kPairs, Adder::kMostSteps / 2);
+  static_assert(kFlushPairs > 0 && Form::kPairs % kFlushPairs == 0);
+  const int all_groups = width / Form::kGroup;
+  Floats totals[kRows][kTileVectors];
+#pragma GCC unroll 3
+  for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 4
+    for (int vector = 0; vector < kTileVectors; ++vector)
+      totals[row][vector] = load(sums + row * kPanel + vector * kLanes);
+  const uint8_t* super = from;
+  // Of two levels, the sums of a super-group, before its super-scale and super-minimum.
+  [[maybe_unused]] Floats scaled[kRows][kTileVectors], lowered[kRows][kTileVectors];
+  for (int group = 0; group < num_groups; ++group, from += Form::kGroupBytes) {
+    if (Form::kIsTwoLevel && group % Form::kSuperGroups == 0) {
+      super = from;
+      from += Form::kSuperBytes;
+#pragma GCC unroll 3
+      for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 4
+        for (int vector = 0; vector < kTileVectors; ++vector) scaled[row][vector] = lowered[row][vector] = Floats{};
+    }
+    const int8_t* values = x + group * Form::kGroup;
+    Ints products[kRows][kTileVectors];
+    if constexpr (!kIsShort) {
+#pragma GCC unroll 3
+      for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 4
+        for (int vector = 0; vector < kTileVectors; ++vector)
+          products[row][vector] = Ints{} - offset * group_sums[row * all_groups + group];
+    }
+#pragma GCC unroll 1
+    for (int begin = 0; begin < Form::kPairs; begin += kFlushPairs) {
+      typename Adder::Sum parts[kRows][kTileVectors];
+#pragma GCC unroll 3
+      for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 4
+        for (int vector = 0; vector < kTileVectors; ++vector) {
+          if constexpr (kIsShort)
+            parts[row][vector] = typename Adder::Sum{};
+          else
+            parts[row][vector] = products[row][vector];
+        }
+      // Unrolled, the compiler adds up the products in an order that takes more registers than there are.
+#pragma GCC unroll 1
+      for (int pair = begin; pair < begin + kFlushPairs; ++pair) {
+        Ints weights[2][kTileVectors];  // of both steps
+#pragma GCC unroll 4
+        for (int vector = 0; vector < kTileVectors; ++vector) {
+          if constexpr (kIsUnpacked) {
+            const uint8_t* steps =
+                unpacked + (group * Form::kSteps + 2 * pair) * kStepPanel + vector * kLanes * kStepBytes;
+            weights[0][vector] = load_bits<Ints>(steps);
+            weights[1][vector] = load_bits<Ints>(steps + kStepPanel);
+          } else {
+            Form::unpack_pair(from, pair, vector, weights[0][vector], weights[1][vector]);
+            if constexpr (Form::kHasLevels) {
+              weights[0][vector] = levels.look_up(weights[0][vector]);
+              weights[1][vector] = levels.look_up(weights[1][vector]);
+            }
+          }
+        }
+        ahead.step();
+#pragma GCC unroll 3
+        for (int row = 0; row < kRows; ++row) {
+#pragma GCC unroll 2
+          for (int step = 0; step < 2; ++step) {
+            const Ints value = broadcast(values + row * width + (2 * pair + step) * kStepBytes);
+#pragma GCC unroll 4
+            for (int vector = 0; vector < kTileVectors; ++vector)
+              Adder::add(parts[row][vector], weights[step][vector], value);
+          }
+        }
+      }
+#pragma GCC unroll 3
+      for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 4
+        for (int vector = 0; vector < kTileVectors; ++vector) {
+          const Ints total = Adder::total(parts[row][vector]);
+          products[row][vector] = kIsShort && begin > 0 ? products[row][vector] + total : total;
+        }
+    }
+#pragma GCC unroll 4
+    for (int vector = 0; vector < kTileVectors; ++vector) {
+      const Floats scale = Form::scales(from, vector);
+#pragma GCC unroll 3
+      for (int row = 0; row < kRows; ++row) {
+        Ints whole = products[row][vector];
+        if constexpr (kIsShort) whole -= offset * group_sums[row * all_groups + group];
+        if constexpr (Form::kHasZeros) whole -= Form::zero_points(from, vector) * group_sums[row * all_groups + group];
+        (Form::kIsTwoLevel ? scaled : totals)[row][vector] += __builtin_convertvector(whole, Floats) * scale;
+      }
+      if constexpr (Form::kHasMins) {
+        const Floats minimum = Form::mins(from, vector);
+#pragma GCC unroll 3
+        for (int row = 0; row < kRows; ++row) {
+          const Floats taken = minimum * float(group_sums[row * all_groups + group]);
+          if constexpr (Form::kIsTwoLevel)
+            lowered[row][vector] += taken;
+          else
+            totals[row][vector] -= taken;
+        }
+      }
+    }
+    if (Form::kIsTwoLevel && group % Form::kSuperGroups == Form::kSuperGroups - 1) {
+#pragma GCC unroll 4
+      for (int vector = 0; vector < kTileVectors; ++vector) {
+#pragma GCC unroll 3
+        for (int row = 0; row < kRows; ++row) {
+          totals[row][vector] += scaled[row][vector] * Form::super_scales(super, vector);
+          if constexpr (Form::kHasMins) totals[row][vector] -= lowered[row][vector] * Form::super_mins(super, vector);
+        }
+      }
+    }
+  }
+#pragma GCC unroll 3
+  for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 4
+    for (int vector = 0; vector < kTileVectors; ++vector)
+      store(sums + row * kPanel + vector * kLanes, totals[row][vector]);
+}
+
+// Sums [num_rows, kPanel] of the rows from `first` on and the columns of one panel.
+//
+// rows: with the sums of groups as their starts.
+// kIsUnpacked: to unpack a code of more than four bits costs a tile more than its products do; for several tiles bytes
+// are made of them once.
+template <typename Form, bool kIsUnpacked>
+void multiply_panel(const Int8Rows& rows, const GroupedWeight& weight, const Levels& levels, const uint8_t* panel,
+                    int64_t first, int num_rows, float* sums) {
+  constexpr int kUnpackedGroups = Form::kSuperGroups;
+  alignas(64) uint8_t unpacked[kIsUnpacked ? kUnpackedGroups * Form::kSteps * kStepPanel : 1];
+  std::fill_n(sums, num_rows * kPanel, 0.0f);
+  const int8_t* x = rows.values.get() + first * rows.width;
+  const int32_t* group_sums = rows.starts.get() + first * rows.num_groups;
+  const int offset = weight.whole_offset<Form>();
+  // Half the bytes a step, or about: twice the steps of a piece.
+  const int piece =
+      kIsUnpacked ? kUnpackedGroups : 2 * (num_rows <= kFewPieceRows ? kPieceSteps : kLongPieceSteps) / Form::kSteps;
+  for (int group = 0; group < rows.num_groups; group += piece) {
+    const int count = std::min(piece, rows.num_groups - group), num_bytes = int(Form::bytes_of(count));
+    const uint8_t* from = panel + Form::bytes_of(group);
+    if constexpr (kIsUnpacked) unpack_groups<Form>(from, count, levels, unpacked);
+    in_tiles<kGroupRows>(num_rows, [&](int row, auto tile_rows) {
+      const PanelPrefetch ahead(from + num_bytes, num_bytes, count * Form::kPairs, row, tile_rows.value, num_rows);
+      multiply_groups<Form, tile_rows.value, kIsUnpacked>(x + row * rows.width + group * Form::kGroup, rows.width,
+                                                          group_sums + row * rows.num_groups + group, from, unpacked,
+                                                          count, offset, levels, ahead, sums + row * kPanel);
+    });
+  }
+}
+
+// Multiplies rows by a weight of a form, and finishes them.
+template <typename Form, typename T>
+void multiply_grouped(const Operands& operands, int64_t num_rows, int width, const GroupedWeight& weight) {
+  const Int8Rows rows(static_cast<const T*>(operands.x), operands.row_stride, num_rows, width, width / Form::kGroup,
+                      -1);
+  const Levels levels(weight.levels);
+  in_blocks<kPanel>(operands.num_columns, num_rows, [&](int number, int64_t first, int count) {
+    alignas(64) float sums[kJobRows * kPanel];
+    const uint8_t* panel = weight.panels + number * Form::panel_bytes(width);
+    if ((Form::kBits != 4 || Form::kHasLevels) && count > 2 * kGroupRows)
+      multiply_panel<Form, true>(rows, weight, levels, panel, first, count, sums);
+    else
+      multiply_panel<Form, false>(rows, weight, levels, panel, first, count, sums);
+    for (int row = 0; row < count; ++row) {
+      float* products = sums + row * kPanel;
+      for (int column = 0; column < kPanel; column += kLanes)
+        store(products + column, load(products + column) * rows.scales[first + row]);
+      finish<T>(products, operands, first + row, number);
+    }
+  });
+}
+
+}  // namespace

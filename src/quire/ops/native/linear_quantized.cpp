@@ -1,0 +1,170 @@
+// Linear layers on stored quantised weights: as checkpoints have them, in the forms of grouped_form.h.
+#include "grouped_rows.h"
+
+namespace {
+
+// Columns of a weight that have one form. See `QuantizedKernels` in native_quantized.py.
+struct Segment {
+  int64_t form;
+  int64_t num_columns;
+  int64_t offset;
+  const int8_t* levels;  // [16], or null
+  const uint8_t* panels;
+};
+
+struct QuantizedWeight {
+  int64_t num_segments;
+  const Segment* segments;
+};
+
+// Unpacked rows; see `QuantizedRows` in quire/ops/quantized_weight.py.
+struct UnpackedRows {
+  const uint8_t* codes;
+  const void* scales;
+  const void* mins;
+  const uint8_t* zero_points;
+  const uint16_t* super_scales;
+  const uint16_t* super_mins;
+};
+
+template <typename Form>
+void pack_column(const UnpackedRows& rows, int64_t row, int64_t width, int column, uint8_t* panel) {
+  using Scale = typename Form::Scale;
+  const int num_groups = int(width / Form::kGroup);
+  for (int group = 0; group < num_groups; ++group) {
+    uint8_t* to = const_cast<uint8_t*>(Form::group_of(panel, group));
+    const int64_t idx = row * num_groups + group;
+    if constexpr (Form::kIsTwoLevel) {
+      if (group % Form::kSuperGroups == 0) {
+        auto* super = reinterpret_cast<uint16_t*>(const_cast<uint8_t*>(Form::super_of(panel, group)));
+        const int64_t super_idx = idx / Form::kSuperGroups;
+        super[column] = rows.super_scales[super_idx];
+        if constexpr (Form::kHasMins) super[kPanel + column] = rows.super_mins[super_idx];
+      }
+    }
+    reinterpret_cast<Scale*>(to)[column] = static_cast<const Scale*>(rows.scales)[idx];
+    if constexpr (Form::kHasMins)
+      reinterpret_cast<Scale*>(to + Form::kMins)[column] = static_cast<const Scale*>(rows.mins)[idx];
+    if constexpr (Form::kHasZeros) to[Form::kZeros + column] = rows.zero_points[idx];
+    const uint8_t* codes = rows.codes + row * width + group * Form::kGroup;
+    for (int value = 0; value < Form::kGroup; ++value) Form::put_code(to, column, value, codes[value]);
+  }
+}
+
+// The weights of a column, in the order of operations that the form defines.
+template <typename Form, typename T>
+void dequantize_column(const Segment& segment, int64_t width, const uint8_t* panel, int column, T* to) {
+  using Scale = typename Form::Scale;
+  for (int group = 0; group < width / Form::kGroup; ++group) {
+    const uint8_t* from = Form::group_of(panel, group);
+    const auto* super = reinterpret_cast<const Float16*>(Form::super_of(panel, group));
+    float scale = widen(reinterpret_cast<const Scale*>(from)[column]), minimum = 0.0f;
+    if constexpr (Form::kHasMins) minimum = widen(reinterpret_cast<const Scale*>(from + Form::kMins)[column]);
+    if constexpr (Form::kIsTwoLevel) {
+      scale = widen(super[column]) * scale;
+      if constexpr (Form::kHasMins) minimum = widen(super[kPanel + column]) * minimum;
+    }
+    int zero = int(segment.offset);
+    if constexpr (Form::kHasZeros) zero += from[Form::kZeros + column];
+    for (int value = 0; value < Form::kGroup; ++value, ++to) {
+      const int code = Form::code_at(from, column, value);
+      // Rounded by itself, as the form defines it: not part of a fused subtraction.
+      const volatile float product = scale * float(Form::kHasLevels ? segment.levels[code] : code - zero);
+      narrow(to, product - minimum);
+    }
+  }
+}
+
+}  // namespace
+
+// The number of a form, -1 where there is no kernel for it. scale: 0 for bfloat16, 1 for float16, 2 for two levels, 3
+// for float32.
+QUIRE_EXPORT int64_t quire_form_of(int64_t bits, int64_t group, int64_t scale, bool has_mins, bool has_zero_points,
+                                   bool has_levels) {
+  for (int64_t number = 0; number < kNumForms; ++number) {
+    bool is_found = false;
+    with_form(number, [&](auto* null) {
+      using Form = std::remove_pointer_t<decltype(null)>;
+      using Scale = typename Form::Scale;
+      const int kind = Form::kIsTwoLevel                ? 2
+                       : std::is_same_v<Scale, Float16> ? 1
+                       : std::is_same_v<Scale, float>   ? 3
+                                                        : 0;
+      is_found = Form::kBits == bits && Form::kGroup == group && kind == scale && Form::kHasMins == has_mins &&
+                 Form::kHasZeros == has_zero_points && Form::kHasLevels == has_levels;
+    });
+    if (is_found) return number;
+  }
+  return -1;
+}
+
+// The bytes of the panels of a weight.
+QUIRE_EXPORT int64_t quire_bytes_quantized(int64_t form, int64_t num_columns, int64_t width) {
+  int64_t num_bytes = 0;
+  with_form(form, [&](auto* null) {
+    num_bytes = num_panels(int(num_columns)) * std::remove_pointer_t<decltype(null)>::panel_bytes(width);
+  });
+  return num_bytes;
+}
+
+// Packs unpacked rows [num_columns, width] into panels, from the first one of `panels` on.
+QUIRE_EXPORT void quire_pack_quantized(int64_t form, const UnpackedRows* rows, int64_t num_columns, int64_t width,
+                                       uint8_t* panels) {
+  with_form(form, [&](auto* null) {
+    using Form = std::remove_pointer_t<decltype(null)>;
+    quire::in_parallel(num_panels(int(num_columns)), 1, [&](int64_t begin, int64_t end) {
+      for (int64_t panel = begin; panel < end; ++panel) {
+        const int count = int(std::min<int64_t>(kPanel, num_columns - panel * kPanel));
+        uint8_t* to = panels + panel * Form::panel_bytes(width);
+        for (int column = 0; column < count; ++column)
+          pack_column<Form>(*rows, panel * kPanel + column, width, column, to);
+      }
+    });
+  });
+}
+
+// Multiplies rows [num_rows, width] by a weight; bias and residual may be null. A gated weight is one segment.
+QUIRE_EXPORT void quire_linear_quantized(Type type, const void* x, int64_t row_stride, int64_t num_rows,
+                                         const QuantizedWeight* weight, int64_t num_columns, int64_t width,
+                                         const void* bias, const void* residual, Activation gate, void* output) {
+  with_type(type, [&](auto* null) {
+    using T = std::remove_pointer_t<decltype(null)>;
+    int64_t column = 0;
+    const auto from = [&](const void* values) {
+      return values == nullptr ? nullptr : static_cast<const T*>(values) + column;
+    };
+    for (int64_t idx = 0; idx < weight->num_segments; ++idx) {
+      const Segment& segment = weight->segments[idx];
+      const Operands operands{
+          x,    row_stride, from(bias), from(residual), static_cast<T*>(output) + column, int(segment.num_columns),
+          gate, num_columns};
+      with_form(segment.form, [&](auto* form) {
+        multiply_grouped<std::remove_pointer_t<decltype(form)>, T>(
+            operands, num_rows, int(width), {segment.panels, segment.levels, int(segment.offset)});
+      });
+      column += segment.num_columns;
+    }
+  });
+}
+
+// Looks columns of a weight up: ids [num_ids] to output [num_ids, width]. Returns false for an id that is none.
+QUIRE_EXPORT bool quire_rows_quantized(Type type, const QuantizedWeight* weight, int64_t num_columns, int64_t width,
+                                       const int64_t* ids, int64_t num_ids, void* output) {
+  if (!std::all_of(ids, ids + num_ids, [=](int64_t id) { return id >= 0 && id < num_columns; })) return false;
+  with_type(type, [&](auto* null) {
+    using T = std::remove_pointer_t<decltype(null)>;
+    quire::in_parallel(num_ids, 8, [&](int64_t begin, int64_t end) {
+      for (int64_t idx = begin; idx < end; ++idx) {
+        const Segment* segment = weight->segments;
+        int64_t column = ids[idx];
+        for (; column >= segment->num_columns; ++segment) column -= segment->num_columns;
+        with_form(segment->form, [&](auto* form) {
+          using Form = std::remove_pointer_t<decltype(form)>;
+          const uint8_t* panel = segment->panels + column / kPanel * Form::panel_bytes(width);
+          dequantize_column<Form>(*segment, width, panel, int(column % kPanel), static_cast<T*>(output) + idx * width);
+        });
+      }
+    });
+  });
+  return true;
+}

@@ -1,0 +1,233 @@
+"""The one form of stored quantised weights: codes of few bits, and scales of groups of inputs.
+
+File formats (GGUF, compressed-tensors, AWQ, GPTQ, MXFP4) are read into this form; kernels know the form, and no format.
+A weight is, in float32 and in this order of operations:
+
+```
+scale  = scales                    or  super_scales * scales
+minimum = mins                     or  super_mins * mins         (0 without)
+level  = levels[code]              or  code - offset             (code - zero_point where there are zero points)
+weight = scale * level - minimum
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+# Inputs that share a super-scale.
+SUPER_GROUP: Final = 256
+
+ScaleDtype = Literal["float16", "bfloat16", "float32", "two_level"]
+
+
+class WeightForm(NamedTuple):
+    """The static description of a quantised weight.
+
+    Args:
+        bits: number of bits of a code.
+        group: number of inputs that share a scale, 16 or 32; a format with larger groups repeats its scales.
+        scale: dtype of scales; "two_level" for int8 scales of float16 super-scales, one for 256 inputs.
+        has_mins: True where each group has a minimum: of the dtype of the scales, or uint8 of float16 super-minima.
+        has_zero_points: True where each group has a zero point, a code.
+        levels: values of the codes, whole numbers from -128 to 127; None for `code - offset`.
+        offset: number taken off a code; 0 where there are minima, zero points or levels.
+    """
+
+    bits: Literal[4, 5, 6, 8]
+    group: Literal[16, 32]
+    scale: ScaleDtype
+    has_mins: bool = False
+    has_zero_points: bool = False
+    levels: tuple[int, ...] | None = None
+    offset: int = 0
+
+
+class QuantizedRows(NamedTuple):
+    """Some rows of a quantised weight, unpacked: N of them, of K inputs, in groups of G.
+
+    Args:
+        codes: uint8 [N, K].
+        scales: [N, K / G], float16, bfloat16 or float32; int8 for two levels.
+        mins: [N, K / G], of the same dtype; uint8 for two levels; None without minima.
+        zero_points: uint8 [N, K / G]; None without zero points.
+        super_scales: float16 [N, K / 256]; None for one level.
+        super_mins: float16 [N, K / 256]; None for one level, or without minima.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    mins: Tensor | None = None
+    zero_points: Tensor | None = None
+    super_scales: Tensor | None = None
+    super_mins: Tensor | None = None
+
+    def at(self, rows: slice | Tensor) -> QuantizedRows:
+        """Return some of the rows, by their indices."""
+        return self.apply(lambda field: field[rows])
+
+    def apply(self, function: Callable[[Tensor], Tensor]) -> QuantizedRows:
+        """Return the results of a function of each tensor."""
+        codes, scales, *others = self
+        return QuantizedRows(
+            function(codes), function(scales), *(None if other is None else function(other) for other in others)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """A quantised weight [N, K] whose rows are unpacked when they are read, usually from a mapped file.
+
+    Args:
+        form: form of the weight.
+        shape: N, K; K is a multiple of the group, and of 256 for two levels.
+        read: function that unpacks rows, given their indices (a slice or int64 [M]), in that order.
+        num_bytes: number of bytes of the weight as stored.
+    """
+
+    form: WeightForm
+    shape: tuple[int, int]
+    read: Callable[[slice | Tensor], QuantizedRows]
+    num_bytes: int
+
+    def rows(self, rows: slice | Tensor) -> QuantizedWeight:
+        """Return the weight of some rows, by their indices: nothing is read yet."""
+        index = torch.arange(self.shape[0])[rows]
+        read = self.read
+        num_bytes = self.num_bytes * len(index) // max(1, self.shape[0])
+        return QuantizedWeight(self.form, (len(index), self.shape[1]), lambda part: read(index[part]), num_bytes)
+
+    def dequantize(self, rows: slice | Tensor = slice(None)) -> Tensor:
+        """Return rows as float32 [M, K], exactly as the format defines them."""
+        return dequantize(self.form, self.read(rows))
+
+    @classmethod
+    def joined(cls, parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
+        """Return the weight of all rows of some weights of one form and width, one after the other."""
+        if len(parts) == 1:
+            return parts[0]
+        ends = torch.tensor([part.shape[0] for part in parts]).cumsum(0)
+
+        def read(rows: slice | Tensor) -> QuantizedRows:
+            index = torch.arange(int(ends[-1]))[rows].contiguous()
+            owners = torch.bucketize(index, ends, right=True)
+            places = [(owners == idx).nonzero().flatten() for idx in range(len(parts))]
+            order = torch.cat(places).argsort()
+            pieces = [
+                part.read(index[place] - (end - part.shape[0]))
+                for part, place, end in zip(parts, places, ends.tolist(), strict=True)
+                if len(place)
+            ]
+            return concatenate_rows(pieces).at(order)
+
+        shape = int(ends[-1]), parts[0].shape[1]
+        return cls(parts[0].form, shape, read, sum(part.num_bytes for part in parts))
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeight:
+    """The weight of a linear layer as a checkpoint stores it: quantised, perhaps in parts of different forms.
+
+    Args:
+        parts: weights of one width, whose rows follow each other.
+        dtype: dtype of the rows that the layer is given, and of rows that are looked up.
+        input_order: int64 [K], index of the input that each column multiplies; None for their own order.
+    """
+
+    parts: tuple[QuantizedWeight, ...]
+    dtype: torch.dtype
+    input_order: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows (columns of the product) and width."""
+        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+
+    @property
+    def num_forms(self) -> int:
+        """Number of forms of the parts."""
+        return len({part.form for part in self.parts})
+
+    def rows(self, rows: slice | Tensor) -> StoredWeight:
+        """Return the weight of some rows, by their indices."""
+        ends = torch.tensor([part.shape[0] for part in self.parts]).cumsum(0)
+        index = torch.arange(int(ends[-1]))[rows].contiguous()
+        owners, counts = torch.unique_consecutive(torch.bucketize(index, ends, right=True), return_counts=True)
+        parts = [
+            self.parts[owner].rows(run - (int(ends[owner]) - self.parts[owner].shape[0]))
+            for owner, run in zip(owners.tolist(), torch.split(index, counts.tolist()), strict=True)
+        ]
+        return StoredWeight(tuple(parts), self.dtype, self.input_order)
+
+    def dequantize(self) -> Tensor:
+        """Return the whole weight, of the dtype of rows, its columns in the order of the inputs."""
+        whole = torch.cat([part.dequantize().to(self.dtype) for part in self.parts])
+        return whole if self.input_order is None else torch.empty_like(whole).index_copy_(1, self.input_order, whole)
+
+    def in_own_order(self) -> StoredWeight:
+        """Return the weight for inputs in the order of its columns."""
+        return StoredWeight(self.parts, self.dtype)
+
+
+def segments_of(parts: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
+    """Join neighbours of one form."""
+    segments: list[list[QuantizedWeight]] = []
+    for part in parts:
+        if segments and segments[-1][0].form == part.form:
+            segments[-1].append(part)
+        else:
+            segments.append([part])
+    return [QuantizedWeight.joined(segment) for segment in segments]
+
+
+def concatenate_rows(pieces: Sequence[QuantizedRows]) -> QuantizedRows:
+    """Return the rows of all pieces, one after the other."""
+    return pieces[0] if len(pieces) == 1 else QuantizedRows(*map(_concatenate, zip(*pieces, strict=True)))  # type: ignore[arg-type]
+
+
+def _concatenate(fields: Sequence[Tensor | None]) -> Tensor | None:
+    there = [field for field in fields if field is not None]
+    return torch.cat(there) if there else None
+
+
+def chunks(num_rows: int, width: int, multiple: int = 1, num_codes: int = 1 << 22) -> Iterator[slice]:
+    """Divide rows into ranges of about `num_codes` codes, a multiple of some rows each: what is unpacked at a time."""
+    step = max(multiple, num_codes // width // multiple * multiple)
+    return (slice(first, min(first + step, num_rows)) for first in range(0, num_rows, step))
+
+
+def dequantize(form: WeightForm, rows: QuantizedRows) -> Tensor:
+    """Return the values of unpacked rows, float32 [N, K]."""
+    scales, mins = factors_of(form, rows)
+    weights = levels_of(form, rows) * scales[..., None]
+    if mins is not None:
+        weights = weights - mins[..., None]
+    return weights.view(rows.codes.shape)
+
+
+def levels_of(form: WeightForm, rows: QuantizedRows) -> Tensor:
+    """Return the levels of codes, float32 [N, K / G, G]."""
+    if form.levels is not None:
+        levels = torch.tensor(form.levels, dtype=torch.float32, device=rows.codes.device)[rows.codes.int()]
+    else:
+        levels = rows.codes.float() - form.offset
+    levels = levels.view(len(levels), levels.shape[1] // form.group, form.group)
+    return levels if rows.zero_points is None else levels - rows.zero_points.float()[..., None]
+
+
+def factors_of(form: WeightForm, rows: QuantizedRows) -> tuple[Tensor, Tensor | None]:
+    """Return the scales and the minima of groups, float32 [N, K / G]; None without minima."""
+    scales = _of_groups(form, rows.scales, rows.super_scales)
+    return scales, None if rows.mins is None else _of_groups(form, rows.mins, rows.super_mins)
+
+
+def _of_groups(form: WeightForm, factors: Tensor, super_factors: Tensor | None) -> Tensor:
+    values = factors.float()
+    if super_factors is not None:
+        values = super_factors.float().repeat_interleave(SUPER_GROUP // form.group, -1) * values
+    return values

@@ -1,0 +1,65 @@
+"""Linear layers on stored quantised weights, of stock torch operators: a byte for each code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from quire.ops.quantized_weight import StoredWeight, chunks, dequantize
+from quire.ops.torch_quantised import round_rows
+
+# Codes that are dequantised at a time, so that they stay in the cache.
+CHUNK = 1 << 20
+
+
+class TorchStoredLinear:
+    """A product of rows of int8 and quantised weights, which are dequantised a chunk of columns at a time.
+
+    Args:
+        weight: the weight.
+        bias: [out], or None.
+        device: device of the weight.
+    """
+
+    __slots__ = ("_bias", "_dtype", "_parts")
+
+    def __init__(self, weight: StoredWeight, bias: Tensor | None, device: torch.device) -> None:
+        self._parts = [
+            (part.form, part.read(slice(None)).apply(lambda field: field.to(device))) for part in weight.parts
+        ]
+        self._dtype, self._bias = weight.dtype, bias
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Round the rows, multiply and add."""
+        rows, row_scales = round_rows(x.float())
+        wide = rows.float()
+        y = torch.cat([functional.linear(wide, weights) for weights in self._dequantized()], -1).mul_(row_scales)
+        for addend in (self._bias, residual):
+            if addend is not None:
+                y += addend
+        return y.to(x.dtype)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Look up rows of the weight: ids [T] to [T, in].
+
+        Raises:
+            IndexError: an id is not that of a row.
+        """
+        output = torch.empty(len(ids), self._parts[0][1].codes.shape[1], dtype=self._dtype, device=ids.device)
+        start, num_found = 0, 0
+        for form, unpacked in self._parts:
+            count = len(unpacked.codes)
+            (places,) = ((ids >= start) & (ids < start + count)).nonzero(as_tuple=True)
+            output[places] = dequantize(form, unpacked.at(ids[places] - start)).to(self._dtype)
+            start, num_found = start + count, num_found + len(places)
+        if num_found < len(ids):
+            raise IndexError(f"rows are from 0 to {start - 1}, got ids from {ids.min()} to {ids.max()}")
+        return output
+
+    def _dequantized(self) -> Iterator[Tensor]:
+        for form, unpacked in self._parts:
+            for part in chunks(len(unpacked.codes), unpacked.codes.shape[1], num_codes=CHUNK):
+                yield dequantize(form, unpacked.at(part))

@@ -1,0 +1,286 @@
+"""Tokenizers from the metadata of GGUF files.
+
+A file names its kind of tokenizer and, for byte-level ones, how a text is divided before it is merged. Both are rows of
+tables here; a name that is in neither is refused, since a guess would be wrong for some texts only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE
+
+from quire.errors import CheckpointError, UnsupportedModel, shown
+from quire.text.chat_template import ChatTemplate
+from quire.text.components import guarded
+from quire.text.tokenizer_files import MAX_TEMPLATE_BYTES, TokenizerFiles
+
+PREFIX: Final = "tokenizer.ggml."
+CHAT_TEMPLATE: Final = "tokenizer.chat_template"
+# Types of tokens.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+# Pieces of patterns that several families share: contractions, the rest of a text after words and numbers.
+_CONTRACTIONS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST: Final = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3: Final = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
+_QWEN2: Final = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}"
+_QWEN35: Final = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED_REST: Final = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TEKKEN: Final = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}|{_CASED_REST}"
+)
+_GPT4O: Final = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+    rf"|\p{{N}}{{1,3}}|{_CASED_REST}"
+)
+# Name of a division -> its pattern; None for that of GPT-2. Texts of these are taken as they are ...
+PATTERNS: Final[dict[str, str | None]] = {
+    "gpt-2": None,
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "smaug-bpe": _LLAMA3,
+    "falcon3": _LLAMA3,
+    "lfm2": _LLAMA3,
+    "tekken": _TEKKEN,
+    "gpt-4o": _GPT4O,
+    "llama4": _GPT4O,
+    "qwen2": _QWEN2,
+    "qwen35": _QWEN35,
+}
+# ... but for these, which are normalised (NFC) first; these take a word that is a token as it is, without merging.
+NORMALIZED: Final = frozenset({"qwen2", "qwen35"})
+WHOLE_WORDS: Final = frozenset(PATTERNS) - {"gpt-2"} - NORMALIZED
+
+
+def read_gguf_tokenizer(path: Path, fields: Mapping[str, Any]) -> TokenizerFiles:
+    """Build the tokenizer that the metadata of a file describes.
+
+    Args:
+        path: path of the file, for messages.
+        fields: metadata by key.
+
+    Raises:
+        CheckpointError: a field is missing or wrong; the message names its key.
+        UnsupportedModel: a kind of tokenizer that is not read.
+    """
+    vocabulary = _Vocabulary(path, fields)
+    kind = fields.get(f"{PREFIX}model")
+    if kind == "gpt2":
+        library = _byte_level(vocabulary)
+    elif kind == "llama":
+        library = _sentencepiece(vocabulary)
+    else:
+        raise UnsupportedModel(
+            f"{path}: {PREFIX}model is {shown(kind)}, which is not read; read are gpt2 and llama",
+            field=f"{PREFIX}model",
+        )
+    vocabulary.add_special_tokens(library)
+    bos, eos = vocabulary.token("bos_token_id"), vocabulary.token("eos_token_id")
+    _frame_texts(library, vocabulary, bos, eos, adds_bos=kind == "llama")
+    template = None
+    source = fields.get(CHAT_TEMPLATE)
+    if source is not None:
+        if not isinstance(source, str) or len(source) > MAX_TEMPLATE_BYTES:
+            raise vocabulary.wrong(CHAT_TEMPLATE, source, f"a string of at most {MAX_TEMPLATE_BYTES} characters")
+        tools = fields.get(f"{CHAT_TEMPLATE}.tool_use")
+        special = {
+            f"{name}_token": token
+            for name in ("bos", "eos", "padding", "unknown")
+            if (token := vocabulary.token(f"{name}_token_id")) is not None
+        }
+        template = ChatTemplate(
+            source,
+            tool_source=tools if isinstance(tools, str) else None,
+            bos_token=bos or "",
+            eos_token=eos or "",
+            special_tokens=special,
+        )
+    return TokenizerFiles(path, library, bos, eos, template)
+
+
+def end_token_ids(fields: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the tokens that end a sequence: of a text, of a turn, of a message."""
+    ids = (fields.get(f"{PREFIX}{name}_token_id") for name in ("eos", "eot", "eom"))
+    return tuple(dict.fromkeys(token_id for token_id in ids if type(token_id) is int and token_id >= 0))
+
+
+class _Vocabulary:
+    """The tokens of a file, checked.
+
+    Attributes:
+        tokens: text of each token.
+        types: type of each token.
+        ids: token id by text.
+    """
+
+    def __init__(self, path: Path, fields: Mapping[str, Any]) -> None:
+        self._path, self._fields = path, fields
+        self.tokens = self.texts("tokens")
+        if not self.tokens:
+            raise self.wrong(f"{PREFIX}tokens", [], "at least one token")
+        types = fields.get(f"{PREFIX}token_type", [NORMAL] * len(self.tokens))
+        if not isinstance(types, list) or len(types) != len(self.tokens) or not {*types} <= {*range(8)}:
+            raise self.wrong(f"{PREFIX}token_type", types, f"{len(self.tokens)} numbers from 0 to 7")
+        self.types: list[int] = types
+        # The library knows a text once; of tokens of one text, the first is what is encoded.
+        self.ids: dict[str, int] = {}
+        for token_id, token in enumerate(self.tokens):
+            self.ids.setdefault(token, token_id)
+        if len(self.ids) != len(self.tokens):
+            twice = next(token for token_id, token in enumerate(self.tokens) if self.ids[token] != token_id)
+            raise self.wrong(f"{PREFIX}tokens", twice, "texts that differ")
+
+    def texts(self, name: str) -> list[str]:
+        """Read a list of strings."""
+        value = self._fields.get(f"{PREFIX}{name}")
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+            raise self.wrong(f"{PREFIX}{name}", value, "a list of strings")
+        return value
+
+    def numbers(self, name: str) -> list[float]:
+        """Read a number for each token."""
+        value = self._fields.get(f"{PREFIX}{name}")
+        count = len(self.tokens)
+        if not isinstance(value, list) or len(value) != count or not all(map(_is_finite, value)):
+            raise self.wrong(f"{PREFIX}{name}", value, f"{count} finite numbers")
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Read true or false."""
+        value = self._fields.get(f"{PREFIX}{name}", default)
+        if not isinstance(value, bool):
+            raise self.wrong(f"{PREFIX}{name}", value, "true or false")
+        return value
+
+    def text(self, name: str, default: str) -> str:
+        """Read a string."""
+        value = self._fields.get(f"{PREFIX}{name}", default)
+        if not isinstance(value, str):
+            raise self.wrong(f"{PREFIX}{name}", value, "a string")
+        return value
+
+    def has(self, name: str) -> bool:
+        """Return whether there is a field."""
+        return f"{PREFIX}{name}" in self._fields
+
+    def token(self, name: str) -> str | None:
+        """Return the token of an id that a field has; None without the field."""
+        token_id = self._fields.get(f"{PREFIX}{name}")
+        if token_id is None:
+            return None
+        if type(token_id) is not int or not 0 <= token_id < len(self.tokens):
+            raise self.wrong(f"{PREFIX}{name}", token_id, f"a token id from 0 to {len(self.tokens) - 1}")
+        return self.tokens[token_id]
+
+    def add_special_tokens(self, library: tokenizers.Tokenizer) -> None:
+        """Have texts of control and user-defined tokens found before a text is divided."""
+        special = [AddedToken(token, special=True, normalized=False) for token in self._of_type(CONTROL)]
+        plain = [AddedToken(token, special=False, normalized=False) for token in self._of_type(USER_DEFINED)]
+        library.add_special_tokens(special)
+        library.add_tokens(plain)
+
+    def _of_type(self, kind: int) -> list[str]:
+        return [token for token, its in zip(self.tokens, self.types, strict=True) if its == kind and token]
+
+    def wrong(self, key: str, value: object, allowed: str) -> CheckpointError:
+        """Return the error for a field of another value than is allowed."""
+        return CheckpointError(f"{self._path}: {key} must be {allowed}, got {shown(value)}", field=key)
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+    """Build a tokenizer that merges the bytes of the parts of a text."""
+    name = vocabulary.text("pre", "gpt-2")
+    if name not in PATTERNS:
+        raise UnsupportedModel(
+            f"{PREFIX}pre is {shown(name)}, a division of texts that is not known; known are {', '.join(PATTERNS)}",
+            field=f"{PREFIX}pre",
+        )
+    merges = []
+    for merge in vocabulary.texts("merges"):
+        # A space is a letter of its own in this alphabet, so the first one divides.
+        left, space, right = merge.partition(" ")
+        if not space or {left, right, left + right} - vocabulary.ids.keys():
+            raise vocabulary.wrong(f"{PREFIX}merges", merge, "two tokens with a space between them, whose join is one")
+        merges.append((left, right))
+    library = tokenizers.Tokenizer(
+        guarded(BPE, vocabulary.ids, merges, fuse_unk=False, byte_fallback=False, ignore_merges=name in WHOLE_WORDS)
+    )
+    pattern = PATTERNS[name]
+    if name in NORMALIZED:
+        library.normalizer = normalizers.NFC()
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
+    library.pre_tokenizer = (
+        byte_level
+        if pattern is None
+        else pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), byte_level])
+    )
+    library.decoder = decoders.ByteLevel()
+    return library
+
+
+def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+    """Build a tokenizer that merges characters, of texts whose spaces are written as ▁."""
+    unknown = vocabulary.token("unknown_token_id")
+    library = tokenizers.Tokenizer(
+        guarded(
+            BPE,
+            vocabulary.ids,
+            _merges_by_score(vocabulary),
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=BYTE in vocabulary.types,
+        )
+    )
+    steps: list[normalizers.Normalizer] = [normalizers.Replace(" ", "▁")]
+    undo: list[decoders.Decoder] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if vocabulary.flag("add_space_prefix", True):
+        steps.insert(0, normalizers.Prepend("▁"))
+        undo.append(decoders.Strip(" ", 1, 0))
+    library.normalizer = normalizers.Sequence(steps)
+    library.decoder = decoders.Sequence(undo)
+    return library
+
+
+def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+    """Return the merges of a file; where it has none, all pairs of tokens whose join is one, the best score first."""
+    if vocabulary.has("merges"):
+        pairs = [merge.partition(" ") for merge in vocabulary.texts("merges")]
+        return [(left, right) for left, _, right in pairs]
+    ids, merges = vocabulary.ids, []
+    for token, score, kind in zip(vocabulary.tokens, vocabulary.numbers("scores"), vocabulary.types, strict=True):
+        if kind not in (NORMAL, USER_DEFINED, UNUSED):
+            continue
+        for middle in range(1, len(token)):
+            left, right = token[:middle], token[middle:]
+            if left in ids and right in ids:
+                merges.append((-score, ids[left], ids[right], left, right))
+    return [(left, right) for *_, left, right in sorted(merges)]
+
+
+def _frame_texts(
+    library: tokenizers.Tokenizer, vocabulary: _Vocabulary, bos: str | None, eos: str | None, *, adds_bos: bool
+) -> None:
+    """Have the tokens put around a text that the file wants there."""
+    first = [bos] if bos is not None and vocabulary.flag("add_bos_token", adds_bos) else []
+    last = [eos] if eos is not None and vocabulary.flag("add_eos_token", False) else []
+    if not first and not last:
+        return
+    library.post_processor = processors.TemplateProcessing(
+        single=[*first, "$A", *last],
+        pair=[*first, "$A", *first, "$B", *last],
+        special_tokens=[(token, vocabulary.ids[token]) for token in {*first, *last}],
+    )
