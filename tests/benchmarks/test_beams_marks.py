@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import beams, efficiency_beams, machine
 from benchmarks.beams import BeamWorkload, judge
+from benchmarks.efficiency import ENGINES
 from benchmarks.efficiency_beams import BeamRun, measure, runs
 
 DOCS = machine.HERE.parent / "docs"
@@ -25,7 +26,10 @@ def test_the_saved_savings_are_of_all_runs_and_are_what_the_table_shows() -> Non
             assert f"| {dataset}, {engine} | {shown} |" in text
 
 
-@pytest.mark.parametrize("engine", efficiency_beams.ENGINES)
+@pytest.mark.parametrize(
+    "engine",
+    [pytest.param(name, marks=[] if name == "bundled" else pytest.mark.slow) for name in ENGINES],
+)
 def test_beams_share_more_than_their_prompt(monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
     monkeypatch.setitem(efficiency_beams.POOL_BLOCKS, "Alpaca", 160)
     row = measure(BeamRun(engine, "Alpaca", 4, 60))

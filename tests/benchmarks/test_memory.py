@@ -15,7 +15,7 @@ from quire.memory import KVCacheManager
 SMALL = Sizes(num_requests=8, num_prompt=64, num_decoding=20, num_steps=32, num_long=256, num_repeats=2)
 
 
-@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("window", [None, pytest.param(40, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", WORK)
 def test_the_work_is_done_in_some_time(name: str, window: int | None) -> None:
     seconds, version = WORK[name](partial(QuireMemory, window=window), SMALL, 0)

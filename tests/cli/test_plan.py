@@ -11,11 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGMLQuantizationType
 
 from quire.cli.main import main
 from quire.engine.llm import LLM
 from quire.errors import ConfigError, UnsupportedModel
+from quire.models.checkpoint import locate
+from quire.models.gguf.reader import GGUFFile
 from tests.conformance.checkpoints import save_checkpoint
+from tests.models.gguf.writer import write_gguf
 from tests.models.published import CONFIGS
 
 MIB = 1 << 20
@@ -308,7 +312,7 @@ def test_a_configuration_that_cannot_be_read_names_the_field(
     ("changes", "words"),
     [
         ({"architectures": ["OddForCausalLM"]}, "the architecture 'OddForCausalLM' is not implemented"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is {'quant_method': 'gptq'}"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "by the method 'fp8', which is not served"),
     ],
 )
 def test_a_model_that_the_engine_does_not_run_is_refused_as_by_the_engine(
@@ -356,3 +360,11 @@ def test_the_transcript_of_the_documents_is_what_the_command_says(
     monkeypatch.chdir(tmp_path)
     main(command.split()[1:])
     assert capsys.readouterr().out == shown
+
+
+def test_weights_of_a_gguf_file_take_what_the_file_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_gguf(locate("bundled"), tmp_path / "model.gguf", lambda *_: GGMLQuantizationType.Q8_0, pre="gpt-2")
+    found = planned(capsys, str(path), "--memory", "1GiB")
+    assert found["architecture"] == "LlamaForCausalLM"
+    assert found["weights_bytes"] == sum(tensor.num_bytes for tensor in GGUFFile.open(path).tensors.values())
+    assert found["is_weights_estimate"] is False

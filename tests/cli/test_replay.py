@@ -58,10 +58,10 @@ def test_a_log_that_is_cut_off_is_tolerated(log: Path, tmp_path: Path, capsys: p
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", "this is no log of memory commands"),
-        (bytes(range(256)) * 9, "this is no log of memory commands"),
-        (b"quire memory log 99 {}\n", f"this log is of version 99, and only {VERSION} can be replayed"),
-        (f"quire memory log {VERSION} {{\n".encode(), "the first line of this log is damaged"),
+        (b"", "this is not a log of memory commands"),
+        (bytes(range(256)) * 9, "this is not a log of memory commands"),
+        (b"quire memory log 99 {}\n", f"the log has version 99, and only version {VERSION} can be replayed"),
+        (f"quire memory log {VERSION} {{\n".encode(), "the first line of the log is damaged"),
     ],
 )
 def test_what_is_no_log_is_a_mistake(

@@ -72,7 +72,7 @@ def test_a_mapping_as_vllm_takes_it_says_the_same() -> None:
         (
             {"speculative_config": {"metod": "ngram"}},
             "speculative_config",
-            "unknown key 'metod'.* known are method, model",
+            "unknown key 'metod'.* known keys are method, model",
         ),
         ({"speculative_config": {"dtype": "float32"}}, "speculative_config", "unknown key 'dtype'"),
         (

@@ -26,7 +26,8 @@ STORY = "Once upon a time, a small fox found a red kite in the forest. The fox w
 
 # One family of each kind of cache, by what its layers keep: all tokens, windows beside all tokens (and layers that read
 # the cache of others), chunks, states beside tokens, both in every layer. A history stresses the cache, not the family:
-# the default run has all histories of these, and of every family only what takes `any_family`.
+# the default run has the histories of these, the slow run those of every family. (`tests/models` compares the logits of
+# every family in the default run.)
 REPRESENTATIVES = frozenset({"llama3", "gemma4", "llama4", "qwen3.5", "falcon-h1"})
 NAMES = (*sorted(FAMILIES), "bundled")
 
@@ -71,10 +72,4 @@ def make_reference(name: str, tmp_path_factory: pytest.TempPathFactory) -> Refer
 )
 def reference(request: pytest.FixtureRequest, references: Callable[[str], Reference]) -> Reference:
     """Return the reference of a kind of cache; of every family and the bundled model in the slow run."""
-    return references(request.param)
-
-
-@pytest.fixture(scope="session", params=NAMES)
-def any_family(request: pytest.FixtureRequest, references: Callable[[str], Reference]) -> Reference:
-    """Return the reference of every family and of the bundled model, in the default run too."""
     return references(request.param)

@@ -157,7 +157,9 @@ def test_beside_samples_and_other_widths(reference: Reference, expected: list[li
         assert_same(found[idx :: len(CASES) + 1], known)
 
 
-@pytest.mark.parametrize("budget", [8, 13, 61])
+@pytest.mark.parametrize(
+    "budget", [pytest.param(8, marks=pytest.mark.slow), 13, pytest.param(61, marks=pytest.mark.slow)]
+)
 def test_chunked_prefill_and_hits(reference: Reference, expected: list[list[Found]], budget: int) -> None:
     llm = load(reference, max_num_seqs=8, max_num_batched_tokens=budget)
     for case, known in list(zip(CASES, expected, strict=True))[:4]:

@@ -72,7 +72,9 @@ def test_cold_and_hit(reference: Reference) -> None:
         assert outputs_of(llm, [prompt]) == [output]
 
 
-@pytest.mark.parametrize("block_size", [1, 4, 32])
+@pytest.mark.parametrize(
+    "block_size", [pytest.param(1, marks=pytest.mark.slow), 4, pytest.param(32, marks=pytest.mark.slow)]
+)
 def test_block_sizes(reference: Reference, block_size: int) -> None:
     llm = with_oracle(reference, block_size=block_size, num_kv_blocks=1000 // block_size)
     assert outputs_of(llm, reference.prompts) == reference.outputs

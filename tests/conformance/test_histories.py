@@ -62,8 +62,7 @@ def test_cold_for_each_batch_size(reference: Reference) -> None:
             assert outputs_of(llm, reference.prompts[part]) == reference.outputs[part]
 
 
-def test_prefix_hits(any_family: Reference) -> None:
-    reference = any_family
+def test_prefix_hits(reference: Reference) -> None:
     llm = load(reference)
     assert outputs_of(llm, reference.prompts) == reference.outputs
     again = llm.generate(reference.prompts, GREEDY, use_tqdm=False)
@@ -111,7 +110,7 @@ def test_the_next_turn_of_a_chat_recomputes_nothing(reference: Reference) -> Non
     check(llm.engine.scheduler.memory)
 
 
-@pytest.mark.parametrize("budget", [2, 3, 7, 16, 61])
+@pytest.mark.parametrize("budget", [3, 16, *(pytest.param(budget, marks=pytest.mark.slow) for budget in (2, 7, 61))])
 def test_chunked_prefill(reference: Reference, budget: int) -> None:
     llm = load(reference, max_num_seqs=2, max_num_batched_tokens=budget)
     assert outputs_of(llm, reference.prompts) == reference.outputs
@@ -143,10 +142,10 @@ def test_swapped_out_and_in(reference: Reference, caching: bool) -> None:
     assert min(host.num_swap_outs, host.num_swap_ins) > 0
 
 
-@pytest.mark.parametrize("policy", ["last", "least_waste"])
+@pytest.mark.parametrize("policy", [pytest.param("last", marks=pytest.mark.slow), "least_waste"])
 def test_families_swapped_out_and_in_still_share(reference: Reference, policy: str) -> None:
     """Samples that come back from the host hold their prompt's blocks together, as before (M8)."""
-    options = {"max_model_len": 96, "max_num_seqs": 6, "enable_prefix_caching": False}
+    options: dict[str, Any] = {"max_model_len": 96, "max_num_seqs": 6, "enable_prefix_caching": False}
     roomy = load(reference, **options)
     options |= {"swap_space": 8 << 20, "preemption_mode": "swap", "preemption_policy": policy}
     # States are counted in what the longest sequence takes.
@@ -191,7 +190,9 @@ def serve_pairs(llm: LLM, prompts: list[list[int]], shared: list[int], group_idx
     return tokens
 
 
-@pytest.mark.parametrize("block_size", [1, 4, 16, 32])
+@pytest.mark.parametrize(
+    "block_size", [1, pytest.param(4, marks=pytest.mark.slow), 16, pytest.param(32, marks=pytest.mark.slow)]
+)
 def test_block_sizes(reference: Reference, block_size: int) -> None:
     llm = load(reference, block_size=block_size, num_kv_blocks=1000 // block_size)
     assert outputs_of(llm, reference.prompts) == reference.outputs
@@ -260,7 +261,10 @@ def test_an_output_says_why_its_hit_ended(reference: Reference) -> None:
     )
 
 
-@pytest.mark.parametrize("eviction_policy", ["fifo", "lfu", "slru"])
+@pytest.mark.parametrize(
+    "eviction_policy",
+    [pytest.param("fifo", marks=pytest.mark.slow), pytest.param("lfu", marks=pytest.mark.slow), "slru"],
+)
 def test_every_eviction_policy(reference: Reference, eviction_policy: str) -> None:
     """A pool that evicts all the time, with repeated prompts: what is found again is what was computed."""
     llm = load(reference, eviction_policy=eviction_policy, num_kv_blocks=16, max_num_seqs=2)

@@ -141,7 +141,9 @@ def test_only_the_same_media_in_the_same_place_are_hit(case: Case) -> None:
         assert output.num_cached_tokens == num_cached
 
 
-@pytest.mark.parametrize("budget", [2, 7, 16])
+@pytest.mark.parametrize(
+    "budget", [pytest.param(2, marks=pytest.mark.slow), 7, pytest.param(16, marks=pytest.mark.slow)]
+)
 def test_chunked_prefill(case: Case, budget: int) -> None:
     agree(case, run(load(case, max_num_seqs=2, max_num_batched_tokens=budget), case.prompts))
 

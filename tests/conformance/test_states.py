@@ -87,7 +87,7 @@ def test_a_chat_goes_on_from_its_last_prompt(family: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
-@pytest.mark.parametrize("interval", [BLOCK_SIZE, 3 * BLOCK_SIZE])
+@pytest.mark.parametrize("interval", [BLOCK_SIZE, pytest.param(3 * BLOCK_SIZE, marks=pytest.mark.slow)])
 def test_regular_snapshots(family: str, interval: int, tmp_path: Path) -> None:
     """A prompt that goes another way is found up to the last snapshot before; in a small pool, whatever is left."""
     folder = save_checkpoint(family, tmp_path)

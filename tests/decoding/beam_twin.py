@@ -69,7 +69,8 @@ def is_over(best: Found, finished: list[Found], rules: Rules) -> bool:
 
 def normed(way: Found, rules: Rules) -> float:
     """Return a sum of log probabilities with the length taken into account."""
-    return way.score / len(way.tokens) ** rules.length_penalty
+    divisor: float = len(way.tokens) ** rules.length_penalty
+    return way.score / divisor
 
 
 def every_output(model: Model, rules: Rules, so_far: Found = NOTHING) -> Iterator[Found]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from quire.decoding.strategies import SAMPLING
-from quire.memory.prefix.token_chain import Namespace, TokenChain
+from quire.memory.prefix.token_chain import Namespace, TokenChain, root_of
 from quire.sequences.params import SamplingParams
 from quire.sequences.sequence import Request, Sequence
 
@@ -18,5 +18,5 @@ def sequence_of(
     options = SamplingParams(**params)
     request = Request(str(seq_id), prompt, options, 10_000, frozenset(), arrival=seq_id, seed=0, namespace=namespace)
     tokens = prompt + output
-    chain = TokenChain(tokens, namespace, 16, b"")
+    chain = TokenChain(tokens, root_of(namespace, b""), 16)
     return Sequence(seq_id, request, 0, tokens, chain, (0, seq_id, 0), SAMPLING)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from quire.decoding import Append, BeamEdit, Drop, Finish, Fork, strategy_of
 from quire.decoding.beams import advance_beams, num_candidates
 from quire.memory import Namespace, TokenChain
+from quire.memory.prefix.token_chain import root_of
 from quire.sequences import FinishReason, Request, SamplingParams, Sequence
 from quire.sequences.beams import BeamSearch, Candidate
 from tests.decoding.beam_twin import Found, Model, Rules, every_output
@@ -54,7 +55,7 @@ def request_for(rules: Rules, end_ids: frozenset[int] = frozenset()) -> Request:
 
 def sequence_of(request: Request, place: int, tokens: list[int]) -> Sequence:
     """Return a sequence that belongs to no scheduler."""
-    chain = TokenChain(tokens, Namespace(), 4, b"")
+    chain = TokenChain(tokens, root_of(Namespace(), b""), 4)
     return Sequence(0, request, place, tokens, chain, (0, 0, place), strategy_of(request))
 
 

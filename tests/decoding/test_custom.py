@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Tokens
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ class Own:
         self.num_draws = draws
         self._advance = advance
 
-    def advance(self, sequence: Sequence, token_ids: tuple[int, ...]) -> Any:  # noqa: ARG002
+    def advance(self, sequence: Sequence, token_ids: Tokens[int]) -> Any:  # noqa: ARG002
         return self._advance(sequence)
 
 
@@ -48,6 +49,11 @@ def after(edits: Any, num_output: int = 0, token_ids: tuple[int, ...] = (7,), **
     """Return what comes of a strategy that returns edits, of which a function makes them."""
     advance = edits if callable(edits) else lambda _: edits
     return made(CustomStrategy(Own(advance)), sequence_with(num_output, **params), token_ids)
+
+
+def untyped(edit: Callable[..., Edit], *fields: object) -> Edit:
+    """Return an edit whose fields may have values that its types do not allow."""
+    return edit(*fields)
 
 
 def late(_: Sequence) -> Iterator[Edit]:
@@ -102,15 +108,15 @@ def test_edits_that_can_be_made_are_passed_on(edits: list[Edit]) -> None:
         ([Fork(1, 0), Append(1, 0)], 2, "the strategy gave sample 0 neither a token nor an end"),
         ([Append(1, 0)], 0, "no such sample is running"),
         ([Append(-1, 0)], 0, "no such sample is running"),
-        ([Append(0.0, 0)], 0, "no such sample is running"),
+        ([untyped(Append, 0.0, 0)], 0, "no such sample is running"),
         ([Finish(0, STOP), Append(0, 0)], 1, "no such sample is running"),
         ([Finish(0, STOP), Finish(0, STOP)], 1, "no such sample is running"),
         ([Append(0, 1)], 0, "the step gave 1 token"),
         ([Append(0, True)], 0, "the step gave 1 token"),
         ([Append(0, 0)] * 9, 7, "have 10 tokens, which is the limit"),
-        ([Finish(0, "stop")], 0, "the reason must be one of ABORT, LENGTH, STOP"),
+        ([untyped(Finish, 0, "stop")], 0, "the reason must be one of ABORT, LENGTH, STOP"),
         ([Finish(0, FinishReason.DROPPED)], 0, "the reason must be one of ABORT, LENGTH, STOP"),
-        ([Finish(0, STOP, 0.5)], 0, "the stop_reason must be text or a token id"),
+        ([untyped(Finish, 0, STOP, 0.5)], 0, "the stop_reason must be text or a token id"),
         ([Fork(2, 0)], 0, "the next sample is 1"),
         ([Fork(0, 0)], 0, "the next sample is 1"),
         ([Fork(1, 1)], 0, "before it has output"),
@@ -121,7 +127,7 @@ def test_edits_that_can_be_made_are_passed_on(edits: list[Edit]) -> None:
         ([Drop(0)], 0, "an edit is an Append, a Fork, a Finish or a Fail"),
         (["x" * 999], 0, "xxx...: an edit is"),
         ([Unshowable()], 0, "an object of Unshowable: an edit is"),
-        ([Fail(3)], 0, "the error must be text"),
+        ([untyped(Fail, 3)], 0, "the error must be text"),
     ],
 )
 def test_what_cannot_be_done_fails(edits: Any, num_before: int, said: str) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from quire.decoding import Append, Edit, Finish, Fork, Sampling, Truncate, end_of_tokens
 from quire.memory import Namespace, TokenChain
+from quire.memory.prefix.token_chain import root_of
 from quire.sequences import FinishReason, Request, SamplingParams, Sequence
 
 END = 9
@@ -32,7 +33,7 @@ def sequence_with(
         seed=0,
     )
     tokens = [1, 2, 3] + [4] * num_output
-    chain = TokenChain(tokens, Namespace(), 4, b"")
+    chain = TokenChain(tokens, root_of(Namespace(), b""), 4)
     sequence = Sequence(0, request, sample_idx, tokens, chain, (0, 0, sample_idx), Sampling())
     request.sequences.append(sequence)
     return sequence

@@ -138,13 +138,16 @@ def asked(random: Random) -> Asked:
 
 def each_value() -> list[Asked]:
     """Return a request for each value of each parameter, with nothing else asked that this value does not need."""
-    found = []
+    found: list[Asked] = []
     for name, values in VALUES.items():
-        needed = {"length_penalty": {"beam_width": 2}, "early_stopping": {"beam_width": 2}}.get(name, {})
-        if name.startswith("dry_") and name != "dry_multiplier":
+        needed: dict[str, float] = {}
+        if name in ("length_penalty", "early_stopping"):
+            needed = {"beam_width": 2}
+        elif name.startswith("dry_") and name != "dry_multiplier":
             needed = {"dry_multiplier": 1.0}
         for value in dict.fromkeys(map(repr, values)):
-            given = {"seed": 7, "max_tokens": 9} | needed | {name: next(one for one in values if repr(one) == value)}
+            given: dict[str, Any] = {"seed": 7, "max_tokens": 9, **needed}
+            given[name] = next(one for one in values if repr(one) == value)
             found.append(Asked(PROMPTS[len(found) % len(PROMPTS)], _valid(given), {}, 0))
     return found
 

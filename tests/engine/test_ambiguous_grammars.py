@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("llguidance", reason="the extra structured is not installed")
 
 from benchmarks.grammar_delay import AMBIGUOUS
-from quire import LLM, SamplingParams
+from quire import LLM, SamplingParams, StructuredOutputs
 from quire.structured.grammar_state import TOO_SLOW
 
 END_IDS = (1, 5)  # of the bundled model
@@ -18,7 +18,8 @@ def test_its_request_ends_and_others_get_their_tokens() -> None:
     other = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
     (alone,) = llm.generate("Once upon a time", other, use_tqdm=False)
     bias = dict.fromkeys(END_IDS, -100.0)  # so that none of its samples ends before
-    ambiguous = SamplingParams(n=8, seed=1, max_tokens=400, structured_outputs={"grammar": AMBIGUOUS}, logit_bias=bias)
+    form = StructuredOutputs(grammar=AMBIGUOUS)
+    ambiguous = SamplingParams(n=8, seed=1, max_tokens=400, structured_outputs=form, logit_bias=bias)
     failed, beside = llm.generate(["abc", "Once upon a time"], [ambiguous, other], use_tqdm=False)
     assert (failed.error, failed.error_code) == (TOO_SLOW, "request_failed")
     assert {sample.finish_reason for sample in failed.outputs} == {"error"}

@@ -8,7 +8,6 @@ import logging
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -236,8 +235,7 @@ def test_an_abort_by_name_ends_the_stream_with_what_there_is(kind: RequestOutput
 
 def test_a_failed_request_is_logged_and_the_others_are_not(caplog: pytest.LogCaptureFixture) -> None:
     with load() as llm, caplog.at_level(logging.ERROR, "quire.engine.llm"):
-        failing: Any = Failing(llm.engine.executor, {1})
-        llm.engine.executor = failing
+        llm.engine.executor = Failing(llm.engine.executor, {1})
         failed = llm.generate(STORIES[0], greedy(), use_tqdm=False)[0]
         assert (failed.error_code, failed.outputs[0].finish_reason) == ("engine_failed", "error")
         assert llm.generate(STORIES[0], greedy(), use_tqdm=False)[0].error is None

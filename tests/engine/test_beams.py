@@ -224,7 +224,7 @@ def test_memory_is_that_of_distinct_tokens_and_two_blocks_a_beam(llm: LLM, width
 
 def test_a_search_that_begins_again_finds_the_same() -> None:
     """Room for one of three; stop strings are looked for from the start again."""
-    params = SamplingParams(beam_width=4, n=4, max_tokens=40, min_tokens=24, stop=["."], early_stopping="never")
+    params = SamplingParams(beam_width=4, n=4, max_tokens=40, min_tokens=24, stop=(".",), early_stopping="never")
     prompts = [STORY, STORY + " and a dog", "Tom had a red kite"]
     roomy = LLM(num_kv_blocks=600, block_size=BLOCK, num_threads=1, max_model_len=128)
     expected = roomy.generate(prompts, params, use_tqdm=False)

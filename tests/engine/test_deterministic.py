@@ -70,6 +70,7 @@ def results(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[
 
 @pytest.mark.parametrize("stored", ["auto", "int8"])
 @pytest.mark.parametrize("params", [GREEDY, RANDOM], ids=["greedy", "random"])
+@pytest.mark.pairwise
 def test_every_history_gives_the_same_bits(folder: Path, stored: str, params: SamplingParams) -> None:
     alone = load(folder, kv_cache_dtype=stored, enable_prefix_caching=False)
     expected = [results(alone, [prompt], params)[0] for prompt in PROMPTS]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -87,7 +88,7 @@ def test_a_memory_bomb_ends_its_process_and_the_next_one_gets_another() -> None:
         ({"grammar": 'begin: "a"'}, "grammar", "start"),
     ],
 )
-def test_what_does_not_compile_is_refused_with_the_reason(wanted: dict, field: str, says: str) -> None:
+def test_what_does_not_compile_is_refused_with_the_reason(wanted: dict[str, Any], field: str, says: str) -> None:
     opened = grammars()
     with pytest.raises(InvalidParameter) as caught:
         opened.open(StructuredOutputs(**wanted))
@@ -101,7 +102,7 @@ def test_schemas_that_name_themselves_and_large_ones_compile(trial: CompileSandb
     names = [f"name{idx}" for idx in range(300)]
     large = StructuredOutputs(json={"properties": {name: {"type": "string"} for name in names}, "required": names})
     assert trial.compile(large.source, 30.0) is None
-    many = StructuredOutputs(choice=[f"name {idx}" for idx in range(4000)])
+    many = StructuredOutputs(choice=tuple(f"name {idx}" for idx in range(4000)))
     assert trial.compile(many.source, 30.0) is None
     assert trial.is_alive
 
@@ -192,7 +193,7 @@ def test_a_source_is_what_the_process_gets(trial: CompileSandbox) -> None:
 
 
 def test_what_compiling_took_is_known_whatever_came_before(trial: CompileSandbox) -> None:
-    names = [f"name {idx} {idx * 7919 % 1000}" for idx in range(4000)]
+    names = tuple(f"name {idx} {idx * 7919 % 1000}" for idx in range(4000))
     small, large = StructuredOutputs(regex="[ab]+c"), StructuredOutputs(choice=names)
     taken = []
     for wanted in (large, small, large, small, large):

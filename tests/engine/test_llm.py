@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.engine.inputs.prompts import Prompt
 from quire.errors import ConfigError, InvalidParameter, PromptTooLong, UnsupportedFeature, WorkerError
+from quire.execution.executor import Executor
+from quire.memory.results import MemoryOps
 from quire.scheduling.plan import StepPlan, StepResult
 
 STORIES = ["Once upon a time, a small fox", "Tom found a red kite", "The old sailor", "Once upon a time, a small fox"]
@@ -245,8 +248,9 @@ def iter_outputs(llm: LLM) -> Iterator[str]:
 
 def test_one_bad_prompt_among_many_runs_nothing(llm: LLM) -> None:
     before = llm.stats.num_steps
+    prompts: list[Prompt] = [STORIES[0], [-1]]
     with pytest.raises(InvalidParameter):
-        llm.generate([STORIES[0], [-1]], greedy())
+        llm.generate(prompts, greedy())
     assert llm.stats.num_steps == before
 
 
@@ -272,7 +276,8 @@ def test_what_has_another_name_is_kept_apart(llm: LLM, field: str) -> None:
     llm.reset_prefix_cache()
 
     def cached(name: str | None) -> int:
-        llm.engine.add_request("named", prompt, greedy(1), **{field: name})
+        options: dict[str, Any] = {field: name}
+        llm.engine.add_request("named", prompt, greedy(1), **options)
         (output,) = [output for output in llm.engine.step() if output.finished]
         return output.num_cached_tokens
 
@@ -302,14 +307,19 @@ def test_options_that_cannot_be_honoured(options: dict[str, Any], words: str) ->
 class Failing:
     """A data plane that fails in the steps it is told to, and otherwise obeys."""
 
-    def __init__(self, inner: Any, ticks: set[int]) -> None:
+    def __init__(self, inner: Executor, ticks: set[int]) -> None:
         self.inner, self.ticks = inner, ticks
 
     def execute(self, plan: StepPlan) -> StepResult:
         if plan.tick in self.ticks:
             raise WorkerError("no power")
-        result: StepResult = self.inner.execute(plan)
-        return result
+        return self.inner.execute(plan)
+
+    def measure_copies(self) -> float | None:
+        return self.inner.measure_copies()
+
+    def move(self, ops: MemoryOps) -> None:
+        self.inner.move(ops)
 
     def close(self) -> None:
         self.inner.close()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire import LLM, SamplingParams
 from quire.engine.inputs.embeddings import EmbeddingsReader
-from quire.engine.inputs.prompts import PromptReader
+from quire.engine.inputs.prompts import Prompt, PromptReader
 from quire.errors import InvalidParameter, UnsupportedFeature
 from quire.memory import check
 from tests.engine.test_async_llm import load as load_async
@@ -92,9 +92,10 @@ def with_row(embeddings: Tensor, row: int, value: float) -> Tensor:
 )
 def test_what_cannot_be_is_refused_by_name(llm: LLM, width: int, media: Any, words: str) -> None:
     given = media(rows(width)) if callable(media) else media
+    prompts: list[Prompt] = [IDS, {"prompt_token_ids": IDS, "media": given}]
     before = llm.stats.num_steps
     with pytest.raises(InvalidParameter, match=words):
-        llm.generate([IDS, {"prompt_token_ids": IDS, "media": given}], greedy(), use_tqdm=False)
+        llm.generate(prompts, greedy(), use_tqdm=False)
     assert llm.stats.num_steps == before
     assert not llm.engine.has_unfinished
 
@@ -119,7 +120,8 @@ def test_media_touch_nobody_else_and_are_not_kept(llm: LLM, width: int) -> None:
     assert alone[0] != plain
     assert alone[1] == 16, "whole blocks before the media, and no part of theirs"
     # In whichever order they are given, beside one without.
-    both = llm.generate([prompt_of((50, kite), (30, fox)), IDS, prompt_of()], greedy(), use_tqdm=False)
+    prompts: list[Prompt] = [prompt_of((50, kite), (30, fox)), IDS, prompt_of()]
+    both = llm.generate(prompts, greedy(), use_tqdm=False)
     assert [output.outputs[0].token_ids for output in both] == [alone[0], plain, plain]
     assert [output.num_cached_tokens for output in both] == [69, 69, 69]
     runner = llm.engine.executor._runner  # type: ignore[attr-defined]
@@ -177,7 +179,8 @@ def test_a_recording_with_media_is_replayed(tmp_path: Path, width: int) -> None:
     ]
     for n in (1, 2):
         params = SamplingParams(n=n, max_tokens=30, seed=3, ignore_eos=True)
-        llm.generate([*media, IDS, *media], params, use_tqdm=False)
+        prompts: list[Prompt] = [*media, IDS, *media]
+        llm.generate(prompts, params, use_tqdm=False)
     stats, usage = llm.stats, llm.usage()
     llm.close()
     report = replayed(path)

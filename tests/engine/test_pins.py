@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.engine.llm import Prompt
+from quire.engine.inputs.prompts import Prompt
 from quire.errors import (
     ConfigError,
     InvalidParameter,
@@ -141,7 +141,7 @@ def test_a_reset_lets_go_of_pins(llm: LLM) -> None:
 
 def test_a_prompt_that_cannot_be_computed_is_not_pinned(llm: LLM) -> None:
     honest = llm.engine.executor
-    llm.engine.executor = Failing(honest, {llm.engine.num_steps})  # type: ignore[assignment]
+    llm.engine.executor = Failing(honest, {llm.engine.num_steps})
     with pytest.raises(WorkerError, match="'system' could not be computed"):
         llm.pin_prefix("system", SYSTEM)
     llm.engine.executor = honest

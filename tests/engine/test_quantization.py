@@ -25,7 +25,8 @@ def texts(quantization: Quantization | None) -> list[str]:
 def test_the_bundled_model(caplog: pytest.LogCaptureFixture) -> None:
     """What is written alike at first may part later; it stays words of a story."""
     plain = texts(None)
-    for quantization, num_alike in (("int8", 2), ("int4", 1)):
+    least_alike: dict[Quantization, int] = {"int8": 2, "int4": 1}
+    for quantization, num_alike in least_alike.items():
         with caplog.at_level(logging.INFO):
             found = texts(quantization)
         assert f"weights: {quantization}" in caplog.text

@@ -21,6 +21,7 @@ from quire.engine.outputs.outputs import RequestOutput
 from quire.errors import RequestError
 from quire.execution.sampling import sampler
 from quire.execution.sampling import sampling as draws
+from quire.execution.sampling.beam_candidates import find_candidates
 from tests.engine.sampling_world import PROMPTS, VALUES, Asked, asked, each_value, told
 from tests.ops.backends import LIBRARIES
 
@@ -121,7 +122,6 @@ def rounds_shares(patch: pytest.MonkeyPatch) -> SamplingParams:
 
 def loses_wide_searches(patch: pytest.MonkeyPatch) -> SamplingParams:
     """Candidates are looked for once all other rows of the step are drawn, and grammars have their tokens."""
-    find_candidates = sampler.find_candidates
 
     def fail(logits: torch.Tensor, rows: Any, groups: Any, keep: Any) -> Any:
         if any(row.adjustments.params.beam_width == 7 for row in rows):
@@ -132,7 +132,7 @@ def loses_wide_searches(patch: pytest.MonkeyPatch) -> SamplingParams:
     return SamplingParams(beam_width=7, max_tokens=5)
 
 
-@pytest.mark.parametrize("defect", [rounds_shares, loses_wide_searches])
+@pytest.mark.parametrize("defect", [rounds_shares, pytest.param(loses_wide_searches, marks=pytest.mark.slow)])
 def test_a_defect_of_the_sampler_ends_the_requests_that_show_it(
     quiet: LLM, busy: LLM, defect: Callable[[pytest.MonkeyPatch], SamplingParams], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -103,9 +104,9 @@ def test_log_probabilities_come_for_every_token(plain: LLM, drafting: LLM) -> No
 
 
 def test_a_request_can_do_without(drafting: LLM) -> None:
-    params = {"temperature": 0.0, "max_tokens": 60}
+    params = partial(SamplingParams, temperature=0.0, max_tokens=60)
     for speculative, is_drafted in ((False, False), (None, True), (True, True)):
-        (output,) = drafting.generate(PROMPTS[:1], SamplingParams(**params, speculative=speculative), use_tqdm=False)
+        (output,) = drafting.generate(PROMPTS[:1], params(speculative=speculative), use_tqdm=False)
         (sample,) = output.outputs
         assert (sample.num_draft_tokens > 0) == is_drafted
         assert 0 <= sample.num_accepted_tokens <= sample.num_draft_tokens

@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("llguidance", reason="the extra structured is not installed")
 
-from quire import LLM, AsyncLLM, SamplingParams
+from quire import LLM, AsyncLLM, SamplingParams, StructuredOutputs
 from quire.engine.outputs.outputs import CompletionOutput, RequestOutput
 from quire.errors import InvalidParameter, UnsupportedFeature
 from tests.engine.test_grammar_trial import TIME_BOMB
@@ -89,8 +89,8 @@ WANTED: dict[str, dict[str, Any]] = {
 
 def load(**options: Any) -> LLM:
     """Load the bundled model, in float32: how many rows are computed together makes no difference that shows."""
-    usual = {"dtype": "float32", "num_kv_blocks": 256, "num_threads": 1, "max_model_len": 512, "max_num_seqs": 16}
-    return LLM(**(usual | options))
+    usual: dict[str, Any] = {"dtype": "float32", "num_kv_blocks": 256, "num_threads": 1, "max_model_len": 512}
+    return LLM(**(usual | {"max_num_seqs": 16} | options))
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def llm() -> Iterator[LLM]:
 
 def wild(kind: str, **params: Any) -> SamplingParams:
     """Return parameters that draw almost any token that the grammar has."""
-    usual = {"temperature": 2.0, "max_tokens": 300, "seed": 5, "structured_outputs": WANTED[kind]}
+    usual: dict[str, Any] = {"temperature": 2.0, "max_tokens": 300, "seed": 5, "structured_outputs": WANTED[kind]}
     return SamplingParams(**(usual | params))
 
 
@@ -169,10 +169,10 @@ def test_rows_that_had_a_mask_are_free_afterwards() -> None:
 
 
 def test_greedy_takes_the_likeliest_of_what_is_allowed(llm: LLM) -> None:
-    greedy: dict[str, Any] = {"temperature": 0.0}
-    free = only(llm, SamplingParams(**greedy, max_tokens=1)).text
-    assert only(llm, SamplingParams(**greedy, structured_outputs={"choice": ["zebra", free]})).text == free
-    assert only(llm, SamplingParams(**greedy, structured_outputs={"choice": ["zebra"]})).text == "zebra"
+    free = only(llm, SamplingParams(temperature=0.0, max_tokens=1)).text
+    for choice in (["zebra", free], ["zebra"]):
+        greedy = wild("choice", temperature=0.0, structured_outputs={"choice": choice})
+        assert only(llm, greedy).text == choice[-1]
 
 
 # ---- forced tokens ----
@@ -182,9 +182,9 @@ def test_greedy_takes_the_likeliest_of_what_is_allowed(llm: LLM) -> None:
 @pytest.mark.parametrize("more", [{}, {"logprobs": 0}, {"n": 2}, {"beam_width": 2, "n": 1}], ids=str)
 def test_letters_of_special_tokens_are_written_as_letters(llm: LLM, text: str, more: dict[str, Any]) -> None:
     """The tokenizer would write them as one token, which the text does not show and which may end the output."""
-    params = {"temperature": 0.0, "max_tokens": 60} | more
     for form in ({"choice": [text]}, {"choice": [f"{text}.", f"{text}!"]}, {"json": {"const": text}}):
-        (output,) = run(llm, STORY, SamplingParams(**params, structured_outputs=form))
+        params: dict[str, Any] = {"temperature": 0.0, "max_tokens": 60, "structured_outputs": form} | more
+        (output,) = run(llm, STORY, SamplingParams(**params))
         assert output.error is None
         for sample in output.outputs:
             assert sample.finish_reason == "stop"
@@ -304,7 +304,7 @@ def test_a_request_that_leaves_itself_no_token_ends_alone(llm: LLM, params: dict
 
 
 def test_min_tokens_that_the_form_has_room_for_are_had(llm: LLM) -> None:
-    output = only(llm, SamplingParams(structured_outputs={"regex": "a*"}, min_tokens=9, max_tokens=12, temperature=0.0))
+    output = only(llm, wild("regex", structured_outputs={"regex": "a*"}, min_tokens=9, max_tokens=12, temperature=0.0))
     assert len(output.token_ids) >= 9
     assert set(output.text) == {"a"}
 
@@ -320,7 +320,7 @@ def test_token_ids_alone_have_the_form_too(llm: LLM) -> None:
 
 def test_what_does_not_compile_is_refused_and_nothing_runs(llm: LLM) -> None:
     before = llm.stats.num_steps
-    bad = SamplingParams(structured_outputs={"regex": "("})
+    bad = SamplingParams(structured_outputs=StructuredOutputs(regex="("))
     with pytest.raises(InvalidParameter, match="unclosed group") as caught:
         llm.generate([STORY, STORY], [SamplingParams(), bad], use_tqdm=False)
     assert caught.value.field == "structured_outputs.regex"
@@ -331,7 +331,7 @@ def test_what_does_not_compile_is_refused_and_nothing_runs(llm: LLM) -> None:
 def test_an_engine_without_a_tokenizer_has_no_grammars() -> None:
     bare = load(skip_tokenizer_init=True)
     with pytest.raises(UnsupportedFeature) as caught:
-        bare.generate([1, 2], SamplingParams(detokenize=False, structured_outputs={"regex": "a"}), use_tqdm=False)
+        bare.generate([1, 2], wild("regex", detokenize=False), use_tqdm=False)
     assert caught.value.field == "structured_outputs"
     bare.close()
 
@@ -390,7 +390,7 @@ def test_drafts_change_nothing(llm: LLM, method: str) -> None:
 @pytest.mark.parametrize("kind", ["choice", "compact", "grammar", "regex"])
 @pytest.mark.parametrize("beam_width", [2, 5])
 def test_beams_have_the_form(llm: LLM, kind: str, beam_width: int) -> None:
-    form = {"choice": [*CHOICES, "later"]} if kind == "choice" else WANTED[kind]
+    form = StructuredOutputs(**({"choice": (*CHOICES, "later")} if kind == "choice" else WANTED[kind]))
     params = SamplingParams(beam_width=beam_width, n=2, max_tokens=150, structured_outputs=form, temperature=0.0)
     (output,) = run(llm, STORY, params)
     assert output.error is None

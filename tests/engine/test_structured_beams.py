@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
 
 pytest.importorskip("llguidance", reason="the extra structured is not installed")
 
-from quire import LLM, SamplingParams
+from quire import LLM, SamplingParams, StructuredOutputs
 from tests.engine.test_structured import STORY, WANTED, load, run
 
 
@@ -28,11 +29,10 @@ def test_beams_are_those_of_logits_that_are_masked_anew_for_each_prefix(llm: LLM
 
     Both compute the same rows in the same steps, so scores are equal to the bit.
     """
-    params = {"beam_width": beam_width, "n": beam_width, "max_tokens": 60, "temperature": 0.0}
-    fast = SamplingParams(**params, structured_outputs=WANTED[kind])
-    (expected,) = run(llm, STORY, fast)
-    assert fast.structured_outputs is not None
-    grammar = llm.engine.grammars.open(fast.structured_outputs)
+    params = partial(SamplingParams, beam_width=beam_width, n=beam_width, max_tokens=60, temperature=0.0)
+    form = StructuredOutputs(**WANTED[kind])
+    (expected,) = run(llm, STORY, params(structured_outputs=form))
+    grammar = llm.engine.grammars.open(form)
     num_masked = 0
 
     def mask(prompt: list[int], output: list[int], logits: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
@@ -49,7 +49,7 @@ def test_beams_are_those_of_logits_that_are_masked_anew_for_each_prefix(llm: LLM
             allowed = torch.arange(len(logits)) == forced[0]
         return logits.masked_fill(~allowed, -torch.inf)
 
-    (slow,) = run(llm, STORY, SamplingParams(**params, logits_processors=[mask]))
+    (slow,) = run(llm, STORY, params(logits_processors=(mask,)))
     assert num_masked > beam_width
     assert [one.token_ids for one in slow.outputs] == [one.token_ids for one in expected.outputs]
     assert [one.beam_score for one in slow.outputs] == [one.beam_score for one in expected.outputs]

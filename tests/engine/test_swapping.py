@@ -18,7 +18,8 @@ def test_what_is_swapped_is_counted_and_changes_no_token() -> None:
     engine = llm.engine
     for number, prompt in enumerate(PROMPTS):
         engine.add_request(str(number), prompt, PARAMS)
-    steps, outputs, preemptions = [], {}, []
+    outputs: dict[str, list[int]] = {}
+    steps, preemptions = [], []
     while engine.has_unfinished:
         for output in engine.step():
             outputs.setdefault(output.request_id, []).extend(output.outputs[0].token_ids)

@@ -93,7 +93,7 @@ async def test_the_event_loop_and_the_engine_go_on_beside_a_long_text(llm: Async
 
 @scenario
 async def test_what_a_door_prepares_is_what_the_engine_would_have_read(llm: AsyncLLM) -> None:
-    params = SamplingParams(max_tokens=4, temperature=0.0, bad_words=["the"])
+    params = SamplingParams(max_tokens=4, temperature=0.0, bad_words=("the",))
     prompts: list[Any] = ["Once upon a time", [5, 6, 7], {"prompt": "a b"}, {"prompt_token_ids": [8]}]
     prepared = await llm.texts.prepare(prompts, params)
     assert [each.prompt.text for each in prepared] == ["Once upon a time", None, "a b", None]
@@ -113,7 +113,7 @@ async def test_the_engine_s_thread_reads_no_texts(llm: AsyncLLM, monkeypatch: py
         return prepare(self, *args, **kwargs)
 
     monkeypatch.setattr(RequestBuilder, "prepare", noted)
-    params = SamplingParams(max_tokens=1, bad_words=["word " * 200] * 10)
+    params = SamplingParams(max_tokens=1, bad_words=("word " * 200,) * 10)
     await text_of(llm, MIDDLE[: FEW_CHARS // 2], params)
     with pytest.raises(PromptTooLong):
         await text_of(llm, LONG, params)

@@ -95,7 +95,7 @@ def test_a_chat_with_tools_has_them_called(load: Load, form: str) -> None:
 
 def test_calls_and_their_results_go_back_into_the_conversation(hermes: LLM) -> None:
     call = only(hermes).tool_calls[0]
-    told_back = [
+    told_back: list[dict[str, Any]] = [
         *USER,
         {"role": "assistant", "content": None, "tool_calls": [call.as_message()]},
         {"role": "tool", "tool_call_id": call.id, "content": "rain"},
@@ -122,7 +122,8 @@ def test_several_conversations_and_samples_each_have_their_calls(hermes: LLM) ->
 
 
 def test_without_tools_or_with_none_there_are_no_calls(hermes: LLM) -> None:
-    for options in ({"tools": None}, {"tools": []}, {"tool_choice": "none"}):
+    each: list[dict[str, Any]] = [{"tools": None}, {"tools": []}, {"tool_choice": "none"}]
+    for options in each:
         sample = only(hermes, **options)
         assert (sample.tool_calls, sample.content) == ([], None)
         assert sample.finish_reason == "stop"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from quire.errors import InvalidParameter, QuireError, UnsupportedFeature
+from quire.errors import InvalidParameter, RequestError, UnsupportedFeature
 
 STORY = "Once upon a time, a small fox"
 
@@ -91,7 +91,7 @@ def test_what_cannot_be_is_refused_before_it_costs_anything(llm: LLM) -> None:
     assert llm.tokenizer is not None
     (fox,) = {tuple(llm.tokenizer.encode(" x", add_special_tokens=False))}
     bare = LLM(num_kv_blocks=16, num_threads=1, max_model_len=64, skip_tokenizer_init=True)
-    cases: list[tuple[LLM, dict[str, Any], str, type[QuireError]]] = [
+    cases: list[tuple[LLM, dict[str, Any], str, type[RequestError]]] = [
         (bare, {"bad_words": ["a"]}, "bad_words", UnsupportedFeature),
         (bare, {"dry_multiplier": 1.0}, "dry_sequence_breakers", UnsupportedFeature),
         (llm, {"bad_words": ["\ud800"]}, "bad_words", InvalidParameter),

@@ -84,7 +84,7 @@ def test_a_text_that_says_one_thing_for_ever_is_bounded() -> None:
 
 
 def test_a_bad_word_may_begin_but_not_end() -> None:
-    params = SamplingParams(bad_words=["w"])
+    params = SamplingParams(bad_words=("w",))
     words = ((4, 5), (6,), (1, 2))
     for tokens, forbidden in (((9, 1, 4), {5, 6}), ((9, 4, 1), {2, 6}), ((4,), {6}), ((9, 4, 3), {6})):
         values, _ = adjust_one(NewSequence(params, 0, 0, 1, tokens, (), bad_words=words), torch.zeros(1, VOCAB))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -83,10 +84,10 @@ class World:
         self.outputs: dict[int, list[int]] = {}
         self.step_idx = 0
 
-    def new_sequence(self, name: str, seed: int = 0, **params: object) -> NewSequence:
+    def new_sequence(self, name: str, seed: int = 0, **params: Any) -> NewSequence:
         return new_sequence(name, temperature=0.0, **params)._replace(seed=seed)
 
-    def add(self, seq_id: int, name: str, **params: object) -> None:
+    def add(self, seq_id: int, name: str, **params: Any) -> None:
         new = self.new_sequence(name, seq_id, **params)
         self.items.append(ScheduledSequence(seq_id, 0, new.token_ids, (), 1, new))
         self.outputs[seq_id] = []

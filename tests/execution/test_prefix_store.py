@@ -9,6 +9,7 @@ import pytest
 
 from quire.errors import ConfigError
 from quire.kvstore.folder import StoreFolder
+from quire.memory.results import StoredBlock
 from tests.execution.stores import MAX_BYTES, PAYLOAD_BYTES, fetch, fill, found, make_block, open_store, payload_of
 
 
@@ -47,11 +48,17 @@ def test_groups_are_apart(tmp_path: Path) -> None:
     store.close()
 
 
-@pytest.mark.parametrize("change", [{"tokens": b"\1" * 64}, {"parent": bytes(16)}, {"tokens": b""}])
-def test_a_collision_of_digests_is_a_miss(tmp_path: Path, change: dict[str, bytes]) -> None:
+@pytest.mark.parametrize(
+    "other",
+    [
+        make_block(0)._replace(tokens=b"\1" * 64),
+        make_block(0)._replace(parent=bytes(16)),
+        make_block(0)._replace(tokens=b""),
+    ],
+)
+def test_a_collision_of_digests_is_a_miss(tmp_path: Path, other: StoredBlock) -> None:
     fill(tmp_path, 1)
     store = open_store(tmp_path)
-    other = make_block(0)._replace(**change)
     assert store.holds(other)
     assert not store.fetch(other, memoryview(bytearray(PAYLOAD_BYTES)))
     store.close()

@@ -17,6 +17,7 @@ from quire.memory.results import NO_OPS, BlockCopy, MemoryOps
 from quire.models.checkpoint import Checkpoint
 from quire.models.loading import load_decoder
 from quire.scheduling.plan import ItemResult, NewSequence, ScheduledSequence, StepPlan, TableDelta
+from quire.sequences.logprobs import TokenLogprobs
 from quire.sequences.params import SamplingParams
 
 N = 4
@@ -79,7 +80,8 @@ class Tiny:
         out = self.model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False, pad_token_id=0
         )
-        return out[0, len(prompt) :].tolist()
+        tokens: list[int] = out[0, len(prompt) :].tolist()
+        return tokens
 
 
 @pytest.fixture(scope="module", params=[tiny_qwen3, tiny_llama])
@@ -230,7 +232,8 @@ def test_recycled_ids_and_blocks_leak_nothing(qwen: Tiny) -> None:
 @pytest.mark.parametrize("chunks", [[None], [1, 4, None], [10, None], [3, 7, None]])
 def test_prompt_logprobs_cover_every_position_once(tiny: Tiny, chunks: list[int | None]) -> None:
     lane, runner = Lane(0, PROMPT, SamplingParams(temperature=0.0, prompt_logprobs=3, logprobs=0)), tiny.runner()
-    measured, drawn = [], []
+    measured: list[TokenLogprobs] = []
+    drawn: list[TokenLogprobs] = []
     for count in [*chunks, None]:
         (result,) = run(runner, [lane], [count])
         measured += result.prompt_logprobs
@@ -250,14 +253,16 @@ def test_a_measured_prompt_beside_others(tiny: Tiny) -> None:
     """In its steps all rows are read, of its neighbours too; in others the last ones of some items, or none."""
     measuring = SamplingParams(temperature=0.0, prompt_logprobs=0)
     first, second, third = Lane(0, PROMPT, measuring), Lane(1, PROMPT), Lane(2, OTHER)
-    runner, measured = tiny.runner(), []
-    for lanes, counts in [
+    runner = tiny.runner()
+    measured: list[TokenLogprobs] = []
+    steps: list[tuple[list[Lane], list[int | None]]] = [
         ([second], [2]),
         ([second, first, third], [3, 6, None]),
         ([first, third, second], [None, None, 2]),
         ([second, third, first], [3, None, None]),
         ([third, second, first], [None, None, None]),
-    ]:
+    ]
+    for lanes, counts in steps:
         found = run(runner, lanes, counts)
         measured += found[lanes.index(first)].prompt_logprobs if first in lanes else ()
     for _ in range(6):

@@ -141,7 +141,8 @@ def test_end_tokens_that_the_model_does_not_have_need_no_suppression() -> None:
 def test_a_history_built_step_by_step_penalizes_like_one_that_is_opened_whole() -> None:
     params = SamplingParams(temperature=0.0, repetition_penalty=1.4, presence_penalty=0.6, frequency_penalty=0.9)
     stepwise = Sampler(CPU)
-    plan, output = opened(new_sequence(params)), ()
+    plan = opened(new_sequence(params))
+    output: tuple[int, ...] = ()
     for tick in range(12):
         logits = random_logits(1, seed=tick // 4)  # the same wish four times in a row
         drawn = step(stepwise, plan, logits)[0].token_ids

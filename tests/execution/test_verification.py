@@ -235,14 +235,14 @@ def accept_what_may_be_drawn(item: ScheduledSequence, drawn: Sequence[int]) -> t
     return (*drafts[:1], drawn[1]) if SHARES[drafts[0]] > 0.15 else (drawn[0],)
 
 
-@pytest.mark.parametrize(
-    "rule", [draw_again_from_everything, pytest.param(accept_what_may_be_drawn, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("rule", [draw_again_from_everything, accept_what_may_be_drawn])
+@pytest.mark.slow
 def test_wrong_rules_are_caught(rule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler_module, "_run", rule)
     assert surprise(pairs_drawn((0, 0))) > CRITICAL
 
 
+@pytest.mark.slow
 def test_one_random_number_for_all_rows_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_draws, "uniform", lambda seed, sample_idx, _: uniform(seed, sample_idx, 0))
     assert surprise(pairs_drawn((2, 1))) > CRITICAL

@@ -43,7 +43,7 @@ def attempt(folder: str) -> str:
         llm = LLM(folder, num_kv_blocks=64, num_threads=1, max_model_len=256)
     except QuireError as error:
         return f"refused: {type(error).__name__}: {error}"
-    params = SamplingParams(max_tokens=3, logprobs=1, temperature=0.0, bad_words=["a b"])
+    params = SamplingParams(max_tokens=3, logprobs=1, temperature=0.0, bad_words=("a b",))
     happened = ["loaded"]
     for prompt in (*TEXTS, {"prompt_token_ids": [5, 6, 7]}):
         try:
@@ -95,7 +95,9 @@ def main() -> None:
     from quire.text.rendering import Renderer
 
     # Bombs in templates shall not take the tests as long as they may take a server.
-    Renderer.__init__.__kwdefaults__["timeout_s"] = 1.0
+    defaults = Renderer.__init__.__kwdefaults__
+    assert defaults is not None
+    defaults["timeout_s"] = 1.0
     # The library's panics and warnings of models go nowhere.
     answers = os.fdopen(os.dup(1), "w")
     silence = os.open(os.devnull, os.O_WRONLY)

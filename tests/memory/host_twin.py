@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from quire.memory import Namespace
 from tests.memory.twin import Twin
 from tests.memory.twin_pages import Page, Pages, Prefix, TwinGroup
@@ -173,7 +175,8 @@ class HostTwin:
         device, size = self.device, self.device.page_size
         limit = (len(tokens) - 1 if max_tokens is None else min(len(tokens) - 1, max_tokens)) // size
         while limit:
-            length, missing, num_resting = limit, [], 0
+            missing: list[Any] = []
+            length, num_resting = limit, 0
             for length in range(limit, 0, -1):
                 needed = [
                     (i, idx)

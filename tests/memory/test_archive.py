@@ -8,16 +8,18 @@ import pytest
 
 from quire.memory import FullAttention, KVCacheManager, Namespace, SlidingWindow, Tier, TokenChain, check
 from quire.memory.results import BlockCopy, FetchedBlock, StoredBlock
+from quire.memory.specs import KVCacheSpec
 from quire.memory.tiers.disk_tier import DiskTier
-from tests.memory.nets import disk_reading_back, disk_twin
+from tests.memory.checkers import disk_read_back, disk_reference
 from tests.memory.search import Searched, search
 from tests.memory.twin_pages import Kind
-from tests.memory.world import World, WorldSize
+from tests.memory.world import World
+from tests.memory.world_size import WorldSize
 
 
 def make(num_blocks: int = 4, host_blocks: int = 2, num_groups: int = 1) -> tuple[KVCacheManager, DiskTier]:
     """Return a manager of blocks of 2 tokens, with its archive."""
-    specs = [FullAttention(block_size=2), SlidingWindow(block_size=2, window=3)][:num_groups]
+    specs: list[KVCacheSpec] = [FullAttention(block_size=2), SlidingWindow(block_size=2, window=3)][:num_groups]
     host_bytes = (host_blocks + 1) * specs[0].bytes_per_block
     memory = KVCacheManager(specs, num_blocks, host_bytes=host_bytes, has_disk=True)
     assert memory.archive is not None
@@ -45,11 +47,11 @@ def saved(memory: KVCacheManager) -> list[StoredBlock]:
 
 
 def test_random_commands_with_a_disk() -> None:
-    disk_reading_back()
+    disk_read_back()
 
 
 def test_random_commands_with_a_disk_and_the_twin() -> None:
-    disk_twin()
+    disk_reference()
 
 
 @pytest.mark.slow
@@ -61,7 +63,7 @@ def test_every_command_in_every_state_of_a_small_world() -> None:
 
 
 def test_a_disk_needs_a_host_tier() -> None:
-    with pytest.raises(ValueError, match="give host_bytes"):
+    with pytest.raises(ValueError, match="set host_bytes"):
         KVCacheManager([FullAttention(block_size=2)], 4, has_disk=True)
 
 

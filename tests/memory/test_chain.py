@@ -204,7 +204,7 @@ def test_without_media_a_block_is_its_tokens(tokens: list[int]) -> None:
 
 @pytest.mark.parametrize("span", [MediaSpan(-1, 3, b"a"), MediaSpan(0, 0, b"a"), MediaSpan(5, -1, b"a")])
 def test_media_stand_for_tokens(span: MediaSpan) -> None:
-    with pytest.raises(ValueError, match=f"span {span.num_tokens} tokens from {span.start} on"):
+    with pytest.raises(ValueError, match=f"got {span.start}, {span.num_tokens}"):
         TokenChain([], root_of(PLAIN, b""), BLOCK_SIZE, [span])
 
 
@@ -212,7 +212,7 @@ def test_media_stand_for_tokens(span: MediaSpan) -> None:
 def test_what_is_cut_is_no_entry(cut: slice) -> None:
     entry = MediaSpan(2, 5, b"digest").entry(3, 6)
     assert read_entries(entry * 2) == [MediaSpan(-1, 4, b"digest")] * 2
-    with pytest.raises(ValueError, match="are no media entries"):
+    with pytest.raises(ValueError, match="must be encoded media entries"):
         read_entries(entry[cut])
 
 

@@ -51,7 +51,7 @@ def test_swapped_sequences_are_named_until_they_are_freed() -> None:
     ops = memory.take_ops()
     assert memory.holders_of(ops) == ((1,), ())
     before = snapshot(memory)
-    with pytest.raises(ValueError, match="have holders"):
+    with pytest.raises(ValueError, match="must have no holders"):
         memory.discard_copies(ops)
     assert snapshot(memory) == before
     memory.free(1, is_sound=False)

@@ -19,7 +19,8 @@ from quire.memory import (
 from quire.memory.groups.partial_block import MAX_CANDIDATES
 from quire.memory.results import NO_TOKENS
 from tests.memory.twin_pages import Kind
-from tests.memory.world import NAMESPACES, World, WorldSize
+from tests.memory.world import NAMESPACES, World
+from tests.memory.world_size import WorldSize
 
 PUBLISHED = list(range(12))
 

@@ -164,7 +164,7 @@ def ids_of(manager: KVCacheManager) -> object:
 @pytest.mark.pairwise
 @pytest.mark.parametrize("specs", GROUPS, ids=str)
 @pytest.mark.parametrize("eviction", ["lru", "slru"])
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3, 4)), 5])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3, 4)), 5])
 def test_a_random_walk_runs_again_to_the_same_state(
     specs: tuple[KVCacheSpec, ...], eviction: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,7 +209,9 @@ def test_a_random_walk_runs_again_to_the_same_state(
     assert (report.num_commands.get("publish_loaded", 0) > 0) == (seed == 2)
 
 
-@pytest.mark.parametrize("specs", GROUPS, ids=str)
+@pytest.mark.parametrize(
+    "specs", [pytest.param(specs, marks=[] if len(specs) == 3 else pytest.mark.slow) for specs in GROUPS], ids=str
+)
 def test_a_scheduler_under_pressure_is_recorded(specs: tuple[KVCacheSpec, ...]) -> None:
     num_bytes = 17 * sum(spec.bytes_per_block for spec in specs)
     settings = MemorySettings(specs=specs, num_bytes=num_bytes, watermark=1)
@@ -370,7 +372,7 @@ def test_checks_are_as_many_as_asked_for(sound: list[str]) -> None:
     [
         ("", "does not start with 'quire memory log'"),
         ("\x7fELF\ufffd\n", "does not start with"),
-        (f"{TITLE} {VERSION + 1} {{}}\n", f"version {VERSION + 1}, and only {VERSION}"),
+        (f"{TITLE} {VERSION + 1} {{}}\n", f"version {VERSION + 1}, and only version {VERSION}"),
         (f"{TITLE} {VERSION} {{}}\n", "damaged"),
         (f"{TITLE} {VERSION} []\n", "damaged"),
         (f"{TITLE} {VERSION}\n", "damaged"),
@@ -413,4 +415,4 @@ def test_a_log_of_a_memory_without_a_disk_has_no_loads() -> None:
     assert memory.archive is None
     report = play(log.getvalue() + f"l {SIZE} name 0:0:7\n")
     assert report.fault is not None
-    assert "this memory has no disk" in report.fault.detail
+    assert "the memory of the log has no disk tier" in report.fault.detail

@@ -13,7 +13,8 @@ from quire.memory.pool.retention import Retention
 from tests.memory.test_eviction import hit_length
 from tests.memory.twin_pages import Kind
 from tests.memory.walk import random_walk
-from tests.memory.world import World, WorldSize
+from tests.memory.world import World
+from tests.memory.world_size import WorldSize
 
 WINDOW = Kind("window", 3)
 

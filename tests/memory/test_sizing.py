@@ -123,7 +123,7 @@ def test_the_most_that_seats_can_fill() -> None:
 
 def test_groups_that_need_most_at_different_moments() -> None:
     """Two blocks of a chunk, or three of a window, but never five at once: four slabs hold one sequence."""
-    specs = [ChunkedLocal(block_size=1, chunk=2), SlidingWindow(block_size=1, window=3)]
+    specs: list[KVCacheSpec] = [ChunkedLocal(block_size=1, chunk=2), SlidingWindow(block_size=1, window=3)]
     sizing = ArenaSizing.of(specs, ArenaSizing.of(specs, 0).layout._replace(num_slabs=4).num_bytes)
     assert [spec.peak_blocks(3, 1) for spec in specs] == [2, 3]
     assert sizing.concurrency(3) == 1

@@ -18,6 +18,7 @@ from quire.memory.pool.retention import Retention
 from quire.memory.pool.slab_layout import MOST_ALIGNMENT_LOSS, SlabLayout, lay_out
 from quire.memory.prefix.published import PublishedBlocks
 from quire.memory.prefix.radix_tree import RadixTree
+from quire.memory.specs import KVCacheSpec
 from quire.memory.usage import used_fraction
 from tests.memory.twin_pages import Kind
 from tests.memory.walk import random_walk
@@ -85,11 +86,11 @@ def test_one_group_has_a_slab_for_each_block() -> None:
 
 
 def test_an_arena_needs_a_size() -> None:
-    with pytest.raises(ValueError, match="either the bytes or the slabs"):
+    with pytest.raises(ValueError, match="exactly one of num_bytes and num_slabs"):
         lay_out([4])
-    with pytest.raises(ValueError, match="8 bytes hold no slab of 6 bytes behind the first 6"):
+    with pytest.raises(ValueError, match="a slab of 6 bytes after the first 6, got 8 bytes"):
         lay_out([6, 6], num_bytes=8)
-    with pytest.raises(ValueError, match="give num_bytes"):
+    with pytest.raises(ValueError, match="num_bytes must be set"):
         KVCacheManager([FullAttention(block_size=4), FullAttention(block_size=4, num_layers=2)], 4)
 
 
@@ -171,7 +172,10 @@ def test_groups_with_blocks_of_different_sizes_never_meet(layers: tuple[int, ...
 
 
 def test_usage_is_told_by_group_and_in_bytes() -> None:
-    specs = [FullAttention(block_size=2, num_layers=3), SlidingWindow(block_size=2, num_layers=1, window=2)]
+    specs: list[KVCacheSpec] = [
+        FullAttention(block_size=2, num_layers=3),
+        SlidingWindow(block_size=2, num_layers=1, window=2),
+    ]
     manager = KVCacheManager(specs, num_bytes=1000)
     layout = manager.arena.layout
     usage = manager.usage()
@@ -187,7 +191,10 @@ def test_usage_is_told_by_group_and_in_bytes() -> None:
 
 @given(num_tokens=st.integers(1, 40), num_bytes=st.integers(48, 400), window=st.integers(1, 9))
 def test_never_is_said_only_when_it_is_true(num_tokens: int, num_bytes: int, window: int) -> None:
-    specs = [FullAttention(block_size=2, num_layers=1), SlidingWindow(block_size=2, num_layers=3, window=window)]
+    specs: list[KVCacheSpec] = [
+        FullAttention(block_size=2, num_layers=1),
+        SlidingWindow(block_size=2, num_layers=3, window=window),
+    ]
     manager = KVCacheManager(specs, num_bytes=num_bytes)
     chain = manager.chain([0] * num_tokens, NAMESPACES[0])
     hit = manager.match_prefix(chain)

@@ -21,11 +21,11 @@ from tests.memory.world_size import WorldSize
     [
         (WorldSize(2, 1), 2, 3, Searched(476, 2951)),
         pytest.param(WorldSize(3, 1), 2, 3, Searched(1926, 12425), marks=pytest.mark.slow),
-        (WorldSize(3, 1, caching=False), 2, 3, Searched(465, 3518)),
+        pytest.param(WorldSize(3, 1, caching=False), 2, 3, Searched(465, 3518), marks=pytest.mark.slow),
         pytest.param(WorldSize(4, 1), 1, 2, Searched(1010, 5758), marks=pytest.mark.slow),
         pytest.param(WorldSize(2, 2), 2, 3, Searched(3557, 22610), marks=pytest.mark.slow),
         pytest.param(WorldSize(3, 2), 1, 3, Searched(7287, 43927), marks=pytest.mark.slow),
-        (WorldSize(2, 1, kinds=(Kind("window", 2),)), 1, 3, Searched(784, 3529)),
+        pytest.param(WorldSize(2, 1, kinds=(Kind("window", 2),)), 1, 3, Searched(784, 3529), marks=pytest.mark.slow),
         pytest.param(WorldSize(2, 2, kinds=(Kind("window", 2),)), 1, 4, Searched(5373, 27361), marks=pytest.mark.slow),
         pytest.param(WorldSize(2, 1, kinds=(Kind("chunk", 2),)), 1, 3, Searched(2587, 11813), marks=pytest.mark.slow),
         pytest.param(
@@ -88,7 +88,7 @@ def test_every_command_in_every_state_with_two_media(
     [
         (WorldSize(1, 1, host_blocks=1), 1, 1, Searched(250, 1454)),
         pytest.param(WorldSize(2, 1, host_blocks=1), 1, 2, Searched(1492, 9621), marks=pytest.mark.slow),
-        (WorldSize(2, 2, host_blocks=1), 1, 1, Searched(189, 1096)),
+        pytest.param(WorldSize(2, 2, host_blocks=1), 1, 1, Searched(189, 1096), marks=pytest.mark.slow),
         pytest.param(
             *(WorldSize(1, 1, kinds=(Kind(), Kind("window", 1)), host_blocks=2), 1, 2, Searched(978, 5766)),
             marks=pytest.mark.slow,

@@ -321,7 +321,9 @@ TestMemoryMachine = MemoryMachine.TestCase
 TestMemoryMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
 
 
-@pytest.mark.parametrize("num_digests", [1, 3, 256])
+@pytest.mark.parametrize(
+    "num_digests", [1, pytest.param(3, marks=pytest.mark.slow), pytest.param(256, marks=pytest.mark.slow)]
+)
 def test_a_collision_is_a_miss_and_never_a_wrong_block(monkeypatch: pytest.MonkeyPatch, num_digests: int) -> None:
     honest = token_chain.block_digests
 

@@ -83,6 +83,7 @@ def test_the_cache_has_another_dtype_than_states_and_their_inputs() -> None:
     assert fp8.bytes_per_block == 16 * 6 * KIB
     assert int8.bytes_per_block == 16 * (6 * KIB + 6 * 2 * 2 * 4)
     _, wider = cache_specs(model, 16, BF16, 4)
+    assert isinstance(wider, RecurrentState)
     assert wider.layer_bytes == 16 * 128 * 128 * 4 + 3 * 48 * 128 * 4
 
 

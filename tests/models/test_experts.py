@@ -17,6 +17,7 @@ from quire.models.families import build
 from quire.models.loading import load_decoder
 from quire.models.spec import Experts, ModelSpec
 from quire.ops.interface import Activation, Linear
+from quire.ops.quantized_weight import StoredWeight
 from quire.ops.torch_ops import TorchOps
 from tests.models.published import CONFIGS
 from tests.models.test_conformance import assert_same
@@ -34,7 +35,11 @@ class CountingOps(TorchOps):
         self.rows: list[int] = []
 
     def pack_linear(
-        self, weight: torch.Tensor, bias: torch.Tensor | None = None, min_bits: int = 4, gate: Activation | None = None
+        self,
+        weight: torch.Tensor | StoredWeight,
+        bias: torch.Tensor | None = None,
+        min_bits: int = 4,
+        gate: Activation | None = None,
     ) -> Linear:
         linear = super().pack_linear(weight, bias, min_bits, gate)
         if gate is not None:

@@ -9,10 +9,10 @@ import torch
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm, Gemma3TextScaledWordEmbedding
 
-from quire.models.blocks import Norm
 from quire.models.checkpoint import Checkpoint
 from quire.models.decoder import Decoder
 from quire.models.loading import load_decoder
+from quire.models.norms import Norm
 from quire.models.spec import ModelSpec, RMSNorm
 from quire.ops import make_ops
 from quire.ops.reference import ReferenceOps

@@ -12,10 +12,10 @@ from transformers import Gemma4Config, Gemma4ForConditionalGeneration, Gemma4Tex
 from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 
 from quire.errors import CheckpointError, UnsupportedModel
-from quire.models.blocks import Norm
 from quire.models.checkpoint import Checkpoint
 from quire.models.families import build
 from quire.models.loading import load_decoder
+from quire.models.norms import Norm
 from quire.models.per_layer_inputs import PerLayerEmbedding
 from quire.models.rotations import ProportionalScaling, Rope
 from quire.models.spec import LayerGroup, ModelSpec, RMSNorm, TokenCacheShape

@@ -11,6 +11,7 @@ from quire.models.decoder import Decoder
 from quire.models.families import build
 from quire.ops import make_ops
 from quire.ops.interface import Activation, Linear, Ops
+from quire.ops.quantized_weight import StoredWeight
 from quire.ops.reference import ReferenceLinear, ReferenceOps
 from quire.ops.reference_quantised import ReferenceQuantisedLinear
 from tests.models.tiny import PagedRun, fill, make_tiny
@@ -22,7 +23,11 @@ class DequantisedOps(ReferenceOps):
     """The reference on weights that were rounded; rows are not."""
 
     def pack_linear(
-        self, weight: Tensor, bias: Tensor | None = None, min_bits: int = 4, gate: Activation | None = None
+        self,
+        weight: Tensor | StoredWeight,
+        bias: Tensor | None = None,
+        min_bits: int = 4,
+        gate: Activation | None = None,
     ) -> Linear:
         linear = super().pack_linear(weight, bias, min_bits, gate)
         return ReferenceLinear(linear.dequantised(), bias) if isinstance(linear, ReferenceQuantisedLinear) else linear

@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire.errors import CheckpointError, ConfigError
-from quire.models.checkpoint import Checkpoint, StoredTensor
+from quire.models.checkpoint import Checkpoint
 from quire.models.decoder import Decoder
 from quire.models.loading import load_decoder
 from quire.models.sizes import check_sizes
+from quire.models.stored_tensor import StoredTensor
 from quire.models.weights import check_finite
 from tests.models.tiny import CASES, make_tiny, stored_tensors
 from tests.server import checkpoint
@@ -66,7 +67,9 @@ def test_a_size_that_cannot_be_is_refused_by_name(folder: Path, fields: dict[str
 def test_no_model_is_larger_than_what_is_stored_of_it(name: str) -> None:
     tiny = make_tiny(name)
     tensors = stored_tensors(tiny.reference).items()
-    check_sizes(tiny.decoder.spec, {name: StoredTensor(Path(), "F32", tuple(each.shape), 0) for name, each in tensors})
+    check_sizes(
+        tiny.decoder.spec, {name: StoredTensor(Path(), "F32", tuple(each.shape), 0, 0) for name, each in tensors}
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -21,6 +21,7 @@ from quire.models.decoder import Decoder
 from quire.models.families import build
 from quire.models.weights import choose_dtype, load_weights
 from quire.ops import make_ops
+from quire.ops.quantized_weight import StoredWeight
 
 CPU = torch.device("cpu")
 MAPS = Path("/proc/self/maps")
@@ -35,7 +36,8 @@ class Recorder(Decoder):
         super().__init__(*args, **kwargs)
         self.loaded: Tensors = {}
 
-    def load_weight(self, name: str, tensor: torch.Tensor) -> None:
+    def load_weight(self, name: str, tensor: torch.Tensor | StoredWeight) -> None:
+        assert isinstance(tensor, torch.Tensor)
         self.loaded[name] = tensor
         super().load_weight(name, tensor)
 

@@ -39,7 +39,7 @@ from quire.scheduling.plan import NewSequence, ScheduledSequence, StepPlan, Tabl
 from quire.sequences.params import SamplingParams
 from tests.models.family_cases import EXPERT_CASES, FALCON_CASES, GEMMA4_CASES, QWEN3_5_CASES
 
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 211,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -274,7 +274,8 @@ def make_tiny(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu"
 def stored_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return what a checkpoint has, once each, under the names that it has there: experts may be by themselves."""
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return revert_weight_conversion(model, parameters | stored_buffers(model))
+    stored: dict[str, torch.Tensor] = revert_weight_conversion(model, parameters | stored_buffers(model))
+    return stored
 
 
 def stored_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -381,7 +382,8 @@ class PagedRun:
 @torch.inference_mode()
 def reference_logits(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
     """Return transformers' logits [T, V]."""
-    return model(torch.tensor([token_ids], device=model.device)).logits[0].float().cpu()
+    logits: torch.Tensor = model(torch.tensor([token_ids], device=model.device)).logits
+    return logits[0].float().cpu()
 
 
 def random_tokens(length: int, seed: int = 0) -> list[int]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from quire.ops.native_ops import NativeStepAttention
+from quire.ops.native_attention import NativeStepAttention
 from tests.ops.backends import NATIVE, Backend
 from tests.ops.world import REFERENCE, TOLERANCE, World
 

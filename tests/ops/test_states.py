@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from copy import copy
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
@@ -120,7 +121,7 @@ class World:
         assert_near(found[0], expected[0], factor=2)
         for layer_idx, y in ((LAYER, 1), (CORRECTED, 2)):
             # Sums of products of numbers near 1: their rounding grows with the largest of them.
-            near = {"rtol": 1e-5, "atol": 2e-6 * expected[y].abs().max().item()}
+            near: dict[str, Any] = {"rtol": 1e-5, "atol": 2e-6 * expected[y].abs().max().item()}
             torch.testing.assert_close(found[y], expected[y], **near)
             torch.testing.assert_close(self.states.ssm_states[layer_idx], sums[layer_idx], **near, equal_nan=True)
         # Not near but equal: inputs are kept as they are, and nothing else is touched.
@@ -146,7 +147,12 @@ def test_states(backend: Backend, dtype: torch.dtype, kernel: int) -> None:
 @pytest.mark.parametrize(("num_heads", "num_groups"), [(1, 1), (4, 2), (6, 3), (3, 3)])
 @pytest.mark.parametrize(("head_dim", "state_dim"), [(1, 1), (5, 7), (32, 128)])
 def test_states_by_shape(backend: Backend, num_heads: int, num_groups: int, head_dim: int, state_dim: int) -> None:
-    shape = {"num_heads": num_heads, "num_groups": num_groups, "head_dim": head_dim, "state_dim": state_dim}
+    shape: dict[str, Any] = {
+        "num_heads": num_heads,
+        "num_groups": num_groups,
+        "head_dim": head_dim,
+        "state_dim": state_dim,
+    }
     World(RAGGED[:6], **shape, device=backend.device).check(backend.make())
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 
 from quire.ops.reference import ReferenceOps
 from tests.ops.backends import BACKENDS, Backend
@@ -64,7 +67,11 @@ def test_rows_that_lie_apart_and_none(backend: Backend) -> None:
     expected = whole.clone()
     ReferenceOps().apply_token_bitmask(expected[:, :100], [3, 1], masks)
     ReferenceOps().apply_token_bitmask(expected.T[100:].T, [], [])
-    for view in (lambda given: given[:, :100], lambda given: given[:, :100].t().contiguous().t()):
+    views: tuple[Callable[[Tensor], Tensor], ...] = (
+        lambda given: given[:, :100],
+        lambda given: given[:, :100].t().contiguous().t(),
+    )
+    for view in views:
         given = whole.to(backend.device)
         part = view(given)
         backend.make().apply_token_bitmask(part, [3, 1], masks)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.ops import weight_memory
 from quire.ops.weight_memory import HUGE_PAGE_BYTES, LINE_BYTES, SLAB_BYTES, WeightMemory
 
 
@@ -31,5 +30,5 @@ def test_slabs_start_at_a_huge_page_and_outlive_what_took_them() -> None:
 
 
 def test_systems_without_such_pages_have_plain_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_memory.sys, "platform", "darwin")
+    monkeypatch.setattr("quire.ops.weight_memory.sys.platform", "darwin")
     assert WeightMemory().take(100).dtype == torch.uint8

@@ -63,9 +63,9 @@ class Auditor:
             assert state.num_computed == sequence.num_computed, "scheduler and memory count otherwise"
             assert state.chain is sequence.chain
             assert state.chain.tokens is sequence.tokens
-        alive = {sequence for request in scheduler.requests.values() for sequence in request.sequences}
-        assert {s for s in alive if not s.is_finished} == set(everybody), "S1: a sequence got lost"
-        for sequence in alive:
+        present = {sequence for request in scheduler.requests.values() for sequence in request.sequences}
+        assert {s for s in present if not s.is_finished} == set(everybody), "S1: a sequence got lost"
+        for sequence in present:
             old = self.statuses.get(sequence, SequenceStatus.WAITING)
             new = sequence.status
             assert new is old or new in TRANSITIONS[old], f"S5: {old} became {new}"
@@ -78,8 +78,8 @@ class Auditor:
     def before_plan(self) -> Before:
         """Remember the queues."""
         scheduler = self.scheduler
-        queues = (scheduler.running, scheduler.waiting, scheduler.swapped)
-        return Before(*map(tuple, queues), scheduler.stats.num_preemptions)
+        running, waiting, swapped = map(tuple, (scheduler.running, scheduler.waiting, scheduler.swapped))
+        return Before(running, waiting, swapped, scheduler.stats.num_preemptions)
 
     def after_plan(self, before: Before, plan: StepPlan) -> None:
         """S2, S3, S6, and that decodes and the first in order always go on."""

@@ -57,7 +57,7 @@ def test_a_swapped_sequence_goes_on_where_it_stopped_and_opens_once() -> None:
 
 def test_swapping_is_one_ordered_list_of_copies_there_and_back() -> None:
     rig, _, younger = two_that_collide()
-    copies = []
+    copies: list[Any] = []
     while rig.scheduler.has_unfinished:
         copies += rig.step().ops.copies
     tiers = [(copy.src_tier, copy.dst_tier) for copy in copies]

@@ -188,7 +188,7 @@ def with_media(jobs: list[Job]) -> list[Job]:
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3, 4, 5))])
 @pytest.mark.parametrize(
     "setting",
     [
@@ -250,7 +250,7 @@ def test_long_runs(seed: int, setting: Setting, drafts: str) -> None:
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
 @pytest.mark.parametrize("specs", [FULL, (*FULL, WINDOW), (*FULL, STATE)], ids=["full", "full and window", "states"])
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_long_runs_with_media(seed: int, specs: tuple[KVCacheSpec, ...], mode: str) -> None:
@@ -321,7 +321,7 @@ def crowd() -> list[Job]:
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("policy", ["last", "least_waste"])
-@pytest.mark.parametrize("host_blocks", [0, 20, 90])
+@pytest.mark.parametrize("host_blocks", [0, 20, pytest.param(90, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("specs", "num_blocks"),
     [(FULL, 36), ((*FULL, WINDOW), 26), ((*FULL, STATE), 20)],

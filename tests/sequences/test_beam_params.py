@@ -100,4 +100,5 @@ def test_what_changes_scores_or_ends_outputs_has_its_meaning(changes: dict[str, 
 
 
 def test_what_a_model_recommends_for_samples_is_left_out() -> None:
-    assert SamplingParams(**{**NO_CHOICE, "beam_width": 2}).beam_width == 2
+    recommended: dict[str, Any] = {**NO_CHOICE, "beam_width": 2}
+    assert SamplingParams(**recommended).beam_width == 2

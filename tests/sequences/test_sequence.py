@@ -9,6 +9,7 @@ import pytest
 from quire.decoding import Sampling
 from quire.errors import InvariantViolation
 from quire.memory import Namespace, TokenChain
+from quire.memory.prefix.token_chain import root_of
 from quire.sequences import Request, SamplingParams, Sequence, SequenceStatus
 
 WAITING, RUNNING = SequenceStatus.WAITING, SequenceStatus.RUNNING
@@ -38,7 +39,7 @@ def request_with(**params: Any) -> Request:
 def sequence_of(request: Request, *output: int) -> Sequence:
     tokens = [*request.prompt_token_ids, *output]
     idx = len(request.sequences)
-    chain = TokenChain(tokens, Namespace(), 2, b"")
+    chain = TokenChain(tokens, root_of(Namespace(), b""), 2)
     sequence = Sequence(idx, request, idx, tokens, chain, (0, 0, idx), Sampling())
     request.sequences.append(sequence)
     return sequence
@@ -58,7 +59,7 @@ def test_S5_status_changes(old: SequenceStatus, new: SequenceStatus) -> None:
     for status in WAYS[old]:
         sequence.move_to(status)
     if (old, new) not in ALLOWED:
-        with pytest.raises(InvariantViolation, match=f"S5: sequence 0: {old.value} to {new.value}"):
+        with pytest.raises(InvariantViolation, match=f"S5: sequence 0 cannot go from {old.value} to {new.value}"):
             sequence.move_to(new)
         new = old
     else:

@@ -137,7 +137,10 @@ def test_long_bodies_that_wait_to_be_parsed_are_bounded(bodies: BodyReader) -> N
     raw = b'{"a": "' + b"x" * (bodies.max_bytes - 100) + b'"}'
 
     async def scenario() -> list[Any]:
-        return await asyncio.gather(*map(bodies.parse_object, [raw] * (MAX_LONG_BODIES + 5)), return_exceptions=True)
+        results: list[Any] = await asyncio.gather(
+            *map(bodies.parse_object, [raw] * (MAX_LONG_BODIES + 5)), return_exceptions=True
+        )
+        return results
 
     for _ in range(2):  # what was parsed waits no more
         read = asyncio.run(scenario())

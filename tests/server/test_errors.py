@@ -159,7 +159,7 @@ def ids_of(cases: list[Case]) -> list[str]:
 
 
 @pytest.mark.parametrize(("path", "body", "field"), INVALID, ids=ids_of(INVALID))
-def test_a_bad_value_is_a_400_that_names_it(server: ServerProcess, path: str, body: dict, field: str) -> None:
+def test_a_bad_value_is_a_400_that_names_it(server: ServerProcess, path: str, body: dict[str, Any], field: str) -> None:
     # The client's own encoder would not write infinity.
     raw = json.dumps(body).replace("Infinity", "1e999")
     response = server.http.post(path, content=raw, headers={"content-type": "application/json"})
@@ -172,7 +172,7 @@ def test_a_bad_value_is_a_400_that_names_it(server: ServerProcess, path: str, bo
 @pytest.mark.parametrize(("path", "body", "field"), UNSUPPORTED, ids=ids_of(UNSUPPORTED))
 @pytest.mark.parametrize("streamed", [False, True])
 def test_an_unsupported_option_is_a_400_that_says_so(
-    server: ServerProcess, path: str, body: dict, field: str, streamed: bool
+    server: ServerProcess, path: str, body: dict[str, Any], field: str, streamed: bool
 ) -> None:
     response = server.post(path, {**body, "stream": streamed})
     assert response.status_code == 400, response.text

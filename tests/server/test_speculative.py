@@ -24,7 +24,8 @@ def drafting(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 def details(server: ServerProcess, **changes: Any) -> dict[str, int] | None:
     usage = server.post("/v1/completions", BODY | changes).json()["usage"]
     assert usage["completion_tokens"] == 60
-    return usage.get("completion_tokens_details")
+    details: dict[str, int] | None = usage.get("completion_tokens_details")
+    return details
 
 
 def test_usage_tells_what_became_of_drafts(drafting: ServerProcess) -> None:

@@ -28,7 +28,7 @@ from tests.server.tool_answers import (
 
 @needs_grammars
 @pytest.mark.parametrize("form", sorted(FORMATS))
-@pytest.mark.parametrize("style", ["Q", "!"])
+@pytest.mark.parametrize("style", ["Q", pytest.param("!", marks=pytest.mark.slow)])
 def test_required_calls_come_whatever_the_model_would_say(serve: Serve, form: str, style: str) -> None:
     more = {"tool_choice": "required", "chat_template_kwargs": {"style": style}, "parallel_tool_calls": False}
     choice = ask(serve(form), tools=[WEATHER | {"function": {**WEATHER["function"], "parameters": SHORT}}, NOW], **more)

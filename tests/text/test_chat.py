@@ -180,7 +180,24 @@ BOMBS = {
 }
 
 
-@pytest.mark.parametrize("source", BOMBS.values(), ids=BOMBS.keys())
+# One of each resource: steps of loops, memory of values, depth of calls and of the parser, length of the output.
+DEFAULT_BOMBS = (
+    "loops in loops",
+    "a string times a number",
+    "a tree of macros",
+    "joining with ~",
+    "parentheses",
+    "a long output",
+)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param(source, id=name, marks=[] if name in DEFAULT_BOMBS else pytest.mark.slow)
+        for name, source in BOMBS.items()
+    ],
+)
 def test_a_bomb_refuses_the_request_within_its_limits(source: str) -> None:
     renderer = Renderer(timeout_s=0.5, memory_bytes=64 << 20)
     try:

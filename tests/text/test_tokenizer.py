@@ -129,7 +129,7 @@ def test_ids_without_a_token_have_no_text(every_tokenizer: dict[str, Tokenizer])
         assert tokenizer.decode([missing]) == ""
 
 
-@given(text=st.text(st.characters(exclude_categories=("Cs",))))
+@given(text=st.text(st.characters(exclude_categories=["Cs"])))
 @settings(deadline=None)
 def test_the_bytes_of_the_tokens_are_the_bytes_of_the_text(byte_level: Tokenizer, text: str) -> None:
     ids = byte_level.encode(text)

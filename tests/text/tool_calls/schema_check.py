@@ -49,7 +49,7 @@ def fits(value: Any, schema: Mapping[str, Any], root: Mapping[str, Any] | None =
         is_long_enough = schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", len(value))
         return is_long_enough and re.search(schema.get("pattern", ""), value) is not None
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return schema.get("minimum", value) <= value <= schema.get("maximum", value)
+        return bool(schema.get("minimum", value) <= value <= schema.get("maximum", value))
     return True
 
 

@@ -121,7 +121,7 @@ class Walker:
         """Tell whether a whole text can be written."""
         ids = self.encode(text)
         matcher = self.matcher(grammar)
-        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+        return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
 
 
 @pytest.fixture(scope="module")

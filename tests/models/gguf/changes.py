@@ -1,0 +1,177 @@
+"""The changes of weights by a converter to GGUF, for each architecture."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+from gguf import MODEL_ARCH
+from torch import Tensor
+
+Config = dict[str, Any]
+Tensors = Mapping[str, Tensor]
+
+
+def stack_experts(tensors: Tensors) -> Tensors:
+    """Join the experts of a layer, each by itself in the checkpoint, in one tensor [X, out, in]."""
+    stacks: dict[str, dict[int, Tensor]] = {}
+    others: dict[str, Tensor] = {}
+    for name, values in tensors.items():
+        match = re.fullmatch(r"model\.(layers\.\d+\.)(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(.+)", name)
+        if match is None:
+            others[name] = values
+            continue
+        module = "feed_forward" if match[3].startswith("w") else "mlp"
+        prefix = "" if module == "feed_forward" else "model."
+        stacks.setdefault(f"{prefix}{match[1]}{module}.experts.{match[3]}", {})[int(match[2])] = values
+    return others | {name: torch.stack([stack[idx] for idx in range(len(stack))]) for name, stack in stacks.items()}
+
+
+def _pair_rows(tensors: Tensors, config: Config) -> Tensors:
+    """Let the rows of the two halves of each query and key head take turns."""
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    changed = dict(tensors)
+    for name, values in tensors.items():
+        for module, count in heads.items():
+            if f".{module}." in name:
+                halves = values.reshape(count, 2, -1, *values.shape[1:])
+                changed[name] = halves.transpose(1, 2).reshape(values.shape)
+    return changed
+
+
+def _add_one(tensors: Tensors, _config: Config) -> Tensors:
+    """Add one to the weights of norms."""
+    return {name: values + 1 if name.endswith("norm.weight") else values for name, values in tensors.items()}
+
+
+def _squeeze_convolutions(tensors: Tensors, _config: Config) -> Tensors:
+    return {name: values.squeeze(1) if "conv.conv.weight" in name else values for name, values in tensors.items()}
+
+
+def _scalar_names(tensors: Tensors, _config: Config) -> Tensors:
+    return {f"{name}.weight" if name.endswith("layer_scalar") else name: values for name, values in tensors.items()}
+
+
+def _tile_value_heads(tensors: Tensors, config: Config) -> Tensors:
+    """Tile value heads over the key heads, and make the other changes of delta nets."""
+    num_key_heads, dim = config["linear_num_key_heads"], config["linear_value_head_dim"]
+    num_rows = 2 * num_key_heads * config["linear_key_head_dim"]
+
+    def tiled(values: Tensor, width: int) -> Tensor:
+        heads = values.reshape(num_key_heads, -1, width, *values.shape[1:])
+        return heads.transpose(0, 1).reshape(values.shape)
+
+    def tiled_end(values: Tensor) -> Tensor:
+        return torch.cat([values[:num_rows], tiled(values[num_rows:], dim)])
+
+    changed = {}
+    for name, values in tensors.items():
+        part = name.rpartition("linear_attn.")[2]
+        if part.startswith("in_proj_qkv"):
+            values = tiled_end(values)
+        elif part.startswith("conv1d"):
+            values = tiled_end(values.squeeze(1))
+        elif part.startswith("in_proj_z"):
+            values = tiled(values, dim)
+        elif part.startswith(("in_proj_a", "in_proj_b", "dt_bias")):
+            values = tiled(values, 1)
+        elif part == "A_log":
+            values = tiled(-values.exp(), 1)
+        elif part.startswith("out_proj"):
+            values = tiled(values.T, dim).T
+        elif name.endswith("norm.weight") and part != "norm.weight":
+            values = values + 1
+        changed[name.replace(".dt_bias", ".dt_proj.bias")] = values
+    return changed
+
+
+def _mamba(tensors: Tensors, config: Config) -> Tensors:
+    """Give the vectors of recurrent layers two dimensions."""
+    changed = {}
+    for name, values in tensors.items():
+        part = name.rpartition("mamba.")[2]
+        if part == "conv1d.weight":
+            values = values.squeeze(1)
+        elif part == "A_log":
+            values = -values.exp()[:, None]
+        elif part == "D":
+            values = values[:, None]
+        elif part == "norm.weight":
+            values = values.reshape(config["mamba_n_groups"], -1)
+        changed[name.replace(".dt_bias", ".dt_proj.bias")] = values
+    return changed
+
+
+def _granite(tensors: Tensors, config: Config) -> Tensors:
+    """Split the fused gate and up projections, and make the changes of attention and recurrent layers."""
+    changed: dict[str, Tensor] = {}
+    for name, values in _pair_rows(_mamba(tensors, config), config).items():
+        if "shared_mlp.input_linear" in name:
+            gate, up = values.chunk(2)
+            layer = name.split(".")[2]
+            changed |= {f"blk.{layer}.ffn_gate.weight": gate, f"blk.{layer}.ffn_up.weight": up}
+        elif "shared_mlp.output_linear" in name:
+            changed[f"blk.{name.split('.')[2]}.ffn_down.weight"] = values
+        else:
+            changed[name] = values
+    return changed
+
+
+def _divide_experts(tensors: Tensors, _config: Config) -> Tensors:
+    """Make linear layers of experts that are stored as [X, in, out], gate and up in one."""
+    changed: dict[str, Tensor] = {}
+    for name, values in tensors.items():
+        if name.endswith("experts.gate_up_proj"):
+            gate, up = values.transpose(1, 2).chunk(2, dim=1)
+            prefix = name.removesuffix("gate_up_proj")
+            changed |= {f"{prefix}gate_proj.weight": gate, f"{prefix}up_proj.weight": up}
+        elif name.endswith("experts.down_proj"):
+            changed[f"{name}.weight"] = values.transpose(1, 2)
+        else:
+            changed[name] = values
+    return changed
+
+
+def _falcon_h1(tensors: Tensors, config: Config) -> Tensors:
+    """Multiply weights by the multipliers of the configuration."""
+    attention_in = config["attention_in_multiplier"]
+    factors = {
+        "gate_proj": config["mlp_multipliers"][0],
+        "down_proj": config["mlp_multipliers"][1],
+        "q_proj": attention_in,
+        "k_proj": attention_in * config["key_multiplier"],
+        "v_proj": attention_in,
+        "o_proj": config["attention_out_multiplier"],
+        "out_proj": config["ssm_out_multiplier"],
+        "lm_head": config["lm_head_multiplier"],
+        "embed_tokens": config["embedding_multiplier"],
+    }
+    inner = config["mamba_d_ssm"] or config["hidden_size"] * config["mamba_expand"]
+    groups = config["mamba_n_groups"] * config["mamba_d_state"]
+    widths = [inner, inner, groups, groups, config["mamba_n_heads"]]
+    parts = torch.repeat_interleave(torch.tensor(config["ssm_multipliers"]), torch.tensor(widths))
+    changed = {}
+    for name, values in tensors.items():
+        module = name.split(".")[-2]
+        if module == "in_proj":
+            scale = parts * config["ssm_in_multiplier"]
+            changed[name] = values * (scale[:, None] if values.dim() == 2 else scale)
+        else:
+            changed[name] = values * factors.get(module, 1.0)
+    return _mamba(changed, config)
+
+
+CHANGES: Final[dict[MODEL_ARCH, Callable[[Tensors, Config], Tensors]]] = {
+    MODEL_ARCH.LLAMA: _pair_rows,
+    MODEL_ARCH.MISTRAL3: _pair_rows,
+    MODEL_ARCH.LLAMA4: _divide_experts,
+    MODEL_ARCH.GEMMA3: _add_one,
+    MODEL_ARCH.GEMMA4: _scalar_names,
+    MODEL_ARCH.QWEN35: _tile_value_heads,
+    MODEL_ARCH.LFM2: _squeeze_convolutions,
+    MODEL_ARCH.GRANITE: _granite,
+    MODEL_ARCH.GRANITE_HYBRID: _granite,
+    MODEL_ARCH.FALCON_H1: _falcon_h1,
+}

@@ -1,0 +1,216 @@
+"""The metadata that a converter to GGUF makes of a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, Final
+
+import torch
+from gguf import MODEL_ARCH, GGUFWriter, RopeScalingType
+from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+Config = dict[str, Any]
+FULL, WINDOWED = "full_attention", "sliding_attention"
+
+
+def _granite(config: Config) -> MODEL_ARCH:
+    return MODEL_ARCH.GRANITE if set(config["layer_types"]) == {FULL} else MODEL_ARCH.GRANITE_HYBRID
+
+
+ARCHITECTURES: Final[dict[str, Callable[[Config], MODEL_ARCH]]] = {
+    "LlamaForCausalLM": lambda _: MODEL_ARCH.LLAMA,
+    "MistralForCausalLM": lambda _: MODEL_ARCH.LLAMA,
+    "MixtralForCausalLM": lambda _: MODEL_ARCH.LLAMA,
+    "Llama4ForCausalLM": lambda _: MODEL_ARCH.LLAMA4,
+    "Qwen2ForCausalLM": lambda _: MODEL_ARCH.QWEN2,
+    "Qwen3ForCausalLM": lambda _: MODEL_ARCH.QWEN3,
+    "Qwen3MoeForCausalLM": lambda _: MODEL_ARCH.QWEN3MOE,
+    "Qwen3_5ForCausalLM": lambda _: MODEL_ARCH.QWEN35,
+    "Gemma3ForCausalLM": lambda _: MODEL_ARCH.GEMMA3,
+    "Gemma4ForCausalLM": lambda _: MODEL_ARCH.GEMMA4,
+    "Lfm2ForCausalLM": lambda _: MODEL_ARCH.LFM2,
+    "GraniteMoeHybridForCausalLM": _granite,
+    "FalconH1ForCausalLM": lambda _: MODEL_ARCH.FALCON_H1,
+}
+
+
+def add_fields(writer: GGUFWriter, config: Config, architecture: MODEL_ARCH) -> None:
+    """Write the fields of all architectures, then those of one."""
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_layer_norm_rms_eps(config["norm_eps"] if "norm_eps" in config else config["rms_norm_eps"])
+    head_dim = config.get("head_dim")
+    if architecture is not MODEL_ARCH.GEMMA4:
+        if architecture is not MODEL_ARCH.LLAMA4:
+            _add_mlp_width(writer, config)
+        if head_dim is not None:
+            writer.add_key_length(head_dim)
+            writer.add_value_length(head_dim)
+    kinds = config.get("layer_types") or []
+    if architecture in (MODEL_ARCH.LFM2, MODEL_ARCH.GRANITE_HYBRID):
+        writer.add_head_count_kv([config["num_key_value_heads"] * (kind == FULL) for kind in kinds])
+    elif architecture is not MODEL_ARCH.GEMMA4:
+        writer.add_head_count_kv(config["num_key_value_heads"])
+    _add_rope(writer, config)
+    count = config.get("num_local_experts") or config.get("num_experts")
+    if count:
+        writer.add_expert_count(count)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+    own = FIELDS.get(architecture)
+    if own is not None:
+        own(writer, config)
+
+
+def frequency_factors(config: Config) -> Tensor | None:
+    """Return the factors of wavelengths that a file has for rotations of Llama 3, and those of parts of heads."""
+    rope = config["rope_parameters"]
+    full = rope.get(FULL, rope)
+    if full.get("rope_type") == "proportional":
+        size = _of_full_layers(config)["head_dim"]
+        num_turned = int(size * full["partial_rotary_factor"] / 2)
+        return torch.tensor([1.0] * num_turned + [1e30] * (size // 2 - num_turned))
+    if full.get("rope_type") != "llama3":
+        return None
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    namespace = SimpleNamespace(**config, standardize_rope_params=lambda: None)
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](namespace, torch.device("cpu"))
+    plain = full["rope_theta"] ** (-torch.arange(0, head_dim, 2) / head_dim)
+    factors: Tensor = plain / scaled
+    return factors
+
+
+def _add_mlp_width(writer: GGUFWriter, config: Config) -> None:
+    width = config.get("shared_intermediate_size") or config["intermediate_size"]
+    if config.get("block_auto_adjust_ff_dim"):
+        step = config["block_multiple_of"]
+        width = -(-int(config["block_ffn_dim_multiplier"] * int(2 * width / 3)) // step) * step
+    writer.add_feed_forward_length(width)
+
+
+def _add_rope(writer: GGUFWriter, config: Config) -> None:
+    rope = config["rope_parameters"]
+    full = rope.get(FULL, rope)
+    writer.add_rope_freq_base(full["rope_theta"])
+    if WINDOWED in rope:
+        writer.add_rope_freq_base_swa(rope[WINDOWED]["rope_theta"])
+    kinds = {"linear": RopeScalingType.LINEAR, "yarn": RopeScalingType.YARN}
+    if full["rope_type"] in kinds:
+        writer.add_rope_scaling_type(kinds[full["rope_type"]])
+        writer.add_rope_scaling_factor(full["factor"])
+    if full["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(full["original_max_position_embeddings"])
+
+
+def _llama(writer: GGUFWriter, config: Config) -> None:
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    writer.add_rope_dimension_count(head_dim)
+    if config.get("sliding_window"):
+        writer.add_sliding_window(config["sliding_window"])
+
+
+def _llama4(writer: GGUFWriter, config: Config) -> None:
+    writer.add_feed_forward_length(config["intermediate_size_mlp"])
+    writer.add_expert_feed_forward_length(config["intermediate_size"])
+    writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])
+    writer.add_rope_dimension_count(config["head_dim"])
+
+
+def _qwen3_moe(writer: GGUFWriter, config: Config) -> None:
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+
+
+def _qwen3_5(writer: GGUFWriter, config: Config) -> None:
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(config["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
+    writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
+    writer.add_full_attention_interval(4)
+    fraction = config["rope_parameters"].get("partial_rotary_factor", 0.25)
+    writer.add_rope_dimension_count(int(config["head_dim"] * fraction))
+    writer.add_rope_dimension_sections([11, 11, 10, 0])
+
+
+def _gemma3(writer: GGUFWriter, config: Config) -> None:
+    writer.add_sliding_window(config["sliding_window"])
+    if config["final_logit_softcapping"]:
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    pattern = [kind == WINDOWED for kind in config["layer_types"]]
+    if pattern != [(idx + 1) % 6 > 0 for idx in range(len(pattern))]:
+        writer.add_sliding_window_pattern(pattern)
+
+
+def _of_full_layers(config: Config) -> Config:
+    """Return the configuration of Gemma 4's layers that see all tokens."""
+    config_of = config["per_layer_config"]
+    own: Config = config_of[str(config["layer_types"].index(FULL))]
+    return config | own
+
+
+def _gemma4(writer: GGUFWriter, config: Config) -> None:
+    pattern = [kind == WINDOWED for kind in config["layer_types"]]
+    of_full = _of_full_layers(config)
+    num_shared, full = config["num_kv_shared_layers"], of_full["head_dim"]
+    writer.add_shared_kv_layers(num_shared)
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"] or 0)
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_sliding_window_pattern(pattern)
+    writer.add_key_length(full)
+    writer.add_value_length(full)
+    writer.add_key_length_swa(config["head_dim"])
+    writer.add_value_length_swa(config["head_dim"])
+    width, num_own = config["intermediate_size"], len(pattern) - num_shared
+    if config["use_double_wide_mlp"]:
+        writer.add_feed_forward_length([width * (1 + (idx >= num_own)) for idx in range(len(pattern))])
+    else:
+        writer.add_feed_forward_length(width)
+    near, far = config["num_key_value_heads"], of_full["num_key_value_heads"]
+    writer.add_head_count_kv([near if has_window else far for has_window in pattern] if far != near else near)
+    writer.add_rope_dimension_count(full)
+    writer.add_rope_dimension_count_swa(config["head_dim"])
+    if config["final_logit_softcapping"]:
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+
+
+def _lfm2(writer: GGUFWriter, config: Config) -> None:
+    writer.add_shortconv_l_cache(config["conv_L_cache"])
+
+
+def _granite_scales(writer: GGUFWriter, config: Config) -> None:
+    writer.add_attention_scale(config["attention_multiplier"])
+    writer.add_embedding_scale(config["embedding_multiplier"])
+    writer.add_residual_scale(config["residual_multiplier"])
+    writer.add_logit_scale(config["logits_scaling"])
+
+
+def _granite_hybrid(writer: GGUFWriter, config: Config) -> None:
+    _granite_scales(writer, config)
+    _mamba(writer, config)
+    writer.add_rope_scaling_finetuned(config["position_embedding_type"] == "rope")
+
+
+def _mamba(writer: GGUFWriter, config: Config) -> None:
+    writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+    writer.add_ssm_state_size(config["mamba_d_state"])
+    writer.add_ssm_group_count(config["mamba_n_groups"])
+    writer.add_ssm_inner_size(config.get("mamba_d_ssm") or config["hidden_size"] * config["mamba_expand"])
+    writer.add_ssm_time_step_rank(config["mamba_n_heads"])
+
+
+FIELDS: Final[dict[MODEL_ARCH, Callable[[GGUFWriter, Config], None]]] = {
+    MODEL_ARCH.LLAMA: _llama,
+    MODEL_ARCH.LLAMA4: _llama4,
+    MODEL_ARCH.QWEN3MOE: _qwen3_moe,
+    MODEL_ARCH.QWEN35: _qwen3_5,
+    MODEL_ARCH.GEMMA3: _gemma3,
+    MODEL_ARCH.GEMMA4: _gemma4,
+    MODEL_ARCH.LFM2: _lfm2,
+    MODEL_ARCH.GRANITE: _granite_scales,
+    MODEL_ARCH.GRANITE_HYBRID: _granite_hybrid,
+    MODEL_ARCH.FALCON_H1: _mamba,
+}

@@ -1,0 +1,113 @@
+"""Blocks of random bytes have bit for bit the values that another library gives them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, quants
+
+from quire.models.gguf.block_types import BLOCK_TYPES, BlockType
+from quire.ops.quantized_weight import SUPER_GROUP, QuantizedRows, dequantize
+
+# Offsets of the float16 fields of a block, whose random bytes must be finite numbers.
+FLOAT16_FIELDS = {
+    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
+    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,), "MXFP4": (),
+}  # fmt: skip
+
+each_type = pytest.mark.parametrize("block", BLOCK_TYPES.values(), ids=lambda block: block.type.name)
+
+
+def random_rows(block: BlockType, num_rows: int, num_blocks: int, seed: int = 0) -> torch.Tensor:
+    """Return the bytes of rows, uint8 [N, bytes of a row]: any bytes, but float16 fields are finite."""
+    rng = np.random.default_rng(seed)
+    raw = rng.integers(0, 256, (num_rows, num_blocks, block.type.block_bytes), np.uint8)
+    for start in FLOAT16_FIELDS[block.type.name]:
+        # An exponent whose bits are not all set; signs, zeros and subnormal numbers are among the values.
+        high = raw[..., start + 1]
+        raw[..., start + 1] = np.where((high & 0x7C) == 0x7C, high & 0xBF, high)
+    return torch.from_numpy(raw.reshape(num_rows, -1))
+
+
+def expected(block: BlockType, raw: torch.Tensor) -> torch.Tensor:
+    # The largest exponents of MXFP4 overflow, here as there.
+    with np.errstate(over="ignore", invalid="ignore"):
+        return torch.from_numpy(quants.dequantize(raw.numpy(), GGMLQuantizationType(block.type.id)))
+
+
+def assert_same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    assert ours.dtype == theirs.dtype == torch.float32
+    assert ours.shape == theirs.shape
+    assert torch.equal(ours.view(torch.int32), theirs.view(torch.int32))
+
+
+@each_type
+@pytest.mark.parametrize("num_rows", [1, 7, 33])
+@pytest.mark.parametrize("num_blocks", [1, 2, 5])
+def test_values_are_those_of_the_format(block: BlockType, num_rows: int, num_blocks: int) -> None:
+    raw = random_rows(block, num_rows, num_blocks, seed=num_rows * num_blocks)
+    assert_same_bits(dequantize(block.form, block.unpack(raw)), expected(block, raw))
+
+
+@each_type
+def test_every_byte_at_every_offset(block: BlockType) -> None:
+    # A row for each value of a byte and each offset of a block, the other bytes being random.
+    size = block.type.block_bytes
+    raw = random_rows(block, 256 * size, 1)
+    raw[torch.arange(256 * size), torch.arange(size).repeat_interleave(256)] = torch.arange(256).repeat(size).byte()
+    values = expected(block, raw)
+    is_finite = values.isfinite().all(1)
+    assert is_finite.sum() > 0.9 * len(raw)
+    assert_same_bits(dequantize(block.form, block.unpack(raw[is_finite])), values[is_finite])
+
+
+@each_type
+def test_rows_may_be_strided_and_none_at_all(block: BlockType) -> None:
+    raw = random_rows(block, 9, 3)
+    rows = slice(1, None, 3)
+    assert_same_bits(dequantize(block.form, block.unpack(raw[rows])), expected(block, raw[rows].clone()))
+    assert block.unpack(raw[:0]).codes.shape == (0, 3 * block.type.block_values)
+
+
+@each_type
+def test_unpacked_rows_are_as_the_form_says(block: BlockType) -> None:
+    form, raw = block.form, random_rows(block, 5, 4)
+    before = raw.clone()
+    rows = block.unpack(raw)
+    width = 4 * block.type.block_values
+    shape, dtype = (5, width // form.group), torch.float16
+    if form.scale == "two_level":
+        assert rows.super_scales is not None
+        check_tensor(rows.super_scales, (5, width // SUPER_GROUP), torch.float16)
+        check_tensor(rows.scales, shape, torch.int8)
+        dtype = torch.uint8
+    else:
+        check_tensor(rows.scales, shape, getattr(torch, form.scale))
+    check_tensor(rows.codes, (5, width), torch.uint8)
+    assert int(rows.codes.max()) < 1 << form.bits
+    assert (rows.mins is not None) == form.has_mins
+    if rows.mins is not None:
+        check_tensor(rows.mins, shape, dtype)
+    # Nothing is changed in the file's bytes, and nothing refers to them.
+    assert torch.equal(raw, before)
+    for unpacked in (rows, block.unpack(raw[:1, : block.type.block_bytes])):
+        assert raw.untyped_storage().data_ptr() not in storage_of(unpacked)
+
+
+def check_tensor(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    assert (tensor.shape, tensor.dtype, tensor.is_contiguous()) == (shape, dtype, True)
+
+
+def storage_of(rows: QuantizedRows) -> set[int]:
+    """Return the addresses of the memory of unpacked rows."""
+    return {part.untyped_storage().data_ptr() for part in rows if part is not None}
+
+
+@each_type
+def test_codes_without_levels_are_centred_on_their_offset(block: BlockType) -> None:
+    form = block.form
+    if form.levels is None and not form.has_mins:
+        assert form.offset == 1 << (form.bits - 1)
+    else:
+        assert form.offset == 0

@@ -1,0 +1,119 @@
+"""Models of GGUF files as they are served: the values of the file, whatever its types, and kernels near them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+from torch import Tensor
+
+from quire.models.checkpoint import Checkpoint
+from quire.models.decoder import Decoder
+from quire.models.families import build
+from quire.models.gguf.architectures import read_architecture
+from quire.models.loading import load_decoder
+from quire.models.weights import load_weights
+from quire.ops.gated import GatedLinear
+from quire.ops.interface import Activation, Linear, Ops
+from quire.ops.quantized_weight import StoredWeight
+from quire.ops.reference import ReferenceLinear, ReferenceOps
+from tests.models.gguf.cases import GGUF_CASES, save_checkpoint
+from tests.models.gguf.test_architectures import read
+from tests.models.gguf.writer import TypeOf, f32, write_gguf
+from tests.models.tiny import PagedRun, fill, random_tokens, reference_logits
+
+CPU = torch.device("cpu")
+
+
+class DequantizedLinear(ReferenceLinear):
+    """The exact product with the values of a stored weight."""
+
+    def __init__(self, weight: StoredWeight, bias: Tensor | None) -> None:
+        self.whole = weight.dequantize()
+        super().__init__(self.whole, bias)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return self.whole[ids]
+
+
+class DequantizedOps(ReferenceOps):
+    """The reference on the values of stored weights; rows are not rounded."""
+
+    def pack_linear(
+        self,
+        weight: Tensor | StoredWeight,
+        bias: Tensor | None = None,
+        min_bits: int = 4,
+        gate: Activation | None = None,
+    ) -> Linear:
+        if not isinstance(weight, StoredWeight):
+            return super().pack_linear(weight, bias, min_bits, gate)
+        linear = DequantizedLinear(weight, bias)
+        return linear if gate is None else GatedLinear(linear, self.gate, gate)
+
+
+def mixed(name: str, shape: tuple[int, ...]) -> Type:
+    """Mix types as files do: others for values, downs, the head, and the halves of one gated layer."""
+    if shape[-1] % 32:  # as converters do with rows that no block divides
+        return Type.F16
+    if "attn_v" in name or "ffn_down" in name or name.startswith(("output", "token_embd")):
+        return Type.Q8_0
+    if "ffn_up" in name and ".1." in name:
+        return Type.Q5_1
+    return Type.Q4_0 if "attn_k" in name else Type.Q5_0
+
+
+def stored_decoder(path: Path, ops: Ops) -> Decoder:
+    """Return the decoder that serves a file."""
+    checkpoint = Checkpoint.open(str(path))
+    spec, weight_map = build(checkpoint.config)
+    decoder = Decoder(spec, ops=ops, dtype=torch.float32, device=CPU)
+    load_weights(checkpoint, weight_map, decoder, dtype=torch.float32)
+    return decoder
+
+
+def plain_decoder(path: Path) -> Decoder:
+    """Return a decoder with the values that the gguf package reads in a file, in float32."""
+    reader = gguf.GGUFReader(path)
+    fields = {key: field.contents() for key, field in reader.fields.items()}
+    stored = {each.name: _values(each) for each in reader.tensors}
+    config, sources = read_architecture(
+        fields, {name: tuple(values.shape) for name, values in stored.items()}, lambda name: stored[name].tolist()
+    )
+    spec, weight_map = build(config)
+    decoder = Decoder(spec, ops=ReferenceOps(), dtype=torch.float32, device=CPU)
+    tensors = {name: torch.cat([read(part, stored) for part in parts]) for name, parts in sources.items()}
+    fill(decoder, weight_map, tensors)
+    return decoder
+
+
+def _values(tensor: gguf.ReaderTensor) -> Tensor:
+    values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+    return torch.tensor(values.reshape(tensor.shape[::-1].tolist()))
+
+
+@pytest.mark.parametrize("type_of", [f32, mixed])
+@pytest.mark.parametrize("name", GGUF_CASES)
+def test_logits_are_those_of_the_values(name: str, type_of: TypeOf, tmp_path: Path) -> None:
+    save_checkpoint(name, tmp_path)
+    path = write_gguf(tmp_path, tmp_path / "model.gguf", type_of)
+    tokens = random_tokens(20, 1)
+    found, expected = (
+        PagedRun(decoder).step({0: tokens})[0]
+        for decoder in (stored_decoder(path, DequantizedOps()), plain_decoder(path))
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "lfm2", "qwen3-moe", "qwen3.5", "granite4"])
+def test_kernels_are_near(name: str, tmp_path: Path) -> None:
+    """Weights in eight bits and rows rounded to int8 move logits by a few percent of their spread."""
+    model = save_checkpoint(name, tmp_path)
+    path = write_gguf(tmp_path, tmp_path / "model.gguf", lambda _, shape: Type.F16 if shape[-1] % 32 else Type.Q8_0)
+    decoder = load_decoder(Checkpoint.open(str(path)), device="cpu", dtype=torch.float32)
+    tokens = random_tokens(30, 1)
+    found, expected = PagedRun(decoder).step({0: tokens})[0], reference_logits(model, tokens)
+    assert (found - expected).std() < 0.2 * expected.std()

@@ -1,0 +1,143 @@
+"""Fields and tensors that are refused, by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire.errors import CheckpointError, QuireError, UnsupportedModel
+from quire.models.families import build
+from quire.models.gguf.architectures import ARCHITECTURES, AxisSwap, read_architecture
+from quire.models.gguf.architectures.metadata import shortest
+from tests.models.gguf.test_architectures import Written, write
+
+WRONG: tuple[Any, ...] = (None, -1, 0, 3, 2**60, 1.5, float("nan"), float("inf"), True, "x", [], [1], [None] * 4, {})
+NAMES = ("llama", "qwen3-moe", "qwen3.5", "gemma3", "gemma4", "lfm2", "granite4", "falcon-h1")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gguf")
+
+
+@pytest.fixture(scope="module")
+def llama(folder: Path) -> Written:
+    return write("llama", folder / "llama")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"general.architecture": "mamba"}, ["'mamba'", *ARCHITECTURES]),
+        ({"general.architecture": None}, ["general.architecture", "None"]),
+        ({"general.type": "mmproj", "general.architecture": "clip"}, ["mmproj", "sees images"]),
+        ({"general.architecture": "clip"}, ["clip", "sees images"]),
+        ({"general.type": "adapter"}, ["adapter", "LoRA"]),
+        ({"general.type": ["x"]}, ["general.type"]),
+        ({"llama.attention.clamp_kqv": 8.0}, ["llama.attention.clamp_kqv", "8.0"]),
+        ({"llama.rope.dimension_count": 8}, ["llama.rope.dimension_count"]),
+        ({"llama.rope.scaling.type": "longrope"}, ["llama.rope.scaling.type", "longrope"]),
+        ({"llama.feed_forward_length": [96, 97]}, ["llama.feed_forward_length"]),
+    ],
+)
+def test_unsupported(llama: Written, changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(UnsupportedModel) as error:
+        read_architecture(llama.fields | changes, llama.shapes)
+    assert all(word in str(error.value) for word in words)
+
+
+@pytest.mark.parametrize("key", ["block_count", "context_length", "attention.layer_norm_rms_epsilon"])
+def test_missing_fields(llama: Written, key: str) -> None:
+    fields = {name: value for name, value in llama.fields.items() if name != f"llama.{key}"}
+    with pytest.raises(CheckpointError, match=f"llama.{key}"):
+        read_architecture(fields, llama.shapes)
+
+
+def test_missing_tensors(llama: Written) -> None:
+    shapes = {name: shape for name, shape in llama.shapes.items() if name != "blk.1.ffn_up.weight"}
+    with pytest.raises(CheckpointError, match=r"blk\.1\.ffn_up\.weight"):
+        read_architecture(llama.fields, shapes)
+
+
+def test_shapes_that_do_not_fit_the_order_of_rows(llama: Written) -> None:
+    with pytest.raises(CheckpointError, match=r"blk\.0\.attn_q\.weight"):
+        read_architecture(llama.fields, llama.shapes | {"blk.0.attn_q.weight": (63, 64)})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_wrong_values_give_typed_errors(name: str, folder: Path) -> None:
+    written = write(name, folder / f"{name}-wrong")
+    architecture = written.fields["general.architecture"]
+    num_refused = 0
+    for key in written.fields:
+        if not key.startswith(f"{architecture}."):
+            continue
+        for value in WRONG:
+            try:
+                read_architecture(written.fields | {key: value}, written.shapes, written.floats)
+            except QuireError:
+                num_refused += 1
+    assert num_refused > 100
+
+
+def test_mistral3_is_read_like_llama(llama: Written) -> None:
+    renamed = {key.replace("llama.", "mistral3."): value for key, value in llama.fields.items()}
+    fields = renamed | {"general.architecture": "mistral3"}
+    config, sources = read_architecture(fields, llama.shapes)
+    assert build(config)[0] == build(llama.config)[0]
+    assert sources == read_architecture(llama.fields, llama.shapes)[1]
+    with pytest.raises(UnsupportedModel, match=r"mistral3\.attention\.temperature_scale"):
+        read_architecture(fields | {"mistral3.attention.temperature_scale": 0.1}, llama.shapes)
+
+
+def test_unknown_rotations(folder: Path) -> None:
+    written = write("llama3-rope", folder / "llama3")
+    with pytest.raises(UnsupportedModel, match=r"rope_freqs\.weight"):
+        read_architecture(written.fields, written.shapes)
+    for factors in ([1.0, 2.0, 3.0, 4.0], [0.0] * 4, [float("nan")] * 4, [1.0, 1.0, 1.0, float("inf")], [-1.0] * 4):
+        with pytest.raises(UnsupportedModel, match=r"rope_freqs\.weight"):
+            read_architecture(written.fields, written.shapes, {"rope_freqs.weight": factors}.__getitem__)
+
+
+def test_unknown_rotated_parts_of_heads(folder: Path) -> None:
+    written = write("gemma4", folder / "gemma4")
+    for end in (1.0, 2.0, float("nan")):
+        floats = {"rope_freqs.weight": [1.0] * 4 + [1e30] * 11 + [end]}
+        with pytest.raises(CheckpointError, match=r"rope_freqs\.weight"):
+            read_architecture(written.fields, written.shapes, floats.__getitem__)
+
+
+def test_layers_for_multi_token_prediction(folder: Path) -> None:
+    """They are counted in the file, and are not part of the model."""
+    written = write("qwen3.5", folder / "qwen3.5")
+    fields = written.fields | {"qwen35.block_count": 5, "qwen35.nextn_predict_layers": 1}
+    plain, _ = read_architecture(written.fields, written.shapes)
+    assert read_architecture(fields, written.shapes)[0] == plain
+
+
+def test_largest_gemma_scales_scores_otherwise(folder: Path) -> None:
+    written = write("gemma3", folder / "gemma3")
+    fields = written.fields | {"gemma3.block_count": 62, "gemma3.attention.head_count": 8}
+    shapes = written.shapes | {
+        name.replace("blk.0.", f"blk.{idx}."): shape for name, shape in written.shapes.items() for idx in range(62)
+    }
+    config, _ = read_architecture(fields, shapes)
+    assert config["query_pre_attn_scalar"] == 64 // 8
+    assert len(build(config)[0].layers) == 62
+
+
+@pytest.mark.parametrize("value", [1e-6, 1e-5, 0.22, 5e5, 1e7, 1e11, 1 / 3, 0.08838834764831845])
+def test_numbers_are_those_before_float32(value: float) -> None:
+    stored = torch.tensor(value).item()
+    assert torch.tensor(shortest(stored)).item() == stored
+    if float(f"{value:.6g}") == value:
+        assert shortest(stored) == value
+
+
+def test_order_of_an_axis() -> None:
+    order = AxisSwap(start=2, blocks=1, first=3, second=2, width=2)
+    assert order.indices() == [0, 1, 2, 3, 6, 7, 10, 11, 4, 5, 8, 9, 12, 13]
+    assert order.size == 14

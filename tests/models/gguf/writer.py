@@ -1,0 +1,108 @@
+"""GGUF files of Hugging Face checkpoints, with the names, fields and changes of weights of llama.cpp's converter."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Type
+from gguf import GGUFWriter
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig
+
+from tests.models.gguf.changes import CHANGES, Tensors, stack_experts
+from tests.models.gguf.fields import ARCHITECTURES, add_fields, frequency_factors
+
+# Chooses the type of a matrix, given its name in the file and its shape.
+TypeOf = Callable[[str, tuple[int, ...]], Type]
+# Matrices that converters never quantise: convolutions, and vectors with dimensions of size 1.
+PLAIN = ("conv", "ssm_a", "ssm_d", "ssm_norm")
+# Types of tokens.
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
+
+
+def write_gguf(folder: Path, out: Path, type_of: TypeOf, *, pre: str = "default") -> Path:
+    """Write a checkpoint as a GGUF file.
+
+    Args:
+        folder: folder of the checkpoint.
+        out: path of the file.
+        type_of: function that chooses the type of a matrix; vectors are float32.
+        pre: name of the tokenizer's splits of texts, where the folder has a tokenizer of byte-level BPE.
+
+    Returns:
+        `out`.
+    """
+    config = AutoConfig.from_pretrained(folder).to_dict()
+    architecture = ARCHITECTURES[config["architectures"][0]](config)
+    name_map = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
+    writer = GGUFWriter(out, gguf.MODEL_ARCH_NAMES[architecture])
+    writer.add_type(gguf.GGUFType.MODEL)
+    add_fields(writer, config, architecture)
+    if (folder / "tokenizer.json").is_file():
+        _add_tokenizer(writer, folder, pre)
+    tensors = {
+        name: values for path in sorted(folder.glob("*.safetensors")) for name, values in load_file(path).items()
+    }
+    changed = CHANGES.get(architecture, _same)(tensors, config)
+    for name, values in stack_experts(changed).items():
+        stored = name if name.startswith("blk.") else name_map.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert stored is not None, f"{name} has no name in files"
+        _add(writer, stored, values, type_of)
+    factors = frequency_factors(config)
+    if factors is not None:
+        _add(writer, "rope_freqs.weight", factors, type_of)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return out
+
+
+def f32(_name: str, _shape: tuple[int, ...]) -> Type:
+    """Return the one type of float32 files."""
+    return Type.F32
+
+
+def _same(tensors: Tensors, _config: dict[str, Any]) -> Tensors:
+    return tensors
+
+
+def _add(writer: GGUFWriter, name: str, values: Tensor, type_of: TypeOf) -> None:
+    is_plain = values.dim() < 2 or any(part in name for part in PLAIN)
+    kind = Type.F32 if is_plain else type_of(name, tuple(values.shape))
+    data = gguf.quants.quantize(np.ascontiguousarray(values.to(torch.float32).numpy()), kind)
+    writer.add_tensor(name, data, raw_dtype=kind)
+
+
+def _add_tokenizer(writer: GGUFWriter, folder: Path, pre: str) -> None:
+    """Write the vocabulary, the merges and the special tokens of a byte-level BPE."""
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    added = {token["id"]: token for token in tokenizer["added_tokens"]}
+    ids = {number: text for text, number in tokenizer["model"]["vocab"].items()}
+    ids |= {number: token["content"] for number, token in added.items()}
+    kinds = {number: CONTROL if token["special"] else USER_DEFINED for number, token in added.items()}
+    merges = [each if isinstance(each, str) else " ".join(each) for each in tokenizer["model"]["merges"]]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list([ids[number] for number in range(len(ids))])
+    writer.add_token_types([kinds.get(number, NORMAL) for number in range(len(ids))])
+    writer.add_token_merges(merges)
+    path = folder / "tokenizer_config.json"
+    named = json.loads(path.read_text()) if path.is_file() else {}
+    numbers = {text: number for number, text in ids.items()}
+    for name, add in (("bos", writer.add_bos_token_id), ("eos", writer.add_eos_token_id)):
+        token = named.get(f"{name}_token")
+        text = token["content"] if isinstance(token, dict) else token
+        if text in numbers:
+            add(numbers[text])
+    frame = (tokenizer.get("post_processor") or {}).get("single", [])
+    writer.add_add_bos_token(named.get("add_bos_token", bool(frame) and "SpecialToken" in frame[0]))
+    if isinstance(named.get("chat_template"), str):
+        writer.add_chat_template(named["chat_template"])

@@ -1,0 +1,197 @@
+"""Tokenizers from metadata of GGUF files: the same tokens and texts as those of the `tokenizers` library."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers, trainers
+from tokenizers.models import BPE
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN2_PATTERN
+from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX as QWEN35_PATTERN
+
+from quire.errors import CheckpointError, UnsupportedModel
+from quire.models.checkpoint import locate
+from quire.text.gguf_tokenizer import NORMALIZED, PATTERNS, WHOLE_WORDS, end_token_ids, read_gguf_tokenizer
+from quire.text.tokenizer import Tokenizer
+from tests.text.gguf_fields import BYTE, CONTROL, NORMAL, UNKNOWN, tokenizer_fields
+
+PATH = Path("model.gguf")
+CORPUS = [
+    "The old sailor's boat didn't leave the harbour; he'd waited 1234567 days, and 89 more.",
+    "Zażółć gęślą jaźń. Ένα μικρό καράβι. Съешь ещё этих мягких французских булок.",
+    "春が来た。山に来た。 里に来た。 你好，世界！ 안녕하세요 세계",
+    "def f(x):\n\treturn {'a': x ** 2, 'b': [1, 2, 3]}  # a comment\r\n\r\n    pass\n",
+    "हिन्दी में लिखा हुआ पाठ, ภาษาไทย, עברית, العربية",
+    "HTTPServer camelCase snake_case CONSTANT_NAME I'M SHE'LL they've",
+]
+LETTERS = (
+    "abcdefghij KLMNO 0123456789 \n\r\t .,;:!?'\"()[]{}<>/\\|@#$%^&*-_=+~` äöüßéèçñ ЖЩъя αβγ 春来山 안녕 हिन् "
+    "\u0301\u200d\ufeff\u3000🦄👩‍👩‍👧🇫🇷 ▁ <|end|> <0x41> 's 'LL"
+)
+
+
+def texts(count: int, seed: int = 0) -> list[str]:
+    """Return random texts of words, letters of all scripts, spaces and control tokens."""
+    rng = random.Random(seed)
+    words = [word for line in CORPUS for word in line.split(" ")]
+    pieces = [*LETTERS, *words, "  ", "\n\n", "<|end|>", "<|user|>", "don't", "12345", "e\u0301", "\u0065\u0301x"]
+    return [
+        "".join(rng.choice(pieces) + rng.choice(("", "", " ")) for _ in range(rng.randrange(40))) for _ in range(count)
+    ]
+
+
+@cache
+def byte_level(pre: str) -> tokenizers.Tokenizer:
+    """Train a tokenizer that divides texts in one of the known ways."""
+    library = tokenizers.Tokenizer(BPE(ignore_merges=pre in WHOLE_WORDS))
+    pattern = PATTERNS[pre]
+    division: pre_tokenizers.PreTokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
+    if pattern is not None:
+        division = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), division])
+    if pre in NORMALIZED:
+        library.normalizer = normalizers.NFC()
+    library.pre_tokenizer, library.decoder = division, decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=700, initial_alphabet=alphabet, special_tokens=["<|end|>"])
+    library.train_from_iterator(CORPUS * 3, trainer)
+    library.add_tokens([AddedToken("<|user|>", special=False, normalized=False)])
+    return library
+
+
+@cache
+def sentencepiece(*, adds_space: bool) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+    """Train a tokenizer of characters with bytes to fall back to; return it, and the fields of a file with scores."""
+    normal = [normalizers.Prepend("▁")] if adds_space else []
+    trained = tokenizers.Tokenizer(BPE())
+    trained.normalizer = normalizers.Sequence([*normal, normalizers.Replace(" ", "▁")])
+    trained.train_from_iterator(CORPUS[:1] * 3, trainers.BpeTrainer(vocab_size=150))
+    pieces = sorted(trained.get_vocab(), key=trained.get_vocab().__getitem__)
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    types = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * len(pieces)]
+    ids = {token: token_id for token_id, token in enumerate(tokens)}
+    # The score of a piece falls with its place, as sentencepiece has it; single letters are never made by merging.
+    scores = [0.0] * 259 + [-float(idx) for idx in range(len(pieces))]
+    merges = sorted(
+        (-scores[ids[piece]], ids[piece[:middle]], ids[piece[middle:]], piece[:middle], piece[middle:])
+        for piece in pieces
+        for middle in range(1, len(piece))
+        if piece[:middle] in ids and piece[middle:] in ids
+    )
+    pairs = [(left, right) for *_, left, right in merges]
+    library = tokenizers.Tokenizer(BPE(ids, pairs, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    library.normalizer = trained.normalizer
+    strip = [decoders.Strip(" ", 1, 0)] if adds_space else []
+    library.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    library.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in ("<s>", "</s>")])
+    fields = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.add_space_prefix": adds_space,
+        "tokenizer.ggml.add_bos_token": False,
+    }
+    return library, fields
+
+
+def check(library: tokenizers.Tokenizer, fields: dict[str, Any], count: int) -> None:
+    """Compare ids of texts, and texts of ids."""
+    found = Tokenizer.from_files(read_gguf_tokenizer(PATH, fields))
+    rng = random.Random(1)
+    for text in texts(count):
+        ids = library.encode(text, add_special_tokens=False).ids
+        assert found.encode(text, add_special_tokens=False) == ids, text
+        rng.shuffle(ids)
+        assert found.decode(ids) == library.decode(ids)
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pre", sorted({pattern: name for name, pattern in PATTERNS.items()}.values()))
+def test_byte_level(pre: str, count: int) -> None:
+    library = byte_level(pre)
+    check(library, tokenizer_fields(library, pre, None, "<|end|>"), count)
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("adds_space", [True, False])
+def test_sentencepiece(adds_space: bool, count: int) -> None:
+    check(*sentencepiece(adds_space=adds_space), count)
+
+
+def test_the_bundled_tokenizer() -> None:
+    folder = locate("bundled")
+    expected = Tokenizer.from_folder(folder)
+    library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    fields = tokenizer_fields(library, "gpt-2", "<|bos|>", "<|eos|>")
+    template = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    found = Tokenizer.from_files(read_gguf_tokenizer(PATH, fields | {"tokenizer.chat_template": template}))
+    assert found.differs_at(expected) is None
+    assert (found.bos_token_id, found.eos_token_id) == (expected.bos_token_id, expected.eos_token_id)
+    assert found.special_ids == expected.special_ids
+    for text in texts(300):
+        assert found.encode(text) == expected.encode(text)
+        assert found.decode(found.encode(text)) == expected.decode(expected.encode(text))
+    assert found.chat_template is not None
+    assert found.chat_template.render([{"role": "user", "content": "Hi"}]) == "<|bos|>Hi"
+    found.close()
+
+
+def test_patterns_are_those_of_published_tokenizers() -> None:
+    assert PATTERNS["qwen2"] == QWEN2_PATTERN
+    assert PATTERNS["qwen35"] == QWEN35_PATTERN
+
+
+def test_what_ends_a_sequence() -> None:
+    prefix = "tokenizer.ggml."
+    assert end_token_ids({f"{prefix}eos_token_id": 7, f"{prefix}eot_token_id": 9, f"{prefix}eom_token_id": 7}) == (7, 9)
+    assert end_token_ids({}) == ()
+
+
+FIELDS = {
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.tokens": ["a", "b", "ab"],
+    "tokenizer.ggml.merges": ["a b"],
+    "tokenizer.ggml.token_type": [1, 1, 1],
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"model": "bert"}, UnsupportedModel, "tokenizer.ggml.model is 'bert', which is not read"),
+        ({"pre": "klingon"}, UnsupportedModel, "tokenizer.ggml.pre is 'klingon', a division .* not known; known are"),
+        ({"tokens": []}, CheckpointError, "tokenizer.ggml.tokens must be at least one token"),
+        ({"tokens": ["a", 1]}, CheckpointError, "tokenizer.ggml.tokens must be a list of strings"),
+        ({"tokens": ["a", "b", "a"]}, CheckpointError, "tokenizer.ggml.tokens must be texts that differ, got 'a'"),
+        ({"token_type": [1]}, CheckpointError, "tokenizer.ggml.token_type must be 3 numbers from 0 to 7"),
+        ({"token_type": [1, 1, 9]}, CheckpointError, "tokenizer.ggml.token_type must be 3 numbers from 0 to 7"),
+        ({"merges": ["ab"]}, CheckpointError, "tokenizer.ggml.merges must be two tokens with a space"),
+        ({"merges": ["a c"]}, CheckpointError, "tokenizer.ggml.merges must be two tokens with a space"),
+        ({"merges": None}, CheckpointError, "tokenizer.ggml.merges must be a list of strings, got None"),
+        ({"bos_token_id": 3}, CheckpointError, "tokenizer.ggml.bos_token_id must be a token id from 0 to 2, got 3"),
+        ({"bos_token_id": "a"}, CheckpointError, "tokenizer.ggml.bos_token_id must be a token id"),
+        ({"bos_token_id": 0, "add_bos_token": 1}, CheckpointError, "tokenizer.ggml.add_bos_token must be true or fal"),
+        ({"model": "llama"}, CheckpointError, "tokenizer.ggml.scores must be 3 finite numbers"),
+        ({"model": "llama", "scores": [0.0, 1.0, float("nan")]}, CheckpointError, "scores must be 3 finite numbers"),
+    ],
+    ids=str,
+)
+def test_wrong_fields_are_named(changes: dict[str, Any], error: type[Exception], words: str) -> None:
+    fields = FIELDS | {f"tokenizer.ggml.{name}": value for name, value in changes.items()}
+    if changes.get("model") == "llama":
+        del fields["tokenizer.ggml.merges"]
+    with pytest.raises(error, match=words):
+        read_gguf_tokenizer(PATH, fields)
+
+
+def test_a_template_that_is_no_text_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"tokenizer\.chat_template must be a string"):
+        read_gguf_tokenizer(PATH, FIELDS | {"tokenizer.chat_template": 3})
