@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from quire.models.decoder import Decoder
 from quire.models.families import build
-from quire.models.families.llama4 import LINEAR_EXPERTS
+from quire.models.families.expert_layout import LINEAR_EXPERTS
 from quire.models.gguf.architectures import TensorSource, read_architecture
 from quire.ops import make_ops
 from tests.models.gguf.cases import GGUF_CASES, config_of, save_checkpoint

@@ -19,6 +19,7 @@ from quire.models.families.mixtral import mixtral
 from quire.models.families.qwen2 import qwen2
 from quire.models.families.qwen3 import qwen3
 from quire.models.families.qwen3_5 import qwen3_5, qwen3_5_of_text_and_images
+from quire.models.families.qwen3_5_moe import qwen3_5_moe, qwen3_5_moe_of_text_and_images
 from quire.models.families.qwen3_moe import qwen3_moe
 from quire.models.spec import ModelSpec, WeightMap
 
@@ -41,6 +42,8 @@ FAMILIES: Final[dict[str, Callable[[HFConfig], tuple[ModelSpec, WeightMap]]]] = 
     "Qwen3MoeForCausalLM": qwen3_moe,
     "Qwen3_5ForCausalLM": qwen3_5,
     "Qwen3_5ForConditionalGeneration": qwen3_5_of_text_and_images,
+    "Qwen3_5MoeForCausalLM": qwen3_5_moe,
+    "Qwen3_5MoeForConditionalGeneration": qwen3_5_moe_of_text_and_images,
 }
 
 
