@@ -11,7 +11,7 @@ from quire.models.families.gemma3 import gemma3, gemma3_of_text_and_images
 from quire.models.families.gemma4 import gemma4, gemma4_of_text_and_images
 from quire.models.families.granitemoehybrid import granitemoehybrid
 from quire.models.families.hf_config import HFConfig
-from quire.models.families.lfm2 import lfm2
+from quire.models.families.lfm2 import lfm2, lfm2_moe
 from quire.models.families.llama import llama
 from quire.models.families.llama4 import llama4, llama4_of_text_and_images
 from quire.models.families.mistral import mistral
@@ -32,6 +32,7 @@ FAMILIES: Final[dict[str, Callable[[HFConfig], tuple[ModelSpec, WeightMap]]]] = 
     "Gemma4ForConditionalGeneration": gemma4_of_text_and_images,
     "GraniteMoeHybridForCausalLM": granitemoehybrid,
     "Lfm2ForCausalLM": lfm2,
+    "Lfm2MoeForCausalLM": lfm2_moe,
     "Llama4ForCausalLM": llama4,
     "Llama4ForConditionalGeneration": llama4_of_text_and_images,
     "LlamaForCausalLM": llama,
