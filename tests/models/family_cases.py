@@ -44,6 +44,27 @@ GEMMA4_CASES: Final[dict[str, tuple[type, type, dict[str, Any]]]] = {
             "final_logit_softcapping": 6.0,
         },
     ),
+    # Experts beside the MLPs.
+    "gemma4-moe": (
+        Gemma4TextConfig,
+        Gemma4ForCausalLM,
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "num_hidden_layers": 3,
+            "layer_types": [NEAR, FULL, FULL],
+            "sliding_window": 9,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
+    ),
     # Values are the keys before norm and rotation; nothing is shared, and layers are told nothing.
     "gemma4-keys-as-values": (
         Gemma4TextConfig,

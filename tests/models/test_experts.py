@@ -19,7 +19,7 @@ from quire.models.families import build
 from quire.models.loading import load_decoder
 from quire.models.norms import Norm
 from quire.models.projections import ResidualAdd
-from quire.models.spec import Experts, ModelSpec, RMSNorm
+from quire.models.spec import Experts, GatedMLP, ModelSpec, RMSNorm
 from quire.ops.interface import Activation, Linear
 from quire.ops.quantized_weight import StoredWeight
 from quire.ops.torch_ops import TorchOps
@@ -169,7 +169,7 @@ def test_what_experts_give_is_added_in_float32() -> None:
     assert torch.equal(found, torch.full((3, WIDTH), 262.0, dtype=torch.bfloat16))
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "llama4", "qwen3.5-moe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "llama4", "qwen3.5-moe", "lfm2-moe", "gemma4-moe"])
 def test_checkpoints_as_they_are_stored(name: str, tmp_path: Path) -> None:
     """Each expert by itself, or all in one tensor, as transformers writes them."""
     config_class, model_class, changes = CASES[name]
@@ -183,7 +183,7 @@ def test_checkpoints_as_they_are_stored(name: str, tmp_path: Path) -> None:
     assert_same(found, reference_logits(reference, token_ids))
 
 
-@pytest.mark.parametrize("name", ["qwen3.5-moe"])
+@pytest.mark.parametrize("name", ["qwen3.5-moe", "lfm2-moe", "gemma4-moe"])
 def test_checkpoints_with_stacked_experts(name: str, tmp_path: Path) -> None:
     """Tensors under the names of the modules, as published: [X, out, in]."""
     config_class, model_class, changes = CASES[name]
@@ -200,7 +200,10 @@ def test_checkpoints_with_stacked_experts(name: str, tmp_path: Path) -> None:
 
 
 def read(name: str, **changes: Any) -> ModelSpec:
-    return build(CONFIGS[name] | changes)[0]
+    config = CONFIGS[name]
+    if "text_config" in config:
+        return build(config | {"text_config": config["text_config"] | changes})[0]
+    return build(config | changes)[0]
 
 
 def test_what_configurations_say_of_experts() -> None:
@@ -209,6 +212,15 @@ def test_what_configurations_say_of_experts() -> None:
     assert read("Qwen3 30B A3B", norm_topk_prob=False).layers[0].ffn == Experts(128, 8, 768)
     sparse = read("Qwen3 30B A3B", num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3])
     assert [isinstance(layer.ffn, Experts) for layer in sparse.layers] == [False, True, False, False, False, True]
+    shared = {"shared_width": 512, "shared_gate": True}
+    assert read("Qwen3.5 35B A3B").layers[0].ffn == Experts(256, 8, 512, renormalised=True, **shared)
+    lfm2 = read("LFM2 8B A1B")
+    assert [isinstance(layer.ffn, GatedMLP) for layer in lfm2.layers[:3]] == [True, True, False]
+    scores = {"scoring": "sigmoid", "renormalised": True, "choice_bias": True, "sum_eps": 1e-6}
+    assert lfm2.layers[2].ffn == Experts(32, 4, 1792, **scores)
+    beside = read("Gemma 4 26B A4B").layers[29].ffn
+    assert beside.mlp == GatedMLP(2112, activation="gelu_tanh")
+    assert (beside.experts.num_experts, beside.experts.num_chosen, beside.experts.width) == (128, 8, 704)
     assert read("Mixtral 8x7B").layers[0].mixer.rope.theta == transformers.MixtralConfig().rope_parameters["rope_theta"]
 
 
@@ -218,6 +230,9 @@ def test_what_configurations_say_of_experts() -> None:
         ("Qwen3 30B A3B", "use_sliding_window", {"use_sliding_window": True}),
         ("Qwen3 30B A3B", "hidden_act", {"hidden_act": "gelu"}),
         ("Mixtral 8x7B", "layer_types", {"layer_types": ["chunked_attention"] * 32}),
+        ("Qwen3.5 35B A3B", "norm_topk_prob", {"norm_topk_prob": False}),
+        ("Qwen3.5 35B A3B", "decoder_sparse_step", {"decoder_sparse_step": 2}),
+        ("Qwen3.5 35B A3B", "mlp_only_layers", {"mlp_only_layers": [0]}),
     ],
 )
 def test_what_is_not_implemented_is_refused_by_name(name: str, field: str, changes: dict[str, Any]) -> None:
@@ -233,6 +248,13 @@ def test_what_is_not_implemented_is_refused_by_name(name: str, field: str, chang
         ("Mixtral 8x7B", "num_local_experts", {"num_local_experts": 0}),
         ("Qwen3 30B A3B", "num_experts_per_tok", {"num_experts": 4}),
         ("Qwen3 30B A3B", "mlp_only_layers", {"mlp_only_layers": [-1]}),
+        ("LFM2 8B A1B", "num_dense_layers", {"num_dense_layers": 24}),
+        ("LFM2 8B A1B", "use_expert_bias", {"use_expert_bias": 1}),
+        ("LFM2 8B A1B", "num_experts_per_tok", {"num_experts_per_tok": 33}),
+        ("Gemma 4 26B A4B", "top_k_experts", {"top_k_experts": None}),
+        ("Gemma 4 26B A4B", "num_experts_per_tok", {"top_k_experts": 129}),
+        ("Qwen3.5 35B A3B", "num_experts", {"num_experts": 0}),
+        ("Qwen3.5 35B A3B", "shared_expert_intermediate_size", {"shared_expert_intermediate_size": "512"}),
     ],
 )
 def test_a_wrong_field_is_named(name: str, field: str, changes: dict[str, Any]) -> None:

@@ -53,8 +53,16 @@ def _lfm2(tensors: Tensors, _config: Config) -> Tensors:
     }
 
 
-def _scalar_names(tensors: Tensors, _config: Config) -> Tensors:
-    return {f"{name}.weight" if name.endswith("layer_scalar") else name: values for name, values in tensors.items()}
+def _gemma4(tensors: Tensors, _config: Config) -> Tensors:
+    """Give weights without an ending the names that they have in files."""
+    scales = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
+    endless = ("layer_scalar", "experts.gate_up_proj", "experts.down_proj")
+    changed: dict[str, Tensor] = {}
+    for name, values in tensors.items():
+        layer, _, inner = name.removeprefix("model.layers.").partition(".")
+        stored = f"{name}.weight" if name.endswith(endless) else name
+        changed[f"blk.{layer}.{scales[inner]}" if inner in scales else stored] = values
+    return changed
 
 
 def _tile_value_heads(tensors: Tensors, config: Config) -> Tensors:
@@ -178,7 +186,7 @@ CHANGES: Final[dict[MODEL_ARCH, Callable[[Tensors, Config], Tensors]]] = {
     MODEL_ARCH.MISTRAL3: _pair_rows,
     MODEL_ARCH.LLAMA4: _divide_experts,
     MODEL_ARCH.GEMMA3: _add_one,
-    MODEL_ARCH.GEMMA4: _scalar_names,
+    MODEL_ARCH.GEMMA4: _gemma4,
     MODEL_ARCH.QWEN35: _tile_value_heads,
     MODEL_ARCH.QWEN35MOE: _squeeze_shared_gates,
     MODEL_ARCH.LFM2: _lfm2,

@@ -62,7 +62,7 @@ def add_fields(writer: GGUFWriter, config: Config, architecture: MODEL_ARCH) -> 
     count = config.get("num_local_experts") or config.get("num_experts")
     if count:
         writer.add_expert_count(count)
-        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_used_count(config.get("top_k_experts") or config["num_experts_per_tok"])
     own = FIELDS.get(architecture)
     if own is not None:
         own(writer, config)
@@ -185,6 +185,8 @@ def _gemma4(writer: GGUFWriter, config: Config) -> None:
     writer.add_rope_dimension_count_swa(config["head_dim"])
     if config["final_logit_softcapping"]:
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if config["enable_moe_block"]:
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
 
 
 def _lfm2(writer: GGUFWriter, config: Config) -> None:
