@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from functools import cache
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers, trainers
 from tokenizers.models import BPE
+from transformers import GemmaTokenizer
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN2_PATTERN
 from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX as QWEN35_PATTERN
 
@@ -126,6 +128,20 @@ def test_sentencepiece(adds_space: bool, count: int) -> None:
     check(*sentencepiece(adds_space=adds_space), count)
 
 
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_gemma4(count: int) -> None:
+    trained, fields = sentencepiece(adds_space=False)
+    merges = [tuple(pair) for pair in json.loads(trained.to_str())["model"]["merges"]]
+    ids = {token: token_id for token_id, token in enumerate(fields["tokenizer.ggml.tokens"])}
+    special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": None, "mask_token": None}
+    library = GemmaTokenizer(vocab=ids, merges=merges, **special)._tokenizer
+    fields = {name: value for name, value in fields.items() if not name.endswith(("scores", "prefix"))}
+    fields |= {"tokenizer.ggml.model": "gemma4", "tokenizer.ggml.merges": [" ".join(pair) for pair in merges]}
+    check(library, fields, count)
+    found = Tokenizer.from_files(read_gguf_tokenizer(PATH, fields | {"tokenizer.ggml.add_bos_token": True}))
+    assert found.encode("a")[0] == ids["<s>"]
+
+
 def test_the_bundled_tokenizer() -> None:
     folder = locate("bundled")
     expected = Tokenizer.from_folder(folder)
@@ -179,6 +195,7 @@ FIELDS = {
         ({"bos_token_id": 3}, CheckpointError, "tokenizer.ggml.bos_token_id must be a token id from 0 to 2, got 3"),
         ({"bos_token_id": "a"}, CheckpointError, "tokenizer.ggml.bos_token_id must be a token id"),
         ({"bos_token_id": 0, "add_bos_token": 1}, CheckpointError, "tokenizer.ggml.add_bos_token must be true or fal"),
+        ({"model": "gemma4", "merges": None}, CheckpointError, "tokenizer.ggml.merges must be a list of strings, got"),
         ({"model": "llama"}, CheckpointError, "tokenizer.ggml.scores must be 3 finite numbers"),
         ({"model": "llama", "scores": [0.0, 1.0, float("nan")]}, CheckpointError, "scores must be 3 finite numbers"),
     ],

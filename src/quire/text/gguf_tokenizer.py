@@ -77,16 +77,16 @@ def read_gguf_tokenizer(path: Path, fields: Mapping[str, Any]) -> TokenizerFiles
     kind = fields.get(f"{PREFIX}model")
     if kind == "gpt2":
         library = _byte_level(vocabulary)
-    elif kind == "llama":
-        library = _sentencepiece(vocabulary)
+    elif kind in ("llama", "gemma4"):
+        library = _sentencepiece(vocabulary, adds_space=kind == "llama", has_scores=kind == "llama")
     else:
         raise UnsupportedModel(
-            f"{path}: {PREFIX}model is {shown(kind)}, which is not read; read are gpt2 and llama",
+            f"{path}: {PREFIX}model is {shown(kind)}, which is not read; read are gpt2, llama and gemma4",
             field=f"{PREFIX}model",
         )
     vocabulary.add_special_tokens(library)
     bos, eos = vocabulary.token("bos_token_id"), vocabulary.token("eos_token_id")
-    _frame_texts(library, vocabulary, bos, eos, adds_bos=kind == "llama")
+    _frame_texts(library, vocabulary, bos, eos, adds_bos=kind != "gpt2")
     template = None
     source = fields.get(CHAT_TEMPLATE)
     if source is not None:
@@ -209,15 +209,9 @@ def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
             f"{PREFIX}pre is {shown(name)}, a division of texts that is not known; known are {', '.join(PATTERNS)}",
             field=f"{PREFIX}pre",
         )
-    merges = []
-    for merge in vocabulary.texts("merges"):
-        # A space is a letter of its own in this alphabet, so the first one divides.
-        left, space, right = merge.partition(" ")
-        if not space or {left, right, left + right} - vocabulary.ids.keys():
-            raise vocabulary.wrong(f"{PREFIX}merges", merge, "two tokens with a space between them, whose join is one")
-        merges.append((left, right))
+    is_whole = name in WHOLE_WORDS
     library = tokenizers.Tokenizer(
-        guarded(BPE, vocabulary.ids, merges, fuse_unk=False, byte_fallback=False, ignore_merges=name in WHOLE_WORDS)
+        guarded(BPE, vocabulary.ids, _merges(vocabulary), fuse_unk=False, byte_fallback=False, ignore_merges=is_whole)
     )
     pattern = PATTERNS[name]
     if name in NORMALIZED:
@@ -232,14 +226,19 @@ def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     return library
 
 
-def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
-    """Build a tokenizer that merges characters, of texts whose spaces are written as ▁."""
+def _sentencepiece(vocabulary: _Vocabulary, *, adds_space: bool, has_scores: bool) -> tokenizers.Tokenizer:
+    """Build a tokenizer that merges the characters of a text with ▁ in place of spaces.
+
+    Args:
+        adds_space: default of `add_space_prefix`.
+        has_scores: a file without merges has scores, from which they follow.
+    """
     unknown = vocabulary.token("unknown_token_id")
     library = tokenizers.Tokenizer(
         guarded(
             BPE,
             vocabulary.ids,
-            _merges_by_score(vocabulary),
+            _merges_by_score(vocabulary) if has_scores and not vocabulary.has("merges") else _merges(vocabulary),
             unk_token=unknown,
             fuse_unk=True,
             byte_fallback=BYTE in vocabulary.types,
@@ -247,7 +246,7 @@ def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     )
     steps: list[normalizers.Normalizer] = [normalizers.Replace(" ", "▁")]
     undo: list[decoders.Decoder] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if vocabulary.flag("add_space_prefix", True):
+    if vocabulary.flag("add_space_prefix", adds_space):
         steps.insert(0, normalizers.Prepend("▁"))
         undo.append(decoders.Strip(" ", 1, 0))
     library.normalizer = normalizers.Sequence(steps)
@@ -255,11 +254,20 @@ def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     return library
 
 
+def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+    """Return the merges of a file."""
+    merges = []
+    for merge in vocabulary.texts("merges"):
+        # No token of these alphabets has a space in it, so the first one separates the two.
+        left, space, right = merge.partition(" ")
+        if not space or {left, right, left + right} - vocabulary.ids.keys():
+            raise vocabulary.wrong(f"{PREFIX}merges", merge, "two tokens with a space between them, whose join is one")
+        merges.append((left, right))
+    return merges
+
+
 def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
-    """Return the merges of a file; where it has none, all pairs of tokens whose join is one, the best score first."""
-    if vocabulary.has("merges"):
-        pairs = [merge.partition(" ") for merge in vocabulary.texts("merges")]
-        return [(left, right) for left, _, right in pairs]
+    """Return all pairs of tokens whose join is a token, the best score first."""
     ids, merges = vocabulary.ids, []
     for token, score, kind in zip(vocabulary.tokens, vocabulary.numbers("scores"), vocabulary.types, strict=True):
         if kind not in (NORMAL, USER_DEFINED, UNUSED):
