@@ -131,10 +131,10 @@ def test_sentencepiece(adds_space: bool, count: int) -> None:
 @pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_gemma4(count: int) -> None:
     trained, fields = sentencepiece(adds_space=False)
-    merges = [tuple(pair) for pair in json.loads(trained.to_str())["model"]["merges"]]
+    merges = [(left, right) for left, right in json.loads(trained.to_str())["model"]["merges"]]
     ids = {token: token_id for token_id, token in enumerate(fields["tokenizer.ggml.tokens"])}
-    special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": None, "mask_token": None}
-    library = GemmaTokenizer(vocab=ids, merges=merges, **special)._tokenizer
+    tokens: Any = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": None, "mask_token": None}
+    library = GemmaTokenizer(**{"vocab": ids, "merges": merges} | tokens).backend_tokenizer
     fields = {name: value for name, value in fields.items() if not name.endswith(("scores", "prefix"))}
     fields |= {"tokenizer.ggml.model": "gemma4", "tokenizer.ggml.merges": [" ".join(pair) for pair in merges]}
     check(library, fields, count)
