@@ -49,15 +49,15 @@ def texts(count: int, seed: int = 0) -> list[str]:
 
 @cache
 def byte_level(pre: str) -> tokenizers.Tokenizer:
-    """Train a tokenizer that divides texts in one of the known ways."""
+    """Train a tokenizer with one of the known pre-tokenizers."""
     library = tokenizers.Tokenizer(BPE(ignore_merges=pre in WHOLE_WORDS))
     pattern = PATTERNS[pre]
-    division: pre_tokenizers.PreTokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
+    split: pre_tokenizers.PreTokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
     if pattern is not None:
-        division = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), division])
+        split = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), split])
     if pre in NORMALIZED:
         library.normalizer = normalizers.NFC()
-    library.pre_tokenizer, library.decoder = division, decoders.ByteLevel()
+    library.pre_tokenizer, library.decoder = split, decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=700, initial_alphabet=alphabet, special_tokens=["<|end|>"])
     library.train_from_iterator(CORPUS * 3, trainer)
@@ -183,7 +183,7 @@ FIELDS = {
     ("changes", "error", "words"),
     [
         ({"model": "bert"}, UnsupportedModel, "tokenizer.ggml.model is 'bert', which is not read"),
-        ({"pre": "klingon"}, UnsupportedModel, "tokenizer.ggml.pre is 'klingon', a division .* not known; known are"),
+        ({"pre": "klingon"}, UnsupportedModel, "tokenizer.ggml.pre is 'klingon', an unknown pre-tokenizer; known are"),
         ({"tokens": []}, CheckpointError, "tokenizer.ggml.tokens must be at least one token"),
         ({"tokens": ["a", 1]}, CheckpointError, "tokenizer.ggml.tokens must be a list of strings"),
         ({"tokens": ["a", "b", "a"]}, CheckpointError, "tokenizer.ggml.tokens must be texts that differ, got 'a'"),

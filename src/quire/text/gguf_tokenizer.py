@@ -1,7 +1,7 @@
 """Tokenizers from the metadata of GGUF files.
 
-A file names its kind of tokenizer and, for byte-level ones, how a text is divided before it is merged. Both are rows of
-tables here; a name that is in neither is refused, since a guess would be wrong for some texts only.
+A file names its tokenizer model and, for byte-level BPE, its pre-tokenizer. Both are rows of tables here; a name that is
+in neither is refused, since a guess would be wrong for some texts only.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _GPT4O: Final = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
     rf"|\p{{N}}{{1,3}}|{_CASED_REST}"
 )
-# Name of a division -> its pattern; None for that of GPT-2. Texts of these are taken as they are ...
+# Name of a pre-tokenizer -> its split pattern; None for GPT-2's. Texts are not normalised ...
 PATTERNS: Final[dict[str, str | None]] = {
     "gpt-2": None,
     "llama-bpe": _LLAMA3,
@@ -57,7 +57,7 @@ PATTERNS: Final[dict[str, str | None]] = {
     "qwen2": _QWEN2,
     "qwen35": _QWEN35,
 }
-# ... but for these, which are normalised (NFC) first; these take a word that is a token as it is, without merging.
+# ... except by these, which apply NFC. The others but GPT-2's take a word that is a token without merging its bytes.
 NORMALIZED: Final = frozenset({"qwen2", "qwen35"})
 WHOLE_WORDS: Final = frozenset(PATTERNS) - {"gpt-2"} - NORMALIZED
 
@@ -183,7 +183,7 @@ class _Vocabulary:
         return self.tokens[token_id]
 
     def add_special_tokens(self, library: tokenizers.Tokenizer) -> None:
-        """Have texts of control and user-defined tokens found before a text is divided."""
+        """Have texts of control and user-defined tokens matched before the pre-tokenizer runs."""
         special = [AddedToken(token, special=True, normalized=False) for token in self._of_type(CONTROL)]
         plain = [AddedToken(token, special=False, normalized=False) for token in self._of_type(USER_DEFINED)]
         library.add_special_tokens(special)
@@ -206,7 +206,7 @@ def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     name = vocabulary.text("pre", "gpt-2")
     if name not in PATTERNS:
         raise UnsupportedModel(
-            f"{PREFIX}pre is {shown(name)}, a division of texts that is not known; known are {', '.join(PATTERNS)}",
+            f"{PREFIX}pre is {shown(name)}, an unknown pre-tokenizer; known are {', '.join(PATTERNS)}",
             field=f"{PREFIX}pre",
         )
     is_whole = name in WHOLE_WORDS
