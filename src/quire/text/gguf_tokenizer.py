@@ -1,7 +1,7 @@
 """Tokenizers from the metadata of GGUF files.
 
-A file names its tokenizer model and, for byte-level BPE, its pre-tokenizer. Both are rows of tables here; a name that is
-in neither is refused, since a guess would be wrong for some texts only.
+A file names its tokenizer model and, for byte-level BPE, its pre-tokenizer. Both are rows of tables here; a name that
+is in neither is refused, since a guess would be wrong for some texts only.
 """
 
 from __future__ import annotations
