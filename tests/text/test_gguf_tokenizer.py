@@ -55,6 +55,8 @@ def byte_level(pre: str) -> tokenizers.Tokenizer:
     split: pre_tokenizers.PreTokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
     if pattern is not None:
         split = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), split])
+    if pre == "smollm":
+        split = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), split])
     if pre in NORMALIZED:
         library.normalizer = normalizers.NFC()
     library.pre_tokenizer, library.decoder = split, decoders.ByteLevel()
@@ -116,7 +118,7 @@ def check(library: tokenizers.Tokenizer, fields: dict[str, Any], count: int) -> 
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("pre", sorted({pattern: name for name, pattern in PATTERNS.items()}.values()))
+@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "tekken", "gpt-4o", "qwen2", "qwen35"])
 def test_byte_level(pre: str, count: int) -> None:
     library = byte_level(pre)
     check(library, tokenizer_fields(library, pre, None, "<|end|>"), count)
@@ -158,6 +160,22 @@ def test_the_bundled_tokenizer() -> None:
     assert found.chat_template is not None
     assert found.chat_template.render([{"role": "user", "content": "Hi"}]) == "<|bos|>Hi"
     found.close()
+
+
+@pytest.mark.parametrize(
+    ("pre", "changes", "expected"),
+    [
+        ("llama-bpe", {}, True),
+        ("llama-bpe", {"tokenizer.ggml.add_bos_token": False}, False),
+        ("qwen2", {}, False),
+        ("qwen2", {"tokenizer.ggml.add_bos_token": True}, True),
+    ],
+)
+def test_the_default_of_the_first_token(pre: str, changes: dict[str, bool], expected: bool) -> None:
+    fields = tokenizer_fields(byte_level(pre), pre, None, None)
+    del fields["tokenizer.ggml.add_bos_token"]
+    found = Tokenizer.from_files(read_gguf_tokenizer(PATH, fields | {"tokenizer.ggml.bos_token_id": 0} | changes))
+    assert (found.encode("boat")[0] == 0) == expected
 
 
 def test_patterns_are_those_of_published_tokenizers() -> None:

@@ -45,21 +45,33 @@ _GPT4O: Final = (
 # Name of a pre-tokenizer -> its split pattern; None for GPT-2's. Texts are not normalised ...
 PATTERNS: Final[dict[str, str | None]] = {
     "gpt-2": None,
+    "command-r": None,
+    "refact": None,
+    "smollm": None,
+    "starcoder": None,
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
     "smaug-bpe": _LLAMA3,
     "falcon3": _LLAMA3,
+    "falcon-h1": _LLAMA3,
+    "pixtral": _LLAMA3,
+    "dbrx": _LLAMA3,
     "lfm2": _LLAMA3,
     "tekken": _TEKKEN,
     "gpt-4o": _GPT4O,
     "llama4": _GPT4O,
     "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
     "qwen35": _QWEN35,
 }
-# ... except by these, which apply NFC. The others but GPT-2's take a word that is a token without merging its bytes.
+# ... except by these, which apply NFC. DIGITS split every digit off first; WHOLE_WORDS take a word that is a token
+# without merging its bytes.
 NORMALIZED: Final = frozenset({"qwen2", "qwen35"})
-WHOLE_WORDS: Final = frozenset(PATTERNS) - {"gpt-2"} - NORMALIZED
+DIGITS: Final = frozenset({"command-r", "refact", "smollm", "starcoder"})
+WHOLE_WORDS: Final = frozenset(PATTERNS) - {"gpt-2", "dbrx", "deepseek-r1-qwen"} - DIGITS - NORMALIZED
+# A file with one of these that does not say otherwise has the BOS token before a text.
+ADDS_BOS: Final = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2", "tekken"})
 
 
 def read_gguf_tokenizer(path: Path, fields: Mapping[str, Any]) -> TokenizerFiles:
@@ -86,7 +98,7 @@ def read_gguf_tokenizer(path: Path, fields: Mapping[str, Any]) -> TokenizerFiles
         )
     vocabulary.add_special_tokens(library)
     bos, eos = vocabulary.token("bos_token_id"), vocabulary.token("eos_token_id")
-    _frame_texts(library, vocabulary, bos, eos, adds_bos=kind != "gpt2")
+    _frame_texts(library, vocabulary, bos, eos, adds_bos=kind != "gpt2" or fields.get(f"{PREFIX}pre") in ADDS_BOS)
     template = None
     source = fields.get(CHAT_TEMPLATE)
     if source is not None:
@@ -217,11 +229,10 @@ def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     if name in NORMALIZED:
         library.normalizer = normalizers.NFC()
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
-    library.pre_tokenizer = (
-        byte_level
-        if pattern is None
-        else pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), byte_level])
-    )
+    steps: list[pre_tokenizers.PreTokenizer] = [pre_tokenizers.Digits(individual_digits=True)] * (name in DIGITS)
+    if pattern is not None:
+        steps.append(pre_tokenizers.Split(Regex(pattern), "isolated"))
+    library.pre_tokenizer = pre_tokenizers.Sequence([*steps, byte_level])
     library.decoder = decoders.ByteLevel()
     return library
 
