@@ -211,7 +211,7 @@ def hangups(handler: signal.Handlers) -> Iterator[None]:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_terminal_that_closes_stops_the_server_as_a_signal_to_stop_does(folder: Path, tmp_path: Path) -> None:
+def test_a_hangup_stops_the_server_like_a_signal(folder: Path, tmp_path: Path) -> None:
     with (
         hangups(signal.SIG_DFL),
         running(folder, tmp_path / "log", *FLAGS, "--drain-timeout", "600") as server,
