@@ -71,7 +71,7 @@ def test_content_parts_and_the_developer_role_are_brought_into_form(chatml: Chat
 
 def test_tool_calls_need_no_content_and_arguments_become_objects(chatml: ChatTemplate) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": "<é>"}'}}
-    conversation = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    conversation: list[dict[str, Any]] = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
     conversation.append({"role": "tool", "content": "3", "tool_call_id": "c1"})
     rendered = chatml.render(conversation, add_generation_prompt=False)
     assert rendered == '<|user|>hi</s><|assistant|>add({"a": "<é>"})</s><|tool|>3</s>'
