@@ -116,7 +116,8 @@ def test_the_language_model_of_a_checkpoint_with_images(tmp_path: Path, caplog: 
     token_ids = random_tokens(45)
     run = PagedRun(decoder)
     found = torch.cat([run.step({0: part})[0] for part in (token_ids[:20], token_ids[20:44], token_ids[44:])])
-    assert_same(found, reference_logits(reference, token_ids))
+    # The language model by itself: some releases of transformers fail in the whole model when a prompt has no image.
+    assert_same(found, reference_logits(reference.language_model, token_ids))
 
 
 @pytest.mark.parametrize(
