@@ -19,7 +19,7 @@ from quire.models.spec import Experts, ModelSpec
 from quire.ops.interface import Activation, Linear
 from quire.ops.quantized_weight import StoredWeight
 from quire.ops.torch_ops import TorchOps
-from tests.models.published import CONFIGS
+from tests.models.published import CONFIGS, rope_parameter
 from tests.models.test_conformance import assert_same
 from tests.models.tiny import CASES, SHAPE, PagedRun, random_tokens, reference_logits
 
@@ -159,7 +159,7 @@ def test_what_configurations_say_of_experts() -> None:
     assert read("Qwen3 30B A3B", norm_topk_prob=False).layers[0].ffn == Experts(128, 8, 768)
     sparse = read("Qwen3 30B A3B", num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3])
     assert [isinstance(layer.ffn, Experts) for layer in sparse.layers] == [False, True, False, False, False, True]
-    assert read("Mixtral 8x7B").layers[0].mixer.rope.theta == transformers.MixtralConfig().rope_parameters["rope_theta"]
+    assert read("Mixtral 8x7B").layers[0].mixer.rope.theta == rope_parameter(transformers.MixtralConfig(), "rope_theta")
 
 
 @pytest.mark.parametrize(
