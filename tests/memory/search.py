@@ -211,9 +211,7 @@ def _named(world: World, order: tuple[int, ...], flip: int) -> tuple[object, ...
     idle = tuple(
         tuple(
             (idx, names.setdefault(page, len(names)), page.goes_first)
-            for _, idx, page in sorted(
-                (page.turn, idx, page) for idx, group in enumerate(tier) for page in group.idle
-            )
+            for _, idx, page in sorted((page.turn, idx, page) for idx, group in enumerate(tier) for page in group.idle)
         )
         for tier in tiers
     )
