@@ -26,12 +26,14 @@ ATTENTION_LAYER = "model.layers.1."
 ADDED = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
 
 
-def save_mtp_checkpoint(folder: Path, noise: float) -> Path:
+def save_mtp_checkpoint(folder: Path, noise: float, head_noise: float) -> Path:
     """Write a target whose next token is a permutation of the last one, and a head that knows it.
 
     Args:
         folder: folder for the checkpoint.
-        noise: share of what random layers add, in target and head; without it each draft is right.
+        noise: factor of what the target's random layers add to the embedding of the last token.
+        head_noise: the same of the head's layer, and size of what the head adds for the hidden state. Without any noise
+            each draft is right; with much of it, wrong drafts depend on all that the head reads.
     """
     save_checkpoint("qwen3.5", folder)
     tensors = load_file(folder / "model.safetensors")
@@ -39,7 +41,7 @@ def save_mtp_checkpoint(folder: Path, noise: float) -> Path:
 
     def noisy(name: str, tensor: Tensor) -> Tensor:
         values = tensor + 0.05 * torch.randn(tensor.shape, generator=random)
-        return values * noise if name.endswith(ADDED) else values
+        return values * head_noise if name.endswith(ADDED) else values
 
     embedding = tensors["model.embed_tokens.weight"]
     vocab_size, width = embedding.shape
@@ -51,9 +53,9 @@ def save_mtp_checkpoint(folder: Path, noise: float) -> Path:
     tensors |= {"lm_head.weight": head, "model.norm.weight": torch.zeros(width)}
     layer = {name: tensor for name, tensor in tensors.items() if name.startswith(ATTENTION_LAYER)}
     tensors |= {name.replace(ATTENTION_LAYER, "mtp.layers.0."): noisy(name, tensor) for name, tensor in layer.items()}
-    norms = noise * torch.randn(len(NORMS), width, generator=random)
+    norms = 0.1 * head_noise * torch.randn(len(NORMS), width, generator=random)
     tensors |= {f"mtp.{name}.weight": weight.clone() for name, weight in zip(NORMS, norms, strict=True)}
-    mixed = noise * 0.3 * torch.randn(width, width, generator=random)
+    mixed = 4 * head_noise * torch.randn(width, width, generator=random) / width**0.5
     tensors["mtp.fc.weight"] = torch.cat([torch.eye(width), mixed], 1)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
