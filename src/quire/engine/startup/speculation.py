@@ -77,5 +77,5 @@ def load_mtp_head(config: EngineConfig, checkpoint: Checkpoint, target: Decoder)
     is_stored = any(name.startswith("mtp.") for name in checkpoint.tensors)
     head = MTPHead(target, mtp_spec(config.model.model, target.spec, is_stored=is_stored))
     _, weight_map = build(without_quantization(checkpoint.config))
-    load_weights(checkpoint, weight_map, head, dtype=target.dtype)
+    load_weights(checkpoint, weight_map, head)
     return head
