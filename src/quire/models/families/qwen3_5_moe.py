@@ -50,7 +50,7 @@ def qwen3_5_moe(config: HFConfig, prefix: str = "model") -> tuple[ModelSpec, Wei
         shared_gate=True,
     )
     spec, names = with_experts(
-        # Heads for multi-token prediction are read without experts only.
+        # A head for multi-token prediction is read without experts only.
         qwen3_5(
             config.changed({"num_experts": 0, "intermediate_size": experts.width, "mtp_num_hidden_layers": 0}), prefix
         ),
