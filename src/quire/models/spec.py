@@ -63,6 +63,7 @@ class Attention:
         source: the earlier layer whose keys and values are read; None for the layer's own.
         output_gate: True where the output is multiplied by the sigmoid of gates, which are projected with the queries.
         temperature: factor of queries after norm and rotation; None for none.
+        sinks: whether each query head has a learned sink: one more score in its softmax, without a value.
     """
 
     num_heads: int
@@ -79,6 +80,7 @@ class Attention:
     source: int | None = None
     output_gate: bool = False
     temperature: Temperature | None = None
+    sinks: bool = False
 
     def for_context(self, length: int) -> Attention:
         """Return the layer of a model that serves contexts of at most `length` tokens: see `LongRopeScaling`."""
