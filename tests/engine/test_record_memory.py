@@ -132,7 +132,7 @@ def test_the_engine_of_a_server_closes_its_log(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a device without room")
-def test_a_log_that_cannot_be_written_ends_with_a_warning_and_the_engine_goes_on(
+def test_an_unwritable_recording_warns_and_stops_without_the_engine(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "memory.log"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
@@ -63,7 +64,7 @@ def outputs(world: World, ops: NativeOps, queries: torch.Tensor, cut: Sequence[t
     return ops.step_attention(of_cut, world.kv).attend(1, queries[rows], world.scale, world.sinks)
 
 
-def differing(level: str, deterministic: bool, dtype: torch.dtype, stored: str | None, **sight: int) -> int:
+def differing(level: str, deterministic: bool, dtype: torch.dtype, stored: str | None, **sight: Any) -> int:
     """Return in how many of the cuts a row has other bits than in one step of the whole sequence."""
     world = World([(0, NUM_TOKENS)], block_size=8, dtype=dtype, stored=stored, has_sinks="window" in sight, **sight)
     ops = make(level, deterministic)

@@ -249,7 +249,7 @@ def test_what_a_step_gave_is_not_overwritten() -> None:
 
 
 @torch.inference_mode()
-def test_steps_of_many_rows_and_of_caches_that_torch_reads_are_left_to_the_layers() -> None:
+def test_large_steps_and_torch_attention_run_layer_by_layer() -> None:
     layers = fused(Model(native_ops("portable", "plain")))
     for spans, stored in (([(4, MAX_ROWS + 1)], None), ([(4, 1)], "fp8")):
         caches = Caches(stored=stored)
@@ -259,7 +259,7 @@ def test_steps_of_many_rows_and_of_caches_that_torch_reads_are_left_to_the_layer
         assert all(map(torch.equal, caches.contents, [storage.data for storage in caches.storages]))
 
 
-def test_layers_with_products_of_torch_or_other_numbers_of_heads_are_not_fused() -> None:
+def test_torch_products_and_uneven_heads_are_not_fused() -> None:
     ops = native_ops("portable", "plain")
     (first, *others) = Model(ops).layers
     assert ops.fuse_layers([first, *others]) is not None

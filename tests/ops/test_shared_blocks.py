@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ class Layout(NamedTuple):
     window: int | None = None
     chunk: int | None = None
 
-    def world(self, dtype: torch.dtype, stored: str | None = None, **shape: int) -> World:
+    def world(self, dtype: torch.dtype, stored: str | None = None, **shape: Any) -> World:
         world = World(self.spans, window=self.window, chunk=self.chunk, dtype=dtype, stored=stored, **shape)
         block_size = world.kv.data.shape[4]
         ids, starts = world.batch.block_ids, world.batch.block_starts
@@ -117,8 +117,9 @@ def test_shared_blocks_of_int8(backend: Backend, dtype: torch.dtype, name: str) 
 )
 def test_shapes(backend: Backend, block_size: int, group: int, head_dim: int) -> None:
     for name in ("prefix", "tree"):
-        shape = {"block_size": block_size, "group": group, "head_dim": head_dim, "num_kv_heads": 1}
-        world = LAYOUTS[name].world(torch.bfloat16, **shape)
+        world = LAYOUTS[name].world(
+            torch.bfloat16, block_size=block_size, group=group, head_dim=head_dim, num_kv_heads=1
+        )
         assert check(world, backend, group) < sum(world.batch.context_lens)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -96,7 +97,7 @@ def test_shapes(
     window: int | None,
 ) -> None:
     spans = [*RAGGED, (600, 1), (500, 3), (100, 90)]
-    shape = {"block_size": block_size, "num_kv_heads": num_kv_heads, "group": group, "head_dim": head_dim}
+    shape: Any = {"block_size": block_size, "num_kv_heads": num_kv_heads, "group": group, "head_dim": head_dim}
     world = World(spans, **shape, window=window, dtype=dtype, device=backend.device, stored=name)
     check(world, backend.make())
 

@@ -14,7 +14,7 @@ from quire.memory import ChunkedLocal, FullAttention, KVCacheSpec, MediaSpan, Re
 from quire.simulation.executor import log_probabilities
 from tests.decoding.beam_twin import Rules
 from tests.decoding.beam_twin import search as search_slowly
-from tests.scheduling.rig import END_TOKEN, NEVER, VOCAB_SIZE, Guesser, Job, Rig, Setting, outputs_of, run
+from tests.scheduling.harness import END_TOKEN, NEVER, VOCAB_SIZE, Guesser, Harness, Job, Setting, outputs_of, run
 
 FULL = (FullAttention(block_size=4),)
 WINDOW = SlidingWindow(block_size=4, window=9)
@@ -136,10 +136,10 @@ def found_slowly(job: Job, seed: int) -> list[list[int]]:
 @given(job=searches, seed=st.integers(0, 1000))
 def test_an_undisturbed_search_finds_what_the_slow_twin_finds(job: Job, seed: int) -> None:
     job = replace(job, media=(), min_tokens=min(seed % 3, job.max_tokens), abort_at=NEVER, arrives_at=0)
-    rig = Rig(Setting())
-    request = rig.add(job, seed)
-    while rig.scheduler.has_unfinished:
-        rig.step()
+    harness = Harness(Setting())
+    request = harness.add(job, seed)
+    while harness.scheduler.has_unfinished:
+        harness.step()
     assert outputs_of(request) == found_slowly(job, seed)
     assert len(request.sequences) <= 3
 

@@ -336,7 +336,7 @@ HIDDEN = b"GET /hidden HTTP/1.1\r\nHost: localhost\r\n\r\n"
         b"\r\n\r\n\r\n" + b"x" * 100_000,
     ],
 )
-def test_what_can_be_read_in_two_ways_is_refused_and_the_connection_closed(hasty: ServerProcess, raw: bytes) -> None:
+def test_ambiguous_framing_is_refused_and_closes_the_connection(hasty: ServerProcess, raw: bytes) -> None:
     answer = ask(hasty, raw)
     *_, last = answer.split(b"HTTP/1.1 ")
     assert last.startswith(b"400")

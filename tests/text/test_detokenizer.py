@@ -103,7 +103,7 @@ def test_any_byte_tokens_keep_the_characters_before_a_fault(
 
 @given(data=st.data(), skip=st.booleans())
 @settings(deadline=None, max_examples=400)
-def test_byte_runs_that_are_text_or_faulty_at_once_are_as_decode_has_them(
+def test_mixed_valid_and_invalid_byte_runs_equal_decode(
     byte_fallback: Tokenizer, data: st.DataObject, skip: bool
 ) -> None:
     def as_bytes(raw: bytes) -> list[int]:

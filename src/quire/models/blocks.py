@@ -90,7 +90,7 @@ class AttentionBlock:
         addition: addition of the result to the residual.
 
     Attributes:
-        slots: "qkv", "output" and, where there are such, "sinks" and the scales of norms of heads, "q_norm" and "k_norm".
+        slots: "qkv", "output" and, where there are such, "sinks", and of norms of heads "q_norm" and "k_norm".
     """
 
     def __init__(
@@ -268,8 +268,8 @@ class GatedMLPBlock:
         down = self._down.plain
         return None if down is None or self._mlp.gate_scale != 1.0 else DenseMLP(self._gate_up.run, down)
 
-    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Add to `residual` [T, E] what the perceptron makes of `x` [T, E]."""
+    def __call__(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """Add to `residual` [T, E], if there is one, what the perceptron makes of `x` [T, E]."""
         product, mlp = self._gate_up.run(x), self._mlp
         if mlp.gate_scale != 1.0:
             product[:, : mlp.width].mul_(mlp.gate_scale)

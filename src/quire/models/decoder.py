@@ -19,7 +19,7 @@ from quire.models.blocks import (
     SelectedRows,
     SharedAttentionBlock,
 )
-from quire.models.experts import ExpertsBlock
+from quire.models.experts import make_ffn
 from quire.models.norms import Norm
 from quire.models.per_layer_inputs import PerLayerEmbedding, PerLayerGate
 from quire.models.projections import Projection, ResidualAdd
@@ -28,9 +28,7 @@ from quire.models.rope import RotaryEmbedding, query_scales
 from quire.models.rotations import Rope, Temperature
 from quire.models.spec import (
     Attention,
-    Experts,
     GatedDeltaNet,
-    GatedMLP,
     LayerGroup,
     LayerSpec,
     Mamba2,
@@ -132,7 +130,7 @@ class Decoder:
             input_idxs = [
                 self._inputs.index(_input_kind(*part)) for part in zip(layer.parts, cache_positions, strict=True)
             ]
-            ffn = self._make_ffn(layer.ffn, additions[1])
+            ffn = make_ffn(layer.ffn, spec.width, additions[1], ops, new_norm)
             mixer_slots = {name: mixer.slots for name, mixer in mixers.items()}
             parts = nested(mixer_norm=mixer_norm.slots, **mixer_slots, ffn_norm=ffn_norm.slots, ffn=ffn.slots)
             gate = scale = None
@@ -183,14 +181,6 @@ class Decoder:
             case GatedDeltaNet():
                 return GatedDeltaNetBlock(mixer, *arguments, self._device)
 
-    def _make_ffn(self, ffn: GatedMLP | Experts, addition: ResidualAdd) -> GatedMLPBlock | ExpertsBlock:
-        match ffn:
-            case GatedMLP():
-                return GatedMLPBlock(ffn, self.spec.width, addition, self.ops)
-            case Experts():
-                assert addition == ResidualAdd(), "what experts give is added as it is"
-                return ExpertsBlock(ffn, self.spec.width, self.ops)
-
     @property
     def cache_groups(self) -> tuple[LayerGroup, ...]:
         """Layer groups, in the order of storages and attention batches."""
@@ -210,13 +200,17 @@ class Decoder:
         """Return the shape of every weight, in the order in which a checkpoint usually stores them."""
         return {name: slot.shape for name, slot in self._slots.items()}
 
+    def weight_dtype(self, name: str) -> torch.dtype:
+        """Return the dtype that `load_weight` takes a weight in."""
+        return self._slots[name].dtype or self.dtype
+
     def load_weight(self, name: str, tensor: Tensor | StoredWeight) -> None:
         """Take one weight.
 
         Args:
             name: one of `weight_shapes()`.
-            tensor: tensor of that shape and of the decoder's dtype; it is read before this returns, and not retained.
-                One that is stored quantised is dequantised where no linear layer takes it.
+            tensor: tensor of that shape and of the dtype of `weight_dtype`; it is read before this returns, and not
+                retained. One that is stored quantised is dequantised where no linear layer takes it.
 
         Raises:
             CheckpointError: another name, shape or dtype, or a weight that was loaded before.
@@ -224,10 +218,10 @@ class Decoder:
         slot = self._slots.get(name)
         if slot is None:
             raise CheckpointError(f"the model has no weight {name!r}")
-        if tuple(tensor.shape) != slot.shape or tensor.dtype != self.dtype:
+        dtype = self.weight_dtype(name)
+        if tuple(tensor.shape) != slot.shape or tensor.dtype != dtype:
             raise CheckpointError(
-                f"{name} must be of shape {list(slot.shape)} and {self.dtype}, "
-                f"got {list(tensor.shape)} and {tensor.dtype}"
+                f"{name} must be of shape {list(slot.shape)} and {dtype}, got {list(tensor.shape)} and {tensor.dtype}"
             )
         if name not in self._missing:
             raise CheckpointError(f"{name} was loaded before")

@@ -65,5 +65,5 @@ def load_decoder(
     if wrap_ops is not None:
         ops = wrap_ops(ops)
     decoder = Decoder(spec, ops=ops, dtype=dtype, device=torch_device)
-    load_weights(checkpoint, weight_map, decoder, dtype=dtype)
+    load_weights(checkpoint, weight_map, decoder)
     return decoder

@@ -143,6 +143,13 @@ class Experts:
         shared_width: columns of one more expert, which every token goes through as it is; 0 for none.
         activation: activation of the gates.
         transposed: experts are stored as [X, in, out], instead of as the rows of linear layers.
+        shared_gate: the shared expert's output is multiplied by the sigmoid of a gate of its own.
+        choice_bias: a learned bias of each expert is added to the scores by which experts are chosen, to no others.
+        sum_eps: added to the sum that scores are divided by.
+        score_scale: factor of the scores at last.
+        expert_scales: whether each expert has a learned factor of its score.
+        router_norm: norm of the router's input alone; None for none.
+        logit_scale: factor of the router's logits.
 
     Source: sparsely gated experts, arXiv 1701.06538.
     """
@@ -156,6 +163,38 @@ class Experts:
     shared_width: int = 0
     activation: Activation = "silu"
     transposed: bool = False
+    shared_gate: bool = False
+    choice_bias: bool = False
+    sum_eps: float = 0.0
+    score_scale: float = 1.0
+    expert_scales: bool = False
+    router_norm: RMSNorm | None = None
+    logit_scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class MLPBesideExperts:
+    """A gated MLP and experts side by side: `norm(mlp(x)) + norm(experts(norm(residual)))`, each norm another.
+
+    Args:
+        mlp: sees what the layer's norm gives.
+        experts: see the residual through a norm of their own; their router sees the residual.
+        norm: norm of the experts' input, and of either output.
+
+    Source: Gemma 4 with experts.
+    """
+
+    mlp: GatedMLP
+    experts: Experts
+    norm: RMSNorm
+
+
+FFN = GatedMLP | Experts | MLPBesideExperts
+
+
+def experts_of(ffn: FFN) -> Experts | None:
+    """Return the experts of an FFN, or None."""
+    return ffn.experts if isinstance(ffn, MLPBesideExperts) else ffn if isinstance(ffn, Experts) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +211,7 @@ class LayerSpec:
 
     norm: RMSNorm
     mixer: Mixer | Parallel
-    ffn: GatedMLP | Experts
+    ffn: FFN
     post_norm: RMSNorm | None = None
     mixer_scale: float = 1.0
     ffn_scale: float = 1.0

@@ -338,7 +338,7 @@ class Ops(Protocol):
         ...
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        """Return `activation(gate) * up` of the two halves, as `Activation` defines it: [T, 2 F], contiguous, to [T, F]."""
+        """Return `activation(gate) * up` of the two halves: [T, 2 F], contiguous, to [T, F]; see `Activation`."""
         ...
 
     def gated_norm(self, x: Tensor, gates: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -71,7 +71,7 @@ def stored_decoder(path: Path, ops: Ops) -> Decoder:
     checkpoint = Checkpoint.open(str(path))
     spec, weight_map = build(checkpoint.config)
     decoder = Decoder(spec, ops=ops, dtype=torch.float32, device=CPU)
-    load_weights(checkpoint, weight_map, decoder, dtype=torch.float32)
+    load_weights(checkpoint, weight_map, decoder)
     return decoder
 
 

@@ -78,9 +78,10 @@ class World:
         self.tokenizer = Tokenizer(library, eos_token="<|eos|>")
         assert self.tokenizer.eos_token_id is not None
         self.eos_id = self.tokenizer.eos_token_id
-        self.others = [library.token_to_id(text) for text in (*unseen, *SEEN)]
+        vocab = library.get_vocab()
+        self.others = [vocab[text] for text in (*unseen, *SEEN)]
         parts = () if kind == "none" else PARTS
-        self._marks = self.tokens | {text: library.token_to_id(text) for text in parts}
+        self._marks = self.tokens | {text: vocab[text] for text in parts}
         # As a model has them, ids without a token among them.
         self.num_ids = library.get_vocab_size() + 5
         self.matcher_tokenizer = llguidance.LLTokenizer(library.to_str(), n_vocab=self.num_ids, eos_token=self.eos_id)

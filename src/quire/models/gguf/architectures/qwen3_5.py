@@ -1,4 +1,4 @@
-"""Qwen3.5 (dense): gated delta nets whose value heads lie in another order, and attention between."""
+"""Qwen3.5, dense and with experts: gated delta nets whose value heads lie in another order, and attention between."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ from quire.models.gguf.architectures.common import (
     ATTENTION,
     ENDS,
     MLP,
+    SHARED_EXPERT,
+    expert_names,
     has_tensor,
     layers_with,
+    matrix_shape,
     read_common,
+    read_experts,
     turned_fraction,
 )
 from quire.models.gguf.architectures.metadata import Metadata
@@ -35,6 +39,7 @@ LAYER: Final = {
     "linear_attn.A_log": "ssm_a",
     "linear_attn.dt_bias": "ssm_dt.bias",
 }
+EXPERTS: Final = {"mlp.gate": "ffn_gate_inp", **expert_names("mlp.experts"), **SHARED_EXPERT}
 # Norms whose weights are stored plus one: all but those in delta nets.
 NORMS: Final = (
     "model.norm.weight",
@@ -46,7 +51,22 @@ NORMS: Final = (
 
 
 def _read(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
-    config = read_common(metadata, shapes, "Qwen3_5ForCausalLM", floats)
+    width = {"intermediate_size": metadata.same_integer("feed_forward_length")}
+    return _read_layers(metadata, shapes, read_common(metadata, shapes, "Qwen3_5ForCausalLM", floats)) | width
+
+
+def _read_moe(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
+    reads = ("expert_count", "expert_shared_count")
+    config = read_common(metadata, shapes, "Qwen3_5MoeForCausalLM", floats, reads=reads)
+    metadata.require("expert_shared_count", 1)
+    metadata.require("expert_weights_norm", True)
+    stored_width = matrix_shape(shapes, "blk.0.ffn_gate_shexp.weight")[0]
+    width = {"shared_expert_intermediate_size": metadata.integer("expert_shared_feed_forward_length", stored_width)}
+    return _read_layers(metadata, shapes, config) | read_experts(metadata, shapes) | width
+
+
+def _read_layers(metadata: Metadata, shapes: Shapes, config: Config) -> Config:
+    """Read what layers have besides their FFN."""
     # The layers for multi-token prediction come last and are not part of the decoder.
     num_blocks = metadata.num_blocks
     num_layers = num_blocks - metadata.integer("nextn_predict_layers", 0, least=0, most=num_blocks - 1)
@@ -57,7 +77,6 @@ def _read(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
     rope = {"partial_rotary_factor": turned_fraction(metadata, config["head_dim"])}
     return config | {
         "num_hidden_layers": num_layers,
-        "intermediate_size": metadata.same_integer("feed_forward_length"),
         "rope_parameters": config["rope_parameters"] | rope,
         "attention_bias": has_tensor(shapes, "attn_q.bias"),
         "layer_types": [RECURRENT if each else FULL for each in is_recurrent],
@@ -95,4 +114,11 @@ def _changes(config: Config) -> Mapping[str, Change]:
     }
 
 
-QWEN3_5: Final = {"qwen35": Architecture(_read, LAYER, ENDS, _changes)}
+def _moe_changes(config: Config) -> Mapping[str, Change]:
+    return {**_changes(config), "mlp.shared_expert_gate.weight": Change(layout="unsqueeze_0")}
+
+
+QWEN3_5: Final = {
+    "qwen35": Architecture(_read, LAYER, ENDS, _changes),
+    "qwen35moe": Architecture(_read_moe, {**LAYER, **EXPERTS}, ENDS, _moe_changes),
+}

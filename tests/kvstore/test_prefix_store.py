@@ -10,7 +10,7 @@ import pytest
 from quire.errors import ConfigError
 from quire.kvstore.folder import StoreFolder
 from quire.memory.results import StoredBlock
-from tests.execution.stores import MAX_BYTES, PAYLOAD_BYTES, fetch, fill, found, make_block, open_store, payload_of
+from tests.kvstore.stores import MAX_BYTES, PAYLOAD_BYTES, fetch, fill, found, make_block, open_store, payload_of
 
 
 def test_what_was_saved_is_found_at_once_and_after_a_restart(tmp_path: Path) -> None:

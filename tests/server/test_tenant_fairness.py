@@ -30,7 +30,7 @@ def ask(server: ServerProcess, body: dict[str, Any], tenant: str) -> httpx.Respo
     return server.http.post("/v1/completions", json=body, headers={HEADER: tenant})
 
 
-def test_a_small_request_does_not_wait_for_all_prompts_of_another_tenant(busy_server: ServerProcess) -> None:
+def test_a_small_request_takes_turns_with_another_tenants_prompts(busy_server: ServerProcess) -> None:
     with ThreadPoolExecutor() as threads:
         large: Future[httpx.Response] = threads.submit(ask, busy_server, MANY, "many")
         busy_server.wait_until(lambda status: len(status["requests"]) == 1 and status["engine"]["num_running"] == 4)

@@ -18,8 +18,9 @@ from tests.memory.world_size import WorldSize
 
 
 def make(num_blocks: int = 4, host_blocks: int = 2, num_groups: int = 1) -> tuple[KVCacheManager, DiskTier]:
-    """Return a manager of blocks of 2 tokens, with its archive."""
-    specs: list[KVCacheSpec] = [FullAttention(block_size=2), SlidingWindow(block_size=2, window=3)][:num_groups]
+    """Return a manager of blocks of 2 tokens, with its disk tier."""
+    both: list[KVCacheSpec] = [FullAttention(block_size=2), SlidingWindow(block_size=2, window=3)]
+    specs = both[:num_groups]
     host_bytes = (host_blocks + 1) * specs[0].bytes_per_block
     memory = KVCacheManager(specs, num_blocks, host_bytes=host_bytes, has_disk=True)
     assert memory.archive is not None

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.execution.sampling import row_sampling as row_draws
+from quire.execution.sampling import row_sampling
 from quire.execution.sampling import sampler as sampler_module
 from quire.execution.sampling.row_sampling import BAD_LOGITS
 from quire.execution.sampling.sampler import Sampler
@@ -244,5 +244,5 @@ def test_wrong_rules_are_caught(rule: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.slow
 def test_one_random_number_for_all_rows_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_draws, "uniform", lambda seed, sample_idx, _: uniform(seed, sample_idx, 0))
+    monkeypatch.setattr(row_sampling, "uniform", lambda seed, sample_idx, _: uniform(seed, sample_idx, 0))
     assert surprise(pairs_drawn((2, 1))) > CRITICAL

@@ -19,7 +19,7 @@ from quire.structured.grammar_budget import LIMIT_S, STEP_S, GrammarAccount, Gra
 from quire.structured.grammar_cache import GrammarCache
 from quire.structured.grammar_state import RUN_PART, TOO_SLOW
 from quire.structured.mask_filler import GrammarStates
-from tests.execution.grammar_world import NUM_IDS, new_sequence, tokenizer
+from tests.structured.grammar_world import NUM_IDS, new_sequence, tokenizer
 
 CPU = torch.device("cpu")
 
@@ -172,7 +172,7 @@ def test_masks_that_take_too_long_end_their_requests_and_no_others(monkeypatch: 
     assert world.clocks["regex"].now_s <= 2 * LIMIT_S + world.step_idx * STEP_S + STEP_S * 1.5
 
 
-def test_hundreds_of_requests_of_one_grammar_hold_up_a_step_as_little_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_requests_of_one_grammar_share_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, {"regex": masks_cost(0.01)})
     for seq_id in range(200):
         world.add(seq_id, "regex")
@@ -194,7 +194,7 @@ def test_forced_tokens_that_take_too_long_end_in_the_middle(monkeypatch: pytest.
     assert world.clocks["compact"].calls.count("try_consume_tokens") <= LIMIT_S / 0.01 + world.step_idx + RUN_PART
 
 
-def test_an_output_that_is_gone_through_again_is_not_charged_for_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replaying_an_output_is_not_charged(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, {"regex": lambda _: 50e-6})
     output = tuple(world.grammar_cache._tokenizer.tokenize_str("ab" * 4))
     new = world.new_sequence("regex")._replace(token_ids=(3, 4, *output))

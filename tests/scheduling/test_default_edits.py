@@ -13,7 +13,7 @@ from quire.scheduling import Scheduler, registry
 from quire.scheduling.plan import ItemResult, ScheduledSequence, StepPlan
 from quire.scheduling.scheduler import SequenceEvent
 from quire.sequences.strategy import Append
-from tests.scheduling.rig import Outcome, Setting, run
+from tests.scheduling.harness import Outcome, Setting, run
 from tests.scheduling.test_random_runs import random_jobs
 
 SETTINGS = {

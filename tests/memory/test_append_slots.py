@@ -25,7 +25,7 @@ WORLDS: dict[str, Callable[[], KVCacheManager]] = {
 
 
 def append_in_turn(memory: KVCacheManager, seq_ids: list[int]) -> int:
-    """Do what `append_slot_to_each` does, with the verb for one sequence."""
+    """Do what `append_slots` does for many, with one call a sequence."""
     for position, seq_id in enumerate(seq_ids):
         if not memory.append_slots((seq_id,), 1):
             return position

@@ -97,7 +97,7 @@ def test_a_lockstep_group_that_lacks_one_block_gets_none() -> None:
     assert memory.usage().num_copies == 2
 
 
-def test_who_does_not_belong_keeps_its_share() -> None:
+def test_sequences_outside_the_group_keep_their_share() -> None:
     """A holder from outside the group: then even the last of the group needs a copy."""
     memory = memory_of((FULL,), 3)
     chain = memory.chain([1, 2], Namespace())

@@ -12,9 +12,9 @@ pytest.importorskip("llguidance", reason="the extra structured is not installed"
 from quire.execution.sampling.sampler import Sampler
 from quire.memory.results import NO_OPS
 from quire.scheduling.plan import ScheduledSequence, StepPlan
-from quire.structured import mask_filler as constraint_masks
+from quire.structured import mask_filler
 from quire.structured.mask_filler import GrammarStates
-from tests.execution.grammar_world import NUM_IDS, WANTED, fresh, grammar_cache, new_sequence
+from tests.structured.grammar_world import NUM_IDS, WANTED, fresh, grammar_cache, new_sequence
 
 NAMES = sorted(set(WANTED) - {"dead"})
 
@@ -43,7 +43,7 @@ def decode(*, uses_thread: bool) -> list[list[int]]:
     return list(outputs.values())
 
 
-def test_who_fills_the_masks_makes_no_difference() -> None:
+def test_masks_do_not_depend_on_the_filling_thread() -> None:
     beside, before = decode(uses_thread=True), decode(uses_thread=False)
     assert beside == before
     assert all(len(output) > 3 for output in beside)
@@ -54,13 +54,13 @@ def test_who_fills_the_masks_makes_no_difference() -> None:
 @pytest.mark.parametrize("uses_thread", [True, False])
 def test_masks_are_filled_where_there_is_a_core_for_them(uses_thread: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     threads = []
-    fill = constraint_masks._fill
+    fill = mask_filler._fill
 
     def watched(*given: object) -> None:
         threads.append(threading.current_thread())
         fill(*given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(constraint_masks, "_fill", watched)
+    monkeypatch.setattr(mask_filler, "_fill", watched)
     decode(uses_thread=uses_thread)
     assert threads
     assert {thread is threading.current_thread() for thread in threads} == {not uses_thread}

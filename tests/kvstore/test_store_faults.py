@@ -18,7 +18,7 @@ import pytest
 from quire.errors import ConfigError
 from quire.kvstore.folder import StoreFolder
 from quire.kvstore.record import pack, record_key, seal, unpack
-from tests.execution.stores import MAX_BYTES, PAYLOAD_BYTES, fetch, fill, found, make_block, open_store, payload_of
+from tests.kvstore.stores import MAX_BYTES, PAYLOAD_BYTES, fetch, fill, found, make_block, open_store, payload_of
 
 
 def test_a_flipped_byte_anywhere_in_a_record_is_found() -> None:
@@ -194,7 +194,7 @@ def test_where_nothing_can_be_written_nothing_is_lost(tmp_path: Path) -> None:
 WRITER = """
 import sys
 from pathlib import Path
-from tests.execution.stores import make_block, open_store, payload_of
+from tests.kvstore.stores import make_block, open_store, payload_of
 store = open_store(Path(sys.argv[1]))
 print("ready", flush=True)
 number = 0

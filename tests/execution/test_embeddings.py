@@ -33,7 +33,7 @@ def rows(
     return dict(zip(found[0].tolist(), found[1].tolist(), strict=True))
 
 
-def test_a_step_has_the_rows_of_its_tokens_whatever_is_beside_them() -> None:
+def test_a_step_has_the_embedding_rows_of_its_own_tokens() -> None:
     for cut in range(1, 12):
         open_media = MultimodalEmbeddings(torch.device("cpu"))
         first = rows(open_media, item(0, 0, 3, ()), item(1, 0, cut, MEDIA)) or {}

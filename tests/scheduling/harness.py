@@ -133,7 +133,7 @@ class Outcome:
 
 
 @dataclass
-class Rig:
+class Harness:
     """An engine without text: adds, plans, executes, advances, and has everything audited.
 
     Args:
@@ -275,43 +275,45 @@ def run(jobs: list[Job], setting: Setting, *, is_audited: bool = True) -> Outcom
 
     The seed of a job is its place in the list.
     """
-    rig = Rig(setting, is_audited)
+    harness = Harness(setting, is_audited)
     added: dict[int, Request] = {}
     by_arrival = sorted(range(len(jobs)), key=lambda i: (jobs[i].arrives_at, i))
     most_steps = 200 + 40 * sum(len(job.prompt) + (job.beam_width or job.n) * job.max_tokens for job in jobs)
     last_event = max((job.arrives_at for job in jobs), default=0)
-    while rig.tick <= last_event or rig.scheduler.has_unfinished:
-        assert rig.tick < most_steps, "the run does not end"
+    while harness.tick <= last_event or harness.scheduler.has_unfinished:
+        assert harness.tick < most_steps, "the run does not end"
         for i in by_arrival:
-            if jobs[i].arrives_at == rig.tick:
-                added[i] = rig.add(jobs[i], seed=i)
+            if jobs[i].arrives_at == harness.tick:
+                added[i] = harness.add(jobs[i], seed=i)
         for i, request in added.items():
-            if jobs[i].abort_at == rig.tick and not jobs[i].abort_while_running:
-                rig.abort(request)
-        plan = rig.plan()
+            if jobs[i].abort_at == harness.tick and not jobs[i].abort_while_running:
+                harness.abort(request)
+        plan = harness.plan()
         for i, request in added.items():
-            if jobs[i].abort_at == rig.tick and jobs[i].abort_while_running:
-                rig.abort(request)
-        rig.finish_step(plan)
+            if jobs[i].abort_at == harness.tick and jobs[i].abort_while_running:
+                harness.abort(request)
+        harness.finish_step(plan)
     # What was closed since the last step is told with the next one: somebody else's, who then leaves.
-    passer_by = rig.add(Job(prompt=(0,)), seed=len(jobs))
-    assert len(rig.plan().finished_ids) == rig.executor.num_open, "the data plane is not told of all that are gone"
-    rig.abort(passer_by)
-    usage = rig.memory.usage()
+    passer_by = harness.add(Job(prompt=(0,)), seed=len(jobs))
+    assert len(harness.plan().finished_ids) == harness.executor.num_open, (
+        "the data plane is not told of all that are gone"
+    )
+    harness.abort(passer_by)
+    usage = harness.memory.usage()
     assert usage.used == 0, "M11: blocks are held by nobody"
     assert usage.host is None or usage.host.used == 0, "M11: host blocks are held by nobody"
-    assert not rig.scheduler.requests
-    assert not rig.scheduler.sequences
+    assert not harness.scheduler.requests
+    assert not harness.scheduler.sequences
     outputs = [outputs_of(added[i]) for i in range(len(jobs))]
     requests = [added[i] for i in range(len(jobs))]
-    return Outcome(outputs, requests, rig.scheduler, rig.executor, rig.tick, rig.peak_blocks)
+    return Outcome(outputs, requests, harness.scheduler, harness.executor, harness.tick, harness.peak_blocks)
 
 
-def finish_all(rig: Rig) -> None:
+def finish_all(harness: Harness) -> None:
     """Step until everybody has ended; nothing is held."""
-    while rig.scheduler.has_unfinished:
-        rig.step()
-    usage = rig.memory.usage()
+    while harness.scheduler.has_unfinished:
+        harness.step()
+    usage = harness.memory.usage()
     assert usage.used == 0
     assert usage.host is None or usage.host.used == 0
 

@@ -19,7 +19,7 @@ from quire.sequences.structured import GrammarSource, StructuredOutputs
 from quire.structured.compile_sandbox import CompileSandbox
 from quire.structured.grammar_cache import GrammarCache
 from quire.structured.grammar_compiler import MAX_SANDBOXES, GrammarCompiler
-from tests.execution.grammar_world import NUM_IDS, tokenizer
+from tests.structured.grammar_world import NUM_IDS, tokenizer
 
 TEXT = str(tokenizer().to_str())
 # The remainders of a million numbers are the states of an automaton.

@@ -7,13 +7,13 @@ from collections import OrderedDict
 
 import pytest
 
-from quire.memory.pool import idle_queue as rest_queue
+from quire.memory.pool import idle_queue as idle_queue_module
 from quire.memory.pool.idle_queue import IdleQueue, Ticker
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_it_is_an_ordered_dictionary_of_moments(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rest_queue, "MOST_STALE", seed)
+    monkeypatch.setattr(idle_queue_module, "MOST_STALE", seed)
     rng, clock = random.Random(seed), Ticker()
     queue, twin = IdleQueue(clock), OrderedDict[int, int]()
     for _ in range(400):
@@ -53,5 +53,8 @@ def test_what_left_does_not_pile_up() -> None:
     for start in range(0, 50_000, 50):
         queue.add(range(start, start + 50))
         queue.discard(range(start + 1, start + 50))
-        assert sum(len(batch.numbers) for batch in queue._batches.values()) <= 4 * len(queue) + rest_queue.MOST_STALE
+        assert (
+            sum(len(batch.numbers) for batch in queue._batches.values())
+            <= 4 * len(queue) + idle_queue_module.MOST_STALE
+        )
     assert len(queue) == 1000

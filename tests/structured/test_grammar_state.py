@@ -21,7 +21,7 @@ from quire.structured.grammar_cache import (
     import_llguidance,
 )
 from quire.structured.grammar_state import DEAD_END, MAX_RUN, GrammarState
-from tests.execution.grammar_world import (
+from tests.structured.grammar_world import (
     END,
     NUM_IDS,
     NUM_WORDS,
@@ -170,7 +170,7 @@ def test_forced_text_is_written_as_the_tokenizer_writes_it() -> None:
     assert len(run) > 1
 
 
-def test_what_something_else_may_forbid_or_measures_is_drawn_from_one_token() -> None:
+def test_forced_runs_are_single_tokens_beside_processors_and_logprobs() -> None:
     brace = VOCAB.index("{")
     assert len(grammar_state("compact").append((brace,))) > 1
     for params in (

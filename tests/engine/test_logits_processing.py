@@ -87,7 +87,7 @@ def test_a_processor_steers_its_own_request_only(llm: LLM) -> None:
     assert "fail raised ValueError: no taste" in (failed.error or "")
 
 
-def test_what_cannot_be_is_refused_before_it_costs_anything(llm: LLM) -> None:
+def test_impossible_options_are_refused_before_any_step(llm: LLM) -> None:
     assert llm.tokenizer is not None
     (fox,) = {tuple(llm.tokenizer.encode(" x", add_special_tokens=False))}
     bare = LLM(num_kv_blocks=16, num_threads=1, max_model_len=64, skip_tokenizer_init=True)

@@ -53,7 +53,7 @@ def test_a_time_in_which_nobody_waited_says_nothing() -> None:
     assert departures.wait_s(10) == 5
 
 
-def test_a_server_that_became_slow_says_so_before_the_next_request_has_left() -> None:
+def test_the_retry_estimate_grows_before_the_next_departure() -> None:
     departures, clock = measured(0.5)
     clock.now_s += 4
     assert departures.wait_s(10) == 40
