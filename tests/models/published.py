@@ -5,6 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 
+def rope_parameter(config: Any, name: str) -> float:
+    """Return a rotary parameter of one of transformers' configurations, which type it as possibly missing."""
+    return float(config.rope_parameters[name])
+
+
 def llama(width: int, layers: int, heads: int, kv_heads: int, mlp: int, vocab: int, **more: Any) -> dict[str, Any]:
     """Return the configuration of a model of Llama's layout."""
     return {

@@ -23,7 +23,7 @@ from quire.models.spec import Experts, GatedMLP, ModelSpec, RMSNorm
 from quire.ops.interface import Activation, Linear
 from quire.ops.quantized_weight import StoredWeight
 from quire.ops.torch_ops import TorchOps
-from tests.models.published import CONFIGS
+from tests.models.published import CONFIGS, rope_parameter
 from tests.models.test_conformance import assert_same
 from tests.models.tiny import CASES, SHAPE, PagedRun, random_tokens, reference_logits, stored_buffers
 
@@ -221,7 +221,7 @@ def test_what_configurations_say_of_experts() -> None:
     beside = read("Gemma 4 26B A4B").layers[29].ffn
     assert beside.mlp == GatedMLP(2112, activation="gelu_tanh")
     assert (beside.experts.num_experts, beside.experts.num_chosen, beside.experts.width) == (128, 8, 704)
-    assert read("Mixtral 8x7B").layers[0].mixer.rope.theta == transformers.MixtralConfig().rope_parameters["rope_theta"]
+    assert read("Mixtral 8x7B").layers[0].mixer.rope.theta == rope_parameter(transformers.MixtralConfig(), "rope_theta")
 
 
 @pytest.mark.parametrize(

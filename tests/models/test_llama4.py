@@ -18,7 +18,7 @@ from quire.models.rope import RotaryEmbedding, query_scales, turning_order
 from quire.models.rotations import Llama3Scaling, Rope, Temperature
 from quire.models.spec import Attention, Experts, GatedMLP, ModelSpec, RMSNorm
 from quire.ops.reference import rotary
-from tests.models.published import CONFIGS
+from tests.models.published import CONFIGS, rope_parameter
 from tests.models.test_conformance import assert_same
 from tests.models.tiny import CASES, SHAPE, PagedRun, random_tokens, reference_logits
 
@@ -43,7 +43,7 @@ def test_what_configurations_leave_out() -> None:
     assert spec.max_position == theirs.max_position_embeddings
     chunks = [layer.mixer.chunk for layer in spec.layers if isinstance(layer.mixer, Attention)]
     assert chunks == [8192 if kind == "chunked_attention" else None for kind in theirs.layer_types]
-    rope = Rope(theirs.rope_parameters["rope_theta"], interleaved=True)
+    rope = Rope(rope_parameter(theirs, "rope_theta"), interleaved=True)
     norm = RMSNorm(1e-5, learned=False)
     assert spec.layers[0].mixer == Attention(40, 8, 128, rope, qk_norm=norm, chunk=8192)
     temperature = Temperature(theirs.floor_scale, theirs.attn_scale)

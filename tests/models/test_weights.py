@@ -202,7 +202,7 @@ def test_auto_keeps_the_dtype_of_the_checkpoint(
     assert choose_dtype(option, Checkpoint.open(str(folder))) == expected
 
 
-def test_auto_looks_at_most_of_the_numbers_where_the_configuration_is_silent(folder: Path) -> None:
+def test_auto_takes_the_dtype_of_most_weights(folder: Path) -> None:
     reconfigure(folder, dtype=None, torch_dtype=None)
     rewrite(folder, lambda tensors: tensors.update({n: t.bfloat16() for n, t in tensors.items() if t.ndim == 2}))
     assert choose_dtype("auto", Checkpoint.open(str(folder))) == torch.bfloat16

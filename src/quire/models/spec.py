@@ -9,7 +9,7 @@ from quire.models.recurrent_spec import GatedDeltaNet as GatedDeltaNet
 from quire.models.recurrent_spec import Mamba2 as Mamba2
 from quire.models.recurrent_spec import ShortConv as ShortConv
 from quire.models.recurrent_spec import StateCacheShape as StateCacheShape
-from quire.models.rotations import Rope, Temperature
+from quire.models.rotations import LongRopeScaling, Rope, Temperature
 
 if TYPE_CHECKING:  # planning reads configurations without torch
     from quire.ops.interface import Activation
@@ -63,6 +63,7 @@ class Attention:
         source: the earlier layer whose keys and values are read; None for the layer's own.
         output_gate: True where the output is multiplied by the sigmoid of gates, which are projected with the queries.
         temperature: factor of queries after norm and rotation; None for none.
+        sinks: whether each query head has a learned sink: one more score in its softmax, without a value.
     """
 
     num_heads: int
@@ -79,6 +80,14 @@ class Attention:
     source: int | None = None
     output_gate: bool = False
     temperature: Temperature | None = None
+    sinks: bool = False
+
+    def for_context(self, length: int) -> Attention:
+        """Return the layer of a model that serves contexts of at most `length` tokens: see `LongRopeScaling`."""
+        if self.rope is None or not isinstance(self.rope.scaling, LongRopeScaling):
+            return self
+        scaling = replace(self.rope.scaling, is_long=length > self.rope.scaling.original_max_position)
+        return replace(self, rope=replace(self.rope, scaling=scaling))
 
     @property
     def cache(self) -> TokenCacheShape | None:
@@ -263,6 +272,9 @@ class ModelSpec:
         logit_scale: factor of logits.
         logit_cap: logits then become `logit_cap * tanh(logits / logit_cap)`; None leaves them.
         per_layer_inputs: inputs of every layer besides the hidden state, or None.
+        mtp: layer of the checkpoint's head for multi-token prediction (MTP); None without one.
+        is_mtp: True where the model is such a head: it sees a hidden state beside each token, keeps the last one of a
+            sequence, and has the embedding and the output head of another model.
     """
 
     vocab_size: int
@@ -275,6 +287,22 @@ class ModelSpec:
     logit_scale: float = 1.0
     logit_cap: float | None = None
     per_layer_inputs: PerLayerInputs | None = None
+    mtp: LayerSpec | None = None
+    is_mtp: bool = False
+
+    def for_context(self, length: int) -> ModelSpec:
+        """Return the model as it serves contexts of at most `length` tokens."""
+        layers = (
+            replace(layer, mixer=layer.mixer.for_context(length)) if isinstance(layer.mixer, Attention) else layer
+            for layer in self.layers
+        )
+        return replace(self, layers=tuple(layers))
+
+    @property
+    def has_long_factors(self) -> bool:
+        """True where keys are rotated by the long factors of a LongRoPE scaling."""
+        ropes = (part.rope for layer in self.layers for part in layer.parts if isinstance(part, Attention))
+        return any(rope and isinstance(rope.scaling, LongRopeScaling) and rope.scaling.is_long for rope in ropes)
 
     @property
     def last_cached_layer(self) -> int:
@@ -287,7 +315,8 @@ class ModelSpec:
         """The cache groups in the order of their first layers, those of tokens before those of states."""
         cache = [mixer.cache for layer in self.layers for mixer in layer.parts if mixer.cache is not None]
         kinds = sorted(dict.fromkeys(cache), key=lambda each: isinstance(each, StateCacheShape))
-        return tuple(LayerGroup(cache.count(each), each) for each in kinds)
+        groups = tuple(LayerGroup(cache.count(each), each) for each in kinds)
+        return (*groups, LayerGroup(1, StateCacheShape(1, self.width))) if self.is_mtp else groups
 
     @property
     def cache_positions(self) -> tuple[tuple[tuple[int, int], ...], ...]:
