@@ -70,7 +70,7 @@ def assert_one_call_is_the_same(block: Any, ops: NativeOps, dtype: torch.dtype =
     start = randn(len(x), WIDTH, dtype=dtype, seed=98)
     expected = [block.mix(x, start), block.mix(x), block.mix(x, None, start.flip(0).contiguous())]
     block.fuse(ops)
-    assert isinstance(block._fused, NativeExperts)
+    assert isinstance(block.fused, NativeExperts)
     found = [block.mix(x, start), block.mix(x), block.mix(x, None, start.flip(0).contiguous())]
     for one, other in zip(found[:2], expected[:2], strict=True):
         tolerance = 1e-2 if dtype == BF16 else 1e-5
@@ -123,4 +123,4 @@ def test_products_of_torch_are_not_fused() -> None:
     ops = native_ops("portable", "plain")
     block = make_block(ops, {}, dtype=torch.float32)
     block.fuse(ops)
-    assert block._fused is None
+    assert block.fused is None

@@ -31,6 +31,7 @@ class ExpertsBlock:
         new_norm: function that makes the norm of a specification.
 
     Attributes:
+        fused: the block as one call of the backend, which `fuse` sets; None for the operations one by one.
         slots: "router", "gate_up", "down" and, where there are such, "router_norm", "choice_bias", "expert_scales",
             "shared.gate_up", "shared.down" and "shared.gate".
     """
@@ -57,7 +58,7 @@ class ExpertsBlock:
             if getattr(experts, name):
                 fill = partial(self._fill, f"_{name}")
                 self.slots[f"{name}.weight"] = WeightSlot((experts.num_experts,), fill, dtype=torch.float32)
-        self._fused: FusedExperts | None = None
+        self.fused: FusedExperts | None = None
         self._shared: GatedMLPBlock | None = None
         self._shared_gate: Projection | None = None
         if experts.shared_width:
@@ -75,7 +76,7 @@ class ExpertsBlock:
         """Let `ops` run the block by one call, if it does; all weights are there."""
         experts, shared = self._experts, None if self._shared is None else self._shared.dense
         assert self._shared is None or shared is not None, "a shared expert is added as it is"
-        self._fused = ops.fuse_experts(
+        self.fused = ops.fuse_experts(
             RoutedExperts(
                 self._router.run,
                 self._gate_up.runs,
@@ -111,8 +112,8 @@ class ExpertsBlock:
         experts, routed = self._experts, x if routed is None else routed
         if self._router_norm is not None:
             routed = self._router_norm(routed)
-        if self._fused is not None:
-            return self._fused(x, routed, start)
+        if self.fused is not None:
+            return self.fused(x, routed, start)
         chosen, scores = choose(self._router.run(routed), experts, self._choice_bias, self._expert_scales)
         # In float32 and always in the order of the experts: a row gets the same, whatever rows are beside it.
         total = self._begin(x, start)
