@@ -19,6 +19,7 @@ from quire.config import CACHE_DTYPES
 from quire.memory import ChunkedLocal, FullAttention, RecurrentState, SlidingWindow
 from quire.models.cache_layout import cache_specs
 from quire.models.families import build
+from quire.models.quantization_config import without_quantization
 from quire.models.spec import Attention, LayerSpec
 from tests.models.published import CONFIGS
 
@@ -43,6 +44,9 @@ EXPECTED: dict[str, tuple[list[tuple[str, int]], int]] = {
     "Llama 4 Scout": ([("chunk 8192", 36 * 4 * KIB), ("all", 12 * 4 * KIB)], 0),
     "Mixtral 8x7B": ([("all", 32 * 4 * KIB)], 0),
     "Qwen3 30B A3B": ([("all", 48 * 2 * KIB)], 0),
+    "Phi-3.5 mini": ([("all", 32 * 12 * KIB)], 0),
+    "Phi-4 mini": ([("all", 32 * 4 * KIB)], 0),
+    "gpt-oss 20B": ([("128", 12 * 2 * KIB), ("all", 12 * 2 * KIB)], 0),
     # Two inputs of 2,048 values.
     "LFM2 1.2B": ([("all", 6 * 2 * KIB)], 10 * 2 * 2048 * 2),
     # 48 heads of 32 x 128 in float32; three inputs of the heads and of two projections to 128.
@@ -59,7 +63,7 @@ def test_published_models(name: str) -> None:
     groups, state_bytes = EXPECTED[name]
     found = []
     found_bytes = 0
-    for spec in cache_specs(build(CONFIGS[name])[0], 16, BF16, 2):
+    for spec in cache_specs(build(without_quantization(CONFIGS[name]))[0], 16, BF16, 2):
         match spec:
             case RecurrentState():
                 found_bytes += spec.bytes_per_block
