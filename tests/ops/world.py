@@ -82,7 +82,7 @@ class World:
             vectors = randn(history, 3, 2, num_kv_heads, head_dim, dtype=dtype, device=device, seed=seq)
             element = self.kv.data.dtype
             slots = narrowed(vectors, element) if element in WIDENED else vectors.to(element)
-            slots = slots.view(torch.uint8).reshape(*slots.shape, -1)
+            slots = slots.view(torch.uint8).reshape(*slots.shape, element.itemsize)
             data = self.kv.data.view(torch.uint8)
             data = data.view(*data.shape[:-1], slots.shape[-2], -1)
             data[blocks[live], :, :, :, offsets[live]] = slots[live]

@@ -84,14 +84,14 @@ class Decoder:
         dtype: dtype of weights, hidden states and cache.
 
     Attributes:
-        ops, spec, dtype: the arguments of these names.
+        ops, spec, dtype, device: the arguments of these names.
     """
 
     def __init__(self, spec: ModelSpec, *, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
         self.spec = spec
         self.ops = ops
         self.dtype = dtype
-        self._device = device
+        self.device = device
         self._embed: Callable[[Tensor], Tensor]
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
         self._head = Projection(spec.width, spec.vocab_size, False, ops, min_bits=6)
@@ -173,18 +173,23 @@ class Decoder:
         match mixer:
             case Attention():
                 block = AttentionBlock if mixer.source is None else SharedAttentionBlock
-                return block(mixer, *arguments, self.dtype, self._device)
+                return block(mixer, *arguments, self.dtype, self.device)
             case ShortConv():
-                return ShortConvBlock(mixer, *arguments, self._device)
+                return ShortConvBlock(mixer, *arguments, self.device)
             case Mamba2():
-                return Mamba2Block(mixer, *arguments, self._device)
+                return Mamba2Block(mixer, *arguments, self.device)
             case GatedDeltaNet():
-                return GatedDeltaNetBlock(mixer, *arguments, self._device)
+                return GatedDeltaNetBlock(mixer, *arguments, self.device)
 
     @property
     def cache_groups(self) -> tuple[LayerGroup, ...]:
         """Layer groups, in the order of storages and attention batches."""
         return self.spec.cache_groups
+
+    @property
+    def ends(self) -> tuple[Callable[[Tensor], Tensor], Norm, Projection]:
+        """The embedding, the last norm and the output head."""
+        return self._embed, self._norm, self._head
 
     @property
     def kernels(self) -> str:
@@ -229,7 +234,7 @@ class Decoder:
         if isinstance(tensor, StoredWeight) and slot.fill_stored is not None:
             slot.fill_stored(tensor)
         else:
-            slot.fill((tensor.dequantize() if isinstance(tensor, StoredWeight) else tensor).to(self._device))
+            slot.fill((tensor.dequantize() if isinstance(tensor, StoredWeight) else tensor).to(self.device))
         if not self._missing and isinstance(self.ops, FusesLayers):
             layers = self._dense_layers()
             self._fused = None if layers is None else self.ops.fuse_layers(layers)

@@ -75,8 +75,10 @@ class ParameterCounts(NamedTuple):
 
 def estimate_parameters(spec: ModelSpec) -> ParameterCounts:
     """Estimate the parameters of a model."""
-    embedding = spec.vocab_size * spec.width
+    embedding = 0 if spec.is_mtp else spec.vocab_size * spec.width
     tables, projections = embedding, sum(_layer(layer, spec.width) for layer in spec.layers)
+    if spec.is_mtp:
+        projections += 2 * spec.width**2
     if spec.per_layer_inputs is not None:
         # One table; one projection of the embedding; a gate and a projection in each layer.
         columns = len(spec.layers) * spec.per_layer_inputs.width

@@ -276,6 +276,9 @@ class ModelSpec:
         logit_scale: factor of logits.
         logit_cap: logits then become `logit_cap * tanh(logits / logit_cap)`; None leaves them.
         per_layer_inputs: inputs of every layer besides the hidden state, or None.
+        mtp: layer of the checkpoint's head for multi-token prediction (MTP); None without one.
+        is_mtp: True where the model is such a head: it sees a hidden state beside each token, keeps the last one of a
+            sequence, and has the embedding and the output head of another model.
     """
 
     vocab_size: int
@@ -288,6 +291,8 @@ class ModelSpec:
     logit_scale: float = 1.0
     logit_cap: float | None = None
     per_layer_inputs: PerLayerInputs | None = None
+    mtp: LayerSpec | None = None
+    is_mtp: bool = False
 
     def for_context(self, length: int) -> ModelSpec:
         """Return the model as it serves contexts of at most `length` tokens."""
@@ -314,7 +319,8 @@ class ModelSpec:
         """The cache groups in the order of their first layers, those of tokens before those of states."""
         cache = [mixer.cache for layer in self.layers for mixer in layer.parts if mixer.cache is not None]
         kinds = sorted(dict.fromkeys(cache), key=lambda each: isinstance(each, StateCacheShape))
-        return tuple(LayerGroup(cache.count(each), each) for each in kinds)
+        groups = tuple(LayerGroup(cache.count(each), each) for each in kinds)
+        return (*groups, LayerGroup(1, StateCacheShape(1, self.width))) if self.is_mtp else groups
 
     @property
     def cache_positions(self) -> tuple[tuple[tuple[int, int], ...], ...]:

@@ -65,6 +65,23 @@ def _gemma4(tensors: Tensors, _config: Config) -> Tensors:
     return changed
 
 
+# The head for multi-token prediction is a block behind the last layer.
+MTP_NAMES: Final = {
+    "mtp.layers.0.": "model.layers.{}.",
+    "mtp.fc.": "blk.{}.nextn.eh_proj.",
+    "mtp.pre_fc_norm_embedding.": "blk.{}.nextn.enorm.",
+    "mtp.pre_fc_norm_hidden.": "blk.{}.nextn.hnorm.",
+    "mtp.norm.": "blk.{}.nextn.shared_head_norm.",
+}
+
+
+def _mtp_name(name: str, num_layers: int) -> str:
+    for prefix, stored in MTP_NAMES.items():
+        if name.startswith(prefix):
+            return stored.format(num_layers) + name.removeprefix(prefix)
+    return name
+
+
 def _tile_value_heads(tensors: Tensors, config: Config) -> Tensors:
     """Tile value heads over the key heads, and make the other changes of delta nets."""
     num_key_heads, dim = config["linear_num_key_heads"], config["linear_value_head_dim"]
@@ -78,7 +95,8 @@ def _tile_value_heads(tensors: Tensors, config: Config) -> Tensors:
         return torch.cat([values[:num_rows], tiled(values[num_rows:], dim)])
 
     changed = {}
-    for name, values in tensors.items():
+    for stored_name, values in tensors.items():
+        name = _mtp_name(stored_name, config["num_hidden_layers"])
         part = name.rpartition("linear_attn.")[2]
         if part.startswith("in_proj_qkv"):
             values = tiled_end(values)

@@ -42,7 +42,7 @@ ARCHITECTURES: Final[dict[str, Callable[[Config], MODEL_ARCH]]] = {
 
 def add_fields(writer: GGUFWriter, config: Config, architecture: MODEL_ARCH) -> None:
     """Write the fields of all architectures, then those of one."""
-    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_block_count(config["num_hidden_layers"] + config.get("mtp_num_hidden_layers", 0))
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_vocab_size(config["vocab_size"])
@@ -161,6 +161,8 @@ def _qwen3_5(writer: GGUFWriter, config: Config) -> None:
     writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
     writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
     writer.add_full_attention_interval(4)
+    if "mtp_num_hidden_layers" in config:
+        writer.add_nextn_predict_layers(config["mtp_num_hidden_layers"])
     fraction = config["rope_parameters"].get("partial_rotary_factor", 0.25)
     writer.add_rope_dimension_count(int(config["head_dim"] * fraction))
     writer.add_rope_dimension_sections([11, 11, 10, 0])

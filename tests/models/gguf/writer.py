@@ -41,7 +41,8 @@ def write_gguf(folder: Path, out: Path, type_of: TypeOf, *, pre: str = "default"
     """
     config = AutoConfig.from_pretrained(folder).to_dict()
     architecture = ARCHITECTURES[config["architectures"][0]](config)
-    name_map = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
+    num_blocks = config["num_hidden_layers"] + config.get("mtp_num_hidden_layers", 0)
+    name_map = gguf.get_tensor_name_map(architecture, num_blocks)
     writer = GGUFWriter(out, gguf.MODEL_ARCH_NAMES[architecture])
     writer.add_type(gguf.GGUFType.MODEL)
     add_fields(writer, config, architecture)

@@ -50,7 +50,10 @@ def qwen3_5_moe(config: HFConfig, prefix: str = "model") -> tuple[ModelSpec, Wei
         shared_gate=True,
     )
     spec, names = with_experts(
-        qwen3_5(config.changed({"num_experts": 0, "intermediate_size": experts.width}), prefix),
+        # A head for multi-token prediction is read without experts only.
+        qwen3_5(
+            config.changed({"num_experts": 0, "intermediate_size": experts.width, "mtp_num_hidden_layers": 0}), prefix
+        ),
         experts,
         range(config.integer("num_hidden_layers")),
         "mlp",

@@ -69,7 +69,7 @@ def read_architecture(
     _, weight_map = build(config)
     changes = architecture.changes(config)
     return config, {
-        source: find_sources(architecture, changes, source, shapes)
+        source: find_sources(architecture, changes, architecture.renamed(config, source), shapes)
         for sources in weight_map.values()
         for source in sources
     }

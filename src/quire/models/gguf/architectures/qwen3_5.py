@@ -39,6 +39,15 @@ LAYER: Final = {
     "linear_attn.A_log": "ssm_a",
     "linear_attn.dt_bias": "ssm_dt.bias",
 }
+# The head for multi-token prediction: a block behind the last layer, with what the layer lacks under names of its own.
+MTP: Final = {
+    "mtp.layers.0.": "",
+    "mtp.fc.": "eh_proj.",
+    "mtp.pre_fc_norm_embedding.": "enorm.",
+    "mtp.pre_fc_norm_hidden.": "hnorm.",
+    "mtp.norm.": "shared_head_norm.",
+}
+MTP_LAYER: Final = {name: f"nextn.{name}" for name in ("eh_proj", "enorm", "hnorm", "shared_head_norm")}
 EXPERTS: Final = {"mlp.gate": "ffn_gate_inp", **expert_names("mlp.experts"), **SHARED_EXPERT}
 # Norms whose weights are stored plus one: all but those in delta nets.
 NORMS: Final = (
@@ -47,6 +56,9 @@ NORMS: Final = (
     "post_attention_layernorm.weight",
     "self_attn.q_norm.weight",
     "self_attn.k_norm.weight",
+    "enorm.weight",
+    "hnorm.weight",
+    "shared_head_norm.weight",
 )
 
 
@@ -67,15 +79,22 @@ def _read_moe(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Conf
 
 def _read_layers(metadata: Metadata, shapes: Shapes, config: Config) -> Config:
     """Read what layers have besides their FFN."""
-    # The layers for multi-token prediction come last and are not part of the decoder.
+    # The layers for multi-token prediction come last and are not part of the decoder. Some files count them only.
     num_blocks = metadata.num_blocks
-    num_layers = num_blocks - metadata.integer("nextn_predict_layers", 0, least=0, most=num_blocks - 1)
+    num_mtp_layers = metadata.integer("nextn_predict_layers", 0, least=0, most=num_blocks - 1)
+    num_layers = num_blocks - num_mtp_layers
+    mtp: Config = {}
+    if f"blk.{num_layers}.nextn.eh_proj.weight" in shapes:
+        own = has_tensor(shapes, "nextn.embed_tokens.weight") or has_tensor(shapes, "nextn.shared_head_head.weight")
+        mtp = {"mtp_num_hidden_layers": num_mtp_layers, "mtp_use_dedicated_embeddings": own}
     num_value_heads, inner = metadata.integer("ssm.time_step_rank"), metadata.integer("ssm.inner_size")
     if inner % num_value_heads:
         raise metadata.wrong("ssm.inner_size", inner, f"a multiple of ssm.time_step_rank ({num_value_heads})")
     is_recurrent = layers_with(shapes, num_layers, "ssm_out.weight")
     rope = {"partial_rotary_factor": turned_fraction(metadata, config["head_dim"])}
-    return config | {
+    return {
+        **config,
+        **mtp,
         "num_hidden_layers": num_layers,
         "rope_parameters": config["rope_parameters"] | rope,
         "attention_bias": has_tensor(shapes, "attn_q.bias"),
@@ -114,11 +133,19 @@ def _changes(config: Config) -> Mapping[str, Change]:
     }
 
 
+def _renamed(config: Config, name: str) -> str:
+    """Return a name of the head for multi-token prediction as one in the layer behind the last."""
+    prefix = next((prefix for prefix in MTP if name.startswith(prefix)), None)
+    if prefix is None:
+        return name
+    return f"model.layers.{config['num_hidden_layers']}.{MTP[prefix]}{name.removeprefix(prefix)}"
+
+
 def _moe_changes(config: Config) -> Mapping[str, Change]:
     return {**_changes(config), "mlp.shared_expert_gate.weight": Change(layout="unsqueeze_0")}
 
 
 QWEN3_5: Final = {
-    "qwen35": Architecture(_read, LAYER, ENDS, _changes),
+    "qwen35": Architecture(_read, {**LAYER, **MTP_LAYER}, ENDS, _changes, _renamed),
     "qwen35moe": Architecture(_read_moe, {**LAYER, **EXPERTS}, ENDS, _moe_changes),
 }

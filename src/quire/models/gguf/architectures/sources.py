@@ -90,6 +90,11 @@ def no_changes(_config: Config) -> Mapping[str, Change]:
     return {}
 
 
+def same_name(_config: Config, name: str) -> str:
+    """Return the name."""
+    return name
+
+
 class Architecture(NamedTuple):
     """An architecture of GGUF files.
 
@@ -98,12 +103,14 @@ class Architecture(NamedTuple):
         layer: names of a layer's modules and tensors, the family's -> the file's; of several, the rows are joined.
         ends: names of tensors outside of layers, the family's -> the file's.
         changes: function from the configuration to the changes of tensors, by the family's names (in layers).
+        renamed: function from the configuration and a name in the family to the name that the tables have it under.
     """
 
     read_config: Callable[[Metadata, Shapes, Floats | None], Config]
     layer: Mapping[str, str | tuple[str, ...]]
     ends: Mapping[str, str]
     changes: Callable[[Config], Mapping[str, Change]] = no_changes
+    renamed: Callable[[Config, str], str] = same_name
 
 
 def find_sources(
