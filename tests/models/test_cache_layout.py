@@ -40,6 +40,7 @@ EXPECTED: dict[str, tuple[list[tuple[str, int]], int]] = {
     # The last 20 and 18 layers keep nothing.
     "Gemma 4 E2B": ([("512", 12 * KIB), ("all", 3 * 2 * KIB)], 0),
     "Gemma 4 E4B": ([("512", 20 * 2 * KIB), ("all", 4 * 4 * KIB)], 0),
+    "Gemma 4 26B A4B": ([("1024", 25 * 8 * KIB), ("all", 5 * 4 * KIB)], 0),
     "Gemma 4 31B": ([("1024", 50 * 16 * KIB), ("all", 10 * 8 * KIB)], 0),
     "Llama 4 Scout": ([("chunk 8192", 36 * 4 * KIB), ("all", 12 * 4 * KIB)], 0),
     "Mixtral 8x7B": ([("all", 32 * 4 * KIB)], 0),
@@ -49,12 +50,14 @@ EXPECTED: dict[str, tuple[list[tuple[str, int]], int]] = {
     "gpt-oss 20B": ([("128", 12 * 2 * KIB), ("all", 12 * 2 * KIB)], 0),
     # Two inputs of 2,048 values.
     "LFM2 1.2B": ([("all", 6 * 2 * KIB)], 10 * 2 * 2048 * 2),
+    "LFM2 8B A1B": ([("all", 6 * 2 * KIB)], 18 * 2 * 2048 * 2),
     # 48 heads of 32 x 128 in float32; three inputs of the heads and of two projections to 128.
     "Granite 4.0 H-350M": ([("all", 4 * KIB)], 28 * (48 * 32 * 128 * 4 + 3 * (1536 + 256) * 2)),
     # Every layer keeps both: 24 heads of 64 x 128, three inputs.
     "Falcon-H1 0.5B": ([("all", 36 * 512)], 36 * (24 * 64 * 128 * 4 + 3 * (1536 + 256) * 2)),
     # 16 matrices of 128 x 128 in float32; three inputs of 16 queries, 16 keys and 16 values of 128.
     "Qwen3.5 of 24 layers": ([("all", 6 * 2 * KIB)], 18 * (16 * 128 * 128 * 4 + 3 * 48 * 128 * 2)),
+    "Qwen3.5 35B A3B": ([("all", 10 * 2 * KIB)], 30 * (32 * 128 * 128 * 4 + 3 * 64 * 128 * 2)),
 }
 
 
