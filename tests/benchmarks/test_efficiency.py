@@ -107,7 +107,9 @@ def test_lengths_are_log_normal() -> None:
     assert drawn[841] / median(drawn) == pytest.approx(2.72, rel=0.02)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "engine", [pytest.param(name, marks=pytest.mark.slow if name == "bundled" else []) for name in ENGINES]
+)
 def test_only_last_blocks_are_partly_empty(monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
     monkeypatch.setitem(efficiency.POOL_TOKENS, "Alpaca", 2048)
     row = measure(FillRun(engine, "Alpaca", 16, 1, 150))

@@ -172,6 +172,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "linear_value_head_dim": 16,
         },
     ),
+    # Fused projections, a window, and a part of each head that turns by factors of LongRoPE.
+    "phi3": (
+        "Phi3",
+        {
+            **_SMALL,
+            "sliding_window": 30,
+            "original_max_position_embeddings": 512,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "attention_factor": 1.1,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5],
+                "long_factor": [1.0] * 6,
+            },
+        },
+    ),
     "qwen3.5-moe": (
         "Qwen3_5Moe",
         {

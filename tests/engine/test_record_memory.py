@@ -81,7 +81,9 @@ def test_recording_changes_no_token(tmp_path: Path) -> None:
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize(("family", "num_kv_blocks"), [("gemma3", 32), ("lfm2", 40)])
+@pytest.mark.parametrize(
+    ("family", "num_kv_blocks"), [pytest.param("gemma3", 32, marks=pytest.mark.slow), ("lfm2", 40)]
+)
 def test_several_cache_groups_run_again(family: str, num_kv_blocks: int, tmp_path: Path) -> None:
     path = tmp_path / "memory.log"
     folder = save_checkpoint(family, tmp_path / family)

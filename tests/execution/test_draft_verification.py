@@ -96,7 +96,7 @@ def drafting(rng: random.Random, expected: list[list[int]]) -> Callable[[int, li
     return draft
 
 
-@settings(max_examples=150)
+@settings(max_examples=70)
 @given(
     batch=st.lists(openings(), min_size=1, max_size=4),
     spread=st.integers(0, 30),

@@ -35,7 +35,7 @@ def close(values: list[float]) -> Any:
     return pytest.approx(values, rel=1e-5, abs=1e-5)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(batch=st.lists(openings(), min_size=1, max_size=4), seed=st.integers(0, 2**32))
 def test_every_adjustment_and_mixture_equals_the_twin(batch: list[NewSequence], seed: int) -> None:
     logits = logits_of(len(batch), seed)
@@ -48,7 +48,7 @@ def test_every_adjustment_and_mixture_equals_the_twin(batch: list[NewSequence], 
     assert logits.tolist() == [close(row) for row in expected]
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     tokens=st.lists(st.integers(0, 2), min_size=1, max_size=30),
     breakers=st.lists(st.integers(0, 3), max_size=1),

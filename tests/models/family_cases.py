@@ -15,6 +15,8 @@ from transformers import (
     Llama4TextConfig,
     MixtralConfig,
     MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen3_5ForCausalLM,
     Qwen3_5MoeForCausalLM,
     Qwen3_5MoeTextConfig,
@@ -170,6 +172,29 @@ QWEN3_5_CASES: Final[dict[str, tuple[type, type, dict[str, Any]]]] = {
                 "partial_rotary_factor": 0.5,
                 "mrope_interleaved": True,
                 "mrope_section": [2, 2, 2],
+            },
+        },
+    ),
+}
+
+PHI3: Final[dict[str, Any]] = {"num_attention_heads": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+PHI3_CASES: Final[dict[str, tuple[type, type, dict[str, Any]]]] = {
+    "phi3": (Phi3Config, Phi3ForCausalLM, PHI3 | {"sliding_window": 13, "original_max_position_embeddings": 256}),
+    # All prompts of the tests are long ones, but for those of one token, which nothing turns.
+    "phi3-longrope": (
+        Phi3Config,
+        Phi3ForCausalLM,
+        PHI3
+        | {
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": True,
+            "original_max_position_embeddings": 8,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1000.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.0, 1.5, 1.5, 2.0, 3.0],
+                "long_factor": [1.0, 1.25, 2.5, 4.0, 8.0, 16.0],
             },
         },
     ),

@@ -38,7 +38,7 @@ from quire.models.spec import StateCacheShape, TokenCacheShape, WeightMap
 from quire.ops import make_ops
 from quire.scheduling.plan import NewSequence, ScheduledSequence, StepPlan, TableDelta
 from quire.sequences.params import SamplingParams
-from tests.models.family_cases import EXPERT_CASES, FALCON_CASES, GEMMA4_CASES, QWEN3_5_CASES
+from tests.models.family_cases import EXPERT_CASES, FALCON_CASES, GEMMA4_CASES, PHI3_CASES, QWEN3_5_CASES
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 211,
@@ -161,7 +161,7 @@ CASES: dict[str, tuple[type, type, dict[str, Any]]] = {
     ),
 }
 
-CASES |= GEMMA4_CASES | FALCON_CASES | QWEN3_5_CASES | EXPERT_CASES
+CASES |= GEMMA4_CASES | FALCON_CASES | QWEN3_5_CASES | EXPERT_CASES | PHI3_CASES
 CASES |= {
     "lfm2": (
         Lfm2Config,

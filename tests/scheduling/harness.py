@@ -221,7 +221,11 @@ class Harness:
         return plan
 
     def finish_step(self, plan: StepPlan) -> None:
-        """Execute a plan and take in its results: of all items together, or in every second step item by item."""
+        """Execute a plan and take in its results: of all items together, or in every second step item by item.
+
+        The invariants of the queues are checked after each of these calls. Those of memory, whose check is most of a
+        run's time, are checked after the last one, and in every fourth step of single items after each.
+        """
         result = self.executor.execute(plan)
         per_call = 1 if self.tick % 2 else len(plan.items)
         for start in range(0, len(plan.items), max(per_call, 1)):
@@ -231,7 +235,10 @@ class Harness:
             for sequence, item in zip(sequences, items, strict=True):
                 if sequence is not None:
                     self._know_prompt_logprobs(sequence, item.start, len(item.token_ids))
-            self.audit()
+            if self.tick % 8 == 1:
+                self.audit()
+            elif self.is_audited:
+                self.auditor.check_queues()
         self.scheduler.advance_beams(plan.beams, result.beams)
         self.audit()
         self.peak_blocks = max(self.peak_blocks, self.memory.usage().used)

@@ -54,7 +54,7 @@ def usage_of(outcome: Outcome) -> Usage:
 
 
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_a_token_comes_to_what_its_strategy_says(setting: Setting, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     outcome, plans, told = watched(monkeypatch, setting, seed)
     num_usual = sum(isinstance(edit, Append) and edit.draw_idx == 0 for _, _, edit, _ in told)

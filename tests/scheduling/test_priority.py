@@ -92,8 +92,10 @@ def test_fcfs_has_no_priorities() -> None:
     finish_all(harness)
 
 
-@pytest.mark.parametrize("host_blocks", [0, 30])
-@pytest.mark.parametrize("has_states", [False, True])
+@pytest.mark.parametrize(
+    ("host_blocks", "has_states"),
+    [(0, True), (30, False), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((0, False), (30, True)))],
+)
 def test_whoever_takes_memory_tokens_stay_the_same(host_blocks: int, has_states: bool) -> None:
     """Random priorities with samples and beams; each output as when it runs alone."""
     specs = (FullAttention(block_size=4), RecurrentState(block_size=4, layer_bytes=600)) if has_states else ()

@@ -29,7 +29,7 @@ STREAM = {"prompt": "Z", "max_tokens": 4000, "ignore_eos": True, "stream": True}
 @pytest.fixture(scope="module")
 def hasty(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server that waits for nobody for long, and has few connections."""
-    timeouts = ("--receive-timeout", "1", "--send-timeout", "1", "--keep-alive-timeout", "0.5")
+    timeouts = ("--receive-timeout", "0.5", "--send-timeout", "1", "--keep-alive-timeout", "0.3")
     flags = ("--num-kv-blocks", "600", "--max-num-seqs", "32", "--max-body-bytes", "1MiB")
     log = tmp_path_factory.mktemp("logs") / "hasty.log"
     with running(folder, log, *flags, *timeouts, "--max-connections", str(LIMIT)) as process:

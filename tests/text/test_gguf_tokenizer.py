@@ -189,6 +189,27 @@ def test_what_ends_a_sequence() -> None:
     assert end_token_ids({}) == ()
 
 
+def test_turns_of_phi3_end_with_a_token_that_files_do_not_name() -> None:
+    fields = {"general.architecture": "phi3", "tokenizer.ggml.eos_token_id": 0}
+    assert end_token_ids(fields | {"tokenizer.ggml.tokens": ["<|endoftext|>", "a", "<|end|>"]}) == (0, 2)
+    assert end_token_ids(fields | {"tokenizer.ggml.tokens": ["<|endoftext|>", "a"]}) == (0,)
+
+
+def test_control_tokens_of_phi3_absorb_spaces() -> None:
+    """All but three do, as in the tokenizer that the model was published with."""
+    library, fields = sentencepiece(adds_space=True)
+    description = json.loads(library.to_str())
+    for token in description["added_tokens"]:
+        token["rstrip"] = token["content"] == "</s>"
+    stripping = tokenizers.Tokenizer.from_str(json.dumps(description))
+    check(stripping, fields | {"general.architecture": "phi3"}, 100)
+    found = Tokenizer.from_files(read_gguf_tokenizer(PATH, fields | {"general.architecture": "phi3"}))
+    for token in ("<s>", "</s>"):
+        text = f"a{token}  \n a{token} a"
+        assert found.encode(text) == stripping.encode(text, add_special_tokens=False).ids
+        assert (found.encode(text) == library.encode(text, add_special_tokens=False).ids) == (token == "<s>")
+
+
 FIELDS = {
     "tokenizer.ggml.model": "gpt2",
     "tokenizer.ggml.tokens": ["a", "b", "ab"],

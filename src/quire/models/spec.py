@@ -9,7 +9,7 @@ from quire.models.recurrent_spec import GatedDeltaNet as GatedDeltaNet
 from quire.models.recurrent_spec import Mamba2 as Mamba2
 from quire.models.recurrent_spec import ShortConv as ShortConv
 from quire.models.recurrent_spec import StateCacheShape as StateCacheShape
-from quire.models.rotations import Rope, Temperature
+from quire.models.rotations import LongRopeScaling, Rope, Temperature
 
 if TYPE_CHECKING:  # planning reads configurations without torch
     from quire.ops.interface import Activation
@@ -63,6 +63,7 @@ class Attention:
         source: the earlier layer whose keys and values are read; None for the layer's own.
         output_gate: True where the output is multiplied by the sigmoid of gates, which are projected with the queries.
         temperature: factor of queries after norm and rotation; None for none.
+        sinks: whether each query head has a learned sink: one more score in its softmax, without a value.
     """
 
     num_heads: int
@@ -79,6 +80,14 @@ class Attention:
     source: int | None = None
     output_gate: bool = False
     temperature: Temperature | None = None
+    sinks: bool = False
+
+    def for_context(self, length: int) -> Attention:
+        """Return the layer of a model that serves contexts of at most `length` tokens: see `LongRopeScaling`."""
+        if self.rope is None or not isinstance(self.rope.scaling, LongRopeScaling):
+            return self
+        scaling = replace(self.rope.scaling, is_long=length > self.rope.scaling.original_max_position)
+        return replace(self, rope=replace(self.rope, scaling=scaling))
 
     @property
     def cache(self) -> TokenCacheShape | None:
@@ -280,6 +289,20 @@ class ModelSpec:
     per_layer_inputs: PerLayerInputs | None = None
     mtp: LayerSpec | None = None
     is_mtp: bool = False
+
+    def for_context(self, length: int) -> ModelSpec:
+        """Return the model as it serves contexts of at most `length` tokens."""
+        layers = (
+            replace(layer, mixer=layer.mixer.for_context(length)) if isinstance(layer.mixer, Attention) else layer
+            for layer in self.layers
+        )
+        return replace(self, layers=tuple(layers))
+
+    @property
+    def has_long_factors(self) -> bool:
+        """True where keys are rotated by the long factors of a LongRoPE scaling."""
+        ropes = (part.rope for layer in self.layers for part in layer.parts if isinstance(part, Attention))
+        return any(rope and isinstance(rope.scaling, LongRopeScaling) and rope.scaling.is_long for rope in ropes)
 
     @property
     def last_cached_layer(self) -> int:

@@ -24,6 +24,10 @@ PREFIX: Final = "tokenizer.ggml."
 CHAT_TEMPLATE: Final = "tokenizer.chat_template"
 # Types of tokens.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+# The control tokens of Phi-3 that do not absorb the spaces that follow.
+UNSTRIPPED: Final = frozenset({"<unk>", "<s>", "<|endoftext|>"})
+# Tokens that end a turn, of architectures whose files name the end of a text only.
+TURN_ENDS: Final[Mapping[str, tuple[str, ...]]] = {"phi3": ("<|end|>",)}
 # Pieces of patterns that several families share: contractions, the rest of a text after words and numbers.
 _CONTRACTIONS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST: Final = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -96,7 +100,7 @@ def read_gguf_tokenizer(path: Path, fields: Mapping[str, Any]) -> TokenizerFiles
             f"{path}: {PREFIX}model is {shown(kind)}, which is not read; read are gpt2, llama and gemma4",
             field=f"{PREFIX}model",
         )
-    vocabulary.add_special_tokens(library)
+    vocabulary.add_special_tokens(library, strips=kind == "llama" and fields.get("general.architecture") == "phi3")
     bos, eos = vocabulary.token("bos_token_id"), vocabulary.token("eos_token_id")
     _frame_texts(library, vocabulary, bos, eos, adds_bos=kind != "gpt2" or fields.get(f"{PREFIX}pre") in ADDS_BOS)
     template = None
@@ -122,7 +126,10 @@ def read_gguf_tokenizer(path: Path, fields: Mapping[str, Any]) -> TokenizerFiles
 
 def end_token_ids(fields: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the tokens that end a sequence: of a text, of a turn, of a message."""
-    ids = (fields.get(f"{PREFIX}{name}_token_id") for name in ("eos", "eot", "eom"))
+    ids = [fields.get(f"{PREFIX}{name}_token_id") for name in ("eos", "eot", "eom")]
+    architecture, tokens = fields.get("general.architecture"), fields.get(f"{PREFIX}tokens")
+    if isinstance(architecture, str) and isinstance(tokens, list):
+        ids += [tokens.index(token) for token in TURN_ENDS.get(architecture, ()) if token in tokens]
     return tuple(dict.fromkeys(token_id for token_id in ids if type(token_id) is int and token_id >= 0))
 
 
@@ -194,9 +201,16 @@ class _Vocabulary:
             raise self.wrong(f"{PREFIX}{name}", token_id, f"a token id from 0 to {len(self.tokens) - 1}")
         return self.tokens[token_id]
 
-    def add_special_tokens(self, library: tokenizers.Tokenizer) -> None:
-        """Have texts of control and user-defined tokens matched before the pre-tokenizer runs."""
-        special = [AddedToken(token, special=True, normalized=False) for token in self._of_type(CONTROL)]
+    def add_special_tokens(self, library: tokenizers.Tokenizer, *, strips: bool) -> None:
+        """Have texts of control and user-defined tokens matched before the pre-tokenizer runs.
+
+        Args:
+            strips: control tokens absorb the spaces that follow, but for those of `UNSTRIPPED`.
+        """
+        special = [
+            AddedToken(token, special=True, normalized=False, rstrip=strips and token not in UNSTRIPPED)
+            for token in self._of_type(CONTROL)
+        ]
         plain = [AddedToken(token, special=False, normalized=False) for token in self._of_type(USER_DEFINED)]
         library.add_special_tokens(special)
         library.add_tokens(plain)

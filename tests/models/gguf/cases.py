@@ -41,6 +41,17 @@ GGUF_CASES: Final[dict[str, dict[str, Any]]] = {
             "original_max_position_embeddings": 8192,
         },
     },
+    "phi3": {},
+    "phi3-longrope": {
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1000.0,
+            "partial_rotary_factor": 0.5,
+            "attention_factor": 1.25,
+            "short_factor": [1.0, 1.5, 2.0, 3.0],
+            "long_factor": [1.0, 2.5, 4.0, 16.0],
+        }
+    },
     "qwen3.5": {},
     "qwen3.5-options": {},
     "qwen3.5-moe": {},

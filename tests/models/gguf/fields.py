@@ -28,6 +28,7 @@ ARCHITECTURES: Final[dict[str, Callable[[Config], MODEL_ARCH]]] = {
     "Qwen3ForCausalLM": lambda _: MODEL_ARCH.QWEN3,
     "Qwen3MoeForCausalLM": lambda _: MODEL_ARCH.QWEN3MOE,
     "Qwen3_5ForCausalLM": lambda _: MODEL_ARCH.QWEN35,
+    "Phi3ForCausalLM": lambda _: MODEL_ARCH.PHI3,
     "Qwen3_5MoeForCausalLM": lambda _: MODEL_ARCH.QWEN35MOE,
     "Gemma3ForCausalLM": lambda _: MODEL_ARCH.GEMMA3,
     "Gemma4ForCausalLM": lambda _: MODEL_ARCH.GEMMA4,
@@ -68,9 +69,17 @@ def add_fields(writer: GGUFWriter, config: Config, architecture: MODEL_ARCH) -> 
         own(writer, config)
 
 
-def frequency_factors(config: Config) -> Tensor | None:
-    """Return the factors of wavelengths that a file has for rotations of Llama 3, and those of parts of heads."""
+def frequency_factors(config: Config) -> dict[str, Tensor]:
+    """Return the tensors of factors of wavelengths that a file has."""
     rope = config["rope_parameters"]
+    if rope.get("rope_type") == "longrope":
+        return {f"rope_factors_{name}.weight": torch.tensor(rope[f"{name}_factor"]) for name in ("long", "short")}
+    factors = _frequency_factors(config, rope)
+    return {} if factors is None else {"rope_freqs.weight": factors}
+
+
+def _frequency_factors(config: Config, rope: Config) -> Tensor | None:
+    """Return the factors for rotations of Llama 3, and those of parts of heads."""
     full = rope.get(FULL, rope)
     if full.get("rope_type") == "proportional":
         size = _of_full_layers(config)["head_dim"]
@@ -122,6 +131,15 @@ def _llama4(writer: GGUFWriter, config: Config) -> None:
     writer.add_expert_feed_forward_length(config["intermediate_size"])
     writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])
     writer.add_rope_dimension_count(config["head_dim"])
+
+
+def _phi3(writer: GGUFWriter, config: Config) -> None:
+    rope, head_dim = config["rope_parameters"], config["hidden_size"] // config["num_attention_heads"]
+    writer.add_rope_dimension_count(int(head_dim * rope["partial_rotary_factor"]))
+    writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])
+    writer.add_sliding_window(config["sliding_window"] or 0)
+    if rope["rope_type"] == "longrope":
+        writer.add_rope_scaling_attn_factors(rope["attention_factor"])
 
 
 def _qwen3_moe(writer: GGUFWriter, config: Config) -> None:
@@ -226,6 +244,7 @@ def _mamba(writer: GGUFWriter, config: Config) -> None:
 FIELDS: Final[dict[MODEL_ARCH, Callable[[GGUFWriter, Config], None]]] = {
     MODEL_ARCH.LLAMA: _llama,
     MODEL_ARCH.LLAMA4: _llama4,
+    MODEL_ARCH.PHI3: _phi3,
     MODEL_ARCH.QWEN3MOE: _qwen3_moe,
     MODEL_ARCH.QWEN35: _qwen3_5,
     MODEL_ARCH.QWEN35MOE: _qwen3_5_moe,

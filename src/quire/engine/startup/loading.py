@@ -130,7 +130,8 @@ def load(
     grammars = _grammars(config, tokenizer, decoder.spec.vocab_size, ends)
     disk = None
     if config.cache.prefix_cache_dir is not None:
-        disk = open_disk(config, [each for each in (checkpoint, guide) if each], resolved, groups, dtype)
+        models = [(each, model.spec) for each, model in ((checkpoint, decoder), (guide, draft)) if each and model]
+        disk = open_disk(config, models, resolved, groups, dtype)
     with ExitStack() as stack:
         if disk is not None:
             stack.callback(disk.close)
@@ -198,6 +199,7 @@ def _load_decoder(
         quantization=options.quantization,
         weight_packing=options.weight_packing,
         deterministic=options.deterministic,
+        max_model_len=options.max_model_len,
         wrap_ops=wrap_ops,
     )
 

@@ -16,6 +16,7 @@ from quire.models.families.llama import llama
 from quire.models.families.llama4 import llama4, llama4_of_text_and_images
 from quire.models.families.mistral import mistral
 from quire.models.families.mixtral import mixtral
+from quire.models.families.phi3 import phi3
 from quire.models.families.qwen2 import qwen2
 from quire.models.families.qwen3 import qwen3
 from quire.models.families.qwen3_5 import qwen3_5, qwen3_5_of_text_and_images
@@ -38,6 +39,7 @@ FAMILIES: Final[dict[str, Callable[[HFConfig], tuple[ModelSpec, WeightMap]]]] = 
     "LlamaForCausalLM": llama,
     "MistralForCausalLM": mistral,
     "MixtralForCausalLM": mixtral,
+    "Phi3ForCausalLM": phi3,
     "Qwen2ForCausalLM": qwen2,
     "Qwen3ForCausalLM": qwen3,
     "Qwen3MoeForCausalLM": qwen3_moe,

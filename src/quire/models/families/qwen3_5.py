@@ -7,7 +7,14 @@ from dataclasses import replace
 from typing import Any, Final
 
 from quire.errors import CheckpointError
-from quire.models.families.hf_config import FULL, HFConfig, read_layer_kinds, read_max_position, read_rope_part
+from quire.models.families.hf_config import (
+    FULL,
+    HFConfig,
+    read_layer_kinds,
+    read_max_position,
+    read_num_turned,
+    read_rope_part,
+)
 from quire.models.families.llama_layout import (
     HEAD_NORMS,
     MLP,
@@ -119,12 +126,7 @@ def _read_rope(config: HFConfig, head_dim: int) -> Rope:
     part = config.part("rope_parameters") or config.part("rope_scaling") or HFConfig({})
     for kind in ("rope_type", "type"):
         part.require(kind, None, *ROPE_TYPES)
-    fraction = part.fraction(name, config.fraction(name, 0.25))
-    num_turned = int(head_dim * fraction)
-    if num_turned == 0 or num_turned % 2:
-        raise CheckpointError(
-            f"config.json: {name} must leave an even part of head_dim ({head_dim}) to turn, got {fraction}", field=name
-        )
+    num_turned = read_num_turned(config, part, head_dim, 0.25)
     whole = {name: None}
     rope = read_rope_part(config.changed(whole), part.changed(whole), config.number("rope_theta", 1e4))
     return replace(rope, num_turned=num_turned)

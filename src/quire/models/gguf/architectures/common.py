@@ -104,7 +104,7 @@ def read_common(
         "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": metadata.integer("context_length"),
         "tie_word_embeddings": "output.weight" not in shapes,
-        "rope_parameters": read_rope(metadata)
+        "rope_parameters": read_rope(metadata, reads)
         | ({} if FREQUENCY_FACTORS in reads else _read_llama3(metadata, shapes, head_dim, floats)),
     }
 
@@ -125,6 +125,13 @@ def whole_layers(metadata: Metadata, head_dim: int) -> Config:
     if metadata.has("attention.head_count_kv"):
         metadata.same_integer("attention.head_count_kv")
     return {"intermediate_size": metadata.same_integer("feed_forward_length")}
+
+
+def turned_fraction(metadata: Metadata, head_dim: int) -> float:
+    """Return the rotated fraction of a head, rounded so that its product with the head is not too small."""
+    num_turned = metadata.integer("rope.dimension_count", most=head_dim)
+    fraction = num_turned / head_dim
+    return fraction if int(head_dim * fraction) == num_turned else math.nextafter(fraction, 1.0)
 
 
 def expert_names(module: str, parts: tuple[str, str, str] = PARTS) -> dict[str, str]:
@@ -203,8 +210,11 @@ def read_floats(shapes: Shapes, floats: Floats | None, name: str, length: int) -
     return floats(name)
 
 
-def read_rope(metadata: Metadata) -> Config:
+def read_rope(metadata: Metadata, reads: Collection[str] = ()) -> Config:
     """Read the rotation as `rope_parameters`.
+
+    Args:
+        reads: see `read_common`.
 
     Raises:
         CheckpointError: a field is missing or wrong.
@@ -221,7 +231,8 @@ def read_rope(metadata: Metadata) -> Config:
         rope |= {field: metadata.number(name) for field, name in names.items() if metadata.has(name)}
         context = metadata.integer("rope.scaling.original_context_length", metadata.integer("context_length"))
         return rope | {"original_max_position_embeddings": context}
-    metadata.require("rope.scaling.type", "none", "linear", "yarn")
+    if "rope.scaling.type" not in reads:
+        metadata.require("rope.scaling.type", "none", "linear", "yarn")
     return rope
 
 

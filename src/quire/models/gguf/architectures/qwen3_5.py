@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Final
 
@@ -20,6 +19,7 @@ from quire.models.gguf.architectures.common import (
     matrix_shape,
     read_common,
     read_experts,
+    turned_fraction,
 )
 from quire.models.gguf.architectures.metadata import Metadata
 from quire.models.gguf.architectures.sources import Architecture, AxisSwap, Change, Config, Floats, Shapes
@@ -91,7 +91,7 @@ def _read_layers(metadata: Metadata, shapes: Shapes, config: Config) -> Config:
     if inner % num_value_heads:
         raise metadata.wrong("ssm.inner_size", inner, f"a multiple of ssm.time_step_rank ({num_value_heads})")
     is_recurrent = layers_with(shapes, num_layers, "ssm_out.weight")
-    rope = {"partial_rotary_factor": _turned_fraction(metadata, config["head_dim"])}
+    rope = {"partial_rotary_factor": turned_fraction(metadata, config["head_dim"])}
     return {
         **config,
         **mtp,
@@ -105,13 +105,6 @@ def _read_layers(metadata: Metadata, shapes: Shapes, config: Config) -> Config:
         "linear_num_value_heads": num_value_heads,
         "linear_value_head_dim": inner // num_value_heads,
     }
-
-
-def _turned_fraction(metadata: Metadata, head_dim: int) -> float:
-    """Return the rotated fraction of a head, rounded so that its product with the head is not too small."""
-    num_turned = metadata.integer("rope.dimension_count", most=head_dim)
-    fraction = num_turned / head_dim
-    return fraction if int(head_dim * fraction) == num_turned else math.nextafter(fraction, 1.0)
 
 
 def _changes(config: Config) -> Mapping[str, Change]:
