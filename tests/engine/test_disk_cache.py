@@ -241,7 +241,7 @@ def test_the_command_line_finds_what_it_computed_before(tmp_path: Path) -> None:
     assert second["outputs"] == first["outputs"]
 
 
-def test_what_is_slower_to_load_is_computed_but_for_a_try_now_and_then(tmp_path: Path, expected: list[str]) -> None:
+def test_slow_disks_are_only_tried_now_and_then(tmp_path: Path, expected: list[str]) -> None:
     llm = start(tmp_path / "cache")
     assert expected
     run(llm)

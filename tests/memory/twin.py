@@ -214,7 +214,7 @@ class Twin:
             for _ in range(fresh[idx]):
                 pages.append(self._take())
         for idx in self.states:
-            sequence.pages[idx] = [None] * (self.num_pages_of(end) - 1) + sequence.pages[idx][-1:]
+            sequence.pages[idx] = [*[None] * (self.num_pages_of(end) - 1), *sequence.pages[idx][-1:]]
         return True
 
     def store(self, seq_id: int, num_computed: int, goes_first: GoesFirst) -> None:

@@ -261,7 +261,7 @@ def _answers(raw: bytes, *, has_body: bool = True) -> list[tuple[int, Mapping[st
     """
     stream = io.BytesIO(raw)
     stream.close = lambda: None  # type: ignore[method-assign]  # each answer would close it
-    found = []
+    found: list[tuple[int, Mapping[str, str], str]] = []
     while stream.tell() < len(raw):
         answer = http.client.HTTPResponse(_Socket(stream), method="GET" if has_body else "HEAD")  # type: ignore[arg-type]
         try:
