@@ -100,6 +100,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         num_global_key_value_heads=4, attention_k_eq_v=True, intermediate_size=21504, sliding_window=1024,
         hidden_size_per_layer_input=0, layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 10,
     ),
+    "Gemma 4 26B A4B": gemma4(
+        hidden_size=2816, num_hidden_layers=30, num_attention_heads=16, num_key_value_heads=8,
+        num_global_key_value_heads=2, attention_k_eq_v=True, intermediate_size=2112, sliding_window=1024,
+        hidden_size_per_layer_input=0, layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 5,
+        enable_moe_block=True, num_experts=128, top_k_experts=8, moe_intermediate_size=704,
+    ),
     "Llama 4 Scout": {
         "architectures": ["Llama4ForConditionalGeneration"],
         "text_config": llama(
@@ -119,6 +125,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "LFM2 1.2B": llama(
         2048, 16, 32, 8, 0, 65536, architectures=["Lfm2ForCausalLM"], model_type="lfm2", conv_L_cache=3,
         full_attn_idxs=[2, 5, 8, 10, 12, 14], block_ff_dim=12288, block_auto_adjust_ff_dim=True, block_multiple_of=256,
+    ),
+    "LFM2 8B A1B": llama(
+        2048, 24, 32, 8, 7168, 65536, architectures=["Lfm2MoeForCausalLM"], model_type="lfm2_moe", conv_L_cache=3,
+        layer_types=["full_attention" if idx in (2, 6, 10, 14, 18, 21) else "conv" for idx in range(24)],
+        moe_intermediate_size=1792, num_experts=32, num_experts_per_tok=4, num_dense_layers=2, norm_topk_prob=True,
+        use_expert_bias=True, routed_scaling_factor=1.0, tie_embedding=True,
     ),
     "Granite 4.0 H-350M": llama(
         768, 32, 12, 4, 2048, 100352, architectures=["GraniteMoeHybridForCausalLM"], model_type="granitemoehybrid",
@@ -142,6 +154,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
             1024, 24, 8, 2, 3584, 248320, model_type="qwen3_5_text", head_dim=256, **DELTA_NET,
             linear_num_key_heads=16, linear_num_value_heads=16, mamba_ssm_dtype="float32", attn_output_gate=True,
             layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 6,
+        ),
+    },
+    "Qwen3.5 35B A3B": {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "tie_word_embeddings": False,
+        "text_config": llama(
+            2048, 40, 16, 2, 0, 248320, model_type="qwen3_5_moe_text", head_dim=256, **DELTA_NET,
+            linear_num_key_heads=16, linear_num_value_heads=32, mamba_ssm_dtype="float32", attn_output_gate=True,
+            layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 10, num_experts=256, num_experts_per_tok=8,
+            moe_intermediate_size=512, shared_expert_intermediate_size=512,
         ),
     },
 }  # fmt: skip

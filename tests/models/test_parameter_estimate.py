@@ -27,12 +27,15 @@ PUBLISHED = {
     "Gemma 3 4B": 3.88,
     "Gemma 3 27B": 27.0,
     "Gemma 4 31B": 30.7,
+    "Gemma 4 26B A4B": 25.2,
     "Llama 4 Scout": 107.8,
     "Mixtral 8x7B": 46.7,
     "Qwen3 30B A3B": 30.5,
     "LFM2 1.2B": 1.17,
+    "LFM2 8B A1B": 8.34,
     "Granite 4.0 H-350M": 0.34,
     "Falcon-H1 0.5B": 0.521,
+    "Qwen3.5 35B A3B": 34.7,
 }
 
 

@@ -125,7 +125,6 @@ def test_the_language_model_of_a_checkpoint_with_images(tmp_path: Path, caplog: 
         ("layer_types", {"layer_types": ["linear_attention", "sliding_attention"] * 16}),
         ("rope_type", {"rope_parameters": {"rope_type": "proportional"}}),
         ("type", {"rope_scaling": {"type": "su"}}),
-        ("architectures", {"architectures": ["Qwen3_5MoeForCausalLM"]}),
     ],
 )
 def test_what_is_not_implemented_is_refused_by_name(field: str, changes: dict[str, Any]) -> None:

@@ -60,7 +60,7 @@ def test_a_size_that_cannot_be_is_refused_by_name(folder: Path, fields: dict[str
     change(folder, **fields)
     with pytest.raises(ConfigError, match=re.escape(says)) as caught:
         _ = load(folder), Checkpoint.open(str(folder)).eos_token_ids
-    assert len(str(caught.value)) < 500
+    assert len(str(caught.value)) < 1000  # whatever was given
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -81,7 +81,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> Recorder:
     checkpoint = Checkpoint.open(str(folder))
     spec, weight_map = build(checkpoint.config)
     decoder = Recorder(spec, ops=make_ops(CPU), dtype=dtype, device=CPU)
-    load_weights(checkpoint, weight_map, decoder, dtype=dtype)
+    load_weights(checkpoint, weight_map, decoder)
     return decoder
 
 
@@ -123,7 +123,7 @@ def test_nothing_that_is_kept_lies_in_the_file(folder: Path, dtype: torch.dtype,
     checkpoint = Checkpoint.open(str(folder))
     spec, weight_map = build(checkpoint.config)
     decoder = Decoder(spec, ops=make_ops(CPU, kernels), dtype=dtype, device=CPU)
-    load_weights(checkpoint, weight_map, decoder, dtype=dtype)
+    load_weights(checkpoint, weight_map, decoder)
     gc.collect()
     assert str(folder / "model.safetensors") not in MAPS.read_text()
     assert decoder.missing_weights == ()
@@ -159,7 +159,7 @@ def test_a_tensor_that_does_not_fit_is_named_before_any_is_read(
     spec, weight_map = build(checkpoint.config)
     decoder = Recorder(spec, ops=make_ops(CPU), dtype=torch.float32, device=CPU)
     with pytest.raises(CheckpointError, match=complaint):
-        load_weights(checkpoint, weight_map, decoder, dtype=torch.float32)
+        load_weights(checkpoint, weight_map, decoder)
     assert decoder.loaded == {}
 
 

@@ -54,7 +54,8 @@ class Model:
             qkv = self._linear((HEADS + 2 * KV_HEADS) * HEAD_DIM, WIDTH, 10 * idx + 2, has_bias=idx > 1)
             output = self._linear(WIDTH, HEADS * HEAD_DIM, 10 * idx + 3)
             norms = head_norms if idx < 3 else None
-            attention = DenseAttention(qkv, norms, idx // 2, HEADS, 0.25, output)
+            sinks = randn(HEADS, seed=idx) * 3 if idx % 2 else None
+            attention = DenseAttention(qkv, norms, idx // 2, HEADS, 0.25, output, sinks)
             columns = width * WIDTH * 2 if idx < 3 or mlp_width is None else mlp_width
             gate_up = self._linear(2 * columns, WIDTH, 10 * idx + 4, gate="silu" if idx else "gelu_tanh")
             mlp = DenseMLP(gate_up, self._linear(WIDTH, columns, 10 * idx + 5, has_bias=idx < 2))
@@ -74,7 +75,7 @@ class Model:
             step = steps[group_idx]
             qkv = attention.qkv(self.ops.rms_norm(x, *mixer_norm))
             queries = step.prepare(attention.layer_idx, qkv, attention.head_norms, rotations[rotation_idx])
-            x = attention.output(step.attend(attention.layer_idx, queries, attention.score_scale), x)
+            x = attention.output(step.attend(attention.layer_idx, queries, attention.score_scale, attention.sinks), x)
             x = mlp.down(mlp.gate_up(self.ops.rms_norm(x, *ffn_norm)), x)
         return x
 

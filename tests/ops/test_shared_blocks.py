@@ -86,20 +86,21 @@ def check(world: World, backend: Backend, group: int = 2) -> int:
     """Compare with the reference; return the tokens read."""
     step = REFERENCE.step_attention(world.batch, world.kv)
     queries = step.prepare(1, world.qkv, world.norms, world.rotation)
-    expected = step.attend(1, queries, world.scale)
+    expected = world.attend(step, queries)
     native = backend.make().step_attention(world.batch, world.kv)
     assert isinstance(native, NativeStepAttention)
     tolerance = 3 * TOLERANCE[world.kv.dtype]
-    torch.testing.assert_close(native.attend(1, queries, world.scale), expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(world.attend(native, queries), expected, rtol=tolerance, atol=tolerance)
     return native.plan(group * world.kv.data.shape[3]).tokens_read
 
 
 @pytest.mark.parametrize("backend", NATIVE)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_shared_blocks(backend: Backend, dtype: torch.dtype, name: str) -> None:
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_shared_blocks(backend: Backend, dtype: torch.dtype, name: str, has_sinks: bool) -> None:
     layout = LAYOUTS[name]
-    assert check(layout.world(dtype), backend) == layout.num_read
+    assert check(layout.world(dtype, has_sinks=has_sinks), backend) == layout.num_read
 
 
 @pytest.mark.parametrize("backend", NATIVE)

@@ -10,10 +10,10 @@ config.json  ->  family  ->  ModelSpec  ->  cache specs  ->  ArenaSizing  ->  Me
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from quire.capacity.draft_compat import check_draft
+from quire.capacity.draft_compat import check_draft, mtp_spec
 from quire.capacity.pool_sizing import memory_concurrency, size_pool
 from quire.capacity.report import GroupPlan, LengthPlan, MemoryPlan, PlanRequest
 from quire.config import CACHE_DTYPES, DTYPES, Machine, context_length, pool_blocks
@@ -138,8 +138,12 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
 
 
 def _read_draft(request: PlanRequest, target: _Model) -> _Model | None:
-    """Read the draft model, if there is one, and check that it can make drafts for the target."""
+    """Read the draft model, or the target's MTP head, if one makes drafts, and check that it can."""
     name = request.config.speculative.draft_model
+    if request.config.speculative.speculative_method == "mtp":
+        head = mtp_spec(request.config.model.model, target.spec)
+        # A GGUF file's bytes have the head's among them.
+        return replace(target, architecture="MTP head", spec=head, stored_bytes=target.stored_bytes and 0)
     if name is None:
         return None
     draft = _Model.read(name, None)
@@ -276,7 +280,7 @@ def _never(sizing: ArenaSizing, groups: Sequence[GroupPlan], longest: int, max_m
     least = -(-sizing.bytes_for(max_model_len) // block_of_all) * block_of_all
     is_alone = len(groups) == 1
     largest = groups[shortage.group_idx]
-    whose = " of the draft model" if largest.is_draft else ""
+    whose = " of the draft model or head" if largest.is_draft else ""
     most = "" if is_alone else f", most of them for {largest.kind!r}{whose}"
     text = (
         f"Sequences of more than {longest:,} tokens, prompt and output together, never fit: {longest + 1:,} would need "

@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 
 from quire.config import Quantization
 from quire.models.spec import (
+    FFN,
     Attention,
     Experts,
     GatedDeltaNet,
@@ -18,6 +19,7 @@ from quire.models.spec import (
     LayerSpec,
     Mamba2,
     Mixer,
+    MLPBesideExperts,
     ModelSpec,
     ShortConv,
 )
@@ -59,8 +61,10 @@ class ParameterCounts(NamedTuple):
 
 def estimate_parameters(spec: ModelSpec) -> ParameterCounts:
     """Estimate the parameters of a model."""
-    embedding = spec.vocab_size * spec.width
+    embedding = 0 if spec.is_mtp else spec.vocab_size * spec.width
     tables, projections = embedding, sum(_layer(layer, spec.width) for layer in spec.layers)
+    if spec.is_mtp:
+        projections += 2 * spec.width**2
     if spec.per_layer_inputs is not None:
         # One table; one projection of the embedding; a gate and a projection in each layer.
         columns = len(spec.layers) * spec.per_layer_inputs.width
@@ -90,9 +94,12 @@ def _mixer(mixer: Mixer, width: int) -> int:
             return width * (mixer.num_channels + mixer.inner + 2 * mixer.num_value_heads) + mixer.inner * width
 
 
-def _ffn(ffn: GatedMLP | Experts, width: int) -> int:
+def _ffn(ffn: FFN, width: int) -> int:
     match ffn:
         case GatedMLP():
             return 3 * width * ffn.width
         case Experts():
-            return ffn.num_experts * (3 * width * ffn.width + width) + 3 * width * ffn.shared_width
+            num_shared = 3 * width * ffn.shared_width + (width if ffn.shared_gate else 0)
+            return ffn.num_experts * (3 * width * ffn.width + width) + num_shared
+        case MLPBesideExperts():
+            return _ffn(ffn.mlp, width) + _ffn(ffn.experts, width)

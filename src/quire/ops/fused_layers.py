@@ -32,6 +32,7 @@ class DenseAttention(NamedTuple):
         num_heads: H.
         score_scale: factor of the scores before the softmax.
         output: projection of what attention gives.
+        sinks: attention sinks, [H] of float32; None for none.
     """
 
     qkv: Linear
@@ -40,6 +41,7 @@ class DenseAttention(NamedTuple):
     num_heads: int
     score_scale: float
     output: Linear
+    sinks: Tensor | None = None
 
 
 class DenseMLP(NamedTuple):

@@ -24,7 +24,7 @@ from quire.ops.weight_memory import WeightMemory
 
 FOLDER: Final = Path(__file__).parent / "native"
 # The number that `quire_interface_version` must return.
-INTERFACE_VERSION: Final = 18
+INTERFACE_VERSION: Final = 20
 # The best last; a processor that runs one runs those before it.
 LEVELS: Final = ("portable", "avx2", "avx512", "avx512_bf16")
 # An environment variable with the best level to take, where that is not to be the processor's: for tests of the others.
@@ -32,7 +32,7 @@ MAX_LEVEL_VARIABLE: Final = "QUIRE_MAX_CPU_LEVEL"
 MAX_HEAD_DIM: Final = 256
 # Types and activations as the libraries number them.
 TYPES: Final = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-ACTIVATIONS: Final[dict[Activation | None, int]] = {None: 0, "silu": 1, "gelu_tanh": 2}
+ACTIVATIONS: Final[dict[Activation | None, int]] = {None: 0, "silu": 1, "gelu_tanh": 2, "swigluoai": 3}
 # Lossless weights: columns of a panel, values of a column in a block, bytes of a block's table.
 PANEL_COLUMNS, BLOCK_WIDTH, TABLE_BYTES = 64, 32, 16
 
@@ -103,6 +103,7 @@ class DenseLayerCall(ctypes.Structure):
         ("layer_idx", _INT),
         ("num_heads", _INT),
         ("score_scale", _DOUBLE),
+        ("sinks", _POINTER),
         ("output", LinearCall),
         ("ffn_norm", NormScales),
         ("gate_up", LinearCall),
@@ -206,7 +207,7 @@ class NativeLibrary:
             ctypes.cast(threads.torch_parallel_for, _POINTER), ctypes.cast(threads.torch_get_num_threads, _POINTER)
         )
         rows, kv = ctypes.POINTER(StepRows), ctypes.POINTER(Cache)
-        self.attend = _typed(library.quire_attend, rows, kv, _POINTER, _INT, _POINTER, _INT, _FLOAT, _POINTER)
+        self.attend = _typed(library.quire_attend, rows, kv, _POINTER, _INT, _POINTER, _INT, _FLOAT, _POINTER, _POINTER)
         self.plan_attention = _typed(library.quire_plan_attention, rows, kv, _INT, _INT, _INT, _INT, returns=_POINTER)
         self.free_attention_plan = _typed(library.quire_free_attention_plan, _POINTER)
         self.tokens_read = _typed(library.quire_tokens_read, _POINTER, returns=_INT)

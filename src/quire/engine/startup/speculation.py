@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.capacity.draft_compat import check_draft
+from quire.capacity.draft_compat import check_draft, mtp_spec
 from quire.config import EngineConfig, SpeculativeConfig
 from quire.decoding.drafting import Drafter, ModelDrafter
 from quire.decoding.lookup import PromptLookup
@@ -12,7 +12,9 @@ from quire.errors import ConfigError
 from quire.models.checkpoint import Checkpoint
 from quire.models.decoder import Decoder
 from quire.models.families import build
+from quire.models.mtp import MTPHead
 from quire.models.quantization_config import without_quantization
+from quire.models.weights import load_weights
 from quire.text.tokenizer import Tokenizer
 
 
@@ -24,7 +26,7 @@ def make_speculation(config: SpeculativeConfig) -> AdaptiveDrafter | None:
             source = PromptLookup(config.lookup_min, config.lookup_max)
         case "suffix":
             source = SuffixDrafter(config.lookup_min, config.cache_bytes)
-        case "draft":
+        case "draft" | "mtp":
             source = ModelDrafter()
         case _:
             return None
@@ -57,3 +59,23 @@ def open_draft(config: EngineConfig, decoder: Decoder, tokenizer: Tokenizer | No
                 field="draft_model",
             )
     return checkpoint
+
+
+def load_mtp_head(config: EngineConfig, checkpoint: Checkpoint, target: Decoder) -> MTPHead:
+    """Load the MTP head of the target's checkpoint.
+
+    Args:
+        config: configuration of the engine.
+        checkpoint: files of the target.
+        target: decoder of the target, with all its weights.
+
+    Raises:
+        ConfigError: the checkpoint has no such head.
+        CheckpointError: a tensor of the head is missing or wrong.
+    """
+    # Configurations keep the field where the tensors were left out, as when transformers saves a model.
+    is_stored = any(name.startswith("mtp.") for name in checkpoint.tensors)
+    head = MTPHead(target, mtp_spec(config.model.model, target.spec, is_stored=is_stored))
+    _, weight_map = build(without_quantization(checkpoint.config))
+    load_weights(checkpoint, weight_map, head)
+    return head

@@ -18,7 +18,7 @@ QUIRE_EXPORT void quire_prepare(const StepRows* rows, const Cache* cache, int64_
                                 int64_t weight_type, const void* weights, int64_t num_normed, float eps,
                                 const void* cos, const void* sin, int64_t num_heads, void* queries);
 QUIRE_EXPORT void quire_attend(const StepRows* rows, const Cache* cache, AttentionPlan* plan, int64_t layer,
-                               const void* queries, int64_t row_stride, float scale, void* output);
+                               const void* queries, int64_t row_stride, float scale, const float* sinks, void* output);
 
 namespace {
 
@@ -57,6 +57,7 @@ struct DenseLayer {
   int64_t layer_idx;  // index in the cache group
   int64_t num_heads;
   double score_scale;
+  const float* sinks;  // [num_heads], or null
   Linear output;
   Norm ffn_norm;
   Linear gate_up;
@@ -97,7 +98,7 @@ void run(Type type, const DenseLayer& layer, int64_t num_rows, const GroupStep& 
   quire_prepare(step.rows, step.cache, layer.layer_idx, buffers.product, heads.type, heads.scales, heads.num_heads,
                 float(heads.eps), rotation.cos, rotation.sin, layer.num_heads, buffers.queries);
   quire_attend(step.rows, step.cache, step.plan, layer.layer_idx, buffers.queries, layer.output.width,
-               float(layer.score_scale), buffers.normed);
+               float(layer.score_scale), layer.sinks, buffers.normed);
   layer.output(type, buffers.normed, num_rows, x, buffers.between);
   norm(layer.ffn_norm, buffers.between, layer.gate_up.width);
   layer.gate_up(type, buffers.normed, num_rows, nullptr, buffers.product);
