@@ -188,6 +188,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "linear_value_head_dim": 16,
         },
     ),
+    # Attention sinks, a window in every second layer, and experts with biases.
+    "gpt-oss": (
+        "GptOss",
+        {
+            **_SMALL,
+            "head_dim": 16,
+            "sliding_window": 20,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "truncate": False,
+                "original_max_position_embeddings": 128,
+            },
+        },
+    ),
     # Fused projections, a window, and a part of each head that turns by factors of LongRoPE.
     "phi3": (
         "Phi3",

@@ -9,6 +9,8 @@ from transformers import (
     FalconH1ForCausalLM,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
     Lfm2MoeConfig,
@@ -203,6 +205,45 @@ PHI3_CASES: Final[dict[str, tuple[type, type, dict[str, Any]]]] = {
 }
 
 EXPERT_CASES: Final[dict[str, tuple[type, type, dict[str, Any]]]] = {
+    # A window in every second layer, and a rotation whose ramp ends between two frequencies.
+    "gpt-oss": (
+        GptOssConfig,
+        GptOssForCausalLM,
+        {
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "sliding_window": 12,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1000.0,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "gpt-oss-options": (
+        GptOssConfig,
+        GptOssForCausalLM,
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 24,
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 7,
+            "num_local_experts": 3,
+            "num_experts_per_tok": 1,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+        },
+    ),
     # Prompts cross borders of chunks, and positions at which the temperature changes; experts in every second layer.
     "llama4": (
         Llama4TextConfig,

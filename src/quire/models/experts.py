@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 
@@ -45,7 +45,7 @@ class ExpertsBlock:
         new_norm: Callable[[spec.RMSNorm], Norm],
     ) -> None:
         self._experts, self._addition = experts, addition
-        self._router = Projection(width, experts.num_experts, False, ops, min_bits=8)
+        self._router = Projection(width, experts.num_experts, experts.bias, ops, min_bits=8)
         self._gate_up = ExpertProjections(experts, width, 2 * experts.width, ops, gate=experts.activation)
         self._down = ExpertProjections(experts, experts.width, width, ops)
         self.slots: WeightSlots = nested(router=self._router.slots, gate_up=self._gate_up.slots, down=self._down.slots)
@@ -206,10 +206,10 @@ class ExpertProjections:
 
     Attributes:
         runs: the packed layers, one for each expert.
-        slots: "weight".
+        slots: "bias", if there is one, which is filled before "weight".
     """
 
-    __slots__ = ("_is_transposed", "_pack", "_shape", "runs", "slots")
+    __slots__ = ("_biases", "_is_transposed", "_order", "_pack", "_shape", "runs", "slots")
 
     runs: list[Linear]
 
@@ -222,18 +222,37 @@ class ExpertProjections:
         shape: tuple[int, ...] = (experts.num_experts * out_width, in_width)
         if experts.transposed:
             shape = (experts.num_experts, in_width, out_width)
+        # The place of each output in what is stored of an expert; None where that is in order.
+        self._order: Tensor | None = None
+        if gate is not None and experts.interleaved:
+            self._order = torch.arange(out_width).view(-1, 2).T.flatten()
+        self._biases: Sequence[Tensor | None] = [None] * experts.num_experts
+        self.slots: WeightSlots = {}
+        if experts.bias:
+            self.slots["bias"] = WeightSlot((experts.num_experts * out_width,), self._fill_biases)
         fill_stored = None if experts.transposed else self._fill_stored
-        self.slots: WeightSlots = {"weight": WeightSlot(shape, self._fill, fill_stored)}
+        self.slots["weight"] = WeightSlot(shape, self._fill, fill_stored)
+
+    def _fill_biases(self, tensor: Tensor) -> None:
+        biases = tensor.view(self._shape[:2])
+        self._biases = (biases.clone() if self._order is None else biases[:, self._order]).unbind()
 
     def _fill(self, tensor: Tensor) -> None:
         weights = tensor.mT if self._is_transposed else tensor.view(self._shape)
-        self.runs = [self._pack(weight) for weight in weights]
+        self._pack_all(weight if self._order is None else weight[self._order] for weight in weights)
 
     def _fill_stored(self, weight: StoredWeight) -> None:
         num_experts, out_width, _ = self._shape
-        self.runs = [
-            self._pack(weight.rows(slice(idx * out_width, (idx + 1) * out_width))) for idx in range(num_experts)
-        ]
+        starts = range(0, num_experts * out_width, out_width)
+        self._pack_all(
+            weight.rows(slice(start, start + out_width) if self._order is None else start + self._order)
+            for start in starts
+        )
+
+    def _pack_all(self, weights: Iterable[Tensor | StoredWeight]) -> None:
+        assert "bias" not in self.slots or self._biases[0] is not None, "biases come first"
+        self.runs = [self._pack(weight, bias) for weight, bias in zip(weights, self._biases, strict=True)]
+        self._biases = ()  # the packed layers have them
 
 
 def choose(

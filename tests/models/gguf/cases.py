@@ -52,6 +52,7 @@ GGUF_CASES: Final[dict[str, dict[str, Any]]] = {
             "long_factor": [1.0, 2.5, 4.0, 16.0],
         }
     },
+    "gpt-oss": {},
     "qwen3.5": {},
     "qwen3.5-options": {},
     "qwen3.5-moe": {},

@@ -173,6 +173,25 @@ def _divide_experts(tensors: Tensors, _config: Config) -> Tensors:
     return changed
 
 
+def _gpt_oss(tensors: Tensors, _config: Config) -> Tensors:
+    """Make linear layers of experts that are stored as [X, in, out], with gates and ups that alternate."""
+    changed: dict[str, Tensor] = {}
+    for name, values in tensors.items():
+        prefix, _, part = name.partition(".experts.")
+        names = [f"{prefix}.experts.{each}_proj" for each in ("gate", "up", "down")]
+        if part == "gate_up_proj":
+            changed |= {f"{names[idx]}.weight": values[..., idx::2].mT for idx in (0, 1)}
+        elif part == "gate_up_proj_bias":
+            changed |= {f"{names[idx]}.bias": values[..., idx::2] for idx in (0, 1)}
+        elif part == "down_proj":
+            changed[f"{names[2]}.weight"] = values.mT
+        elif part == "down_proj_bias":
+            changed[f"{names[2]}.bias"] = values
+        else:
+            changed[f"{name}.weight" if name.endswith("sinks") else name] = values
+    return changed
+
+
 def _falcon_h1(tensors: Tensors, config: Config) -> Tensors:
     """Multiply weights by the multipliers of the configuration."""
     attention_in = config["attention_in_multiplier"]
@@ -206,6 +225,7 @@ CHANGES: Final[dict[MODEL_ARCH, Callable[[Tensors, Config], Tensors]]] = {
     MODEL_ARCH.LLAMA: _pair_rows,
     MODEL_ARCH.MISTRAL3: _pair_rows,
     MODEL_ARCH.LLAMA4: _divide_experts,
+    MODEL_ARCH.GPT_OSS: _gpt_oss,
     MODEL_ARCH.GEMMA3: _add_one,
     MODEL_ARCH.GEMMA4: _gemma4,
     MODEL_ARCH.QWEN35: _tile_value_heads,

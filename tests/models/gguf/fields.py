@@ -30,6 +30,7 @@ ARCHITECTURES: Final[dict[str, Callable[[Config], MODEL_ARCH]]] = {
     "Qwen3ForCausalLM": lambda _: MODEL_ARCH.QWEN3,
     "Qwen3MoeForCausalLM": lambda _: MODEL_ARCH.QWEN3MOE,
     "Qwen3_5ForCausalLM": lambda _: MODEL_ARCH.QWEN35,
+    "GptOssForCausalLM": lambda _: MODEL_ARCH.GPT_OSS,
     "Phi3ForCausalLM": lambda _: MODEL_ARCH.PHI3,
     "Qwen3_5MoeForCausalLM": lambda _: MODEL_ARCH.QWEN35MOE,
     "Gemma3ForCausalLM": lambda _: MODEL_ARCH.GEMMA3,
@@ -146,6 +147,13 @@ def _phi3(writer: GGUFWriter, config: Config) -> None:
         writer.add_rope_scaling_attn_factors(rope["attention_factor"])
 
 
+def _gpt_oss(writer: GGUFWriter, config: Config) -> None:
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_expert_feed_forward_length(config["intermediate_size"])
+    writer.add_rope_scaling_yarn_beta_fast(config["rope_parameters"]["beta_fast"])
+    writer.add_rope_scaling_yarn_beta_slow(config["rope_parameters"]["beta_slow"])
+
+
 def _qwen3_moe(writer: GGUFWriter, config: Config) -> None:
     writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
 
@@ -250,6 +258,7 @@ def _mamba(writer: GGUFWriter, config: Config) -> None:
 FIELDS: Final[dict[MODEL_ARCH, Callable[[GGUFWriter, Config], None]]] = {
     MODEL_ARCH.LLAMA: _llama,
     MODEL_ARCH.LLAMA4: _llama4,
+    MODEL_ARCH.GPT_OSS: _gpt_oss,
     MODEL_ARCH.PHI3: _phi3,
     MODEL_ARCH.QWEN3MOE: _qwen3_moe,
     MODEL_ARCH.QWEN35: _qwen3_5,
