@@ -78,7 +78,8 @@ def gated(
     """Return what a gated MLP makes of a row; with a step of 2, gates and ups alternate."""
     product = gate_up @ x + biases[0]
     gate, up = product.chunk(2) if step == 1 else (product[::2], product[1::2])
-    return down @ (functional.silu(gate) * up) + biases[1]
+    result: torch.Tensor = down @ (functional.silu(gate) * up) + biases[1]
+    return result
 
 
 def expected_row(x: torch.Tensor, experts: Experts, weights: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -96,16 +97,16 @@ def expected_row(x: torch.Tensor, experts: Experts, weights: dict[str, torch.Ten
     scores = scores * experts.score_scale * weights.get("expert_scales.weight", 1.0)
     result = torch.zeros(WIDTH, dtype=torch.float64)
     for idx in best:
-        parts = []
+        parts: list[Any] = []
         for name in ("gate_up.weight", "down.weight"):
             stored = weights[name]
             parts.append(stored[idx].T if experts.transposed else stored.chunk(experts.num_experts)[idx])
-        biases = [0.0, 0.0]
+        biases: list[Any] = [0.0, 0.0]
         if experts.bias:
             biases = [weights[f"{name}.bias"].chunk(experts.num_experts)[idx] for name in ("gate_up", "down")]
-        options = biases, 1 + experts.interleaved
+        parts += [biases, 1 + experts.interleaved]
         score = scores[idx] / total
-        result += gated(score * x, *parts, *options) if experts.scaled_input else score * gated(x, *parts, *options)
+        result += gated(score * x, *parts) if experts.scaled_input else score * gated(x, *parts)
     if experts.shared_width:
         gate = (weights["shared.gate.weight"] @ x).sigmoid() if experts.shared_gate else 1.0
         result += gate * gated(x, weights["shared.gate_up.weight"], weights["shared.down.weight"])
