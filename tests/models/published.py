@@ -149,6 +149,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         shared_intermediate_size=2048, tie_word_embeddings=True, mamba_n_heads=48, mamba_n_groups=1, mamba_d_state=128,
         mamba_d_conv=4, mamba_expand=2,
     ),
+    "Granite 4.0 H-Tiny": llama(
+        1536, 40, 12, 4, 512, 100352, architectures=["GraniteMoeHybridForCausalLM"], model_type="granitemoehybrid",
+        layer_types=["attention" if idx in (5, 15, 25, 35) else "mamba" for idx in range(40)], num_local_experts=64,
+        num_experts_per_tok=6, shared_intermediate_size=1024, tie_word_embeddings=True, mamba_n_heads=48,
+        mamba_n_groups=1, mamba_d_state=128, mamba_d_conv=4, mamba_expand=2,
+    ),
     "Falcon-H1 0.5B": llama(
         1024, 36, 8, 2, 2048, 32784, architectures=["FalconH1ForCausalLM"], model_type="falcon_h1", head_dim=64,
         attention_in_multiplier=1.0, attention_out_multiplier=0.9375, key_multiplier=0.390625, ssm_in_multiplier=1.25,

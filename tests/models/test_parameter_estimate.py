@@ -35,6 +35,7 @@ PUBLISHED = {
     "LFM2 1.2B": 1.17,
     "LFM2 8B A1B": 8.34,
     "Granite 4.0 H-350M": 0.34,
+    "Granite 4.0 H-Tiny": 6.94,
     "Falcon-H1 0.5B": 0.521,
     "Qwen3.5 35B A3B": 34.7,
     "Phi-3.5 mini": 3.82,

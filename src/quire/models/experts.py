@@ -14,6 +14,7 @@ from quire.models.blocks import GatedMLPBlock
 from quire.models.norms import Norm
 from quire.models.projections import Projection, ResidualAdd
 from quire.models.weight_slots import WeightSlot, WeightSlots, nested
+from quire.ops.fused_layers import FusedExperts, FusesExperts, RoutedExperts
 from quire.ops.interface import Activation, Linear, Ops
 from quire.ops.quantized_weight import StoredWeight
 
@@ -30,6 +31,7 @@ class ExpertsBlock:
         new_norm: function that makes the norm of a specification.
 
     Attributes:
+        fused: the block as one call of the backend, which `fuse` sets; None for the operations one by one.
         slots: "router", "gate_up", "down" and, where there are such, "router_norm", "choice_bias", "expert_scales",
             "shared.gate_up", "shared.down" and "shared.gate".
     """
@@ -56,6 +58,7 @@ class ExpertsBlock:
             if getattr(experts, name):
                 fill = partial(self._fill, f"_{name}")
                 self.slots[f"{name}.weight"] = WeightSlot((experts.num_experts,), fill, dtype=torch.float32)
+        self.fused: FusedExperts | None = None
         self._shared: GatedMLPBlock | None = None
         self._shared_gate: Projection | None = None
         if experts.shared_width:
@@ -68,6 +71,29 @@ class ExpertsBlock:
 
     def _fill(self, name: str, tensor: Tensor) -> None:
         setattr(self, name, tensor.clone())
+
+    def fuse(self, ops: FusesExperts) -> None:
+        """Let `ops` run the block by one call, if it does; all weights are there."""
+        experts, shared = self._experts, None if self._shared is None else self._shared.dense
+        assert self._shared is None or shared is not None, "a shared expert is added as it is"
+        self.fused = ops.fuse_experts(
+            RoutedExperts(
+                self._router.run,
+                self._gate_up.runs,
+                self._down.runs,
+                experts.num_chosen,
+                self._choice_bias,
+                self._expert_scales,
+                experts.scoring == "sigmoid",
+                experts.renormalised,
+                experts.scaled_input,
+                experts.sum_eps,
+                experts.score_scale,
+                experts.logit_scale,
+                shared,
+                None if self._shared_gate is None else self._shared_gate.run,
+            )
+        )
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
         """Add to `residual` [T, E] what the experts of each row make of `x` [T, E]."""
@@ -84,8 +110,11 @@ class ExpertsBlock:
             routed: [T, E] that the router sees; None for `x`.
         """
         experts, routed = self._experts, x if routed is None else routed
-        logits = self._router.run(routed if self._router_norm is None else self._router_norm(routed))
-        chosen, scores = choose(logits, experts, self._choice_bias, self._expert_scales)
+        if self._router_norm is not None:
+            routed = self._router_norm(routed)
+        if self.fused is not None:
+            return self.fused(x, routed, start)
+        chosen, scores = choose(self._router.run(routed), experts, self._choice_bias, self._expert_scales)
         # In float32 and always in the order of the experts: a row gets the same, whatever rows are beside it.
         total = self._begin(x, start)
         order = chosen.flatten().argsort(stable=True)
@@ -137,6 +166,7 @@ class MLPBesideExpertsBlock:
         self._mlp = GatedMLPBlock(ffn.mlp, width, ResidualAdd(), ops)
         self._experts = ExpertsBlock(ffn.experts, width, ResidualAdd(), ops, new_norm)
         self._mlp_norm, self._experts_input_norm, self._experts_norm = (new_norm(ffn.norm) for _ in range(3))
+        self.fuse = self._experts.fuse
         self.slots: WeightSlots = nested(
             mlp=self._mlp.slots,
             mlp_norm=self._mlp_norm.slots,

@@ -71,6 +71,7 @@ GGUF_CASES: Final[dict[str, dict[str, Any]]] = {
     "lfm2-moe": {},
     "granite4": {},
     "granite4-options": {},
+    "granite4-moe": {},
     "granite4-attention": {},
     "falcon-h1": {},
     "falcon-h1-options": {"tie_word_embeddings": False},
