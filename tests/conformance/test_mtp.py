@@ -18,6 +18,7 @@ from quire.errors import ConfigError
 from quire.memory import check
 from quire.models.checkpoint import Checkpoint, locate
 from quire.sequences.sequence import Sequence
+from quire.sequences.structured import StructuredOutputs
 from tests.conformance.checkpoints import (
     EOS_TOKEN_ID,
     NEW_TOKENS,
@@ -140,7 +141,11 @@ def test_structured_outputs_are_those_without_drafts(tmp_path: Path) -> None:
     save_mtp_checkpoint(tmp_path, noise=0.07, head_noise=0.5, vocab_size=2048, eos_token_id=1, bos_token_id=None)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(locate("bundled") / name, tmp_path)
-    forms: list[dict[str, Any]] = [{"regex": "[a-z ]{40,60}"}, {"choice": ["yes", "no"]}, {"json": {"type": "array"}}]
+    forms = (
+        StructuredOutputs(regex="[a-z ]{40,60}"),
+        StructuredOutputs(choice=("yes", "no")),
+        StructuredOutputs(json={"type": "array"}),
+    )
     each = [
         SamplingParams(temperature=0.7, seed=3, max_tokens=60, n=2, structured_outputs=form, logprobs=logprobs)
         for form in forms
