@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from quire import LLM, SamplingParams
 from quire.decoding.drafting import ModelDrafter
 from quire.errors import ConfigError
 from quire.memory import check
-from quire.models.checkpoint import Checkpoint
+from quire.models.checkpoint import Checkpoint, locate
 from quire.sequences.sequence import Sequence
+from quire.sequences.structured import StructuredOutputs
 from tests.conformance.checkpoints import (
     EOS_TOKEN_ID,
     NEW_TOKENS,
@@ -78,8 +80,7 @@ def with_head(reference: Reference, **options: Any) -> tuple[LLM, RecordingDraft
 def assert_those_of(drafts: Drafts, drafter: RecordingDrafter) -> None:
     """See that each draft is what the twin guesses from the whole sequence, and that some were right, some wrong."""
     assert [draft for _, draft, _ in drafter.seen] == [drafts(known, len(draft)) for known, draft, _ in drafter.seen]
-    counts = {num_accepted for _, _, num_accepted in drafter.seen}
-    assert counts >= {0, 1, 4}
+    assert {0, 2} <= {num_accepted for _, _, num_accepted in drafter.seen}
 
 
 @pytest.mark.parametrize(
@@ -133,6 +134,43 @@ def test_beams_get_no_drafts(noisy: Reference) -> None:
     found, expected = (each.generate(noisy.prompts[:3], params, use_tqdm=False) for each in (llm, load(noisy)))
     assert [output.outputs[0].token_ids for output in found] == [output.outputs[0].token_ids for output in expected]
     assert not drafter.seen
+
+
+@pytest.mark.slow
+def test_structured_outputs_are_those_without_drafts(tmp_path: Path) -> None:
+    save_mtp_checkpoint(tmp_path, noise=0.07, head_noise=0.5, vocab_size=2048, eos_token_id=1, bos_token_id=None)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(locate("bundled") / name, tmp_path)
+    forms = (
+        StructuredOutputs(regex="[a-z ]{40,60}"),
+        StructuredOutputs(choice=("yes", "no")),
+        StructuredOutputs(json={"type": "array"}),
+    )
+    each = [
+        SamplingParams(temperature=0.7, seed=3, max_tokens=60, n=2, structured_outputs=form, logprobs=logprobs)
+        for form in forms
+        for logprobs in (None, 1)
+    ]
+    options: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "num_kv_blocks": 800}
+    found = []
+    for more in ({}, {"speculative_method": "mtp", "num_speculative_tokens": 4}):
+        llm = LLM(str(tmp_path), **options, **more)
+        outputs = llm.generate(["Once upon a time"] * len(each), each, use_tqdm=False)
+        found.append([[sample.token_ids for sample in output.outputs] for output in outputs])
+    assert found[0] == found[1]
+    assert llm.stats.num_draft_tokens > 0
+
+
+def test_the_head_reads_embeddings_of_media(noisy: Reference) -> None:
+    media = torch.randn(12, 64, generator=torch.Generator().manual_seed(1))
+    prompt = {"prompt_token_ids": noisy.prompts[4], "media": [{"offset": 0, "embeddings": media}]}
+    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    llm, drafter = with_head(noisy, max_num_seqs=3, max_num_batched_tokens=25)
+    found, again, expected = (
+        each.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids for each in (llm, llm, load(noisy))
+    )
+    assert found == again == expected
+    assert_those_of(SlowHead(noisy.folder, media).drafts, drafter)
 
 
 def test_a_head_in_a_gguf_file(noisy: Reference, drafts: Drafts, tmp_path: Path) -> None:

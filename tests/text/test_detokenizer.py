@@ -81,7 +81,7 @@ def repaired(tokenizer: Tokenizer, ids: list[int], *, skip: bool) -> list[int]:
     for token_id in ids:
         if tokenizer.token_text(token_id) == "" or (skip and token_id in tokenizer.special_ids):
             continue
-        if tokenizer.is_fallback_byte(token_id):
+        if tokenizer.pieces[token_id].is_fallback_byte:
             run.append(token_id)
         else:
             close()

@@ -38,7 +38,7 @@ from quire.models.spec import (
     ShortConv,
 )
 from quire.models.weight_slots import WeightSlot, WeightSlots, nested
-from quire.ops.fused_layers import DenseLayer, FusedLayers, FusesLayers
+from quire.ops.fused_layers import DenseLayer, FusedLayers, FusesExperts, FusesLayers
 from quire.ops.interface import AttentionBatch, KeepsRows, Ops, PagedKV, PagedStates, Rotation, StateBatch
 from quire.ops.quantized_weight import StoredWeight
 
@@ -187,11 +187,6 @@ class Decoder:
         return self.spec.cache_groups
 
     @property
-    def ends(self) -> tuple[Callable[[Tensor], Tensor], Norm, Projection]:
-        """The embedding, the last norm and the output head."""
-        return self._embed, self._norm, self._head
-
-    @property
     def kernels(self) -> str:
         """Name of the kernels."""
         return self.ops.name
@@ -235,9 +230,18 @@ class Decoder:
             slot.fill_stored(tensor)
         else:
             slot.fill((tensor.dequantize() if isinstance(tensor, StoredWeight) else tensor).to(self.device))
-        if not self._missing and isinstance(self.ops, FusesLayers):
+        if not self._missing:
+            self._fuse()
+
+    def _fuse(self) -> None:
+        """Have the backend run layers, or the experts of a layer, by one call where it can."""
+        if isinstance(self.ops, FusesLayers):
             layers = self._dense_layers()
             self._fused = None if layers is None else self.ops.fuse_layers(layers)
+        if isinstance(self.ops, FusesExperts):
+            for _, _, _, ffn, _, _ in self._layers:
+                if not isinstance(ffn, GatedMLPBlock):
+                    ffn.fuse(self.ops)
 
     def _dense_layers(self) -> list[DenseLayer] | None:
         """Return the layers as fused layers take them; None where one has other parts or does more."""
