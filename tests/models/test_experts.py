@@ -97,16 +97,16 @@ def expected_row(x: torch.Tensor, experts: Experts, weights: dict[str, torch.Ten
     scores = scores * experts.score_scale * weights.get("expert_scales.weight", 1.0)
     result = torch.zeros(WIDTH, dtype=torch.float64)
     for idx in best:
-        parts: list[Any] = []
+        parts = []
         for name in ("gate_up.weight", "down.weight"):
             stored = weights[name]
             parts.append(stored[idx].T if experts.transposed else stored.chunk(experts.num_experts)[idx])
         biases: list[Any] = [0.0, 0.0]
         if experts.bias:
             biases = [weights[f"{name}.bias"].chunk(experts.num_experts)[idx] for name in ("gate_up", "down")]
-        parts += [biases, 1 + experts.interleaved]
-        score = scores[idx] / total
-        result += gated(score * x, *parts) if experts.scaled_input else score * gated(x, *parts)
+        score, gate_up, down = scores[idx] / total, *parts
+        given = gated(score * x if experts.scaled_input else x, gate_up, down, biases, 1 + experts.interleaved)
+        result += given if experts.scaled_input else score * given
     if experts.shared_width:
         gate = (weights["shared.gate.weight"] @ x).sigmoid() if experts.shared_gate else 1.0
         result += gate * gated(x, weights["shared.gate_up.weight"], weights["shared.down.weight"])

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TextIO, TypeVar
 
 import torch
@@ -29,7 +30,7 @@ from quire.engine.engine import Engine
 from quire.engine.inputs.embeddings import EmbeddingsReader
 from quire.engine.kv.disk_prefetch import DiskPrefetcher
 from quire.engine.startup.disk_cache import make_disk_prefetcher, open_disk
-from quire.engine.startup.speculation import load_mtp_head, make_speculation, open_draft
+from quire.engine.startup.speculation import load_draft, make_speculation
 from quire.errors import ConfigError, InvalidParameter
 from quire.execution.executor import InProcessExecutor
 from quire.execution.gpu_memory_profile import StepLimits, measure_step_cost
@@ -111,10 +112,8 @@ def load(
     decoder = _load_decoder(options, checkpoint, device, dtype, wrap_ops)
     if wrap_decoder is not None:
         decoder = wrap_decoder(decoder)
-    guide = open_draft(config, decoder, tokenizer)
-    draft = None if guide is None else _load_decoder(options, guide, device, dtype)
-    if config.speculative.speculative_method == "mtp":
-        draft = load_mtp_head(config, checkpoint, decoder)
+    load_decoder_of = partial(_load_decoder, options, device=device, dtype=dtype)
+    guide, draft = load_draft(config, checkpoint, decoder, tokenizer, load_decoder_of)
     stored = _stored(config, dtype)
     groups = [spec for each in (decoder, draft) if each for spec in _groups(config, each, stored)]
     step = _step_cost(config, decoder, draft, device, stored)
