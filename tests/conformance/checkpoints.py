@@ -230,7 +230,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3_5Moe",
         {
             **_SMALL,
-            "num_hidden_layers": 2,
+            "num_hidden_layers": 4,
             "head_dim": 16,
             "full_attention_interval": 2,
             "linear_num_key_heads": 2,
