@@ -50,7 +50,8 @@ def make_block(ops: NativeOps, options: dict[str, Any], form: str | None = None,
     for seed, (name, slot) in enumerate(block.slots.items()):
         if form is not None and name in ("gate_up.weight", "down.weight"):
             assert slot.fill_stored is not None
-            slot.fill_stored(StoredWeight((random_weight(FORMS[form], *slot.shape, seed=seed),), dtype))
+            num_rows, width = slot.shape
+            slot.fill_stored(StoredWeight((random_weight(FORMS[form], num_rows, width, seed),), dtype))
         else:
             weight = randn(*slot.shape, seed=seed)
             slot.fill((weight * slot.shape[-1] ** -0.5 if weight.dim() > 1 else weight).to(slot.dtype or dtype))
