@@ -32,11 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "choice-bias": {"scoring": "sigmoid", "choice_bias": True, "renormalised": True},
     "softmax-choice-bias": {"choice_bias": True},
     "shared-gate": {"renormalised": True, "shared_gate": True, **SHARED},
-<<<<<<< HEAD
-    "biases": {"bias": True, "interleaved": True, "activation": "swigluoai", "renormalised": True},
-=======
     "biases": {"renormalised": True, "bias": True, "interleaved": True, "activation": "swigluoai"},
->>>>>>> part-experts
     "router-norm": {"router_norm": RMSNorm(1e-6, wide=True), "logit_scale": WIDTH**-0.5, "expert_scales": True},
 }
 # The best level by default, the others in the slow run: what differs between levels is the products.
