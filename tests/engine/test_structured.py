@@ -1,4 +1,4 @@
-"""Outputs that must have a form, on the bundled model: they have it, and cost nobody else anything."""
+"""Structured outputs on the bundled model: they have their form, and do not disturb other requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytest.importorskip("llguidance", reason="the extra structured is not installed"
 from quire import LLM, AsyncLLM, SamplingParams, StructuredOutputs
 from quire.engine.outputs.outputs import CompletionOutput, RequestOutput
 from quire.errors import InvalidParameter, UnsupportedFeature
-from tests.engine.test_grammar_trial import TIME_BOMB
+from tests.structured.test_compile_sandbox import TIME_BOMB
 
 STORY = "Once upon a time, a small fox"
 OTHERS = ["Tom found a red kite", "The old sailor", "A cow and a bee"]

@@ -109,7 +109,7 @@ def test_a_server_whose_task_has_failed_says_so_and_ends_with_an_error(
         assert "injected" in log
 
 
-def test_a_connection_whose_check_fails_is_closed_and_all_others_are_checked(
+def test_a_failed_connection_check_closes_only_that_connection(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Open:
@@ -144,7 +144,7 @@ def test_a_connection_whose_check_fails_is_closed_and_all_others_are_checked(
     assert "injected" in caplog.text
 
 
-def test_a_terminal_that_closes_behind_the_end_of_the_event_loop_changes_nothing() -> None:
+def test_a_hangup_after_the_event_loop_ended_is_ignored() -> None:
     taken: list[int] = []
 
     async def scenario() -> None:

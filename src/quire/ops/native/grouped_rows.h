@@ -21,7 +21,7 @@ struct Sums {
   static QUIRE_INLINE Ints total(Sum sum) { return sum; }
 };
 
-#if QUIRE_LANES == 8 || (defined(__AVX512BW__) && !defined(__AVX512VNNI__))
+#if !defined(QUIRE_VNNI) && (QUIRE_LANES == 8 || defined(__AVX512BW__))
 
 // Products of small codes without a sign add up in 16 bits for a few steps.
 template <int kMaxCode>
@@ -249,7 +249,7 @@ void multiply_groups(const int8_t* x, int width, const int32_t* group_sums, cons
 // kIsUnpacked: to unpack a code of more than four bits costs a tile more than its products do; for several tiles bytes
 // are made of them once.
 template <typename Form, bool kIsUnpacked>
-void multiply_panel(const Int8Rows& rows, const GroupedWeight& weight, const Levels& levels, const uint8_t* panel,
+void multiply_panel(const Int8Rows<>& rows, const GroupedWeight& weight, const Levels& levels, const uint8_t* panel,
                     int64_t first, int num_rows, float* sums) {
   constexpr int kUnpackedGroups = Form::kSuperGroups;
   alignas(64) uint8_t unpacked[kIsUnpacked ? kUnpackedGroups * Form::kSteps * kStepPanel : 1];
@@ -276,13 +276,13 @@ void multiply_panel(const Int8Rows& rows, const GroupedWeight& weight, const Lev
 // Multiplies rows by a weight of a form, and finishes them.
 template <typename Form, typename T>
 void multiply_grouped(const Operands& operands, int64_t num_rows, int width, const GroupedWeight& weight) {
-  const Int8Rows rows(static_cast<const T*>(operands.x), operands.row_stride, num_rows, width, width / Form::kGroup,
+  const Int8Rows<> rows(static_cast<const T*>(operands.x), operands.row_stride, num_rows, width, width / Form::kGroup,
                       -1);
   const Levels levels(weight.levels);
   in_blocks<kPanel>(operands.num_columns, num_rows, [&](int number, int64_t first, int count) {
     alignas(64) float sums[kJobRows * kPanel];
     const uint8_t* panel = weight.panels + number * Form::panel_bytes(width);
-    if ((Form::kBits != 4 || Form::kHasLevels) && count > 2 * kGroupRows)
+    if ((Form::kBits != 4 || Form::kHasLevels || QUIRE_LANES == 8) && count > 2 * kGroupRows)
       multiply_panel<Form, true>(rows, weight, levels, panel, first, count, sums);
     else
       multiply_panel<Form, false>(rows, weight, levels, panel, first, count, sums);
