@@ -261,7 +261,7 @@ def test_without_a_compiler_there_are_no_libraries_and_one_line_says_so(
     assert said.out.count("\n") == 1
 
 
-def test_a_command_that_succeeds_and_makes_nothing_is_no_compiler_either(folder: Path) -> None:
+def test_a_command_without_output_is_no_compiler(folder: Path) -> None:
     assert build(folder, Compiler(("true",), ""), LEVELS) == []
     assert present(folder) == set()
 
@@ -322,7 +322,7 @@ def test_a_wheel_without_a_compiler_is_a_pure_one(tree: Path) -> None:
     assert files_of(wheel) == ["quire/__init__.py"]
 
 
-def test_an_editable_installation_builds_the_libraries_where_the_sources_are(compiler: Compiler, tree: Path) -> None:
+def test_an_editable_install_builds_beside_the_sources(compiler: Compiler, tree: Path) -> None:
     hatchling_build(tree, " ".join(compiler.command), "-t", "wheel:editable", "--hooks-only")
     assert present(tree / hatch_build.FOLDER) == {*NAMES, hatch_build.RECORD}
 

@@ -85,7 +85,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _lines(plan: MemoryPlan) -> Iterator[str]:
-    guide = f", with {plan.draft_architecture} ({plan.draft_model}) to make drafts" if plan.draft_model else ""
+    guide = ""
+    if plan.draft_architecture:
+        name = f" ({plan.draft_model})" if plan.draft_model else ""
+        guide = f", with {plan.draft_architecture}{name} to make drafts"
     cache = f"KV cache in {plan.kv_cache_dtype}, blocks of {plan.block_size} tokens"
     yield f"{plan.architecture} ({plan.model}){guide}: {cache}"
     yield from (f"Note: {note}" for note in plan.notes)
