@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -104,8 +104,12 @@ class FusedLayers(Protocol):
 
 @runtime_checkable
 class FusesLayers(Protocol):
-    """A backend that runs the layers of a dense model by one call."""
+    """A backend that runs the layers of a dense model by one call, and the end of a model by another."""
 
     def fuse_layers(self, layers: Sequence[DenseLayer]) -> FusedLayers | None:
         """Return the fused layers; None where the backend computes some of their parts otherwise."""
+        ...
+
+    def fuse_norm(self, norm: RowNorm, linear: Linear) -> Callable[[Tensor], Tensor] | None:
+        """Return a norm with the product of its result, [R, E] to [R, out], with the same bits; None as above."""
         ...

@@ -31,9 +31,9 @@ from quire.engine.kv.disk_prefetch import DiskPrefetcher
 from quire.engine.startup.disk_cache import make_disk_prefetcher, open_disk
 from quire.engine.startup.speculation import load_mtp_head, make_speculation, open_draft
 from quire.errors import ConfigError, InvalidParameter
-from quire.execution.executor import InProcessExecutor
+from quire.execution.build import build_runner
 from quire.execution.gpu_memory_profile import StepLimits, measure_step_cost
-from quire.execution.runner import ModelRunner
+from quire.execution.runner import InProcessExecutor
 from quire.kvstore.disk_blocks import DiskBlocks
 from quire.memory.capacity.sizing import ArenaSizing, arena_bytes, most_bytes, tokens_bytes
 from quire.memory.manager import KVCacheManager
@@ -136,7 +136,7 @@ def load(
         if disk is not None:
             stack.callback(disk.close)
         memory = _memory(resolved, sizing, memory_log, disk)
-        runner = ModelRunner.build(
+        runner = build_runner(
             decoder,
             num_blocks=[len(group.pool.ref_counts) for group in memory.groups],
             block_size=resolved.block_size,
