@@ -34,7 +34,7 @@ WARM_UP_RUN = 999  # tokens that no measured run uses
 
 
 class QuireEngine:
-    """Quire, the engine behind all its doors."""
+    """Quire, by the engine that all its interfaces use."""
 
     def __init__(self, setup: Setup) -> None:
         from quire import LLM

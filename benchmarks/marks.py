@@ -10,7 +10,7 @@ from benchmarks.serving import NUM_KV_TOKENS, Figures
 from benchmarks.shapes import CheckpointShape
 from quire.bench.workloads import workload
 
-# Figures of which less is better; of the others more is.
+# Figures where less is better; elsewhere more is.
 TIMES = ("wall_s", "all_started_s")
 MEDIANS = ("wall_s", "tokens_per_s", "all_started_s", "decode_tokens_per_s", "peak_memory_bytes", "bandwidth_share")
 Table = dict[str, dict[str, Figures]]  # workload -> contender -> medians
@@ -64,7 +64,7 @@ MARKS = (
 )
 MIN_BANDWIDTH_SHARE = 0.85  # of one stream, "quire" in W1
 MAX_OVERHEAD_BYTES = 400_000_000  # past weights and KV
-# Of a weight in a block of the type that a mix is named after, with its scales.
+# Bits of a weight, scales included, in the block type that a mix is named after.
 GGUF_BITS = {"q4_k_m": 4.5, "q8_0": 8.5, "q6_k": 6.5625, "q4_0": 4.5, "iq4_xs": 4.25, "q5_k": 5.5}
 BITS: dict[str, float] = {"bf16": 16, "int8": 8, "int4": 4, **GGUF_BITS}
 
@@ -119,7 +119,7 @@ def bandwidth_share(shape: CheckpointShape, row: Figures) -> float | None:
 
 
 def best_of(names: list[str], column: dict[str, Figures], figure: str) -> str | None:
-    """Return which of some contenders has the best median of a figure; None where nobody has one."""
+    """Return which of some contenders has the best median of a figure; None where no contender has one."""
     values = {name: column[name][figure] for name in names if figure in column.get(name, {})}
     if not values:
         return None

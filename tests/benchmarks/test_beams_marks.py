@@ -1,4 +1,4 @@
-"""What is said of beam search: that the saved figures are there, of all runs, and are what the documents show."""
+"""The saved figures of beam search are complete, and are those that the documents show."""
 
 from __future__ import annotations
 

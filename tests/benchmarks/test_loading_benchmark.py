@@ -1,4 +1,4 @@
-"""The benchmark of loading loads, and reads what it says."""
+"""The benchmark of loading runs in a process of its own, and its output is read."""
 
 from __future__ import annotations
 

@@ -159,6 +159,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "logits_scaling": 2.0,
         },
     ),
+    "granite4-moe": (
+        "GraniteMoeHybrid",
+        {
+            **_SMALL,
+            "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 48,
+            "shared_intermediate_size": 32,
+            "mamba_expand": 1,
+            "mamba_n_heads": 4,
+            "mamba_d_state": 16,
+            "residual_multiplier": 0.5,
+        },
+    ),
     "qwen3.5": (
         "Qwen3_5",
         {
@@ -170,6 +186,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "linear_num_value_heads": 4,
             "linear_key_head_dim": 16,
             "linear_value_head_dim": 16,
+        },
+    ),
+    # Attention sinks, a window in every second layer, and experts with biases.
+    "gpt-oss": (
+        "GptOss",
+        {
+            **_SMALL,
+            "head_dim": 16,
+            "sliding_window": 20,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "truncate": False,
+                "original_max_position_embeddings": 128,
+            },
         },
     ),
     # Fused projections, a window, and a part of each head that turns by factors of LongRoPE.
@@ -236,7 +270,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 # How many times larger a pool must be for the same sequences, since states lie in it too.
 POOL_FACTORS = {
     **dict.fromkeys(("lfm2", "lfm2-moe"), 2),
-    **dict.fromkeys(("granite4", "falcon-h1", "falcon-h1-norm", "qwen3.5", "qwen3.5-moe"), 4),
+    **dict.fromkeys(("granite4", "granite4-moe", "falcon-h1", "falcon-h1-norm", "qwen3.5", "qwen3.5-moe"), 4),
 }
 
 

@@ -42,7 +42,7 @@ def has_states(llm: LLM) -> bool:
 
 
 def longest_hit(llm: LLM, num_tokens: int) -> int:
-    """Return the tokens of a hit that leaves out only what the cache cannot have of so many."""
+    """Return the longest hit that the kinds of cache allow: whole blocks where layers keep states."""
     return num_tokens // 8 * 8 if has_states(llm) else num_tokens
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from quire import LLM, SamplingParams
 from quire.decoding.drafting import ModelDrafter
@@ -78,8 +79,7 @@ def with_head(reference: Reference, **options: Any) -> tuple[LLM, RecordingDraft
 def assert_those_of(drafts: Drafts, drafter: RecordingDrafter) -> None:
     """See that each draft is what the twin guesses from the whole sequence, and that some were right, some wrong."""
     assert [draft for _, draft, _ in drafter.seen] == [drafts(known, len(draft)) for known, draft, _ in drafter.seen]
-    counts = {num_accepted for _, _, num_accepted in drafter.seen}
-    assert counts >= {0, 1, 4}
+    assert {0, 2} <= {num_accepted for _, _, num_accepted in drafter.seen}
 
 
 @pytest.mark.parametrize(
@@ -133,6 +133,18 @@ def test_beams_get_no_drafts(noisy: Reference) -> None:
     found, expected = (each.generate(noisy.prompts[:3], params, use_tqdm=False) for each in (llm, load(noisy)))
     assert [output.outputs[0].token_ids for output in found] == [output.outputs[0].token_ids for output in expected]
     assert not drafter.seen
+
+
+def test_the_head_reads_embeddings_of_media(noisy: Reference) -> None:
+    media = torch.randn(12, 64, generator=torch.Generator().manual_seed(1))
+    prompt = {"prompt_token_ids": noisy.prompts[4], "media": [{"offset": 0, "embeddings": media}]}
+    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    llm, drafter = with_head(noisy, max_num_seqs=3, max_num_batched_tokens=25)
+    found, again, expected = (
+        each.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids for each in (llm, llm, load(noisy))
+    )
+    assert found == again == expected
+    assert_those_of(SlowHead(noisy.folder, media).drafts, drafter)
 
 
 def test_a_head_in_a_gguf_file(noisy: Reference, drafts: Drafts, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Drafts from earlier outputs: whose they are, how long they are kept, and what they are."""
+"""Drafts from earlier outputs: their namespaces, their lifetime, and their tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The public interface: names, closing, kinds of outputs, aborts by name, and failures that are said aloud."""
+"""The public interface: names, closing, kinds of outputs, aborts by name, and reported failures."""
 
 from __future__ import annotations
 

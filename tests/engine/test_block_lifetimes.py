@@ -1,4 +1,4 @@
-"""How long blocks live, by a clock that stands still until it is set; and the metrics of memory."""
+"""Lifetimes of blocks, by a clock that the test sets, and the metrics of memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clocks that stand still, run backwards or are none: they tell how long things take, never what comes out."""
+"""Outputs do not depend on the clock: one that stands still, runs backwards, jumps or is no number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad words, repetitions and processors of one's own, in a running engine on the bundled model."""
+"""Bad words, repetition limits and custom logits processors, in a running engine on the bundled model."""
 
 from __future__ import annotations
 

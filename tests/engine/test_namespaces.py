@@ -1,4 +1,4 @@
-"""What of a salt and a tenant an engine keeps."""
+"""Salts and tenants become digests of bounded size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Places in the queue, and when to come back for one."""
+"""Slots of the waiting queue, and the estimate after which a refused client should retry."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Clock:
 
 
 def measured(interval_s: float, num: int = 100) -> tuple[DepartureRate, Clock]:
-    """Return the measure of a server from which a request leaves every so many seconds."""
+    """Return the measure of a server that finishes a request every `interval_s` seconds."""
     clock = Clock()
     departures = DepartureRate(clock)
     for _ in range(num):

@@ -1,4 +1,4 @@
-"""What a running engine commands of its memory is recorded, and runs again to the same ids."""
+"""The recorded memory commands of a running engine replay to the same block ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Emptying the prefix cache of a running engine."""
+"""A reset of the prefix cache of a running engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the durations of steps change: the costs of preemption, the size of chunks, the number of drafts."""
+"""Measured step times reach the preemption costs, the chunk size and the number of drafts."""
 
 from __future__ import annotations
 

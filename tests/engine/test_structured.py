@@ -1,4 +1,4 @@
-"""Outputs that must have a form, on the bundled model: they have it, and cost nobody else anything."""
+"""Structured outputs on the bundled model: they have their form, and do not disturb other requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Beams that must have a form, beside a search without constraints whose logits are masked from scratch."""
+"""Structured beams, against a search without constraints whose logits are masked from scratch."""
 
 from __future__ import annotations
 

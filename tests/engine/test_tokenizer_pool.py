@@ -1,4 +1,4 @@
-"""Texts go through threads of their own: nobody waits for a long one, and none is lost."""
+"""Tokenization in threads: long texts do not delay short ones, and no request is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The candidates of searches against a search through all rows in plain Python; and who may disturb whom."""
+"""Beam candidates, against a search through all rows in plain Python, and isolation of failing searches."""
 
 from __future__ import annotations
 

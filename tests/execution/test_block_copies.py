@@ -1,4 +1,4 @@
-"""Blocks move between the tiers, in order, whatever the pair."""
+"""Block copies between the tiers, in order, for every pair of tiers."""
 
 from __future__ import annotations
 

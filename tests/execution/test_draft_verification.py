@@ -1,4 +1,4 @@
-"""Drafts change nothing but the number of steps: runs against one row at a time, and against the distribution."""
+"""Verified drafts change only the number of steps: against one row at a time, and against the distribution."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rows of a step have embeddings of their own."""
+"""The rows of a step that take given embeddings."""
 
 from __future__ import annotations
 

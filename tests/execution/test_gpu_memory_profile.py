@@ -1,4 +1,4 @@
-"""Steps that are run for their size alone; on a GPU, what they take is what a pool must leave free."""
+"""Profiling steps; on a GPU, the memory that they take is what the pool must leave free."""
 
 from __future__ import annotations
 

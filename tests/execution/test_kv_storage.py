@@ -1,4 +1,4 @@
-"""The bytes of cache groups."""
+"""The byte layout of cache groups."""
 
 from __future__ import annotations
 

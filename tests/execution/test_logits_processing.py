@@ -1,4 +1,4 @@
-"""What requests do to their logits, number by number; and what goes wrong in a request's own code."""
+"""Adjustments of logits, number by number, and failures in custom processors."""
 
 from __future__ import annotations
 

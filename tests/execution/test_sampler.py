@@ -1,4 +1,4 @@
-"""The sampler's promises: who may disturb whom, what is remembered, and what the numbers mean."""
+"""The sampler: isolation between requests, penalty histories, and the meaning of its numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The random draws: a good hash, the right distribution, and no part of it that depends on anything else."""
+"""Random draws: a good hash, the right distribution, and no dependence on anything else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands for several sequences against their slow twin: the command for one, in turn."""
+"""`append_slots` for several sequences, against the same command for one sequence after the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The disk below the tiers: what is saved, what must be loaded, and what is published then."""
+"""The disk tier: saves, loads, and the blocks that are published after a load."""
 
 from __future__ import annotations
 

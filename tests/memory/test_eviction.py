@@ -1,4 +1,4 @@
-"""Who is evicted first, by each policy; and a reset of the prefix cache."""
+"""The order of eviction of each policy, and resets of the prefix cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The host tier, case by case: what moves, what is said, and what is refused."""
+"""The host tier, case by case: moves, verdicts and refusals."""
 
 from __future__ import annotations
 

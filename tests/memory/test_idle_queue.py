@@ -1,4 +1,4 @@
-"""The queue of what is at rest, beside an ordered dictionary."""
+"""The idle queue, against an ordered dictionary."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_it_is_an_ordered_dictionary_of_moments(seed: int, monkeypatch: pytest.M
                 twin.update((number, clock.now + idx) for idx, number in enumerate(coming))
                 queue.add(coming)
             else:
-                # In turn with somebody else.
+                # In turn with another queue.
                 moments = clock.ticks(2 * len(coming))[rng.randrange(2) :: 2]
                 twin.update(zip(coming, moments, strict=True))
                 queue.add(coming, moments)
@@ -35,7 +35,7 @@ def test_it_is_an_ordered_dictionary_of_moments(seed: int, monkeypatch: pytest.M
             for number in leaving:
                 twin.pop(number, None)
         if rng.random() < 0.2:
-            clock.ticks(rng.randrange(5))  # of somebody else
+            clock.ticks(rng.randrange(5))  # for another queue
         assert list(queue.items()) == list(twin.items())
         assert (list(queue), len(queue)) == (list(twin), len(twin))
         assert [number in queue for number in range(95)] == [number in twin for number in range(95)]

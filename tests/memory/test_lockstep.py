@@ -1,4 +1,4 @@
-"""Sequences that advance together: all of them or none, and in no more room than was foretold."""
+"""Sequences that advance in lockstep: all get slots or none, and never more than was computed beforehand."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STATE = RecurrentState(block_size=SIZE, layer_bytes=FULL.bytes_per_block)
 
 
 def memory_of(specs: tuple[KVCacheSpec, ...], num_blocks: int, **options: int | bool) -> KVCacheManager:
-    # Several groups: so many blocks of the first.
+    # Several groups: blocks of the first.
     num_bytes = None if len(specs) == 1 else (num_blocks + 1) * max(spec.bytes_per_block for spec in specs)
     return KVCacheManager(specs, num_blocks if num_bytes is None else None, num_bytes=num_bytes, **options)  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""Copies that were handed over and not made: who holds what they were to write, and what can still be hit."""
+"""Copies that were handed out and never made: the holders of their targets, and what may still be hit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the memory manager promises, verb by verb."""
+"""The commands of the memory manager, one by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Media in blocks: what is hit, why a hit ends, what becomes a tail, and what goes to disk."""
+"""Media in blocks: hits, the reasons of their ends, tails, and saves to disk."""
 
 from __future__ import annotations
 

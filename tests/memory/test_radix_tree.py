@@ -1,4 +1,4 @@
-"""The prefix tree beside plain dictionaries from whole prefixes to blocks."""
+"""The prefix tree, against plain dictionaries from whole prefixes to blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A log runs again to the same ids, and any damage to it is found at its line."""
+"""A recording replays to the same ids, and damage to it is found at its line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups of recurrent state: one block that is carried along, snapshots of it, and ways back."""
+"""Groups of recurrent state: the block that a sequence carries along, its snapshots, and rollback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Identities: computed once, told apart by everything that KV depends on."""
+"""Block identities: computed once, and different wherever the KV differs."""
 
 from __future__ import annotations
 

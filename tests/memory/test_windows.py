@@ -1,4 +1,4 @@
-"""Groups whose blocks die: windows and chunks, alone and beside full attention."""
+"""Groups that free blocks while they run: windows and chunks, alone and with full attention."""
 
 from __future__ import annotations
 

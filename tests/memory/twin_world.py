@@ -1,4 +1,4 @@
-"""The world beside its twin: the same verdicts, the same blocks, in the same order."""
+"""Compares the world with its twin: verdicts, blocks and their order."""
 
 from __future__ import annotations
 

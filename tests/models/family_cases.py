@@ -9,6 +9,10 @@ from transformers import (
     FalconH1ForCausalLM,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     Lfm2MoeConfig,
     Lfm2MoeForCausalLM,
     Llama4ForCausalLM,
@@ -201,6 +205,45 @@ PHI3_CASES: Final[dict[str, tuple[type, type, dict[str, Any]]]] = {
 }
 
 EXPERT_CASES: Final[dict[str, tuple[type, type, dict[str, Any]]]] = {
+    # A window in every second layer, and a rotation whose ramp ends between two frequencies.
+    "gpt-oss": (
+        GptOssConfig,
+        GptOssForCausalLM,
+        {
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "sliding_window": 12,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1000.0,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "gpt-oss-options": (
+        GptOssConfig,
+        GptOssForCausalLM,
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 24,
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 7,
+            "num_local_experts": 3,
+            "num_experts_per_tok": 1,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+        },
+    ),
     # Prompts cross borders of chunks, and positions at which the temperature changes; experts in every second layer.
     "llama4": (
         Llama4TextConfig,
@@ -247,6 +290,25 @@ EXPERT_CASES: Final[dict[str, tuple[type, type, dict[str, Any]]]] = {
             "use_qk_norm": False,
             "attn_temperature_tuning": False,
             "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    # A shared expert beside the others, and a factor of what they give together.
+    "granite4-moe": (
+        GraniteMoeHybridConfig,
+        GraniteMoeHybridForCausalLM,
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 32,
+            "shared_intermediate_size": 48,
+            "mamba_n_heads": 8,
+            "mamba_d_state": 16,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
             "tie_word_embeddings": True,
         },
     ),

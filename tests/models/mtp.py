@@ -64,9 +64,15 @@ def save_mtp_checkpoint(folder: Path, noise: float, head_noise: float) -> Path:
 
 
 class SlowHead:
-    """The head of a checkpoint run over a whole sequence, without a cache, from the parts of transformers."""
+    """The head of a checkpoint run over a whole sequence, without a cache, from the parts of transformers.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: folder of the checkpoint.
+        media: embeddings of the first tokens of all sequences, in place of the tokens' own.
+    """
+
+    def __init__(self, folder: Path, media: Tensor | None = None) -> None:
+        self._media = media
         self._target = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         config = self._target.config
         tensors = load_file(folder / "model.safetensors")
@@ -93,12 +99,16 @@ class SlowHead:
 
     def _target_hidden(self, token_ids: tuple[int, ...]) -> Tensor:
         """Return the target's hidden state before each token [T, E], after its last norm; zeros before the first."""
-        hidden = self._target.model(torch.tensor([token_ids])).last_hidden_state[0, :-1]
+        hidden = self._target.model(inputs_embeds=self._embed(token_ids)[None]).last_hidden_state[0, :-1]
         return torch.cat([torch.zeros(1, hidden.shape[1]), hidden])
 
+    def _embed(self, token_ids: Sequence[int]) -> Tensor:
+        rows: Tensor = self._target.model.embed_tokens(torch.tensor(token_ids))
+        return rows if self._media is None else torch.cat([self._media, rows[len(self._media) :]])
+
     def _run(self, ids: list[int], before: Tensor) -> Tensor:
-        embedded, positions = self._target.model.embed_tokens(torch.tensor(ids)), torch.arange(len(ids))[None]
-        parts = self._norms["pre_fc_norm_embedding"](embedded), self._norms["pre_fc_norm_hidden"](before)
+        positions = torch.arange(len(ids))[None]
+        parts = self._norms["pre_fc_norm_embedding"](self._embed(ids)), self._norms["pre_fc_norm_hidden"](before)
         x = (torch.cat(parts, -1) @ self._input.T)[None]
         rotation = self._rotary(x, positions)
         y = self._layer(x, position_embeddings=rotation, attention_mask=None, position_ids=positions)

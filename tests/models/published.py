@@ -47,6 +47,17 @@ def gemma4(**text: Any) -> dict[str, Any]:
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128}
 DELTA_NET = {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+# The factors are of another kind: published ones are long lists of no pattern.
+PHI3: dict[str, Any] = {
+    "architectures": ["Phi3ForCausalLM"],
+    "model_type": "phi3",
+    "attention_bias": False,
+    "max_position_embeddings": 131072,
+    "original_max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "rope_scaling": {"type": "longrope", "short_factor": [1.1] * 48, "long_factor": [2.0] * 48},
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "Llama 2 7B": llama(4096, 32, 32, 32, 11008, 32000),
     "Llama 3.1 8B": llama(4096, 32, 32, 8, 14336, 128256, max_position_embeddings=131072),
@@ -138,6 +149,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         shared_intermediate_size=2048, tie_word_embeddings=True, mamba_n_heads=48, mamba_n_groups=1, mamba_d_state=128,
         mamba_d_conv=4, mamba_expand=2,
     ),
+    "Granite 4.0 H-Tiny": llama(
+        1536, 40, 12, 4, 512, 100352, architectures=["GraniteMoeHybridForCausalLM"], model_type="granitemoehybrid",
+        layer_types=["attention" if idx in (5, 15, 25, 35) else "mamba" for idx in range(40)], num_local_experts=64,
+        num_experts_per_tok=6, shared_intermediate_size=1024, tie_word_embeddings=True, mamba_n_heads=48,
+        mamba_n_groups=1, mamba_d_state=128, mamba_d_conv=4, mamba_expand=2,
+    ),
     "Falcon-H1 0.5B": llama(
         1024, 36, 8, 2, 2048, 32784, architectures=["FalconH1ForCausalLM"], model_type="falcon_h1", head_dim=64,
         attention_in_multiplier=1.0, attention_out_multiplier=0.9375, key_multiplier=0.390625, ssm_in_multiplier=1.25,
@@ -146,6 +163,24 @@ CONFIGS: dict[str, dict[str, Any]] = {
         embedding_multiplier=5.656854249492381, lm_head_multiplier=0.0390625, attn_layer_indices=None, mamba_expand=2,
         mamba_d_ssm=1536, mamba_n_heads=24, mamba_d_head=64, mamba_n_groups=1, mamba_d_state=128, mamba_d_conv=4,
         mamba_norm_before_gate=False, max_position_embeddings=16384,
+    ),
+    "Phi-3.5 mini": llama(
+        3072, 32, 32, 32, 8192, 32064, **PHI3, sliding_window=262144, tie_word_embeddings=False,
+    ),
+    "Phi-4 mini": llama(
+        3072, 32, 24, 8, 8192, 200064, **PHI3, sliding_window=262144, tie_word_embeddings=True,
+        partial_rotary_factor=0.75, lm_head_bias=False, mlp_bias=False, full_attn_mod=1,
+    ),
+    "gpt-oss 20B": llama(
+        2880, 24, 64, 8, 2880, 201088, architectures=["GptOssForCausalLM"], model_type="gpt_oss", head_dim=64,
+        attention_bias=True, hidden_act="silu", layer_types=["sliding_attention", "full_attention"] * 12,
+        max_position_embeddings=131072, num_experts_per_tok=4, num_local_experts=32, rope_theta=150000,
+        quantization_config={"modules_to_not_convert": ["model.layers.*.self_attn"], "quant_method": "mxfp4"},
+        rope_scaling={
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+            "rope_type": "yarn", "truncate": False,
+        },
+        rms_norm_eps=1e-5, sliding_window=128, swiglu_limit=7.0, tie_word_embeddings=False,
     ),
     "Qwen3.5 of 24 layers": {
         "architectures": ["Qwen3_5ForConditionalGeneration"],

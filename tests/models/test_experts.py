@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,10 +72,13 @@ def filled(experts: Experts, ops: TorchOps) -> tuple[ExpertsBlock, dict[str, tor
     return block, weights
 
 
-def gated(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """Return what a gated MLP makes of a row."""
-    gate, up = (gate_up @ x).chunk(2)
-    return down @ (functional.silu(gate) * up)
+def gated(
+    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, biases: Sequence[Any] = (0.0, 0.0), step: int = 1
+) -> torch.Tensor:
+    """Return what a gated MLP makes of a row; with a step of 2, gates and ups alternate."""
+    product = gate_up @ x + biases[0]
+    gate, up = product.chunk(2) if step == 1 else (product[::2], product[1::2])
+    return down @ (functional.silu(gate) * up) + biases[1]
 
 
 def expected_row(x: torch.Tensor, experts: Experts, weights: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -84,7 +88,7 @@ def expected_row(x: torch.Tensor, experts: Experts, weights: dict[str, torch.Ten
     routed = x
     if experts.router_norm is not None:
         routed = x / (x.square().mean() + experts.router_norm.eps).sqrt() * weights["router_norm.weight"]
-    logits = weights["router.weight"] @ routed * experts.logit_scale
+    logits = (weights["router.weight"] @ routed + weights.get("router.bias", 0.0)) * experts.logit_scale
     scores = logits.softmax(0) if experts.scoring == "softmax" else logits.sigmoid()
     judged = scores + weights.get("choice_bias.weight", 0.0)
     best = sorted(range(experts.num_experts), key=lambda idx: -judged[idx])[: experts.num_chosen]
@@ -96,8 +100,12 @@ def expected_row(x: torch.Tensor, experts: Experts, weights: dict[str, torch.Ten
         for name in ("gate_up.weight", "down.weight"):
             stored = weights[name]
             parts.append(stored[idx].T if experts.transposed else stored.chunk(experts.num_experts)[idx])
+        biases = [0.0, 0.0]
+        if experts.bias:
+            biases = [weights[f"{name}.bias"].chunk(experts.num_experts)[idx] for name in ("gate_up", "down")]
+        options = biases, 1 + experts.interleaved
         score = scores[idx] / total
-        result += gated(score * x, *parts) if experts.scaled_input else score * gated(x, *parts)
+        result += gated(score * x, *parts, *options) if experts.scaled_input else score * gated(x, *parts, *options)
     if experts.shared_width:
         gate = (weights["shared.gate.weight"] @ x).sigmoid() if experts.shared_gate else 1.0
         result += gate * gated(x, weights["shared.gate_up.weight"], weights["shared.down.weight"])
@@ -136,6 +144,9 @@ def test_experts_are_chosen_and_scored(
         {"choice_bias": True, "scoring": "sigmoid", "renormalised": True, "sum_eps": 0.3, "score_scale": 1.7},
         {"expert_scales": True, "renormalised": True},
         {"router_norm": RMSNorm(1e-3, wide=True), "logit_scale": WIDTH**-0.5},
+        {"bias": True, "renormalised": True},
+        {"bias": True, "interleaved": True, "transposed": True},
+        {"interleaved": True},
     ],
 )
 def test_options_of_a_router(options: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What is Gemma 4's own: shapes of two dialects, a checkpoint that sees images too, roundings, and what is refused."""
+"""Gemma 4: shapes of two dialects, a checkpoint with a vision part, roundings, and refusals."""
 
 from __future__ import annotations
 

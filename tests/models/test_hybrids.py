@@ -119,8 +119,6 @@ def test_steps_without_limits(limit: object) -> None:
 @pytest.mark.parametrize(
     ("field", "config", "changes"),
     [
-        ("num_local_experts", GRANITE, {"num_local_experts": 64}),
-        ("num_local_experts", GRANITE, {"num_local_experts": ...}),
         ("hidden_act", GRANITE, {"hidden_act": "gelu_pytorch_tanh"}),
         ("position_embedding_type", GRANITE, {"position_embedding_type": "alibi"}),
         ("time_step_limit", GRANITE, {"time_step_limit": [0.001, 0.1]}),

@@ -1,4 +1,4 @@
-"""What is Llama 4's own: configurations, rotations of neighbours, and a checkpoint that sees images too."""
+"""Llama 4: configurations, interleaved rotation, and a checkpoint with a vision part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows whose hidden states nobody reads: the last layers leave them out, and give the others what they always do."""
+"""Rows whose hidden states are not needed are left out of the last layers; the other rows do not change."""
 
 from __future__ import annotations
 

@@ -19,37 +19,12 @@ from quire.models.loading import load_decoder
 from quire.models.rope import inverse_frequencies
 from quire.models.rotations import LongRopeScaling, Rope
 from quire.models.spec import ModelSpec
+from tests.models.published import CONFIGS
 from tests.models.test_conformance import assert_same
 from tests.models.tiny import CASES, SHAPE, PagedRun, random_tokens, reference_logits
 
-# What the published configurations state of a rotation, with factors of another kind: of Phi-3.5-mini and Phi-4-mini.
-LONGROPE: dict[str, Any] = {"type": "longrope", "short_factor": [1.1] * 48, "long_factor": [2.0] * 48}
-PHI3: dict[str, Any] = {
-    "architectures": ["Phi3ForCausalLM"],
-    "vocab_size": 32064,
-    "hidden_size": 3072,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 131072,
-    "original_max_position_embeddings": 4096,
-    "attention_bias": False,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "rope_scaling": LONGROPE,
-    "sliding_window": 262144,
-    "tie_word_embeddings": False,
-}
-PHI4 = PHI3 | {
-    "vocab_size": 200064,
-    "num_attention_heads": 24,
-    "num_key_value_heads": 8,
-    "partial_rotary_factor": 0.75,
-    "tie_word_embeddings": True,
-    "lm_head_bias": False,
-    "mlp_bias": False,
-}
+PHI3, PHI4 = CONFIGS["Phi-3.5 mini"], CONFIGS["Phi-4 mini"]
+LONGROPE = PHI3["rope_scaling"]
 
 
 def read(config: dict[str, Any], **changes: Any) -> ModelSpec:

@@ -1,4 +1,4 @@
-"""What is Qwen3.5's own: configurations, a rotation of a part of each head, and a checkpoint that sees images too."""
+"""Qwen3.5: configurations, partial rotation of heads, and a checkpoint with a vision part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a configuration says of sizes is compared with what is stored, before anything of such a size is made."""
+"""Sizes stated in a configuration are compared with the stored tensors before anything is allocated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels that give a row the same bits, whatever rows it comes with."""
+"""Deterministic kernels: a row gets the same bits in every batch."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class Caches:
         self.contents = [storage.data.clone() for storage in self.storages]
 
     def step(self, spans: list[tuple[int, int]], seed: int = 0, num_shared: int = 0, window: int = 9) -> Step:
-        """Return a step of sequences with so many tokens stored, and so many rows.
+        """Return a step of sequences with the given stored tokens and rows.
 
         Args:
             seed: of their blocks.
@@ -188,7 +188,7 @@ def test_fused_layers_give_the_bits_of_the_layers(level: str, weights: str) -> N
 
 @pytest.fixture
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    """Have torch work on so many threads."""
+    """Set the number of torch threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield request.param

@@ -1,4 +1,4 @@
-"""Which kernels compute: what was built and runs here, what was asked for, and what is said where there are none."""
+"""The choice of a native library: built levels, the level asked for, and the errors without one."""
 
 from __future__ import annotations
 

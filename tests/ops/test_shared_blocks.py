@@ -46,7 +46,7 @@ class Layout(NamedTuple):
         for into, of, begin, end in self.shares:
             blocks = range(begin // block_size, end // block_size)
             for block in blocks:
-                world.kv.data[ids[starts[into] + block]].view(torch.uint8).fill_(0xFF)  # nobody's any more
+                world.kv.data[ids[starts[into] + block]].view(torch.uint8).fill_(0xFF)  # no sequence has it any more
                 ids[starts[into] + block] = ids[starts[of] + block]
         return world
 

@@ -1,4 +1,4 @@
-"""The probe, on fabricated file trees of both versions of control groups."""
+"""The host probe, on fabricated file trees of both versions of control groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The allocator's settings."""
+"""The settings of the C allocator."""
 
 from __future__ import annotations
 

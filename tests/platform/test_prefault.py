@@ -1,4 +1,4 @@
-"""Pages of a cache are there before they are written to, behind what is in use, and only while the engine rests."""
+"""Pages of a cache are prefaulted ahead of use, and only while the engine rests."""
 
 from __future__ import annotations
 

@@ -57,7 +57,9 @@ class Auditor:
         assert sum(slots) <= scheduler.max_num_seqs, "S2: beams to come have no slots"
         held = {seq_id: state.is_swapped for seq_id, state in scheduler.memory.sequences.items()}
         should_be = {s.seq_id: False for s in running} | {s.seq_id: True for s in swapped}
-        assert held == should_be, "S4: who holds memory, and where, is not who runs or is swapped out"
+        assert held == should_be, (
+            "S4: the holders of memory on a tier are not the sequences that run or are swapped out"
+        )
         for sequence in (*running, *swapped):
             state = scheduler.memory.sequences[sequence.seq_id]
             assert state.num_computed == sequence.num_computed, "scheduler and memory count otherwise"
@@ -123,11 +125,11 @@ class Auditor:
         for sequence in left:
             # Swapped samples of a request come back together; one of them that is recomputed may still wait.
             later = [s for s in admitted if s.key > sequence.key and s.request is not sequence.request]
-            assert not later, "S6: somebody was overtaken"
+            assert not later, "S6: a request was overtaken"
         if before.running and scheduler.stats.num_preemptions > before.num_preemptions and admitted:
             first = admitted[0].request
             has_made_way = [s.request.priority > first.priority and s.request.order_key > first.order_key for s in lost]
-            assert all(has_made_way), "somebody came in while others lost their memory"
+            assert all(has_made_way), "a request was admitted in a step that preempted others"
         for sequence in scheduler.swapped:
             samples = sequence.request.sequences
             assert all(s.status is not SequenceStatus.RUNNING for s in samples), "a family was torn apart"

@@ -20,11 +20,11 @@ NEVER = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One client's request, and what the client does meanwhile.
+    """One client's request, and when the client aborts it.
 
     Args:
-        abort_at: the step in which it goes away.
-        abort_while_running: it does so between the plan and its results.
+        abort_at: step of the abort.
+        abort_while_running: the abort comes between the plan and its results.
     """
 
     prompt: tuple[int, ...]
@@ -48,11 +48,11 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """How much of everything there is; without arguments, plenty of it on the device, and no host tier.
+    """Sizes and options of a run; by default plenty of device memory and no host tier.
 
     Args:
-        drafts: who makes them: "" nobody, "guesser" the control plane, "model" the data plane.
-        num_bytes: of the arena, in place of `num_blocks`, for groups whose blocks differ.
+        drafts: maker of drafts: "" for none, "guesser" in the control plane, "model" in the data plane.
+        num_bytes: size of the arena, in place of `num_blocks`, for groups whose blocks differ.
     """
 
     num_blocks: int = 2000
@@ -83,8 +83,8 @@ class Guesser:
     """Guesses right or wrong, as a hash of the tokens so far says.
 
     Args:
-        executor: whose tokens are to be guessed.
-        leaves_them: it says only how many there are to be.
+        executor: data plane whose tokens are guessed.
+        leaves_them: the drafts are placeholders, which the data plane fills.
     """
 
     def __init__(self, executor: SimulatedExecutor, *, leaves_them: bool) -> None:
@@ -300,7 +300,7 @@ def run(jobs: list[Job], setting: Setting, *, is_audited: bool = True) -> Outcom
             if jobs[i].abort_at == harness.tick and jobs[i].abort_while_running:
                 harness.abort(request)
         harness.finish_step(plan)
-    # What was closed since the last step is told with the next one: somebody else's, who then leaves.
+    # The data plane is told of closed sequences with the next step, which needs another request.
     passer_by = harness.add(Job(prompt=(0,)), seed=len(jobs))
     assert len(harness.plan().finished_ids) == harness.executor.num_open, (
         "the data plane is not told of all that are gone"

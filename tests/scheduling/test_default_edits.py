@@ -1,4 +1,4 @@
-"""Tokens that are taken in without a question, against their slow twin: the strategy is asked for every one of them."""
+"""The fast path for plain sampled tokens, against the slow twin that asks the strategy for each token."""
 
 from __future__ import annotations
 

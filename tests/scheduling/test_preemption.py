@@ -1,4 +1,4 @@
-"""Whose memory is taken, how it is given back, and that a family leaves and comes back as one."""
+"""Preemption: the victims, swapping and recomputation, and all samples of a request together."""
 
 from __future__ import annotations
 

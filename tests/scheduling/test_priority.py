@@ -1,4 +1,4 @@
-"""The policy "priority": who is let in first, who gives memory up for whom, and that nobody waits for ever."""
+"""The policy "priority": order of admission, preemption of lower priorities, and no starvation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Long random runs: whatever the pool, the budget, the policy and the clients do, the tokens are the same."""
+"""Long random runs: the tokens do not depend on pool, budget, policy or other clients."""
 
 from __future__ import annotations
 

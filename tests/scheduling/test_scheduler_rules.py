@@ -1,4 +1,4 @@
-"""The scheduler's promises, one by one."""
+"""The scheduler's rules, one test each."""
 
 from __future__ import annotations
 
@@ -71,7 +71,9 @@ def test_prompts_are_cut_to_the_pace_only_beside_decodes() -> None:
     assert [len(item.token_ids) for item in harness.step().items] == [30, 30, 4], "nobody decodes yet"
     assert [len(item.token_ids) for item in harness.step().items] == [1, 1, 5]
     harness.add(Job(prompt=prompt(30, 9), max_tokens=2, ignore_eos=True), seed=9)
-    assert [len(item.token_ids) for item in harness.step().items] == [1, 1, 5], "who comes in shares what is left of it"
+    assert [len(item.token_ids) for item in harness.step().items] == [1, 1, 5], (
+        "an admitted prompt takes the rest of the budget"
+    )
     finish_all(harness)
 
 

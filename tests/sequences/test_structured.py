@@ -1,4 +1,4 @@
-"""What an output must look like: values that are taken, and values that are refused by name."""
+"""Structured-output parameters: accepted values, and refused ones by name."""
 
 from __future__ import annotations
 

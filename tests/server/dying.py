@@ -1,4 +1,4 @@
-"""`quire` with an engine that fails on certain prompts, as nothing that is sent to it should make it do."""
+"""`quire` with an engine that fails on prompts of certain lengths, which no request should make it do."""
 
 from __future__ import annotations
 

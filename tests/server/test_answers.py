@@ -1,4 +1,4 @@
-"""Behaviours of whole answers."""
+"""Whole (not streamed) answers of both generating routes."""
 
 from __future__ import annotations
 

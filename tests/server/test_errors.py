@@ -1,4 +1,4 @@
-"""Every error has one form, names its field, and costs nobody else anything."""
+"""Every error has one form, names its field, and does not disturb other requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is refused before a body is read."""
+"""Requests that are refused before their body is read."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ FLAGS = ("--num-kv-blocks", "300")
 
 
 def begun(response: httpx.Response) -> tuple[str, Generator[str]]:
-    """Return a stream's first chunk and the lines behind it; who lets go of the lines lets go of the stream."""
+    """Return a stream's first chunk and its further lines; closing the lines closes the stream."""
     lines = cast("Generator[str]", response.iter_lines())
     first = next(line for line in lines if line.startswith("data: {"))
     return first, lines

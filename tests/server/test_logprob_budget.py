@@ -1,4 +1,4 @@
-"""What answers that are on their way may hold of log probabilities, together."""
+"""The limit of log probabilities that unsent answers may hold together."""
 
 from __future__ import annotations
 

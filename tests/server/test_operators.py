@@ -1,4 +1,4 @@
-"""What operators see and do, and clients do not."""
+"""Routes that need the operator's key, and what clients and tenants see of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Outputs with a form, over HTTP: OpenAI's field, vLLM's and its earlier ones; what is wrong is a 400 that names it."""
+"""Structured outputs over HTTP: OpenAI's fields, vLLM's old and new ones, and errors that name the client's field."""
 
 from __future__ import annotations
 

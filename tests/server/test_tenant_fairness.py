@@ -1,4 +1,4 @@
-"""Who asks for much takes turns with others."""
+"""Requests of different tenants take turns."""
 
 from __future__ import annotations
 

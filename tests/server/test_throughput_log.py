@@ -1,4 +1,4 @@
-"""The throughput line."""
+"""The server's throughput line in the log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients say of which tools may be called, and what comes of it."""
+"""`tool_choice` and allowed tools: the calls that the model must, may and may not make."""
 
 from __future__ import annotations
 

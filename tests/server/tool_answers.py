@@ -1,4 +1,4 @@
-"""What tests of tools send, and how they read what comes back."""
+"""Requests with tools, and readers of their answers, for the tests of tools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grammars are tried out in a process that can be stopped: bombs of time, of memory, and of nobody's making."""
+"""Grammars are compiled in a sandbox process: time bombs, memory bombs, and sandboxes that are killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time that grammars may take: what is free, what is owed, and whose requests end. The clock is the test's own."""
+"""The time budget of grammars: free shares, debts, and requests that it ends, on a clock that the test sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ways through grammars: forwards, backwards, forked, with drafts; beside a constraint that goes each way anew."""
+"""Grammar states that go forwards, backwards, fork and take drafts, against constraints built anew."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_every_way_to_a_position_gives_the_same_masks(name: str) -> None:
     rng = random.Random(2)
     known = grammar_state(name)
     for _ in range(150):
-        # Sometimes it goes on from where it is, sometimes somebody else's tokens come.
+        # Sometimes it goes on from where it is, sometimes tokens of another output come.
         wanted = walk(name, rng, rng.randrange(1, 12))
         common = next((i for i, (a, b) in enumerate(zip(known.token_ids, wanted, strict=False)) if a != b), 0)
         start = min(common, rng.randrange(len(wanted) + 1))
@@ -123,7 +123,7 @@ def test_masks_behind_drafts_are_those_of_drafts_that_came_true(name: str) -> No
                 break
             expected += one
         assert rows == expected
-        assert (known.error is None) == bool(rows), "what comes of drafts is nobody's error"
+        assert (known.error is None) == bool(rows), "a dead end in drafts is no error of the output"
         assert filled(known) == rows[:1], "it is where it was"
         assert known.token_ids == whole[:cut]
 
@@ -230,7 +230,7 @@ def test_grammars_that_nobody_holds_make_room_for_others() -> None:
     held = grammar_cache().compile(sources[0])
     for source in sources[1:]:
         grammar_cache().compile(source)
-    assert grammar_cache().find(sources[0]) is held, "somebody holds it"
+    assert grammar_cache().find(sources[0]) is held, "a holder keeps it in the cache"
     assert grammar_cache().find(sources[1]) is None
     assert grammar_cache().find(sources[-1]) is grammar_cache().compile(sources[-1])
 

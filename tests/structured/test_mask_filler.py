@@ -1,4 +1,4 @@
-"""Constraints of a step: masks are the same whoever fills them, and whoever that is does it where he was told to."""
+"""Masks of a step are the same from every thread, and are filled by the thread that was chosen."""
 
 from __future__ import annotations
 

@@ -28,6 +28,8 @@ from quire.models.parameter_estimate import estimate_parameters
 from quire.models.quantization_config import read_quantization_config, without_quantization
 from quire.models.spec import ModelSpec, StateCacheShape, TokenCacheShape
 
+# The method of checkpoints of which the experts, and nothing else, are stored quantised.
+MXFP4 = "mxfp4"
 # Sequence lengths of a plan that asks for none: those below `max_model_len`, and `max_model_len` itself.
 LENGTHS = (512, 2048, 8192, 32768, 131072)
 
@@ -94,7 +96,7 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
     cache_dtype = request.config.cache.kv_cache_dtype
     dtypes = _Dtypes(weights_dtype, weights_dtype if cache_dtype == "auto" else cache_dtype)
     weights_bytes = _weights_bytes(request, models, weights_dtype)
-    if target.method is not None and weights_bytes is not None and request.weights_bytes is None:
+    if target.method not in (None, MXFP4) and weights_bytes is not None and request.weights_bytes is None:
         notes.append(
             f"The weights are stored quantised ({target.method}) and take less than the estimate, which is of their "
             "dtype: give weights_bytes."
@@ -179,7 +181,9 @@ def _weights_bytes(request: PlanRequest, models: Sequence[_Model], dtype: str) -
         # A draft model is loaded in the dtype of its target.
         options = CACHE_DTYPES[dtype].element_bytes, request.config.model.quantization
         weights_bytes = sum(
-            estimate_parameters(each.spec).num_bytes(*options) if each.stored_bytes is None else each.stored_bytes
+            estimate_parameters(each.spec).num_bytes(*options, is_mxfp4=each.method == MXFP4)
+            if each.stored_bytes is None
+            else each.stored_bytes
             for each in models
         )
     if weights_bytes >= request.memory_bytes:

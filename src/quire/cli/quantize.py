@@ -1,4 +1,4 @@
-"""`quire quantize`: writes a checkpoint quantised, in the format of compressed-tensors."""
+"""`quire quantize`: writes a checkpoint quantised, in the format of compressed-tensors or as a GGUF file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from quire.errors import ConfigError
 if TYPE_CHECKING:
     from quire.cli.options import Subparsers
 
-FORMS = ("int4", "int8")
+FOLDERS = ("int4", "int8")
+FILES = ("f32", "f16", "bf16", "q8_0", "q6_k", "q5_k", "q5_1", "q5_0", "q4_k", "q4_k_m", "q4_1", "q4_0")
 
 
 def register(subparsers: Subparsers) -> None:
@@ -21,18 +22,18 @@ def register(subparsers: Subparsers) -> None:
         "quantize",
         help="write a checkpoint quantised",
         description="Write a checkpoint of 16 or 32 bits quantised: int4 and int8 as a folder in the format of "
-        "compressed-tensors. Codes of int4 are calibrated: they are those that change the outputs of layers least on a "
-        "text. Nothing is overwritten, and the output is written whole or not at all.",
+        "compressed-tensors, all others as a GGUF file. Codes of int4 are calibrated: they are those that change the "
+        "outputs of layers least on a text. Nothing is overwritten, and the output is written whole or not at all.",
     )
     parser.add_argument("model", metavar="MODEL", help='folder, hub id or "bundled"')
-    parser.add_argument("out", metavar="OUT", type=Path, help="folder to make")
-    parser.add_argument("--to", required=True, choices=FORMS, help="form of the weights")
+    parser.add_argument("out", metavar="OUT", type=Path, help="folder or file to make")
+    parser.add_argument("--to", required=True, choices=FOLDERS + FILES, help="form of the weights")
     parser.add_argument("--revision", help="branch, tag or commit of a hub id")
     parser.add_argument(
         "--dtype",
         default="auto",
         choices=("auto", "bfloat16", "float16", "float32"),
-        help="dtype of scales and of what is not quantised; that of the checkpoint by default",
+        help="dtype of scales and of what int4 and int8 leave; that of the checkpoint by default",
     )
     group = parser.add_argument_group("int4 options")
     group.add_argument(
@@ -59,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the command."""
     if args.to != "int4" and (args.calibration is not None or args.asymmetric):
         raise ConfigError(f"--calibration and --asymmetric are for int4, not for {args.to}", field="to")
+    if args.to in FILES and args.dtype != "auto":
+        raise ConfigError(f"--dtype is for int4 and int8; {args.to} has types of its own", field="dtype")
     if args.method == "rounded" and args.calibration is not None:
         raise ConfigError("--method rounded takes no --calibration", field="method")
     if args.calibration_tokens < 1:

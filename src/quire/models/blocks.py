@@ -115,7 +115,7 @@ class AttentionBlock:
         self.slots = nested(qkv=qkv_slots, output=self._output.slots)
         self._sinks: Tensor | None = None
         if attention.sinks:
-            self.slots["sinks.weight"] = WeightSlot((num_heads,), self._fill_sinks)
+            self.slots["sinks.weight"] = WeightSlot((num_heads,), self._fill_sinks, dtype=torch.float32)
         self._norms: HeadNorms | None = None
         if attention.qk_norm is not None:
             norm, num_normed = attention.qk_norm, num_heads + num_kv_heads * (2 if attention.value_norm else 1)
@@ -128,7 +128,7 @@ class AttentionBlock:
                 self.slots["k_norm.weight"] = scale_slot(norm, k_scales, (head_dim,), order)
 
     def _fill_sinks(self, tensor: Tensor) -> None:
-        self._sinks = tensor.to(torch.float32, copy=True)
+        self._sinks = tensor.clone()
 
     @property
     def dense(self) -> DenseAttention | None:

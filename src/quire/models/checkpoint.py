@@ -18,7 +18,12 @@ from safetensors import SafetensorError, safe_open
 
 from quire.bounded.files import read_json
 from quire.errors import CheckpointError, shown
-from quire.models.families.expert_layout import LINEAR_EXPERTS, has_linear_experts
+from quire.models.families.expert_layout import (
+    BLOCK_EXPERTS,
+    LINEAR_EXPERTS,
+    has_block_experts,
+    has_linear_experts,
+)
 from quire.models.stored_tensor import StoredTensor
 
 BUNDLED = "bundled"
@@ -81,6 +86,8 @@ class Checkpoint:
         config, tensors = _read_object(folder / "config.json"), _read_headers(folder)
         if has_linear_experts(tensors):
             config |= {LINEAR_EXPERTS: True}
+        if has_block_experts(tensors):
+            config |= {BLOCK_EXPERTS: True}
         generation = folder / "generation_config.json"
         return cls(
             folder=folder,

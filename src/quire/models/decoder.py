@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import CheckpointError
-from quire.models.blocks import SelectedRows
+from quire.models.blocks import GatedMLPBlock, SelectedRows
 from quire.models.layers import Layer, dense_layers, input_kind, make_input, make_layer
 from quire.models.norms import Norm
 from quire.models.per_layer_inputs import PerLayerEmbedding
@@ -19,7 +19,7 @@ from quire.models.projections import Projection
 from quire.models.rope import RotaryEmbedding, query_scales
 from quire.models.spec import LayerGroup, ModelSpec
 from quire.models.weight_slots import WeightSlot, WeightSlots, nested
-from quire.ops.fused_layers import FusedLayers, FusesLayers
+from quire.ops.fused_layers import FusedLayers, FusesExperts, FusesLayers
 from quire.ops.interface import AttentionBatch, KeepsRows, Ops, PagedKV, PagedStates, StateBatch
 from quire.ops.quantized_weight import StoredWeight
 
@@ -155,10 +155,19 @@ class Decoder:
             slot.fill_stored(tensor)
         else:
             slot.fill((tensor.dequantize() if isinstance(tensor, StoredWeight) else tensor).to(self.device))
-        if not self._missing and isinstance(self.ops, FusesLayers):
+        if not self._missing:
+            self._fuse()
+
+    def _fuse(self) -> None:
+        """Have the backend run layers, the end of the model, or the experts of a layer by one call where it can."""
+        if isinstance(self.ops, FusesLayers):
             layers = dense_layers(self._layers, self._inputs, list(self._rotations))
             self._fused = None if layers is None else self.ops.fuse_layers(layers)
             self._fused_head = self.ops.fuse_norm(self._norm.row_norm, self._head.run)
+        if isinstance(self.ops, FusesExperts):
+            for layer in self._layers:
+                if not isinstance(layer.ffn, GatedMLPBlock):
+                    layer.ffn.fuse(self.ops)
 
     def __call__(
         self,

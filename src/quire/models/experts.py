@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 
@@ -14,6 +14,7 @@ from quire.models.blocks import GatedMLPBlock
 from quire.models.norms import Norm
 from quire.models.projections import Projection, ResidualAdd
 from quire.models.weight_slots import WeightSlot, WeightSlots, nested
+from quire.ops.fused_layers import FusedExperts, FusesExperts, RoutedExperts
 from quire.ops.interface import Activation, Linear, Ops
 from quire.ops.quantized_weight import StoredWeight
 
@@ -30,6 +31,7 @@ class ExpertsBlock:
         new_norm: function that makes the norm of a specification.
 
     Attributes:
+        fused: the block as one call of the backend, which `fuse` sets; None for the operations one by one.
         slots: "router", "gate_up", "down" and, where there are such, "router_norm", "choice_bias", "expert_scales",
             "shared.gate_up", "shared.down" and "shared.gate".
     """
@@ -43,7 +45,7 @@ class ExpertsBlock:
         new_norm: Callable[[spec.RMSNorm], Norm],
     ) -> None:
         self._experts, self._addition = experts, addition
-        self._router = Projection(width, experts.num_experts, False, ops, min_bits=8)
+        self._router = Projection(width, experts.num_experts, experts.bias, ops, min_bits=8)
         self._gate_up = ExpertProjections(experts, width, 2 * experts.width, ops, gate=experts.activation)
         self._down = ExpertProjections(experts, experts.width, width, ops)
         self.slots: WeightSlots = nested(router=self._router.slots, gate_up=self._gate_up.slots, down=self._down.slots)
@@ -56,6 +58,7 @@ class ExpertsBlock:
             if getattr(experts, name):
                 fill = partial(self._fill, f"_{name}")
                 self.slots[f"{name}.weight"] = WeightSlot((experts.num_experts,), fill, dtype=torch.float32)
+        self.fused: FusedExperts | None = None
         self._shared: GatedMLPBlock | None = None
         self._shared_gate: Projection | None = None
         if experts.shared_width:
@@ -68,6 +71,29 @@ class ExpertsBlock:
 
     def _fill(self, name: str, tensor: Tensor) -> None:
         setattr(self, name, tensor.clone())
+
+    def fuse(self, ops: FusesExperts) -> None:
+        """Let `ops` run the block by one call, if it does; all weights are there."""
+        experts, shared = self._experts, None if self._shared is None else self._shared.dense
+        assert self._shared is None or shared is not None, "a shared expert is added as it is"
+        self.fused = ops.fuse_experts(
+            RoutedExperts(
+                self._router.run,
+                self._gate_up.runs,
+                self._down.runs,
+                experts.num_chosen,
+                self._choice_bias,
+                self._expert_scales,
+                experts.scoring == "sigmoid",
+                experts.renormalised,
+                experts.scaled_input,
+                experts.sum_eps,
+                experts.score_scale,
+                experts.logit_scale,
+                shared,
+                None if self._shared_gate is None else self._shared_gate.run,
+            )
+        )
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
         """Add to `residual` [T, E] what the experts of each row make of `x` [T, E]."""
@@ -84,8 +110,11 @@ class ExpertsBlock:
             routed: [T, E] that the router sees; None for `x`.
         """
         experts, routed = self._experts, x if routed is None else routed
-        logits = self._router.run(routed if self._router_norm is None else self._router_norm(routed))
-        chosen, scores = choose(logits, experts, self._choice_bias, self._expert_scales)
+        if self._router_norm is not None:
+            routed = self._router_norm(routed)
+        if self.fused is not None:
+            return self.fused(x, routed, start)
+        chosen, scores = choose(self._router.run(routed), experts, self._choice_bias, self._expert_scales)
         # In float32 and always in the order of the experts: a row gets the same, whatever rows are beside it.
         total = self._begin(x, start)
         order = chosen.flatten().argsort(stable=True)
@@ -137,6 +166,7 @@ class MLPBesideExpertsBlock:
         self._mlp = GatedMLPBlock(ffn.mlp, width, ResidualAdd(), ops)
         self._experts = ExpertsBlock(ffn.experts, width, ResidualAdd(), ops, new_norm)
         self._mlp_norm, self._experts_input_norm, self._experts_norm = (new_norm(ffn.norm) for _ in range(3))
+        self.fuse = self._experts.fuse
         self.slots: WeightSlots = nested(
             mlp=self._mlp.slots,
             mlp_norm=self._mlp_norm.slots,
@@ -176,10 +206,10 @@ class ExpertProjections:
 
     Attributes:
         runs: the packed layers, one for each expert.
-        slots: "weight".
+        slots: "bias", if there is one, which is filled before "weight".
     """
 
-    __slots__ = ("_is_transposed", "_pack", "_shape", "runs", "slots")
+    __slots__ = ("_biases", "_is_transposed", "_order", "_pack", "_shape", "runs", "slots")
 
     runs: list[Linear]
 
@@ -192,18 +222,37 @@ class ExpertProjections:
         shape: tuple[int, ...] = (experts.num_experts * out_width, in_width)
         if experts.transposed:
             shape = (experts.num_experts, in_width, out_width)
+        # The place of each output in what is stored of an expert; None where that is in order.
+        self._order: Tensor | None = None
+        if gate is not None and experts.interleaved:
+            self._order = torch.arange(out_width).view(-1, 2).T.flatten()
+        self._biases: Sequence[Tensor | None] = [None] * experts.num_experts
+        self.slots: WeightSlots = {}
+        if experts.bias:
+            self.slots["bias"] = WeightSlot((experts.num_experts * out_width,), self._fill_biases)
         fill_stored = None if experts.transposed else self._fill_stored
-        self.slots: WeightSlots = {"weight": WeightSlot(shape, self._fill, fill_stored)}
+        self.slots["weight"] = WeightSlot(shape, self._fill, fill_stored)
+
+    def _fill_biases(self, tensor: Tensor) -> None:
+        biases = tensor.view(self._shape[:2])
+        self._biases = (biases.clone() if self._order is None else biases[:, self._order]).unbind()
 
     def _fill(self, tensor: Tensor) -> None:
         weights = tensor.mT if self._is_transposed else tensor.view(self._shape)
-        self.runs = [self._pack(weight) for weight in weights]
+        self._pack_all(weight if self._order is None else weight[self._order] for weight in weights)
 
     def _fill_stored(self, weight: StoredWeight) -> None:
         num_experts, out_width, _ = self._shape
-        self.runs = [
-            self._pack(weight.rows(slice(idx * out_width, (idx + 1) * out_width))) for idx in range(num_experts)
-        ]
+        starts = range(0, num_experts * out_width, out_width)
+        self._pack_all(
+            weight.rows(slice(start, start + out_width) if self._order is None else start + self._order)
+            for start in starts
+        )
+
+    def _pack_all(self, weights: Iterable[Tensor | StoredWeight]) -> None:
+        assert "bias" not in self.slots or self._biases[0] is not None, "biases come first"
+        self.runs = [self._pack(weight, bias) for weight, bias in zip(weights, self._biases, strict=True)]
+        self._biases = ()  # the packed layers have them
 
 
 def choose(

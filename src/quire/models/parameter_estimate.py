@@ -22,6 +22,7 @@ from quire.models.spec import (
     MLPBesideExperts,
     ModelSpec,
     ShortConv,
+    experts_of,
 )
 
 # Bytes of one quantised weight, scales included: of a matrix in the layers, and of the output head.
@@ -29,6 +30,10 @@ QUANTISED_BYTES: Final[Mapping[Quantization, tuple[Fraction, Fraction]]] = {
     "int8": (Fraction(1), Fraction(1)),
     "int4": (Fraction(9, 16), Fraction(13, 16)),
 }
+
+
+# Bytes of a weight of experts that a checkpoint stores in MXFP4.
+MXFP4_BYTES: Final = Fraction(9, 16)
 
 
 class ParameterCounts(NamedTuple):
@@ -39,20 +44,29 @@ class ParameterCounts(NamedTuple):
         head: parameters of the output head, which is the embedding table where it is tied.
         is_tied: whether the head is tied.
         projections: parameters of all other matrices.
+        experts: parameters of the projections of experts, which are among these.
     """
 
     tables: int
     head: int
     is_tied: bool
     projections: int
+    experts: int = 0
 
     @property
     def total(self) -> int:
         """Number of parameters; a tied head is counted once."""
         return self.tables + (0 if self.is_tied else self.head) + self.projections
 
-    def num_bytes(self, element_bytes: int, quantization: Quantization | None) -> int:
-        """Return the bytes of the weights; a quantised head is stored separately from the embedding table."""
+    def num_bytes(self, element_bytes: int, quantization: Quantization | None, *, is_mxfp4: bool = False) -> int:
+        """Return the bytes of the weights; a quantised head is stored separately from the embedding table.
+
+        Args:
+            is_mxfp4: the experts are stored in MXFP4, and are kept so.
+        """
+        if is_mxfp4:
+            others = self._replace(projections=self.projections - self.experts, experts=0)
+            return others.num_bytes(element_bytes, quantization) + int(self.experts * MXFP4_BYTES)
         if quantization is None:
             return self.total * element_bytes
         projection_bytes, head_bytes = QUANTISED_BYTES[quantization]
@@ -70,7 +84,9 @@ def estimate_parameters(spec: ModelSpec) -> ParameterCounts:
         columns = len(spec.layers) * spec.per_layer_inputs.width
         tables += spec.per_layer_inputs.vocab_size * columns
         projections += 3 * columns * spec.width
-    return ParameterCounts(tables, embedding, spec.tied_head, projections)
+    all_experts = (experts_of(layer.ffn) for layer in spec.layers)
+    experts = sum(3 * spec.width * each.width * each.num_experts for each in all_experts if each is not None)
+    return ParameterCounts(tables, embedding, spec.tied_head, projections, experts)
 
 
 def _layer(layer: LayerSpec, width: int) -> int:

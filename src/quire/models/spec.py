@@ -150,6 +150,8 @@ class Experts:
         expert_scales: whether each expert has a learned factor of its score.
         router_norm: norm of the router's input alone; None for none.
         logit_scale: factor of the router's logits.
+        bias: whether the router and the projections of experts add a learned bias.
+        interleaved: gate and up alternate in what is stored of an expert's first projection.
 
     Source: sparsely gated experts, arXiv 1701.06538.
     """
@@ -170,6 +172,8 @@ class Experts:
     expert_scales: bool = False
     router_norm: RMSNorm | None = None
     logit_scale: float = 1.0
+    bias: bool = False
+    interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from quire.ops.weight_memory import WeightMemory
 
 FOLDER: Final = Path(__file__).parent / "native"
 # The number that `quire_interface_version` must return.
-INTERFACE_VERSION: Final = 21
+INTERFACE_VERSION: Final = 22
 # The best last; a processor that runs one runs those before it.
 LEVELS: Final = ("portable", "avx2", "avx512", "avx512_bf16")
 # An environment variable with the best level to take, where that is not to be the processor's: for tests of the others.
@@ -73,7 +73,7 @@ class Cache(ctypes.Structure):
 
 
 class LinearCall(ctypes.Structure):
-    """A linear layer (`Linear` in dense_layers.cpp)."""
+    """A linear layer (`Linear` in linear_call.h)."""
 
     _fields_ = (
         ("kernel", _POINTER),
@@ -108,6 +108,33 @@ class DenseLayerCall(ctypes.Structure):
         ("ffn_norm", NormScales),
         ("gate_up", LinearCall),
         ("down", LinearCall),
+    )
+
+
+class ExpertCall(ctypes.Structure):
+    """An expert (`Expert` in experts.cpp)."""
+
+    _fields_ = (("gate_up", LinearCall), ("down", LinearCall))
+
+
+class ExpertsCall(ctypes.Structure):
+    """Experts with a router (`Experts` in experts.cpp)."""
+
+    _fields_ = (
+        ("router", LinearCall),
+        ("choice_bias", _POINTER),
+        ("expert_scales", _POINTER),
+        ("experts", ctypes.POINTER(ExpertCall)),
+        ("num_experts", _INT),
+        ("num_chosen", _INT),
+        ("is_sigmoid", _INT),
+        ("is_renormalised", _INT),
+        ("is_input_scaled", _INT),
+        ("sum_eps", _DOUBLE),
+        ("score_scale", _DOUBLE),
+        ("logit_scale", _DOUBLE),
+        ("shared", ExpertCall),
+        ("shared_gate", LinearCall),
     )
 
 
@@ -184,8 +211,8 @@ class NativeLibrary:
     Attributes:
         packed_types: the types of weights that it packs and multiplies faster than torch does.
         panel_columns: columns of a panel, of weights that are rounded (True) and of those that are not.
-        attend, plan_attention, free_attention_plan, tokens_read, gate, prepare, rms_norm, dense_layers, normed_linear,
-            keep_tokens: the functions of the same names, with `quire_` before, of the sources.
+        attend, plan_attention, free_attention_plan, tokens_read, gate, prepare, rms_norm, dense_layers, experts,
+            normed_linear, keep_tokens: the functions of the same names, with `quire_` before, of the sources.
         plain: the kernels of weights that are not rounded.
         weight_kernels: the kernels of each format of rounded weights.
         quantized: the kernels of stored quantised weights.
@@ -227,6 +254,9 @@ class NativeLibrary:
         norm, linear = ctypes.POINTER(NormScales), ctypes.POINTER(LinearCall)
         self.normed_linear = _typed(
             library.quire_normed_linear, _INT, norm, linear, _INT, _POINTER, _INT, _POINTER, _POINTER
+        )
+        self.experts = _typed(
+            library.quire_experts, _INT, ctypes.POINTER(ExpertsCall), _INT, _POINTER, _POINTER, _POINTER, _POINTER
         )
         self.apply_token_bitmask = _typed(library.quire_keep_tokens, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER)
         panel_columns = _typed(library.quire_panel_columns, _BOOL, returns=_INT)

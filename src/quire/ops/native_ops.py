@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.config import Quantization
 from quire.errors import ConfigError
-from quire.ops.fused_layers import DenseLayer, RowNorm
+from quire.ops.fused_layers import DenseLayer, RoutedExperts, RowNorm
 from quire.ops.gated import GatedLinear
 from quire.ops.interface import (
     Activation,
@@ -24,6 +24,7 @@ from quire.ops.interface import (
 )
 from quire.ops.native_attention import NativeStepAttention, reads_cache
 from quire.ops.native_dense import NativeDenseLayers, NativeNormedLinear, can_fuse
+from quire.ops.native_experts import NativeExperts, can_fuse_experts
 from quire.ops.native_library import ACTIVATIONS, TYPES, NativeLibrary
 from quire.ops.native_linear import ExactNativeLinear, NativeLinear
 from quire.ops.quantized_weight import StoredWeight
@@ -187,3 +188,7 @@ class NativeOps:
     def fuse_norm(self, norm: RowNorm, linear: Linear) -> NativeNormedLinear | None:
         """Norm and multiply in one call, where the product is not torch's."""
         return NativeNormedLinear(self._library, norm, linear) if isinstance(linear, NativeLinear) else None
+
+    def fuse_experts(self, experts: RoutedExperts) -> NativeExperts | None:
+        """Run the experts of a layer in one call, where none of their products is torch's."""
+        return NativeExperts(self._library, experts) if can_fuse_experts(experts) else None

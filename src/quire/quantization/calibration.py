@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.errors import ConfigError, UnsupportedModel
 from quire.models.decoder import Decoder
-from quire.models.spec import Attention, Experts, ModelSpec, WeightMap
+from quire.models.spec import Attention, ModelSpec, WeightMap, experts_of
 from quire.models.tensor_reader import TensorReader, join_parts
 from quire.ops import make_ops
 from quire.ops.interface import Linear
@@ -164,7 +164,7 @@ class Calibration:
     def _layer(self, idx: int, ops: Any, observed: Mapping[str, object], replaced: Mapping[str, Tensor]) -> Decoder:
         """Return a decoder of one layer, in float32, whose hidden states are given."""
         spec = replace(self._spec, layers=(self._spec.layers[idx],), vocab_size=1, tied_head=True)
-        has_experts = isinstance(spec.layers[0].ffn, Experts)
+        has_experts = experts_of(spec.layers[0].ffn) is not None
         decoder = Decoder(spec, ops=ops, dtype=torch.float32, device=CPU)
         for name, shape in decoder.weight_shapes().items():
             if not name.startswith("layers."):
@@ -173,7 +173,8 @@ class Calibration:
             whole = f"layers.{idx}.{name.removeprefix('layers.0.')}"
             if isinstance(ops, ObservingOps):
                 ops.name_of_weight = whole if whole in observed else None
-                ops.is_paired = not (has_experts and ".ffn." in whole and ".shared." not in whole)
+                is_shared = ".ffn.shared." in whole or ".ffn.mlp." in whole
+                ops.is_paired = is_shared or not (has_experts and ".ffn." in whole)
             tensor = self._read(whole, replaced)
             decoder.load_weight(name, tensor.view(shape) if isinstance(tensor, Tensor) else tensor)
             self._reader.let_go(self._weight_map[whole])

@@ -34,7 +34,7 @@ def read_sequences(folder: Path, file: Path | None, max_tokens: int, max_length:
         CheckpointError: the folder has no tokenizer that is read.
         ConfigError: the file cannot be read, has no text, or a line is not of its form.
     """
-    path = Path(str(resources.files("quire").joinpath("bundled", BUNDLED_TEXT))) if file is None else file
+    path = _bundled_path() if file is None else file
     try:
         text = read_file(path, MAX_TEXT_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
@@ -55,6 +55,15 @@ def read_sequences(folder: Path, file: Path | None, max_tokens: int, max_length:
     if not sequences:
         raise ConfigError(f"calibration text {path} has no line with text", field="calibration")
     return sequences
+
+
+def bundled_texts() -> list[str]:
+    """Return the lines of the text that comes along."""
+    return _bundled_path().read_text(encoding="utf-8").splitlines()
+
+
+def _bundled_path() -> Path:
+    return Path(str(resources.files("quire").joinpath("bundled", BUNDLED_TEXT)))
 
 
 def _documents(path: Path, text: str, tokenizer: Tokenizer) -> Iterator[list[int]]:

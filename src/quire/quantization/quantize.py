@@ -10,20 +10,22 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
-from quire.errors import ConfigError, shown
+from quire.errors import ConfigError
 from quire.models.checkpoint import Checkpoint
 from quire.models.families import build
 from quire.models.quantization_config import FIELDS
 from quire.models.sizes import check_sizes
 from quire.models.spec import ModelSpec, WeightMap
-from quire.models.tensor_reader import DTYPES, TensorReader
-from quire.models.weights import check_finite, choose_dtype
+from quire.models.tensor_reader import DTYPES
+from quire.models.weights import choose_dtype
 from quire.quantization.calibration import Calibration
 from quire.quantization.calibration_text import read_sequences
 from quire.quantization.compressed_tensors import FolderWriter, pack, quantization_config
+from quire.quantization.gguf_file import FORMS, write_gguf
 from quire.quantization.linear_layers import check_groups, linear_weights
 from quire.quantization.output import new_output
 from quire.quantization.rounding import QuantizedMatrix, Scheme, round_to_nearest
+from quire.quantization.source import PlainTensors
 
 Method = Literal["calibrated", "rounded"]
 INTEGERS: Final = {"int4": 4, "int8": 8}
@@ -75,7 +77,11 @@ def quantize(
         raise ConfigError(f"model {model!r} is stored as GGUF or quantised already; name the original", field="model")
     spec, weight_map = build(checkpoint.config)
     check_sizes(spec, checkpoint.tensors)
-    _FolderJob(checkpoint, spec, weight_map, options, progress or (lambda _done, _all: None)).write(out)
+    report = progress or (lambda _done, _all: None)
+    if options.to in FORMS:
+        write_gguf(checkpoint, spec, weight_map, out, options.to, report)
+    else:
+        _FolderJob(checkpoint, spec, weight_map, options, report).write(out)
 
 
 class _FolderJob:
@@ -98,7 +104,7 @@ class _FolderJob:
     ) -> None:
         self._checkpoint, self._spec, self._weight_map = checkpoint, spec, weight_map
         self._progress = progress
-        self._reader = TensorReader(checkpoint)
+        self._source = PlainTensors(checkpoint)
         self._dtype = choose_dtype(options.dtype, checkpoint)
         bits = INTEGERS[options.to]
         group_size = options.group_size if bits == 4 else None
@@ -115,8 +121,6 @@ class _FolderJob:
     def write(self, out: Path) -> None:
         """Write the folder."""
         tensors, quantized = self._checkpoint.tensors, frozenset(self._names)
-        for name in tensors:
-            self._reader.shape(name, "a copy")  # of a dtype that is read
         sizes = {name: tensor.num_bytes for name, tensor in tensors.items()}
         done, total = 0, sum(sizes.values())
         with new_output(out, total) as folder:
@@ -125,7 +129,6 @@ class _FolderJob:
                 for suffix, tensor in stored.items():
                     writer.add(name.removesuffix(".weight") + suffix if name in quantized else name, tensor)
                 done += sizes[name]
-                self._reader.let_go([name])
                 self._progress(done, total)
             writer.finish(self._checkpoint, self._config(quantized))
 
@@ -136,23 +139,14 @@ class _FolderJob:
         quantized = frozenset(self._names)
         for name in self._checkpoint.tensors:
             if name not in quantized:
-                yield name, {"": self._plain(name, self._dtype)}
-
-    def _plain(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Return a copy of a tensor."""
-        tensor = self._reader.read(name)
-        assert isinstance(tensor, Tensor)
-        check_finite(self._checkpoint, name, tensor)
-        if dtype == torch.float16 and tensor.dtype != dtype and bool((tensor.abs() > torch.finfo(dtype).max).any()):
-            raise ConfigError(f"tensor {shown(name)} has values that float16 cannot hold", field="dtype")
-        return torch.empty(tensor.shape, dtype=dtype).copy_(tensor)
+                yield name, {"": self._source.read(name, self._dtype)}
 
     def _rounded(self) -> Iterator[tuple[str, QuantizedMatrix]]:
         for name in self._names:
-            yield name, round_to_nearest(self._plain(name, torch.float32), self._scheme)
+            yield name, round_to_nearest(self._source.read(name, torch.float32), self._scheme)
 
     def _calibrated(self) -> Iterator[tuple[str, QuantizedMatrix]]:
-        calibration = Calibration(self._spec, self._weight_map, self._reader, self._sequences)
+        calibration = Calibration(self._spec, self._weight_map, self._source.reader, self._sequences)
         for idx in range(len(self._spec.layers)):
             yield from calibration.quantize_layer(idx, self._weights, self._scheme)
 

@@ -27,7 +27,10 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 # The control tokens of Phi-3 that do not absorb the spaces that follow.
 UNSTRIPPED: Final = frozenset({"<unk>", "<s>", "<|endoftext|>"})
 # Tokens that end a turn, of architectures whose files name the end of a text only.
-TURN_ENDS: Final[Mapping[str, tuple[str, ...]]] = {"phi3": ("<|end|>",)}
+TURN_ENDS: Final[Mapping[str, tuple[str, ...]]] = {
+    "phi3": ("<|end|>",),
+    "gpt-oss": ("<|return|>", "<|call|>"),
+}
 # Pieces of patterns that several families share: contractions, the rest of a text after words and numbers.
 _CONTRACTIONS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST: Final = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

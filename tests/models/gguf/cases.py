@@ -52,6 +52,7 @@ GGUF_CASES: Final[dict[str, dict[str, Any]]] = {
             "long_factor": [1.0, 2.5, 4.0, 16.0],
         }
     },
+    "gpt-oss": {},
     "qwen3.5": {},
     "qwen3.5-options": {},
     "qwen3.5-moe": {},
@@ -70,6 +71,7 @@ GGUF_CASES: Final[dict[str, dict[str, Any]]] = {
     "lfm2-moe": {},
     "granite4": {},
     "granite4-options": {},
+    "granite4-moe": {},
     "granite4-attention": {},
     "falcon-h1": {},
     "falcon-h1-options": {"tie_word_embeddings": False},

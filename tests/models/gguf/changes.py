@@ -143,13 +143,16 @@ def _mamba(tensors: Tensors, config: Config) -> Tensors:
 def _granite(tensors: Tensors, config: Config) -> Tensors:
     """Split the fused gate and up projections, and make the changes of attention and recurrent layers."""
     changed: dict[str, Tensor] = {}
+    suffixes = {"shared_mlp": "_shexp" if config["num_local_experts"] else "", "block_sparse_moe": "_exps"}
     for name, values in _pair_rows(_mamba(tensors, config), config).items():
-        if "shared_mlp.input_linear" in name:
-            gate, up = values.chunk(2)
-            layer = name.split(".")[2]
-            changed |= {f"blk.{layer}.ffn_gate.weight": gate, f"blk.{layer}.ffn_up.weight": up}
-        elif "shared_mlp.output_linear" in name:
-            changed[f"blk.{name.split('.')[2]}.ffn_down.weight"] = values
+        layer, _, inner = name.removeprefix("model.layers.").partition(".")
+        module, _, part = inner.partition(".")
+        if part == "input_linear.weight":
+            gate, up = values.chunk(2, dim=-2)
+            changed[f"blk.{layer}.ffn_gate{suffixes[module]}.weight"] = gate
+            changed[f"blk.{layer}.ffn_up{suffixes[module]}.weight"] = up
+        elif part == "output_linear.weight":
+            changed[f"blk.{layer}.ffn_down{suffixes[module]}.weight"] = values
         else:
             changed[name] = values
     return changed
@@ -167,6 +170,25 @@ def _divide_experts(tensors: Tensors, _config: Config) -> Tensors:
             changed[f"{name}.weight"] = values.transpose(1, 2)
         else:
             changed[name] = values
+    return changed
+
+
+def _gpt_oss(tensors: Tensors, _config: Config) -> Tensors:
+    """Make linear layers of experts that are stored as [X, in, out], with gates and ups that alternate."""
+    changed: dict[str, Tensor] = {}
+    for name, values in tensors.items():
+        prefix, _, part = name.partition(".experts.")
+        names = [f"{prefix}.experts.{each}_proj" for each in ("gate", "up", "down")]
+        if part == "gate_up_proj":
+            changed |= {f"{names[idx]}.weight": values[..., idx::2].mT for idx in (0, 1)}
+        elif part == "gate_up_proj_bias":
+            changed |= {f"{names[idx]}.bias": values[..., idx::2] for idx in (0, 1)}
+        elif part == "down_proj":
+            changed[f"{names[2]}.weight"] = values.mT
+        elif part == "down_proj_bias":
+            changed[f"{names[2]}.bias"] = values
+        else:
+            changed[f"{name}.weight" if name.endswith("sinks") else name] = values
     return changed
 
 
@@ -203,6 +225,7 @@ CHANGES: Final[dict[MODEL_ARCH, Callable[[Tensors, Config], Tensors]]] = {
     MODEL_ARCH.LLAMA: _pair_rows,
     MODEL_ARCH.MISTRAL3: _pair_rows,
     MODEL_ARCH.LLAMA4: _divide_experts,
+    MODEL_ARCH.GPT_OSS: _gpt_oss,
     MODEL_ARCH.GEMMA3: _add_one,
     MODEL_ARCH.GEMMA4: _gemma4,
     MODEL_ARCH.QWEN35: _tile_value_heads,
@@ -210,6 +233,7 @@ CHANGES: Final[dict[MODEL_ARCH, Callable[[Tensors, Config], Tensors]]] = {
     MODEL_ARCH.LFM2: _lfm2,
     MODEL_ARCH.LFM2MOE: _lfm2,
     MODEL_ARCH.GRANITE: _granite,
+    MODEL_ARCH.GRANITE_MOE: _granite,
     MODEL_ARCH.GRANITE_HYBRID: _granite,
     MODEL_ARCH.FALCON_H1: _falcon_h1,
 }

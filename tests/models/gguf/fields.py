@@ -16,7 +16,9 @@ FULL, WINDOWED = "full_attention", "sliding_attention"
 
 
 def _granite(config: Config) -> MODEL_ARCH:
-    return MODEL_ARCH.GRANITE if set(config["layer_types"]) == {FULL} else MODEL_ARCH.GRANITE_HYBRID
+    if set(config["layer_types"]) != {FULL}:
+        return MODEL_ARCH.GRANITE_HYBRID
+    return MODEL_ARCH.GRANITE_MOE if config["num_local_experts"] else MODEL_ARCH.GRANITE
 
 
 ARCHITECTURES: Final[dict[str, Callable[[Config], MODEL_ARCH]]] = {
@@ -28,6 +30,7 @@ ARCHITECTURES: Final[dict[str, Callable[[Config], MODEL_ARCH]]] = {
     "Qwen3ForCausalLM": lambda _: MODEL_ARCH.QWEN3,
     "Qwen3MoeForCausalLM": lambda _: MODEL_ARCH.QWEN3MOE,
     "Qwen3_5ForCausalLM": lambda _: MODEL_ARCH.QWEN35,
+    "GptOssForCausalLM": lambda _: MODEL_ARCH.GPT_OSS,
     "Phi3ForCausalLM": lambda _: MODEL_ARCH.PHI3,
     "Qwen3_5MoeForCausalLM": lambda _: MODEL_ARCH.QWEN35MOE,
     "Gemma3ForCausalLM": lambda _: MODEL_ARCH.GEMMA3,
@@ -96,7 +99,9 @@ def _frequency_factors(config: Config, rope: Config) -> Tensor | None:
 
 
 def _add_mlp_width(writer: GGUFWriter, config: Config) -> None:
-    width = config.get("shared_intermediate_size") or config.get("intermediate_size")
+    width = config.get("intermediate_size")
+    if not config.get("num_local_experts"):
+        width = config.get("shared_intermediate_size") or width
     if width is None:
         return
     if config.get("block_auto_adjust_ff_dim"):
@@ -140,6 +145,13 @@ def _phi3(writer: GGUFWriter, config: Config) -> None:
     writer.add_sliding_window(config["sliding_window"] or 0)
     if rope["rope_type"] == "longrope":
         writer.add_rope_scaling_attn_factors(rope["attention_factor"])
+
+
+def _gpt_oss(writer: GGUFWriter, config: Config) -> None:
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_expert_feed_forward_length(config["intermediate_size"])
+    writer.add_rope_scaling_yarn_beta_fast(config["rope_parameters"]["beta_fast"])
+    writer.add_rope_scaling_yarn_beta_slow(config["rope_parameters"]["beta_slow"])
 
 
 def _qwen3_moe(writer: GGUFWriter, config: Config) -> None:
@@ -225,6 +237,8 @@ def _granite_scales(writer: GGUFWriter, config: Config) -> None:
     writer.add_embedding_scale(config["embedding_multiplier"])
     writer.add_residual_scale(config["residual_multiplier"])
     writer.add_logit_scale(config["logits_scaling"])
+    if config["num_local_experts"]:
+        writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
 
 
 def _granite_hybrid(writer: GGUFWriter, config: Config) -> None:
@@ -244,6 +258,7 @@ def _mamba(writer: GGUFWriter, config: Config) -> None:
 FIELDS: Final[dict[MODEL_ARCH, Callable[[GGUFWriter, Config], None]]] = {
     MODEL_ARCH.LLAMA: _llama,
     MODEL_ARCH.LLAMA4: _llama4,
+    MODEL_ARCH.GPT_OSS: _gpt_oss,
     MODEL_ARCH.PHI3: _phi3,
     MODEL_ARCH.QWEN3MOE: _qwen3_moe,
     MODEL_ARCH.QWEN35: _qwen3_5,
@@ -253,6 +268,7 @@ FIELDS: Final[dict[MODEL_ARCH, Callable[[GGUFWriter, Config], None]]] = {
     MODEL_ARCH.LFM2: _lfm2,
     MODEL_ARCH.LFM2MOE: _lfm2_moe,
     MODEL_ARCH.GRANITE: _granite_scales,
+    MODEL_ARCH.GRANITE_MOE: _granite_scales,
     MODEL_ARCH.GRANITE_HYBRID: _granite_hybrid,
     MODEL_ARCH.FALCON_H1: _mamba,
 }

@@ -32,6 +32,8 @@ FALCON_H1 = {
 # Name of a family -> fields of configurations that are made of its files.
 STORED_OTHERWISE: dict[str, dict[str, Any]] = {
     "FalconH1ForCausalLM": FALCON_H1,
+    "GptOssForCausalLM": {LINEAR_EXPERTS: True},
+    "GraniteMoeHybridForCausalLM": {LINEAR_EXPERTS: True},
     "Llama4ForCausalLM": {LINEAR_EXPERTS: True},
 }
 

@@ -21,8 +21,8 @@ from tests.models.gguf.fields import ARCHITECTURES, add_fields, frequency_factor
 
 # Chooses the type of a matrix, given its name in the file and its shape.
 TypeOf = Callable[[str, tuple[int, ...]], Type]
-# Matrices that converters never quantise: convolutions, and vectors with dimensions of size 1.
-PLAIN = ("conv", "ssm_a", "ssm_d", "ssm_norm")
+# Matrices that converters never quantise: convolutions, vectors with dimensions of size 1, and biases of experts.
+PLAIN = (".bias", "conv", "ssm_a", "ssm_d", "ssm_norm")
 # Types of tokens.
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
 

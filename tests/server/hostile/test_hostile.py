@@ -1,4 +1,4 @@
-"""Whatever is sent to a server, it answers, in time and in one form, and costs nobody else anything."""
+"""Hostile requests get an answer in time and in one form, and do not disturb other requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever tokens are chosen, and however a call is hidden among them: what is read as one was held to its schema."""
+"""Adversarial token choices under a grammar: whatever is read as a call satisfies its schema."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever is written under a grammar is read as calls whose arguments fit; walks choose any token that is allowed."""
+"""Random walks under a grammar are read as calls whose arguments fit their schema."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from quire.errors import CheckpointError, UnsupportedModel, shown
 from quire.models.families.falcon_h1 import falcon_h1
 from quire.models.families.gemma3 import gemma3, gemma3_of_text_and_images
 from quire.models.families.gemma4 import gemma4, gemma4_of_text_and_images
+from quire.models.families.gpt_oss import gpt_oss
 from quire.models.families.granitemoehybrid import granitemoehybrid
 from quire.models.families.hf_config import HFConfig
 from quire.models.families.lfm2 import lfm2, lfm2_moe
@@ -31,6 +32,7 @@ FAMILIES: Final[dict[str, Callable[[HFConfig], tuple[ModelSpec, WeightMap]]]] = 
     "Gemma3ForConditionalGeneration": gemma3_of_text_and_images,
     "Gemma4ForCausalLM": gemma4,
     "Gemma4ForConditionalGeneration": gemma4_of_text_and_images,
+    "GptOssForCausalLM": gpt_oss,
     "GraniteMoeHybridForCausalLM": granitemoehybrid,
     "Lfm2ForCausalLM": lfm2,
     "Lfm2MoeForCausalLM": lfm2_moe,

@@ -17,6 +17,9 @@ PARTS = ("gate_proj", "up_proj", "down_proj")
 # Field that is added to the configuration of files whose experts are linear layers, each under a name of its own, where
 # a family may have those of a layer in one tensor.
 LINEAR_EXPERTS: Final = "experts_are_linear_layers"
+# Field that is added to the configuration of files that store all experts of a layer in blocks of MXFP4, as the rows of
+# linear layers, where the family has them transposed.
+BLOCK_EXPERTS: Final = "experts_are_blocks"
 
 
 def read_counts(config: HFConfig, default: int | None = None, chosen: int | None = None) -> tuple[int, int]:
@@ -47,6 +50,11 @@ def read_counts(config: HFConfig, default: int | None = None, chosen: int | None
 def has_linear_experts(names: Iterable[str]) -> bool:
     """Return whether tensors of these names hold experts as linear layers."""
     return any(".experts.0." in name for name in names)
+
+
+def has_block_experts(names: Iterable[str]) -> bool:
+    """Return whether tensors of these names hold the experts of a layer in blocks of MXFP4."""
+    return any(name.endswith(".experts.gate_up_proj_blocks") for name in names)
 
 
 def with_experts(
@@ -80,19 +88,22 @@ def with_experts(
     return replace(spec, layers=tuple(specs)), names
 
 
-def map_experts(ours: str, theirs: str, num_experts: int, parts: tuple[str, str, str] = PARTS) -> WeightMap:
+def map_experts(
+    ours: str, theirs: str, num_experts: int, parts: tuple[str, str, str] = PARTS, kind: str = "weight"
+) -> WeightMap:
     """Name the tensors of experts, each of which is there by itself.
 
     Args:
         ours, theirs: names of the layer's FFN.
         num_experts: number of experts.
         parts: names of the gate, up and down of each expert in the checkpoint.
+        kind: "weight" or "bias".
     """
     gate, up, down = parts
     numbered = [f"{theirs}.experts.{number}" for number in range(num_experts)]
     return {
-        f"{ours}.gate_up.weight": tuple(f"{each}.{part}.weight" for each in numbered for part in (gate, up)),
-        f"{ours}.down.weight": tuple(f"{each}.{down}.weight" for each in numbered),
+        f"{ours}.gate_up.{kind}": tuple(f"{each}.{part}.{kind}" for each in numbered for part in (gate, up)),
+        f"{ours}.down.{kind}": tuple(f"{each}.{down}.{kind}" for each in numbered),
     }
 
 

@@ -3,11 +3,8 @@
 //
 // A layer consists of two halves over fixed buffers: norm, projection to queries, keys and values, rotation and store,
 // attention, output projection with the residual; then norm, gated projection, down projection with the residual.
-#include <atomic>
-
-#include "activation_functions.h"
 #include "attention_plan.h"
-#include "cache.h"
+#include "linear_call.h"
 #include "parallel.h"
 
 using quire::AttentionPlan;
@@ -21,24 +18,6 @@ QUIRE_EXPORT void quire_attend(const StepRows* rows, const Cache* cache, Attenti
                                const void* queries, int64_t row_stride, float scale, const float* sinks, void* output);
 
 namespace {
-
-// A linear layer with weights of any format. Formats differ in the kernel and in the structure that `packed` points to.
-struct Linear {
-  using Kernel = void (*)(Type type, const void* x, int64_t row_stride, int64_t num_rows, const void* packed,
-                          int64_t num_columns, int64_t width, const void* bias, const void* residual, Activation gate,
-                          void* output);
-
-  Kernel kernel;
-  const void* packed;
-  int64_t num_columns;
-  int64_t width;
-  const void* bias;
-  Activation gate;
-
-  void operator()(Type type, const void* x, int64_t num_rows, const void* residual, void* output) const {
-    kernel(type, x, width, num_rows, packed, num_columns, width, bias, residual, gate, output);
-  }
-};
 
 // Scales of a norm, or of the norms of a layer's heads.
 struct Norm {
@@ -116,25 +95,13 @@ QUIRE_EXPORT void quire_normed_linear(Type type, const Norm* norm, const Linear*
   (*linear)(type, normed, num_rows, nullptr, output);
 }
 
-// Runs layers over hidden states `x` [num_rows, width] of a type. The threads stay together for all kernels: the first
-// thread to arrive leads and makes the calls, and the others help with each.
+// Runs layers over hidden states `x` [num_rows, width] of a type. The threads stay together for all kernels.
 QUIRE_EXPORT void quire_dense_layers(Type type, const DenseLayer* layers, int64_t num_layers, int64_t num_rows,
                                      const GroupStep* steps, const Rotation* rotations, const void* x,
                                      const Buffers* buffers) {
-  const auto run_all = [=] {
+  quire::together([=] {
     const void* from = x;
     for (const DenseLayer* layer = layers; layer < layers + num_layers; ++layer, from = buffers->hidden)
       run(type, *layer, num_rows, steps[layer->group_idx], rotations[layer->rotation_idx], from, *buffers);
-  };
-  const int64_t num_threads = quire::max_threads();
-  if (num_threads <= 1) return run_all();
-  quire::SpinPool spin_pool(num_threads);
-  std::atomic<bool> is_led{false};
-  quire::in_parallel(num_threads, 1, [&](int64_t, int64_t) {
-    if (is_led.exchange(true)) return spin_pool.help();
-    quire::spin_pool = &spin_pool;
-    run_all();
-    quire::spin_pool = nullptr;
-    spin_pool.end();
   });
 }

@@ -12,6 +12,7 @@ from typing import Any, Final
 from quire.errors import UnsupportedModel, shown
 from quire.models.families import build
 from quire.models.gguf.architectures.gemma import GEMMA
+from quire.models.gguf.architectures.gpt_oss import GPT_OSS
 from quire.models.gguf.architectures.lfm2 import LFM2
 from quire.models.gguf.architectures.llama4 import LLAMA4
 from quire.models.gguf.architectures.llama_layout import LLAMA_LAYOUT
@@ -32,6 +33,7 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
     **LFM2,
     **MAMBA_LAYOUT,
     **PHI3,
+    **GPT_OSS,
 }
 # Kinds of files that hold no language model, and what they hold; none states an architecture that is read.
 OTHER_KINDS: Final = {

@@ -148,7 +148,7 @@ def _source(stored: str, expert: int | None, change: Change, name: str, shapes: 
         raise CheckpointError(f"the file has no tensor {shown(stored)} (for {name})", field=stored)
     wrong = CheckpointError(f"the tensor {shown(stored)} has shape {list(shape)}, which is none for {name}")
     if expert is not None:
-        if len(shape) != 3 or expert >= shape[0]:
+        if not 2 <= len(shape) <= 3 or expert >= shape[0]:
             raise wrong
         shape = shape[1:]
     elif len(shape) == 3:  # all experts of a layer, as the rows of all
