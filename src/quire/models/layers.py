@@ -41,7 +41,6 @@ class MixerBlock(Protocol):
 
         Where rows are picked, `residual` and result are [R, E].
         """
-        ...
 
 
 class Layer(NamedTuple):
