@@ -9,7 +9,6 @@ could have found; the reason is that of the most tokens which they computed.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import random
 import tempfile
@@ -63,9 +62,7 @@ def prompts(prefix: int, seed: int) -> list[list[int]]:
 
 def load(family: str, folder: Path, interval: int | None = None) -> LLM:
     """Load a tiny checkpoint of a family whose context has room for the prompts."""
-    save_checkpoint(family, folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": MAX_LEN}))
+    save_checkpoint(family, folder, max_position_embeddings=MAX_LEN)
     return LLM(str(folder), skip_tokenizer_init=True, kv_cache_memory_bytes=256 << 20, state_snapshot_interval=interval)
 
 

@@ -274,12 +274,12 @@ POOL_FACTORS = {
 }
 
 
-def save_checkpoint(family: str, folder: Path) -> Path:
-    """Write a family's random checkpoint to a folder."""
+def save_checkpoint(family: str, folder: Path, **changes: Any) -> Path:
+    """Write a family's random checkpoint to a folder, with some fields of its configuration changed."""
     name, options = FAMILIES[family]
     model_class = getattr(transformers, f"{name}ForCausalLM")
     torch.manual_seed(20)
-    model = model_class(model_class.config_class(**options))
+    model = model_class(model_class.config_class(**options | changes))
     with torch.no_grad():
         for tensor in model.state_dict().values():
             if tensor.dim() == 1:  # biases, norms and the scales of layers

@@ -16,8 +16,9 @@ from quire import LLM, SamplingParams
 from quire.decoding.drafting import ModelDrafter
 from quire.errors import ConfigError
 from quire.memory import check
-from quire.models.checkpoint import Checkpoint
+from quire.models.checkpoint import Checkpoint, locate
 from quire.sequences.sequence import Sequence
+from quire.sequences.structured import StructuredOutputs
 from tests.conformance.checkpoints import (
     EOS_TOKEN_ID,
     NEW_TOKENS,
@@ -133,6 +134,31 @@ def test_beams_get_no_drafts(noisy: Reference) -> None:
     found, expected = (each.generate(noisy.prompts[:3], params, use_tqdm=False) for each in (llm, load(noisy)))
     assert [output.outputs[0].token_ids for output in found] == [output.outputs[0].token_ids for output in expected]
     assert not drafter.seen
+
+
+@pytest.mark.slow
+def test_structured_outputs_are_those_without_drafts(tmp_path: Path) -> None:
+    save_mtp_checkpoint(tmp_path, noise=0.07, head_noise=0.5, vocab_size=2048, eos_token_id=1, bos_token_id=None)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(locate("bundled") / name, tmp_path)
+    forms = (
+        StructuredOutputs(regex="[a-z ]{40,60}"),
+        StructuredOutputs(choice=("yes", "no")),
+        StructuredOutputs(json={"type": "array"}),
+    )
+    each = [
+        SamplingParams(temperature=0.7, seed=3, max_tokens=60, n=2, structured_outputs=form, logprobs=logprobs)
+        for form in forms
+        for logprobs in (None, 1)
+    ]
+    options: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "num_kv_blocks": 800}
+    found = []
+    for more in ({}, {"speculative_method": "mtp", "num_speculative_tokens": 4}):
+        llm = LLM(str(tmp_path), **options, **more)
+        outputs = llm.generate(["Once upon a time"] * len(each), each, use_tqdm=False)
+        found.append([[sample.token_ids for sample in output.outputs] for output in outputs])
+    assert found[0] == found[1]
+    assert llm.stats.num_draft_tokens > 0
 
 
 def test_the_head_reads_embeddings_of_media(noisy: Reference) -> None:

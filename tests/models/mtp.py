@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -26,7 +27,7 @@ ATTENTION_LAYER = "model.layers.1."
 ADDED = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
 
 
-def save_mtp_checkpoint(folder: Path, noise: float, head_noise: float) -> Path:
+def save_mtp_checkpoint(folder: Path, noise: float, head_noise: float, **changes: Any) -> Path:
     """Write a target whose next token is a permutation of the last one, and a head that knows it.
 
     Args:
@@ -34,8 +35,9 @@ def save_mtp_checkpoint(folder: Path, noise: float, head_noise: float) -> Path:
         noise: factor of what the target's random layers add to the embedding of the last token.
         head_noise: the same of the head's layer, and size of what the head adds for the hidden state. Without any noise
             each draft is right; with much of it, wrong drafts depend on all that the head reads.
+        changes: changed fields of the configuration; the second layer stays one of full attention.
     """
-    save_checkpoint("qwen3.5", folder)
+    save_checkpoint("qwen3.5", folder, **changes)
     tensors = load_file(folder / "model.safetensors")
     random = torch.Generator().manual_seed(3)
 

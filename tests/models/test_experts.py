@@ -78,7 +78,8 @@ def gated(
     """Return what a gated MLP makes of a row; with a step of 2, gates and ups alternate."""
     product = gate_up @ x + biases[0]
     gate, up = product.chunk(2) if step == 1 else (product[::2], product[1::2])
-    return down @ (functional.silu(gate) * up) + biases[1]
+    result: torch.Tensor = down @ (functional.silu(gate) * up) + biases[1]
+    return result
 
 
 def expected_row(x: torch.Tensor, experts: Experts, weights: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -100,12 +101,12 @@ def expected_row(x: torch.Tensor, experts: Experts, weights: dict[str, torch.Ten
         for name in ("gate_up.weight", "down.weight"):
             stored = weights[name]
             parts.append(stored[idx].T if experts.transposed else stored.chunk(experts.num_experts)[idx])
-        biases = [0.0, 0.0]
+        biases: list[Any] = [0.0, 0.0]
         if experts.bias:
             biases = [weights[f"{name}.bias"].chunk(experts.num_experts)[idx] for name in ("gate_up", "down")]
-        options = biases, 1 + experts.interleaved
-        score = scores[idx] / total
-        result += gated(score * x, *parts, *options) if experts.scaled_input else score * gated(x, *parts, *options)
+        score, gate_up, down = scores[idx] / total, *parts
+        given = gated(score * x if experts.scaled_input else x, gate_up, down, biases, 1 + experts.interleaved)
+        result += given if experts.scaled_input else score * given
     if experts.shared_width:
         gate = (weights["shared.gate.weight"] @ x).sigmoid() if experts.shared_gate else 1.0
         result += gate * gated(x, weights["shared.gate_up.weight"], weights["shared.down.weight"])
@@ -223,12 +224,11 @@ def test_what_configurations_say_of_experts() -> None:
     assert read("Qwen3 30B A3B", norm_topk_prob=False).layers[0].ffn == Experts(128, 8, 768)
     sparse = read("Qwen3 30B A3B", num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3])
     assert [isinstance(layer.ffn, Experts) for layer in sparse.layers] == [False, True, False, False, False, True]
-    shared = {"shared_width": 512, "shared_gate": True}
-    assert read("Qwen3.5 35B A3B").layers[0].ffn == Experts(256, 8, 512, renormalised=True, **shared)
+    shared = Experts(256, 8, 512, renormalised=True, shared_width=512, shared_gate=True)
+    assert read("Qwen3.5 35B A3B").layers[0].ffn == shared
     lfm2 = read("LFM2 8B A1B")
     assert [isinstance(layer.ffn, GatedMLP) for layer in lfm2.layers[:3]] == [True, True, False]
-    scores = {"scoring": "sigmoid", "renormalised": True, "choice_bias": True, "sum_eps": 1e-6}
-    assert lfm2.layers[2].ffn == Experts(32, 4, 1792, **scores)
+    assert lfm2.layers[2].ffn == Experts(32, 4, 1792, "sigmoid", renormalised=True, choice_bias=True, sum_eps=1e-6)
     beside = read("Gemma 4 26B A4B").layers[29].ffn
     assert beside.mlp == GatedMLP(2112, activation="gelu_tanh")
     assert (beside.experts.num_experts, beside.experts.num_chosen, beside.experts.width) == (128, 8, 704)

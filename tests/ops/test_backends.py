@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -120,7 +120,7 @@ def test_gates_at_the_ends_of_their_range(backend: Backend, dtype: torch.dtype, 
 def test_attention_by_block_size(
     backend: Backend, dtype: torch.dtype, block_size: int, has_norms: bool, has_sinks: bool
 ) -> None:
-    options = {"has_norms": has_norms, "has_sinks": has_sinks}
+    options: dict[str, Any] = {"has_norms": has_norms, "has_sinks": has_sinks}
     World(RAGGED, block_size=block_size, **options, dtype=dtype, device=backend.device).check(backend.make())
 
 
@@ -166,7 +166,7 @@ def test_queries_alone(backend: Backend, dtype: torch.dtype, head_dim: int, has_
 def test_attention_by_heads(
     backend: Backend, dtype: torch.dtype, num_kv_heads: int, group: int, has_sinks: bool
 ) -> None:
-    heads = {"num_kv_heads": num_kv_heads, "group": group}
+    heads: dict[str, Any] = {"num_kv_heads": num_kv_heads, "group": group}
     World(RAGGED, **heads, has_sinks=has_sinks, dtype=dtype, device=backend.device).check(backend.make())
 
 
@@ -202,7 +202,7 @@ def test_attention_in_a_window(
     backend: Backend, dtype: torch.dtype, block_size: int, window: int, has_sinks: bool
 ) -> None:
     spans = [*RAGGED, (700, 1), (600, 20), (100, 200)]
-    options = {"block_size": block_size, "window": window, "has_sinks": has_sinks}
+    options: dict[str, Any] = {"block_size": block_size, "window": window, "has_sinks": has_sinks}
     World(spans, **options, dtype=dtype, device=backend.device).check(backend.make())
 
 

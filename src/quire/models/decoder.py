@@ -107,11 +107,6 @@ class Decoder:
         return self.spec.cache_groups
 
     @property
-    def ends(self) -> tuple[Callable[[Tensor], Tensor], Norm, Projection]:
-        """The embedding, the last norm and the output head."""
-        return self._embed, self._norm, self._head
-
-    @property
     def kernels(self) -> str:
         """Name of the kernels."""
         return self.ops.name

@@ -38,7 +38,7 @@ class MTPHead(Decoder):
     def __init__(self, target: Decoder, spec: ModelSpec) -> None:
         device = target.device
         super().__init__(spec, ops=target.ops, dtype=target.dtype, device=device)
-        self._embed, self._target_norm, self._head = target.ends
+        self._embed, self._target_norm, self._head = target._embed, target._norm, target._head
         self._embedding_norm, self._hidden_norm = (
             Norm(spec.norm, spec.width, target.ops, target.dtype, device) for _ in range(2)
         )

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TextIO
 
 import torch
@@ -29,7 +30,7 @@ from quire.engine.engine import Engine
 from quire.engine.inputs.embeddings import EmbeddingsReader
 from quire.engine.kv.disk_prefetch import DiskPrefetcher
 from quire.engine.startup.disk_cache import make_disk_prefetcher, open_disk
-from quire.engine.startup.speculation import load_mtp_head, make_speculation, open_draft
+from quire.engine.startup.speculation import load_draft, make_speculation
 from quire.engine.startup.wrappers import Wrappers
 from quire.errors import ConfigError, InvalidParameter
 from quire.execution.build import build_runner
@@ -104,10 +105,8 @@ def load(config: EngineConfig, *, wrap: Wrappers | None = None) -> LoadedModel:
     dtype = choose_dtype(options.dtype, checkpoint)
     _prepare_process(options)
     decoder = wrap.decoder(_load_decoder(options, checkpoint, device, dtype, wrap.ops))
-    guide = open_draft(config, decoder, tokenizer)
-    draft = None if guide is None else _load_decoder(options, guide, device, dtype)
-    if config.speculative.speculative_method == "mtp":
-        draft = load_mtp_head(config, checkpoint, decoder)
+    load_decoder_of = partial(_load_decoder, options, device=device, dtype=dtype)
+    guide, draft = load_draft(config, checkpoint, decoder, tokenizer, load_decoder_of)
     stored = _stored(config, dtype)
     groups = [spec for each in (decoder, draft) if each for spec in _groups(config, each, stored)]
     step = _step_cost(config, decoder, draft, device, stored)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from quire.capacity.draft_compat import check_draft, mtp_spec
 from quire.config import EngineConfig, SpeculativeConfig
 from quire.decoding.drafting import Drafter, ModelDrafter
@@ -61,18 +63,36 @@ def open_draft(config: EngineConfig, decoder: Decoder, tokenizer: Tokenizer | No
     return checkpoint
 
 
-def load_mtp_head(config: EngineConfig, checkpoint: Checkpoint, target: Decoder) -> MTPHead:
-    """Load the MTP head of the target's checkpoint.
+def load_draft(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    decoder: Decoder,
+    tokenizer: Tokenizer | None,
+    load: Callable[[Checkpoint], Decoder],
+) -> tuple[Checkpoint | None, Decoder | None]:
+    """Load the model that makes drafts, if there is one: a draft model, or the target's MTP head.
 
     Args:
         config: configuration of the engine.
         checkpoint: files of the target.
-        target: decoder of the target, with all its weights.
+        decoder: decoder of the target, with all its weights.
+        tokenizer: tokenizer of the target, None where the engine works on token ids only.
+        load: function that loads the decoder of a checkpoint.
+
+    Returns:
+        The checkpoint of a draft model, and the decoder.
 
     Raises:
-        ConfigError: the checkpoint has no such head.
-        CheckpointError: a tensor of the head is missing or wrong.
+        ConfigError: see `open_draft`, or the target has no MTP head.
+        CheckpointError: a tensor is missing or wrong.
     """
+    if config.speculative.speculative_method == "mtp":
+        return None, _load_mtp_head(config, checkpoint, decoder)
+    guide = open_draft(config, decoder, tokenizer)
+    return guide, None if guide is None else load(guide)
+
+
+def _load_mtp_head(config: EngineConfig, checkpoint: Checkpoint, target: Decoder) -> MTPHead:
     # Configurations keep the field where the tensors were left out, as when transformers saves a model.
     is_stored = any(name.startswith("mtp.") for name in checkpoint.tensors)
     head = MTPHead(target, mtp_spec(config.model.model, target.spec, is_stored=is_stored))
