@@ -163,8 +163,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "GraniteMoeHybrid",
         {
             **_SMALL,
-            "num_hidden_layers": 2,
-            "layer_types": ["linear_attention", "full_attention"],
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
             "num_local_experts": 6,
             "num_experts_per_tok": 2,
             "intermediate_size": 48,
