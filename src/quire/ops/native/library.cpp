@@ -1,4 +1,4 @@
-// Functions for the loader: version, instruction-set levels of the processor, and the thread functions that kernels use.
+// Functions for the loader: version, instruction-set levels of the processor, and the thread functions of kernels.
 #include <cstring>
 #if defined(__x86_64__)
 #include <cpuid.h>

@@ -1,5 +1,5 @@
-// Linear layers whose weights are widened to floats as they are loaded: in registers for few rows and for tiles of rows of
-// bfloat16, for more rows of float16 in a piece by which all rows of a job are multiplied.
+// Linear layers whose weights are widened to floats as they are loaded: in registers for few rows and for tiles of rows
+// of bfloat16, for more rows of float16 in a piece by which all rows of a job are multiplied.
 #pragma once
 
 #include <memory>
