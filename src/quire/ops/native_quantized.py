@@ -44,21 +44,22 @@ class QuantizedKernels(NamedTuple):
     def number_of(self, form: WeightForm) -> int:
         """Return the number of a form, -1 without a kernel for it."""
         scale = SCALES.get(form.scale, -1)
-        return self.form_of(form.bits, form.group, scale, form.has_mins, form.has_zero_points, form.levels is not None)
+        levels = 2 if form.levels == "e4m3" else int(form.levels is not None)
+        return self.form_of(form.bits, form.group, scale, form.has_mins, form.has_zero_points, levels)
 
     def pack_weight(self, memory: WeightMemory, weight: StoredWeight, is_gated: bool) -> tuple[Tensor, ...]:
-        """Pack a weight; that of a gated layer is of one form.
+        """Pack a weight without plain parts; that of a gated layer is of one form.
 
         Returns:
             A tensor with the address of the next (`QuantizedWeight` in linear_quantized.cpp), the segments, and what
             they point to.
         """
-        segments = segments_of(weight.parts)
+        segments = segments_of(weight.quantized)
         table, owned = [], []
         for segment in segments:
             panels = self._pack_segment(memory, segment, is_gated)
-            levels = torch.tensor(segment.form.levels or [0] * 16, dtype=torch.int8)
-            has_levels = segment.form.levels is not None
+            has_levels = isinstance(segment.form.levels, tuple)
+            levels = torch.tensor(segment.form.levels if has_levels else [0] * 16, dtype=torch.int8)
             table += [
                 self.number_of(segment.form),
                 segment.shape[0],

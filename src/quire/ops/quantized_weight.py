@@ -6,7 +6,8 @@ A weight is, in float32 and in this order of operations:
 ```
 scale  = scales                    or  super_scales * scales
 minimum = mins                     or  super_mins * mins         (0 without)
-level  = levels[code]              or  code - offset             (code - zero_point where there are zero points)
+level  = levels[code]              or  code - offset             (code - zero_point where there are zero points;
+                                                                 the value of an 8-bit floating-point code of e4m3)
 weight = scale * level - minimum
 ```
 """
@@ -31,20 +32,21 @@ class WeightForm(NamedTuple):
 
     Args:
         bits: number of bits of a code.
-        group: number of inputs that share a scale, 16 or 32; a format with larger groups repeats its scales.
+        group: number of inputs that share a scale, 16 or 32, of e4m3 also 128; formats with larger ones repeat scales.
         scale: dtype of scales; "two_level" for int8 scales of float16 super-scales, one for 256 inputs.
         has_mins: True where each group has a minimum: of the dtype of the scales, or uint8 of float16 super-minima.
         has_zero_points: True where each group has a zero point, a code.
-        levels: values of the codes, whole numbers from -128 to 127; None for `code - offset`.
+        levels: values of the codes, whole numbers from -128 to 127; "e4m3" for 8-bit floating-point codes, with which
+            rows are multiplied as they are: they are not rounded to int8 first; None for `code - offset`.
         offset: number taken off a code; 0 where there are minima, zero points or levels.
     """
 
     bits: Literal[4, 5, 6, 8]
-    group: Literal[16, 32]
+    group: Literal[16, 32, 128]
     scale: ScaleDtype
     has_mins: bool = False
     has_zero_points: bool = False
-    levels: tuple[int, ...] | None = None
+    levels: tuple[int, ...] | Literal["e4m3"] | None = None
     offset: int = 0
 
 
@@ -129,17 +131,45 @@ class QuantizedWeight:
         return cls(parts[0].form, shape, read, sum(part.num_bytes for part in parts))
 
 
+class PlainWeight(NamedTuple):
+    """A part of a stored weight that is not quantised.
+
+    Args:
+        values: [N, K], of the dtype of rows; it may lie in a file.
+    """
+
+    values: Tensor
+
+    @property
+    def form(self) -> None:
+        """No form: it is packed as a tensor."""
+        return None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """N, K."""
+        return self.values.shape[0], self.values.shape[1]
+
+    def rows(self, rows: Tensor) -> PlainWeight:
+        """Return the weight of some rows, by their indices int64 [M]."""
+        return PlainWeight(self.values[rows])
+
+    def dequantize(self) -> Tensor:
+        """Return the values in float32."""
+        return self.values.float()
+
+
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
     """The weight of a linear layer as a checkpoint stores it: quantised, perhaps in parts of different forms.
 
     Args:
-        parts: weights of one width, whose rows follow each other.
+        parts: weights of one width, whose rows follow each other; some may be plain.
         dtype: dtype of the rows that the layer is given, and of rows that are looked up.
         input_order: int64 [K], index of the input that each column multiplies; None for their own order.
     """
 
-    parts: tuple[QuantizedWeight, ...]
+    parts: tuple[QuantizedWeight | PlainWeight, ...]
     dtype: torch.dtype
     input_order: Tensor | None = None
 
@@ -152,6 +182,16 @@ class StoredWeight:
     def num_forms(self) -> int:
         """Number of forms of the parts."""
         return len({part.form for part in self.parts})
+
+    @property
+    def quantized(self) -> tuple[QuantizedWeight, ...]:
+        """The parts that are quantised; all of them, unless `has_plain`."""
+        return tuple(part for part in self.parts if isinstance(part, QuantizedWeight))
+
+    @property
+    def has_plain(self) -> bool:
+        """True where a part is not quantised."""
+        return any(isinstance(part, PlainWeight) for part in self.parts)
 
     def rows(self, rows: slice | Tensor) -> StoredWeight:
         """Return the weight of some rows, by their indices."""
@@ -212,7 +252,9 @@ def dequantize(form: WeightForm, rows: QuantizedRows) -> Tensor:
 
 def levels_of(form: WeightForm, rows: QuantizedRows) -> Tensor:
     """Return the levels of codes, float32 [N, K / G, G]."""
-    if form.levels is not None:
+    if form.levels == "e4m3":
+        levels = rows.codes.view(torch.float8_e4m3fn).float()
+    elif form.levels is not None:
         levels = torch.tensor(form.levels, dtype=torch.float32, device=rows.codes.device)[rows.codes.int()]
     else:
         levels = rows.codes.float() - form.offset

@@ -5,6 +5,7 @@
 // entry of a table. See quire/ops/quantized_weight.py.
 #pragma once
 
+#include "float8_form.h"
 #include "int8_activations.h"
 
 namespace {
@@ -28,7 +29,7 @@ template <int kBits_, int kGroup_, typename Scale_, bool kHasMins_ = false, bool
 struct Form {
   using Scale = Scale_;
   static constexpr int kBits = kBits_, kGroup = kGroup_;
-  static constexpr bool kHasMins = kHasMins_, kHasZeros = kHasZeros_, kHasLevels = kHasLevels_;
+  static constexpr bool kIsFloat8 = false, kHasMins = kHasMins_, kHasZeros = kHasZeros_, kHasLevels = kHasLevels_;
   static constexpr bool kIsTwoLevel = std::is_same_v<Scale, int8_t>;
 
   static constexpr int kSteps = kGroup / kStepBytes, kPairs = kSteps / 2;
@@ -174,10 +175,13 @@ bool with_form(int64_t number, Body body) {
     QUIRE_FORM(21, 8, 32, float)
     QUIRE_FORM(22, 8, 32, float, false, true)
 #undef QUIRE_FORM
+    case 23: return call(static_cast<Float8Form<16>*>(nullptr));
+    case 24: return call(static_cast<Float8Form<32>*>(nullptr));
+    case 25: return call(static_cast<Float8Form<128>*>(nullptr));
     default: return false;
   }
 }
 
-constexpr int kNumForms = 23;
+constexpr int kNumForms = 26;
 
 }  // namespace

@@ -57,10 +57,10 @@ void dequantize_column(const Segment& segment, int64_t width, const uint8_t* pan
   using Scale = typename Form::Scale;
   for (int group = 0; group < width / Form::kGroup; ++group) {
     const uint8_t* from = Form::group_of(panel, group);
-    const auto* super = reinterpret_cast<const Float16*>(Form::super_of(panel, group));
     float scale = widen(reinterpret_cast<const Scale*>(from)[column]), minimum = 0.0f;
     if constexpr (Form::kHasMins) minimum = widen(reinterpret_cast<const Scale*>(from + Form::kMins)[column]);
     if constexpr (Form::kIsTwoLevel) {
+      const auto* super = reinterpret_cast<const Float16*>(Form::super_of(panel, group));
       scale = widen(super[column]) * scale;
       if constexpr (Form::kHasMins) minimum = widen(super[kPanel + column]) * minimum;
     }
@@ -68,8 +68,11 @@ void dequantize_column(const Segment& segment, int64_t width, const uint8_t* pan
     if constexpr (Form::kHasZeros) zero += from[Form::kZeros + column];
     for (int value = 0; value < Form::kGroup; ++value, ++to) {
       const int code = Form::code_at(from, column, value);
+      const float level = Form::kIsFloat8    ? kFloat8Values[code]
+                          : Form::kHasLevels ? float(segment.levels[code])
+                                             : float(code - zero);
       // Rounded by itself, as the form defines it: not part of a fused subtraction.
-      const volatile float product = scale * float(Form::kHasLevels ? segment.levels[code] : code - zero);
+      const volatile float product = scale * level;
       narrow(to, product - minimum);
     }
   }
@@ -78,9 +81,9 @@ void dequantize_column(const Segment& segment, int64_t width, const uint8_t* pan
 }  // namespace
 
 // The number of a form, -1 where there is no kernel for it. scale: 0 for bfloat16, 1 for float16, 2 for two levels, 3
-// for float32.
+// for float32. levels: 0 for codes less an offset, 1 for a table, 2 for e4m3.
 QUIRE_EXPORT int64_t quire_form_of(int64_t bits, int64_t group, int64_t scale, bool has_mins, bool has_zero_points,
-                                   bool has_levels) {
+                                   int64_t levels) {
   for (int64_t number = 0; number < kNumForms; ++number) {
     bool is_found = false;
     with_form(number, [&](auto* null) {
@@ -91,7 +94,7 @@ QUIRE_EXPORT int64_t quire_form_of(int64_t bits, int64_t group, int64_t scale, b
                        : std::is_same_v<Scale, float>   ? 3
                                                         : 0;
       is_found = Form::kBits == bits && Form::kGroup == group && kind == scale && Form::kHasMins == has_mins &&
-                 Form::kHasZeros == has_zero_points && Form::kHasLevels == has_levels;
+                 Form::kHasZeros == has_zero_points && (Form::kIsFloat8 ? 2 : Form::kHasLevels) == levels;
     });
     if (is_found) return number;
   }
@@ -139,8 +142,12 @@ QUIRE_EXPORT void quire_linear_quantized(Type type, const void* x, int64_t row_s
           x,    row_stride, from(bias), from(residual), static_cast<T*>(output) + column, int(segment.num_columns),
           gate, num_columns};
       with_form(segment.form, [&](auto* form) {
-        multiply_grouped<std::remove_pointer_t<decltype(form)>, T>(
-            operands, num_rows, int(width), {segment.panels, segment.levels, int(segment.offset)});
+        using Form = std::remove_pointer_t<decltype(form)>;
+        if constexpr (Form::kIsFloat8)
+          multiply_float8<Form, T>(operands, num_rows, int(width), segment.panels);
+        else
+          multiply_grouped<Form, T>(operands, num_rows, int(width),
+                                    {segment.panels, segment.levels, int(segment.offset)});
       });
       column += segment.num_columns;
     }
