@@ -24,7 +24,7 @@ from quire.ops.weight_memory import WeightMemory
 
 FOLDER: Final = Path(__file__).parent / "native"
 # The number that `quire_interface_version` must return.
-INTERFACE_VERSION: Final = 19
+INTERFACE_VERSION: Final = 20
 # The best last; a processor that runs one runs those before it.
 LEVELS: Final = ("portable", "avx2", "avx512", "avx512_bf16")
 # An environment variable with the best level to take, where that is not to be the processor's: for tests of the others.
@@ -287,7 +287,10 @@ def _quantized_kernels(library: Any, panel_columns: int) -> QuantizedKernels:
     return QuantizedKernels(
         _typed(library.quire_form_of, _INT, _INT, _INT, _BOOL, _BOOL, _INT, returns=_INT),
         _typed(library.quire_bytes_quantized, _INT, _INT, _INT, returns=_INT),
-        _typed(library.quire_pack_quantized, _INT, ctypes.POINTER(UnpackedRows), _INT, _INT, _POINTER),
+        _typed(
+            library.quire_pack_quantized,
+            *(_INT, ctypes.POINTER(UnpackedRows), _INT, _INT, _INT, _INT, _INT, _POINTER),
+        ),
         _typed(library.quire_linear_quantized, *_PRODUCT),
         _typed(library.quire_rows_quantized, *_LOOK_UP, returns=_BOOL),
         panel_columns,

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final, Literal, NamedTuple
 
 import torch
@@ -108,28 +109,6 @@ class QuantizedWeight:
         """Return rows as float32 [M, K], exactly as the format defines them."""
         return dequantize(self.form, self.read(rows))
 
-    @classmethod
-    def joined(cls, parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-        """Return the weight of all rows of some weights of one form and width, one after the other."""
-        if len(parts) == 1:
-            return parts[0]
-        ends = torch.tensor([part.shape[0] for part in parts]).cumsum(0)
-
-        def read(rows: slice | Tensor) -> QuantizedRows:
-            index = torch.arange(int(ends[-1]))[rows].contiguous()
-            owners = torch.bucketize(index, ends, right=True)
-            places = [(owners == idx).nonzero().flatten() for idx in range(len(parts))]
-            order = torch.cat(places).argsort()
-            pieces = [
-                part.read(index[place] - (end - part.shape[0]))
-                for part, place, end in zip(parts, places, ends.tolist(), strict=True)
-                if len(place)
-            ]
-            return concatenate_rows(pieces).at(order)
-
-        shape = int(ends[-1]), parts[0].shape[1]
-        return cls(parts[0].form, shape, read, sum(part.num_bytes for part in parts))
-
 
 class PlainWeight(NamedTuple):
     """A part of a stored weight that is not quantised.
@@ -214,31 +193,14 @@ class StoredWeight:
         return StoredWeight(self.parts, self.dtype)
 
 
-def segments_of(parts: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
-    """Join neighbours of one form."""
-    segments: list[list[QuantizedWeight]] = []
-    for part in parts:
-        if segments and segments[-1][0].form == part.form:
-            segments[-1].append(part)
-        else:
-            segments.append([part])
-    return [QuantizedWeight.joined(segment) for segment in segments]
+def chunks(num_rows: int, width: int, num_codes: int = 1 << 22, cuts: Sequence[int] = ()) -> Iterator[slice]:
+    """Divide rows into ranges of about `num_codes` codes, what is unpacked at a time; none goes across a cut.
 
-
-def concatenate_rows(pieces: Sequence[QuantizedRows]) -> QuantizedRows:
-    """Return the rows of all pieces, one after the other."""
-    return pieces[0] if len(pieces) == 1 else QuantizedRows(*map(_concatenate, zip(*pieces, strict=True)))  # type: ignore[arg-type]
-
-
-def _concatenate(fields: Sequence[Tensor | None]) -> Tensor | None:
-    there = [field for field in fields if field is not None]
-    return torch.cat(there) if there else None
-
-
-def chunks(num_rows: int, width: int, multiple: int = 1, num_codes: int = 1 << 22) -> Iterator[slice]:
-    """Divide rows into ranges of about `num_codes` codes, a multiple of some rows each: what is unpacked at a time."""
-    step = max(multiple, num_codes // width // multiple * multiple)
-    return (slice(first, min(first + step, num_rows)) for first in range(0, num_rows, step))
+    Ranges are of a multiple of 64 rows, which fill panels.
+    """
+    step = max(64, num_codes // width // 64 * 64)
+    ends = sorted({*range(0, num_rows, step), *(cut for cut in cuts if 0 < cut < num_rows), num_rows})
+    return (slice(first, end) for first, end in pairwise(ends))
 
 
 def dequantize(form: WeightForm, rows: QuantizedRows) -> Tensor:

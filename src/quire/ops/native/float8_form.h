@@ -123,6 +123,19 @@ struct Float8Form {
     return kCodes + (idx / kStep * kPanel + column) * kStep + idx % kStep;
   }
   static void put_code(uint8_t* group, int column, int idx, int code) { group[place_of(column, idx)] = uint8_t(code); }
+  // Stores the codes of a group of a vector of columns, a word of four codes of a column for each four inputs.
+  static QUIRE_INLINE void put_steps(uint8_t* group, int column, const Words* steps) {
+    for (int word = 0; word < kGroup / 4; ++word)
+      for (int idx = 0; idx < 4; idx += kFloat8StepValues) {
+        const Words values = steps[word] >> (8 * idx);
+        uint8_t* to = group + place_of(column, 4 * word + idx);
+        if constexpr (kFloat8StepValues == 2)
+          store_bits(to, narrow_words(values));
+        else
+          store_bits(to, __builtin_convertvector(values, Bytes));
+      }
+  }
+
   static int code_at(const uint8_t* group, int column, int idx) { return group[place_of(column, idx)]; }
 };
 

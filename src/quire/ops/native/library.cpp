@@ -8,7 +8,7 @@ GetNumThreads get_num_threads = nullptr;
 }  // namespace quire
 
 // Incremented with every change of a signature or a structure; the loader rejects a library with another number.
-QUIRE_EXPORT int32_t quire_interface_version() { return 19; }
+QUIRE_EXPORT int32_t quire_interface_version() { return 20; }
 
 // Returns the best level that this processor supports, among those of the build; called in the portable library.
 QUIRE_EXPORT const char* quire_best_level() {
