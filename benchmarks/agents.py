@@ -167,7 +167,7 @@ def _say(rng: random.Random, tool: str, **arguments: Any) -> str:
 
 
 def _call(sentence: str, tool: str, **arguments: Any) -> str:
-    """Return a tool call behind a sentence."""
+    """Return a sentence followed by a tool call."""
     return f"{sentence}\n{json.dumps({'name': tool, 'arguments': arguments})}"
 
 

@@ -51,7 +51,7 @@ def compare(alone: list[CompletionOutput], together: list[CompletionOutput]) -> 
 
 
 def prompts(vocab_size: int, count: int) -> list[list[int]]:
-    """Return random prompts of 16 to 700 tokens, half of them behind a beginning that they share."""
+    """Return random prompts of 16 to 700 tokens, half of them after a shared prefix."""
     seeds = random.Random(0)
 
     def tokens(length: int) -> list[int]:

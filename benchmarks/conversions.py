@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.contenders import MIXES
+
 # Names in checkpoints -> in GGUF files.
 OUTSIDE_LAYERS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 IN_LAYERS = {
@@ -76,6 +78,13 @@ def gguf(kind: str, model: Path, target: Path) -> None:
     writer.close()
 
 
+def random_gguf(mix: str, model: Path, target: Path) -> None:
+    """Write a GGUF file with the model's shape and random blocks."""
+    from benchmarks import make_gguf
+
+    make_gguf.write(target, mix, json.loads((model / "config.json").read_text(encoding="utf-8")))
+
+
 def quantized_gguf(kind: str, model: Path, target: Path) -> None:
     """Write a GGUF file with the blocks of 8 or 4 bits that llama.cpp's own tool writes."""
     lib: Any = importlib.import_module("llama_cpp")
@@ -127,12 +136,13 @@ FORMS: dict[str, Callable[[Path, Path], None]] = {
     "gguf-f16": partial(gguf, "f16"),
     "gguf-q8_0": partial(quantized_gguf, "q8_0"),
     "gguf-q4_0": partial(quantized_gguf, "q4_0"),
+    **{f"random-{mix}": partial(random_gguf, mix) for mix in MIXES},
 }
 
 
 def place_of(form: str, model: Path, folder: Path) -> Path:
     """Return where a form of a checkpoint is kept."""
-    return folder / f"{model.name}-{form}{'.gguf' if form.startswith('gguf') else ''}"
+    return folder / f"{model.name}-{form}{'.gguf' if form.startswith(('gguf', 'random')) else ''}"
 
 
 def ensure(form: str, model: Path, folder: Path, python: str) -> Path:

@@ -3,7 +3,7 @@
 Requests with the mean lengths of two datasets queue for a pool that is too small for them. After every step, what the
 block tables hold is compared with the bytes of the blocks that the memory manager has given out, and with what
 contiguous reservations would have taken for the same sequences at the same moment. Averages are over the steps in which
-memory was full: somebody waited, and seats and token budget are so large that only memory could keep them out.
+memory was full: requests waited, and slots and token budget are large enough that only memory kept them out.
 
 Two engines are measured. `simulated` is the engine with a data plane of plain dictionaries, for models of 2048 tokens:
 the real scheduler and the real memory manager, and what they plan is read back token by token. `bundled` is the whole
@@ -67,7 +67,7 @@ class FillRun(NamedTuple):
 
 
 def options_of(run: FillRun) -> dict[str, int]:
-    """Return the engine's options: a small pool, and so many seats and tokens a step that only memory ever says no."""
+    """Return the engine's options: a small pool, and slots and a token budget that never limit admission."""
     num_blocks = POOL_TOKENS[run.dataset] // run.block_size
     return {
         "block_size": run.block_size,

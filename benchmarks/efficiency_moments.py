@@ -39,7 +39,7 @@ class Moment(NamedTuple):
         sequences: those that run.
         block_size: tokens of a block.
         num_used: blocks with holders, as the memory manager counts them.
-        is_full: somebody waited in the last step although only memory could keep them out.
+        is_full: requests waited in the last step, and only memory kept them out.
     """
 
     sequences: tuple[HeldSequence, ...]

@@ -17,10 +17,9 @@ from typing import Any
 
 from benchmarks.contenders import CONTENDERS, PACKAGES
 from benchmarks.machine import peak_memory_bytes, version_of
-from benchmarks.peers import LlamaCppEngine, OpenVinoEngine, VllmEngine
+from benchmarks.peers import IkLlamaCppEngine, LlamaCppEngine, OpenVinoEngine, VllmEngine
 from benchmarks.serving import (
     BLOCK_SIZE,
-    MAX_MODEL_LEN,
     NUM_BLOCKS,
     BenchmarkEngine,
     Figures,
@@ -35,7 +34,7 @@ WARM_UP_RUN = 999  # tokens that no measured run uses
 
 
 class QuireEngine:
-    """Quire, the engine behind all its doors."""
+    """Quire, by the engine that all its interfaces use."""
 
     def __init__(self, setup: Setup) -> None:
         from quire import LLM
@@ -44,7 +43,7 @@ class QuireEngine:
             model=str(setup.model),
             dtype="bfloat16",
             skip_tokenizer_init=True,
-            max_model_len=MAX_MODEL_LEN,
+            max_model_len=setup.max_model_len,
             block_size=BLOCK_SIZE,
             num_kv_blocks=NUM_BLOCKS,
             max_num_seqs=setup.num_seqs,
@@ -158,6 +157,7 @@ ENGINES: dict[str, Any] = {
     "vllm": VllmEngine,
     "openvino": OpenVinoEngine,
     "llamacpp": LlamaCppEngine,
+    "ik": IkLlamaCppEngine,
 }
 
 
@@ -179,11 +179,13 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--sequences", type=int, required=True)
+    parser.add_argument("--max-model-len", type=int, required=True)
     parser.add_argument("--no-caching", action="store_true")
     options = parser.parse_args()
     who = CONTENDERS[options.contender]
     started = time.perf_counter()
-    setup = Setup(options.model, options.threads, options.sequences, not options.no_caching, who.options)
+    limits = options.sequences, options.max_model_len
+    setup = Setup(options.model, options.threads, *limits, not options.no_caching, who.options)
     engine: BenchmarkEngine = ENGINES[who.engine](setup)
     warm_up = workload("W1", WARM_UP_RUN).requests[0]
     engine.serve([warm_up._replace(num_new=4)])

@@ -24,12 +24,12 @@ from quire.engine.engine import Engine
 
 BATCHES = "1,2,4,8,16,32,64"
 CONTEXTS = "128,512,2048,8192,16384"
-STEP_TOKENS = 512  # so this many prompt tokens at most are computed beside decodes
-NUM_STEPS = 16  # of which a point is the median
+STEP_TOKENS = 512  # the most prompt tokens that are computed together with decodes
+NUM_STEPS = 16  # steps whose median is a point
 
 
 def num_beside(batch: int, context: int) -> int:
-    """Return how many tokens a sequence may get until the others have started and all have decoded together."""
+    """Return the most tokens of a sequence until the others have started and all have decoded together."""
     return batch * context // (STEP_TOKENS - batch) + 2 * NUM_STEPS
 
 

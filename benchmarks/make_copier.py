@@ -2,7 +2,7 @@
 
 Drafts gain where a model repeats what stands in its prompt, and random weights do not. These are set by hand to: an
 induction circuit (arXiv 2209.11895) in the first two layers of Qwen3's architecture finds where the last three tokens
-stood before, and says what came behind them. All other weights are random, and what they add to the hidden states is
+stood before, and predicts the token after them. All other weights are random, and what they add to the hidden states is
 too small to matter; so a step does the work of a step of any model with this shape.
 
 ```

@@ -16,9 +16,9 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 
+from benchmarks.contenders import MIXES
 from benchmarks.make_model import FOLDER, QWEN3
 
-MIXES = ("q4_k_m", "q8_0", "q6_k", "q4_0", "iq4_xs", "q5_k")
 # Where a block has float16 scales, and scales for which a weight is about 0.02.
 SCALES: dict[Type, tuple[tuple[int, float], ...]] = {
     Type.Q4_0: ((0, 4e-3),),

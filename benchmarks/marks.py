@@ -5,12 +5,12 @@ from __future__ import annotations
 import statistics
 from typing import NamedTuple
 
-from benchmarks.contenders import CONTENDERS, peers_of
+from benchmarks.contenders import CONTENDERS, MIXES, peers_of
 from benchmarks.serving import NUM_KV_TOKENS, Figures
 from benchmarks.shapes import CheckpointShape
 from quire.bench.workloads import workload
 
-# Figures of which less is better; of the others more is.
+# Figures where less is better; elsewhere more is.
 TIMES = ("wall_s", "all_started_s")
 MEDIANS = ("wall_s", "tokens_per_s", "all_started_s", "decode_tokens_per_s", "peak_memory_bytes", "bandwidth_share")
 Table = dict[str, dict[str, Figures]]  # workload -> contender -> medians
@@ -56,10 +56,17 @@ MARKS = (
     Mark("W3", "quire", "generate", 2.4),
     Mark("W3", "quire", "cb", 3.5),
     Mark("W5-warm", "quire", "quire", 4.0, beside="W5-off"),
+    *(Mark("W1", f"quire-{mix}", mix, 1.15) for mix in MIXES),
+    *(Mark("W2", f"quire-{mix}", mix, 1.0) for mix in MIXES),
+    *(Mark("W3", f"quire-{mix}", mix, 1.5) for mix in MIXES),
+    *(Mark("W6-4k", f"quire-{mix}", mix, 1.2, "decode_tokens_per_s") for mix in MIXES),
+    *(Mark("W6-16k", f"quire-{mix}", mix, 1.2, "decode_tokens_per_s") for mix in MIXES),
 )
 MIN_BANDWIDTH_SHARE = 0.85  # of one stream, "quire" in W1
 MAX_OVERHEAD_BYTES = 400_000_000  # past weights and KV
-BITS = {"bf16": 16, "int8": 8, "int4": 4}
+# Bits of a weight, scales included, in the block type that a mix is named after.
+GGUF_BITS = {"q4_k_m": 4.5, "q8_0": 8.5, "q6_k": 6.5625, "q4_0": 4.5, "iq4_xs": 4.25, "q5_k": 5.5}
+BITS: dict[str, float] = {"bf16": 16, "int8": 8, "int4": 4, **GGUF_BITS}
 
 
 class MarkResult(NamedTuple):
@@ -112,7 +119,7 @@ def bandwidth_share(shape: CheckpointShape, row: Figures) -> float | None:
 
 
 def best_of(names: list[str], column: dict[str, Figures], figure: str) -> str | None:
-    """Return which of some contenders has the best median of a figure; None where nobody has one."""
+    """Return which of some contenders has the best median of a figure; None where no contender has one."""
     values = {name: column[name][figure] for name in names if figure in column.get(name, {})}
     if not values:
         return None

@@ -144,7 +144,7 @@ def prompts(run: int, count: int, num_tokens: int) -> list[list[int]]:
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """Return the processor time that a piece of work takes, which nobody else can take, with the garbage collector on.
+    """Return the processor time of a piece of work, which other processes do not change, with garbage collection.
 
     What exists before is set aside, as vLLM's engine does when it has started: otherwise the collector would go
     through all that a process has imported, which is far more in one process than in the other.

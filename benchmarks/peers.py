@@ -7,7 +7,7 @@ import itertools
 import os
 from typing import Any, NamedTuple
 
-from benchmarks.serving import MAX_MODEL_LEN, NUM_KV_TOKENS, Figures, Setup, serve_by_steps
+from benchmarks.serving import NUM_KV_TOKENS, Figures, Setup, serve_by_steps
 from benchmarks.shapes import CheckpointShape
 from quire.bench.workloads import BenchRequest
 
@@ -30,7 +30,7 @@ class VllmEngine:
         self._engine = vllm.LLM(
             model=str(setup.model),
             skip_tokenizer_init=True,
-            max_model_len=MAX_MODEL_LEN,
+            max_model_len=setup.max_model_len,
             max_num_seqs=setup.num_seqs,
             max_num_batched_tokens=STEP_TOKENS,
             enable_prefix_caching=setup.caching,
@@ -145,7 +145,7 @@ class LlamaCppEngine:
         model_params.use_mmap = False
         self._model = lib.llama_model_load_from_file(str(setup.model).encode(), model_params)
         params = lib.llama_context_default_params()
-        params.kv_unified = NUM_KV_TOKENS // setup.num_seqs < MAX_MODEL_LEN
+        params.kv_unified = NUM_KV_TOKENS // setup.num_seqs < setup.max_model_len
         self._kept_id = setup.num_seqs if params.kv_unified and setup.caching else None
         params.n_ctx, params.n_batch, params.n_ubatch = NUM_KV_TOKENS, STEP_TOKENS, UBATCH
         params.n_seq_max = setup.num_seqs + (self._kept_id is not None)
@@ -223,6 +223,40 @@ class LlamaCppEngine:
                 rows.append(_Row(request.prompt[position], position, seq_id, is_last))
             self._num_computed[seq_id] = max(begin, end)
         return rows
+
+
+class IkLlamaCppEngine(LlamaCppEngine):
+    """ik_llama.cpp, a fork with kernels of its own, under the same scheduler; nothing is shared between requests.
+
+    Weights are repacked for the processor at load, as its option `-rtr` does.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self._lib = importlib.import_module("ik_llama_cpp._ctypes_api")
+        lib = self._lib
+        lib.llama_backend_init()
+        model_params = lib.llama_model_default_params()
+        model_params.n_gpu_layers, model_params.use_mmap, model_params.repack_tensors = 0, False, True
+        self._model = lib.llama_model_load_from_file(str(setup.model).encode(), model_params)
+        params = lib.llama_context_default_params()
+        params.n_ctx, params.n_batch, params.n_ubatch = NUM_KV_TOKENS, STEP_TOKENS, UBATCH
+        params.n_seq_max = setup.num_seqs
+        params.n_threads = params.n_threads_batch = setup.num_threads
+        params.flash_attn = True
+        self._context = lib.llama_init_from_model(self._model, params)
+        if not self._context:
+            raise RuntimeError(f"ik_llama.cpp makes no context for {setup}")
+        self._kept_id = None
+        self._batch = lib.llama_batch_init(STEP_TOKENS, 0, 1)
+        self._logits_shape = (lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model)),)
+        self._as_array = importlib.import_module("numpy").ctypeslib.as_array
+
+    def add(self, requests: list[BenchRequest]) -> None:
+        """Give each request an empty sequence."""
+        self._lib.llama_kv_cache_clear(self._context)
+        self._requests = requests
+        self._outputs = [[] for _ in requests]
+        self._num_computed = [0] * len(requests)
 
 
 def num_shared(first: list[int], second: list[int]) -> int:

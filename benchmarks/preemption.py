@@ -107,7 +107,7 @@ def serve(case: PreemptionCase, num_requests: int, seed: int) -> PreemptionFigur
 
 
 def cases(num_samples: int) -> list[PreemptionCase]:
-    """Return all that is compared for requests of so many samples."""
+    """Return the compared cases for requests of `num_samples` samples."""
     ways = [("last", "recompute", 0), ("least_waste", "recompute", 0)]
     ways += [("last", "auto", 4 * NUM_BLOCKS), ("least_waste", "auto", 4 * NUM_BLOCKS)]
     return [PreemptionCase(watermark, *way, num_samples) for way in ways for watermark in (0.0, 0.01, 0.05)]

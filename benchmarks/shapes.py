@@ -58,14 +58,14 @@ class CheckpointShape(NamedTuple):
         """Return the bytes of one token's keys and values in all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * value_bytes
 
-    def weight_bytes(self, bits: int = 16) -> int:
+    def weight_bytes(self, bits: float = 16) -> int:
         """Return the bytes of all weights, with the matrices in some number of bits and the rest in 16.
 
         A head that is the embedding is counted again where the matrices have other bits: rows are looked up in it. The
         scales of quantised weights are not counted.
         """
         second = self.num_head if bits != 16 and self.is_tied else 0
-        return (self.num_linear + self.num_head) * bits // 8 + 2 * (self.num_other + second)
+        return int((self.num_linear + self.num_head) * bits / 8) + 2 * (self.num_other + second)
 
     def step_bytes(self, num_context: float, num_seqs: int = 1) -> float:
         """Return the bytes that a decode step of some sequences must read at least, weights and KV in 16 bits.

@@ -11,7 +11,7 @@ chance to be right; the processor's own time (0.1 to 0.2 ms a row) is paid on bo
 - **prose**: another text than the prompt, of the same author; what few words it repeats go on otherwise.
 - **random**: tokens that nothing foretells.
 - **loop**: the greedy choice of the model, which soon repeats itself.
-- **copy**: the greedy choice of a model that copies (`benchmarks.make_copier`), behind a text and its first words.
+- **copy**: the greedy choice of a model that copies (`benchmarks.make_copier`), after a text and its first words.
   Another model than the others', so it is asked for alone; with the method "draft" a small one of its kind guesses.
 
 Texts are words of this project's documentation, each word and sign a token.
@@ -69,7 +69,7 @@ OPENINGS = ("Once upon a time, {} went to the {}", "One day, {} walked to the {}
 
 
 class Task(NamedTuple):
-    """A prompt, and the text that comes behind it; None for what the model says itself.
+    """A prompt, and its continuation; None for the output of the model itself.
 
     With `ends`, a text of the model's own ends where the model ends it.
     """
@@ -135,7 +135,7 @@ def _tokens_of(text: str) -> list[int]:
 
 
 def edited(text: Sequence[int], rng: random.Random) -> list[int]:
-    """Return a text with a word in 25 replaced, left out, or with one behind it that is new."""
+    """Return a text with a word in 25 replaced, left out, or followed by a new one."""
     new: list[int] = []
     for word in text:
         other = rng.randrange(FIRST_ID, VOCAB_SIZE)

@@ -22,7 +22,7 @@ from benchmarks import conversions, machine, make_model
 from benchmarks.contenders import APART, CONTENDERS
 from benchmarks.engines import ANSWER
 from benchmarks.marks import bandwidth_share, judge, medians
-from benchmarks.serving import Figures
+from benchmarks.serving import MAX_MODEL_LEN, Figures
 from benchmarks.shapes import CheckpointShape
 from quire.bench.workloads import NAMES, workload
 
@@ -98,9 +98,11 @@ class EngineComparison:
         model = options.model
         if contender.form is not None:
             model = conversions.ensure(contender.form, model, options.converted, python)
-        num_seqs = len(workload(name, 0).requests)
+        requests = workload(name, 0).requests
+        max_model_len = max(MAX_MODEL_LEN, *(len(request.prompt) + request.num_new for request in requests))
         command = [python, "-m", "benchmarks.engines", who, str(model)]
-        command += ["--threads", str(options.threads), "--sequences", str(num_seqs)]
+        command += ["--threads", str(options.threads), "--sequences", str(len(requests))]
+        command += ["--max-model-len", str(max_model_len)]
         command += ["--no-caching"] if name == "W5-off" else []
         return running(command, env)
 
@@ -172,7 +174,7 @@ def describe(row: Figures) -> str:
 def main() -> None:
     """Measure, print and save."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workloads", default="W1,W2,W3,W5", help="of W1,W2,W3,W4,W5 (W5 is cold, warm and off)")
+    parser.add_argument("--workloads", default="W1,W2,W3,W5", help="of W1 to W6 (W5: cold, warm, off; W6: 4k, 16k)")
     parser.add_argument("--contenders", default="quire,generate,cb", help=f"of {','.join(CONTENDERS)}")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)

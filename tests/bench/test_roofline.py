@@ -50,7 +50,7 @@ def test_a_chunk_of_a_prompt_needs_no_head_and_sees_a_triangle() -> None:
     assert work.operations == 2 * 4 * 880 + 2 * 4 * (2 * 8 * 2) * (1 + 2 + 3 + 4)
 
 
-def test_behind_the_last_keys_and_values_only_what_goes_through_the_head_is_computed() -> None:
+def test_after_the_last_cached_layer_only_output_rows_are_counted() -> None:
     work = step_work(FULL, [StepItem(5, 4, 2), StepItem(7, 9, 0)])
     assert work.weight_bytes == 2 * (1000 + 300)
     assert work.operations == 2 * (13 * 880 + 2 * (120 + 300)) + 4 * (4 * 8) * (

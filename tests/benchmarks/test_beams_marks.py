@@ -1,4 +1,4 @@
-"""What is said of beam search: that the saved figures are there, of all runs, and are what the documents show."""
+"""The saved figures of beam search are complete, and are those that the documents show."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_saved_savings_are_of_all_runs_and_are_what_the_table_shows() -> Non
 
 @pytest.mark.parametrize(
     "engine",
-    [pytest.param(name, marks=[] if name == "bundled" else pytest.mark.slow) for name in ENGINES],
+    [pytest.param(name, marks=[] if name == "simulated" else pytest.mark.slow) for name in ENGINES],
 )
 def test_beams_share_more_than_their_prompt(monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
     monkeypatch.setitem(efficiency_beams.POOL_BLOCKS, "Alpaca", 160)

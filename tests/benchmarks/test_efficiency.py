@@ -79,7 +79,7 @@ def test_powers_of_two() -> None:
 
 
 @pytest.mark.parametrize("block_size", [1, 8, 16])
-def test_the_bound_is_met_where_every_fill_of_the_last_block_is_equally_likely(block_size: int) -> None:
+def test_uniform_fills_of_the_last_block_meet_the_bound(block_size: int) -> None:
     sequences = tuple(
         HeldSequence(1, 100, 32 + fill, tuple(range(100 * fill, 100 * fill - (-(32 + fill) // block_size))))
         for fill in range(1, block_size + 1)
@@ -107,7 +107,9 @@ def test_lengths_are_log_normal() -> None:
     assert drawn[841] / median(drawn) == pytest.approx(2.72, rel=0.02)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "engine", [pytest.param(name, marks=pytest.mark.slow if name == "bundled" else []) for name in ENGINES]
+)
 def test_only_last_blocks_are_partly_empty(monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
     monkeypatch.setitem(efficiency.POOL_TOKENS, "Alpaca", 2048)
     row = measure(FillRun(engine, "Alpaca", 16, 1, 150))

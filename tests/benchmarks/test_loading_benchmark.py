@@ -1,4 +1,4 @@
-"""The benchmark of loading loads, and reads what it says."""
+"""The benchmark of loading runs in a process of its own, and its output is read."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ def test_a_job_finds_what_it_needs(model: Path, job: str) -> None:
     JOBS[job](model)
 
 
+@pytest.mark.slow
 def test_a_job_runs_in_a_process_of_its_own(model: Path) -> None:
     (row,) = measure(model, threads=1, runs=1, jobs=("int4",))
     assert row["job"] == "int4"

@@ -1,4 +1,4 @@
-"""The benchmarks' checkpoints: what figures rest on."""
+"""The benchmarks' checkpoints have their models' parameters, and their vocabularies hold every workload."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks import make_model
-from benchmarks.contenders import APART, CONTENDERS, PACKAGES, peers_of
+from benchmarks.contenders import CONTENDERS, PACKAGES, peers_of
 from benchmarks.conversions import FORMS
 from benchmarks.engines import ENGINES
 from benchmarks.marks import BITS, MARKS, Mark, MarkResult, bandwidth_share, judge, medians, ratio
@@ -38,7 +38,8 @@ def test_rows_name_what_there_is() -> None:
 
 
 def test_peers_of_other_precisions_are_not_compared() -> None:
-    assert {CONTENDERS[who].engine for who in peers_of("bf16")} == {"generate", "cb", *APART}
+    assert {CONTENDERS[who].engine for who in peers_of("bf16")} == {"generate", "cb", "vllm", "openvino", "llamacpp"}
+    assert set(peers_of("q4_k_m")) == {"llamacpp-q4_k_m", "ik-q4_k_m"}
     assert set(peers_of("int8")) == {"openvino-int8", "llamacpp-int8"}
 
 

@@ -1,4 +1,4 @@
-"""The benchmark of the memory manager: that the work is done, that undone work is noticed, and how it is judged."""
+"""The benchmark of the memory manager does its work, notices work that is not done, and judges medians."""
 
 from __future__ import annotations
 

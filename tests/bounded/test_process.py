@@ -1,4 +1,4 @@
-"""Processes keep their limits, are replaced when they ended, and outlive nobody."""
+"""Bounded processes keep their limits, are replaced after they end, and outlive no parent."""
 
 from __future__ import annotations
 

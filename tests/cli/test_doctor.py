@@ -22,7 +22,7 @@ def test_a_fit_machine_passes(capsys: pytest.CaptureFixture[str]) -> None:
         assert name in names
 
 
-def test_something_essential_that_is_missing_fails_and_ends_the_looking(
+def test_a_missing_essential_fails_and_stops_the_checks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(doctor, "OLDEST_PYTHON", (99, 0))

@@ -166,6 +166,6 @@ def test_a_flag_that_only_vllm_has_is_refused_with_a_hint(flags: list[str], caps
     assert words.count(";") == 1, "nothing is said about the flag that nobody knows"
 
 
-def test_a_swap_space_in_vllms_unit_is_refused_before_a_model_is_looked_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_swap_space_without_a_unit_is_refused_before_loading(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "no/such/model", "--prompt", "Hello", "--swap-space", "4"]) == 2
     assert "--swap-space 4GiB" in capsys.readouterr().err

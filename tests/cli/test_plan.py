@@ -20,6 +20,7 @@ from quire.models.checkpoint import locate
 from quire.models.gguf.reader import GGUFFile
 from tests.conformance.checkpoints import save_checkpoint
 from tests.models.gguf.writer import write_gguf
+from tests.models.mtp import save_mtp_checkpoint
 from tests.models.published import CONFIGS
 
 MIB = 1 << 20
@@ -114,6 +115,28 @@ def test_a_draft_model_is_planned_as_the_engine_allocates_it(
         assert plan["kv_cache_dtype"] == engine.config.kv_cache_dtype
         assert plan["max_model_len"] == engine.config.max_model_len
         assert plan["bytes_per_token"] * engine.config.block_size == engine.config.bytes_per_block
+
+
+def test_an_mtp_head_is_planned_as_the_engine_allocates_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(save_mtp_checkpoint(tmp_path, noise=0.1, head_noise=0.1))
+    flags = ("--speculative-method=mtp", f"--kv-cache-memory-bytes={8 * MIB}", "--dtype=float32")
+    plan, alone = planned(capsys, model, *flags), planned(capsys, model, *flags[1:])
+    assert [group["kind"] for group in plan["groups"] if group["is_draft"]] == ["all tokens", "recurrent state"]
+    assert plan["groups"][-2]["bytes_per_token"] * 2 == alone["groups"][0]["bytes_per_token"]  # one layer, not two
+    assert plan["groups"][-1]["bytes_per_sequence"] == 64 * 4
+    assert plan["draft_architecture"] == "MTP head"
+    memory = ("--memory=1G", "--dtype=float32")
+    weights = [planned(capsys, model, *memory, *more)["weights_bytes"] for more in ([], [flags[0]])]
+    # Attention with gates and grouped heads, the gated MLP, and the projection of both inputs.
+    assert weights[1] - weights[0] == 4 * (64 * 16 * (3 * 4 + 2 * 2) + 3 * 64 * 96 + 2 * 64 * 64)
+    options: dict[str, Any] = {"kv_cache_memory_bytes": 8 * MIB, "dtype": "float32", "skip_tokenizer_init": True}
+    with closing(LLM(model, num_threads=1, speculative_method="mtp", **options)) as llm:
+        layout = llm.engine.scheduler.memory.arena.layout
+        assert layout.num_bytes == plan["arena_bytes"]
+        sizes = [group["bytes_per_block"] or group["bytes_per_sequence"] for group in plan["groups"]]
+        assert list(layout.block_bytes) == sizes
+    assert main(["plan", str(save_checkpoint("qwen3", tmp_path / "other")), flags[0]]) != 0
+    assert "head for multi-token prediction" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("target", "draft"), [("qwen3", "llama3"), ("gemma3", "granite4")])
@@ -222,7 +245,7 @@ def test_states_have_a_row_of_their_own(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["plan", model, "--memory", "16G"]) == 0
     shown = capsys.readouterr().out
     assert "80.00 KiB" in shown
-    assert "Weights: 2.18 GiB (an estimate: parameters x dtype)" in shown
+    assert "Weights: 2.18 GiB (an estimate from parameters and dtype)" in shown
 
 
 def test_every_layer_may_be_in_both_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Flags that say what an output must look like."""
+"""Command-line flags for structured outputs."""
 
 from __future__ import annotations
 

@@ -99,6 +99,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_k_eq_v": True,
         },
     ),
+    # Experts beside the MLPs, whose router has scales of its own; what the plain one has, besides.
+    "gemma4-moe": (
+        "Gemma4",
+        {
+            **_SMALL,
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "global_head_dim": 24,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "sliding_window": 11,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 48,
+        },
+    ),
     # Chunks that prompts and answers cross, no multiple of most blocks; experts, and a temperature from token 20 on.
     "llama4": (
         "Llama4",
@@ -140,6 +159,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "logits_scaling": 2.0,
         },
     ),
+    "granite4-moe": (
+        "GraniteMoeHybrid",
+        {
+            **_SMALL,
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 48,
+            "shared_intermediate_size": 32,
+            "mamba_expand": 1,
+            "mamba_n_heads": 4,
+            "mamba_d_state": 16,
+            "residual_multiplier": 0.5,
+        },
+    ),
     "qwen3.5": (
         "Qwen3_5",
         {
@@ -151,6 +186,69 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "linear_num_value_heads": 4,
             "linear_key_head_dim": 16,
             "linear_value_head_dim": 16,
+        },
+    ),
+    # Attention sinks, a window in every second layer, and experts with biases.
+    "gpt-oss": (
+        "GptOss",
+        {
+            **_SMALL,
+            "head_dim": 16,
+            "sliding_window": 20,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "truncate": False,
+                "original_max_position_embeddings": 128,
+            },
+        },
+    ),
+    # Fused projections, a window, and a part of each head that turns by factors of LongRoPE.
+    "phi3": (
+        "Phi3",
+        {
+            **_SMALL,
+            "sliding_window": 30,
+            "original_max_position_embeddings": 512,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "attention_factor": 1.1,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5],
+                "long_factor": [1.0] * 6,
+            },
+        },
+    ),
+    "qwen3.5-moe": (
+        "Qwen3_5Moe",
+        {
+            **_SMALL,
+            "num_hidden_layers": 2,
+            "head_dim": 16,
+            "full_attention_interval": 2,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 48,
+        },
+    ),
+    "lfm2-moe": (
+        "Lfm2Moe",
+        {
+            **_SMALL,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
         },
     ),
     # Both side by side in every layer; gated with a norm, and without one.
@@ -170,15 +268,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 # How many times larger a pool must be for the same sequences, since states lie in it too.
-POOL_FACTORS = {"lfm2": 2, "granite4": 4, "falcon-h1": 4, "falcon-h1-norm": 4, "qwen3.5": 4}
+POOL_FACTORS = {
+    **dict.fromkeys(("lfm2", "lfm2-moe"), 2),
+    **dict.fromkeys(("granite4", "granite4-moe", "falcon-h1", "falcon-h1-norm", "qwen3.5", "qwen3.5-moe"), 4),
+}
 
 
-def save_checkpoint(family: str, folder: Path) -> Path:
-    """Write a family's random checkpoint to a folder."""
+def save_checkpoint(family: str, folder: Path, **changes: Any) -> Path:
+    """Write a family's random checkpoint to a folder, with some fields of its configuration changed."""
     name, options = FAMILIES[family]
     model_class = getattr(transformers, f"{name}ForCausalLM")
     torch.manual_seed(20)
-    model = model_class(model_class.config_class(**options))
+    model = model_class(model_class.config_class(**options | changes))
     with torch.no_grad():
         for tensor in model.state_dict().values():
             if tensor.dim() == 1:  # biases, norms and the scales of layers

@@ -29,6 +29,8 @@ STORY = "Once upon a time, a small fox found a red kite in the forest. The fox w
 # the default run has the histories of these, the slow run those of every family. (`tests/models` compares the logits of
 # every family in the default run.)
 REPRESENTATIVES = frozenset({"llama3", "gemma4", "llama4", "qwen3.5", "falcon-h1"})
+# What other modules than the histories run by default: tokens alone, tokens beside windows, tokens beside states.
+CORE = frozenset({"llama3", "gemma4", "qwen3.5"})
 NAMES = (*sorted(FAMILIES), "bundled")
 
 
@@ -66,10 +68,19 @@ def make_reference(name: str, tmp_path_factory: pytest.TempPathFactory) -> Refer
     return Reference(folder, prompts, outputs, POOL_FACTORS.get(name, 1))
 
 
-@pytest.fixture(
-    scope="session",
-    params=[pytest.param(name, marks=[] if name in REPRESENTATIVES else pytest.mark.slow) for name in NAMES],
-)
+def of_each(default: frozenset[str]) -> Callable[..., Callable[..., Reference]]:
+    """Make a fixture: the reference of each family, and of the bundled model; slow but for the default ones."""
+    params = [pytest.param(name, marks=[] if name in default else pytest.mark.slow) for name in NAMES]
+    return pytest.fixture(scope="session", params=params)
+
+
+@of_each(REPRESENTATIVES)
 def reference(request: pytest.FixtureRequest, references: Callable[[str], Reference]) -> Reference:
     """Return the reference of a kind of cache; of every family and the bundled model in the slow run."""
+    return references(request.param)
+
+
+@of_each(CORE)
+def core_reference(request: pytest.FixtureRequest, references: Callable[[str], Reference]) -> Reference:
+    """Return the same, of fewer kinds in the default run."""
     return references(request.param)

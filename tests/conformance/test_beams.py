@@ -80,6 +80,12 @@ def ends_of(reference: Reference) -> list[int]:
 
 
 @pytest.fixture(scope="module")
+def reference(core_reference: Reference) -> Reference:
+    """Return the reference of one kind of cache of the three that differ most."""
+    return core_reference
+
+
+@pytest.fixture(scope="module")
 def expected(reference: Reference) -> list[list[Found]]:
     """Return what transformers finds, for each case and for each of the first prompts."""
     model = transformers.AutoModelForCausalLM.from_pretrained(reference.folder, dtype=torch.float32).eval()

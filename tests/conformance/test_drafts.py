@@ -46,6 +46,12 @@ class Oracle:
         """Know nothing."""
 
 
+@pytest.fixture(scope="module")
+def reference(core_reference: Reference) -> Reference:
+    """Return the reference of one kind of cache of the three that differ most."""
+    return core_reference
+
+
 def with_oracle(reference: Reference, **options: Any) -> LLM:
     llm = load(reference, **options)
     texts = [prompt + output for prompt, output in zip(reference.prompts, reference.outputs, strict=True)]

@@ -23,7 +23,7 @@ def longest_end(texts: list[list[int]], query: list[int]) -> int:
 
 
 def continuations(texts: list[list[int]], part: list[int], limit: int) -> list[list[int]]:
-    """Return all that comes behind a part, up to so many tokens."""
+    """Return the continuations of a part, up to a length."""
     return [
         text[i + len(part) : i + len(part) + limit]
         for text in texts

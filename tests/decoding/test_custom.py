@@ -1,4 +1,4 @@
-"""Strategies of a request's own: each edit is checked against what those before it have made of the samples."""
+"""Custom strategies: each edit is checked against the state that the edits before it left."""
 
 from __future__ import annotations
 

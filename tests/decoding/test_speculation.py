@@ -1,4 +1,4 @@
-"""How many drafts there are: those that pay."""
+"""The number of drafts: as many as pay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts from earlier outputs: whose they are, how long they are kept, and what they are."""
+"""Drafts from earlier outputs: their namespaces, their lifetime, and their tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_an_output_is_guessed_to_come_again() -> None:
     assert list(drafter.propose(again, 4)) == []
 
 
-def test_the_longer_match_wins_be_it_in_the_prompt_or_in_earlier_outputs() -> None:
+def test_the_longer_match_wins_in_prompt_or_earlier_outputs() -> None:
     drafter = SuffixDrafter(2, 1 << 20)
     drafter.forget(sequence_of(0, [0, 0], SAID))
     assert list(drafter.propose(sequence_of(1, [9, 2, 30, 31], [5, 9, 2]), 2)) == [7, 1]
@@ -53,7 +53,7 @@ def test_a_reset_forgets_earlier_outputs_and_not_the_sequence_itself() -> None:
     assert list(drafter.propose(sequence_of(3, [0], [9, 60]), 1)) == [61]
 
 
-def test_who_was_not_asked_for_long_is_matched_by_its_end() -> None:
+def test_a_sequence_not_drafted_for_long_is_matched_by_its_end() -> None:
     drafter = SuffixDrafter(2, 1 << 20)
     drafter.forget(sequence_of(0, [0], SAID))
     live = sequence_of(1, [0], [5, 9])
@@ -80,7 +80,7 @@ def test_memory_is_bounded_and_the_oldest_goes_first() -> None:
     assert (archive.num_bytes, archive.segments(names[2])) == (0, [])
 
 
-def test_of_an_output_that_is_too_long_the_end_is_kept_and_nobody_elses_is_lost() -> None:
+def test_a_long_output_keeps_its_end_and_evicts_no_other() -> None:
     archive = OutputHistory(1 << 16)
     mine, other = Namespace("mine"), Namespace("other")
     archive.add(other, list(range(10)))

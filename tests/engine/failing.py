@@ -13,7 +13,7 @@ from quire.memory.results import MemoryOps
 from quire.scheduling.plan import StepPlan, StepResult
 from quire.simulation.executor import SimulatedExecutor
 
-# An engine ends after so many failures in a row.
+# Failures in a row after which an engine ends.
 MOST_IN_A_ROW = 2
 
 

@@ -1,4 +1,4 @@
-"""A grammar whose texts can be read in ever more ways ends its own request before others wait for it for long."""
+"""An ambiguous grammar ends its own request before it delays others for long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The public interface: names, closing, kinds of outputs, aborts by name, and failures that are said aloud."""
+"""The public interface: names, closing, kinds of outputs, aborts by name, and reported failures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def llm() -> Iterator[LLM]:
         yield llm
 
 
-def test_every_exported_name_is_there_and_every_error_of_a_request_has_one_root() -> None:
+def test_exported_names_exist_and_request_errors_share_a_base() -> None:
     for name in quire.__all__:
         assert getattr(quire, name) is not None
     assert {*quire.__all__} == {*quire._HOMES, "__version__"}

@@ -1,4 +1,4 @@
-"""The asynchronous door, on the bundled model: streams, cancellation, bounded queue, draining, death."""
+"""The asynchronous interface, on the bundled model: streams, cancellation, bounded queue, draining, death."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ def test_there_may_be_fewer_outputs_than_asked_for(llm: LLM) -> None:
     assert len({tuple(one.token_ids) for one in output.outputs}) == len(output.outputs)
 
 
-def test_without_a_tokenizer_ids_are_searched_for_and_stop_strings_refused() -> None:
+def test_beam_search_without_a_tokenizer_refuses_stop_strings() -> None:
     llm = LLM(num_kv_blocks=100, num_threads=1, max_model_len=256, skip_tokenizer_init=True)
     with pytest.raises(UnsupportedFeature):
         search(llm, [1, 2, 3], stop=["a"])

@@ -8,7 +8,7 @@ import pytest
 
 from quire.engine.control.chunk_size import INITIAL_CHUNK_TOKENS, MIN_CHUNK_TOKENS, ChunkSizeController
 from quire.scheduling import StepPlan
-from tests.scheduling.rig import Job, Rig, Setting
+from tests.scheduling.harness import Harness, Job, Setting
 
 LIMIT_S = 0.05
 
@@ -32,16 +32,16 @@ def longest_steps(
     Returns:
         The longest step in which streams decoded, in seconds, and how many steps there were.
     """
-    rig = Rig(Setting(budget=2048, max_num_seqs=64, block_size=16, num_blocks=4000), is_audited=False)
+    harness = Harness(Setting(budget=2048, max_num_seqs=64, block_size=16, num_blocks=4000), is_audited=False)
     for seed in range(num_streams):
-        rig.add(Job(prompt=(seed % 11,) * 4, max_tokens=4000, ignore_eos=True), seed=seed)
-    rig.step()
-    prompts = [rig.add(Job(prompt=(idx % 11, 5) * 1500, max_tokens=1), seed=100 + idx) for idx in range(4)]
+        harness.add(Job(prompt=(seed % 11,) * 4, max_tokens=4000, ignore_eos=True), seed=seed)
+    harness.step()
+    prompts = [harness.add(Job(prompt=(idx % 11, 5) * 1500, max_tokens=1), seed=100 + idx) for idx in range(4)]
     longest, num_steps = 0.0, 0
     while not all(request.is_finished for request in prompts):
         if controller is not None:
-            rig.scheduler.chunk_tokens = controller.chunk_tokens
-        counts = counts_of(rig.step())
+            harness.scheduler.chunk_tokens = controller.chunk_tokens
+        counts = counts_of(harness.step())
         num_steps += 1
         assert counts[0] >= num_streams, "no stream waits for a step"
         longest = max(longest, cost_of(*counts))

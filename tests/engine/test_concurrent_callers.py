@@ -1,4 +1,4 @@
-"""Many threads at the asynchronous door: every invariant holds at each memory command, and no answer changes."""
+"""Many threads call the asynchronous interface: invariants hold at each memory command, and no answer changes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SALTS = (None, "tenant")
 
 
 def params(n: int) -> SamplingParams:
-    """Return greedy parameters: all samples of a story are the same, whoever else runs."""
+    """Return greedy parameters: all samples of a story are the same in any company."""
     return SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, n=n, ignore_eos=True)
 
 

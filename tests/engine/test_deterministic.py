@@ -23,7 +23,7 @@ _long = [_seeds.randrange(200) for _ in range(640)]
 PROMPTS = [_long, [5], [*_long[:600], 9, 8], [_seeds.randrange(200) for _ in range(70)], _long[:40], _long[:530]]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=3)
 RANDOM = SamplingParams(temperature=0.8, top_p=0.9, seed=7, max_tokens=30, ignore_eos=True, logprobs=3)
-# What differs from `TINY`: windows, norms behind mixers and capped logits; experts.
+# What differs from `TINY`: windows, norms behind mixers and capped logits; experts; sinks, and experts with biases.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {}),
     "gemma3": ("Gemma3", {"sliding_window": 300, "query_pre_attn_scalar": 64, "final_logit_softcapping": 20.0}),
@@ -31,6 +31,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
     ),
+    "gpt-oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 300}),
 }
 TINY = {
     "vocab_size": 200,
@@ -46,7 +47,9 @@ TINY = {
 }
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=[pytest.mark.slow] * (name == "gpt-oss")) for name in MODELS]
+)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     name, options = MODELS[request.param]
     path = tmp_path_factory.mktemp(request.param)

@@ -92,7 +92,7 @@ def test_saving_at_the_end_takes_no_longer_than_it_may(tmp_path: Path, monkeypat
     llm = start(tmp_path / "cache")
     run(llm)
     assert disk_stats(llm).num_saved == 0
-    # A clock that goes on by a quarter of the time whenever somebody looks: each part, here a block, takes so long.
+    # A clock that advances by a quarter of the time at each reading: loading each part, here a block, takes that long.
     llm.engine._clock = itertools.count(0.0, SAVE_S / 4).__next__
     llm.close()
     assert disk_stats(llm).num_saved == 4
@@ -156,7 +156,7 @@ def test_a_reset_forgets_the_disk(tmp_path: Path, expected: list[str]) -> None:
 
 
 def test_a_long_prompt_comes_up_in_several_steps(tmp_path: Path, expected: list[str]) -> None:
-    """A step loads no more tokens than it may compute; the prompt waits, and who is behind it."""
+    """A step loads no more tokens than it may compute; the prompt waits, and so do those after it."""
     llm = start(tmp_path / "cache", max_num_batched_tokens=16, max_num_seqs=2)
     assert texts(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected
     assert llm.stats.first_time.sources.disk > 16
@@ -241,12 +241,12 @@ def test_the_command_line_finds_what_it_computed_before(tmp_path: Path) -> None:
     assert second["outputs"] == first["outputs"]
 
 
-def test_what_is_slower_to_load_is_computed_but_for_a_try_now_and_then(tmp_path: Path, expected: list[str]) -> None:
+def test_slow_disks_are_only_tried_now_and_then(tmp_path: Path, expected: list[str]) -> None:
     llm = start(tmp_path / "cache")
     assert expected
     run(llm)
     num_hits = disk_stats(llm).num_hits
-    # As fast a processor as there never was: loading cannot win, and is tried once in so many times.
+    # An impossibly fast processor: loading never wins, and is tried at a fixed interval.
     llm.engine.step_recorder.record_prefill(10**15, 1, 1e-6)
     assert num_hits > 0
     llm.engine.scheduler.memory.reset_prefix_cache()

@@ -1,4 +1,4 @@
-"""What is believed of the costs of drafts, from steps of a machine whose costs are known."""
+"""The cost model of drafts, fitted to the steps of a machine with known costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever step fails, at whatever point: no later request reads what was not written, and nothing stays behind."""
+"""A step that fails at any point leaves no unwritten block to read and nothing held."""
 
 from __future__ import annotations
 

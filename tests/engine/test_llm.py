@@ -1,4 +1,4 @@
-"""The offline door, on the bundled model."""
+"""The offline interface, on the bundled model."""
 
 from __future__ import annotations
 

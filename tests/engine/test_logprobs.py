@@ -1,4 +1,4 @@
-"""Log probabilities in arrays: what they give back, and what they take."""
+"""Log probabilities in packed arrays: positions, parts, pickling and their memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Media at the Python doors, on the bundled model: what is refused, and what else meets them."""
+"""Media through the Python interface, on the bundled model: refusals, and options that combine with them."""
 
 from __future__ import annotations
 

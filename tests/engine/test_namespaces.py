@@ -1,4 +1,4 @@
-"""What of a salt and a tenant an engine keeps."""
+"""Salts and tenants become digests of bounded size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.engine.inputs.request_builder import MAX_SALT_BYTES, MAX_TENANT_BYTES
 from quire.errors import InvalidParameter
 
 
-def test_of_a_salt_a_digest_is_kept_whatever_its_length() -> None:
+def test_a_salt_is_kept_as_a_digest_of_fixed_length() -> None:
     salts = ["s", "s" * MAX_SALT_BYTES, "s" * (MAX_SALT_BYTES - 1), "\u00e9" * (MAX_SALT_BYTES // 2), "\ud800", "t"]
     kept = [read_namespace("model", salt, None).cache_salt for salt in salts]
     assert {len(text or "") for text in kept} == {64}

@@ -1,4 +1,4 @@
-"""Pins and hints at the Python doors, on the bundled model."""
+"""Pins and retention hints through the Python interface, on the bundled model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a running engine commands of its memory is recorded, and runs again to the same ids."""
+"""The recorded memory commands of a running engine replay to the same block ids."""
 
 from __future__ import annotations
 
@@ -81,7 +81,9 @@ def test_recording_changes_no_token(tmp_path: Path) -> None:
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize(("family", "num_kv_blocks"), [("gemma3", 32), ("lfm2", 40)])
+@pytest.mark.parametrize(
+    ("family", "num_kv_blocks"), [pytest.param("gemma3", 32, marks=pytest.mark.slow), ("lfm2", 40)]
+)
 def test_several_cache_groups_run_again(family: str, num_kv_blocks: int, tmp_path: Path) -> None:
     path = tmp_path / "memory.log"
     folder = save_checkpoint(family, tmp_path / family)
@@ -132,7 +134,7 @@ def test_the_engine_of_a_server_closes_its_log(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a device without room")
-def test_a_log_that_cannot_be_written_ends_with_a_warning_and_the_engine_goes_on(
+def test_an_unwritable_recording_warns_and_stops_without_the_engine(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "memory.log"

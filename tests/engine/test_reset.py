@@ -1,4 +1,4 @@
-"""Emptying the prefix cache of a running engine."""
+"""A reset of the prefix cache of a running engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PROMPT = list(range(10, 110))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 
 
-def test_who_runs_goes_on_and_nothing_from_before_is_found() -> None:
+def test_a_reset_keeps_running_requests_and_forgets_old_blocks() -> None:
     llm = LLM("bundled", num_kv_blocks=64, max_model_len=256, num_threads=1)
     expected = llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
     llm.reset_prefix_cache()

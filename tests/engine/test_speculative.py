@@ -1,4 +1,4 @@
-"""Speculative decoding as a user of the engine sees it: the same outputs in fewer steps, and what is told of that."""
+"""Speculative decoding in the engine: the same outputs in fewer steps, and its counters."""
 
 from __future__ import annotations
 

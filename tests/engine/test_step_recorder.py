@@ -1,4 +1,4 @@
-"""What the durations of steps change: the costs of preemption, the size of chunks, the number of drafts."""
+"""Measured step times reach the preemption costs, the chunk size and the number of drafts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quire.decoding.speculation import AdaptiveDrafter
 from quire.engine.control.chunk_size import INITIAL_CHUNK_TOKENS
 from quire.engine.control.step_recorder import StepRecorder
 from quire.scheduling import ScheduledSequence, TransferRates
-from tests.scheduling.rig import Rig, Setting
+from tests.scheduling.harness import Harness, Setting
 
 
 def items(*counts: int, num_draft: int = 0) -> list[ScheduledSequence]:
@@ -19,12 +19,12 @@ def items(*counts: int, num_draft: int = 0) -> list[ScheduledSequence]:
     ]
 
 
-def rig() -> Rig:
-    return Rig(Setting(budget=64, max_num_seqs=4))
+def harness() -> Harness:
+    return Harness(Setting(budget=64, max_num_seqs=4))
 
 
 def test_rates_come_from_steps_with_many_tokens() -> None:
-    preemption = (scheduler := rig().scheduler).preemption
+    preemption = (scheduler := harness().scheduler).preemption
     recorder = StepRecorder(scheduler, 5e9, None, None)
     assert preemption.rates == TransferRates(copy_bytes_per_s=5e9)
     assert recorder.tokens_per_s is None
@@ -41,8 +41,8 @@ def test_rates_come_from_steps_with_many_tokens() -> None:
     assert preemption.rates.copy_bytes_per_s == 5e9
 
 
-def test_without_a_host_tier_and_a_limit_only_the_prefill_rate_is_measured() -> None:
-    scheduler = rig().scheduler
+def test_without_host_tier_and_limit_only_the_prefill_rate_is_measured() -> None:
+    scheduler = harness().scheduler
     recorder = StepRecorder(scheduler, None, None, None)
     assert recorder.record_step(items(8, 1), 0.01) == 9
     assert scheduler.chunk_tokens is None
@@ -50,7 +50,7 @@ def test_without_a_host_tier_and_a_limit_only_the_prefill_rate_is_measured() -> 
 
 
 def test_chunks_follow_the_limit_from_the_start() -> None:
-    scheduler = rig().scheduler
+    scheduler = harness().scheduler
     recorder = StepRecorder(scheduler, None, 50.0, None)
     assert scheduler.chunk_tokens == INITIAL_CHUNK_TOKENS
     recorder.record_step(items(1, 1), 0.010)
@@ -60,7 +60,7 @@ def test_chunks_follow_the_limit_from_the_start() -> None:
 
 def test_only_decodes_say_what_drafts_cost() -> None:
     speculation = AdaptiveDrafter(PromptLookup(2, 8), 4)
-    recorder = StepRecorder(rig().scheduler, None, None, speculation)
+    recorder = StepRecorder(harness().scheduler, None, None, speculation)
     before = speculation.step_costs
     assert recorder.record_step(items(1, 30, num_draft=2), 0.5) == 35
     assert (speculation.step_costs, speculation.is_measuring) == (before, False)

@@ -1,4 +1,4 @@
-"""Strategies of a request's own, and steps that give several tokens at once, on the bundled model."""
+"""Custom strategies, and steps that give several tokens at once, on the bundled model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Beams that must have a form, beside a search without constraints whose logits are masked from scratch."""
+"""Structured beams, against a search without constraints whose logits are masked from scratch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def llm() -> Iterator[LLM]:
 
 @pytest.mark.parametrize("kind", ["json", "compact", "choice", "grammar", "regex"])
 @pytest.mark.parametrize("beam_width", [2, 4])
-def test_beams_are_those_of_logits_that_are_masked_anew_for_each_prefix(llm: LLM, kind: str, beam_width: int) -> None:
+def test_beams_equal_a_search_that_recomputes_every_mask(llm: LLM, kind: str, beam_width: int) -> None:
     """The slow twin knows no constraint: a processor goes through the whole output again for each row.
 
     Both compute the same rows in the same steps, so scores are equal to the bit.

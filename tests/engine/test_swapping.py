@@ -41,7 +41,7 @@ def test_what_is_swapped_is_counted_and_changes_no_token() -> None:
     assert costs.prefill_tokens_per_s != TransferRates().prefill_tokens_per_s, "measured as it ran"
 
 
-def test_a_swap_space_that_holds_no_block_is_refused_with_the_least_that_would_do() -> None:
+def test_a_swap_space_below_one_block_is_refused_with_the_minimum() -> None:
     with pytest.raises(ConfigError, match=r"swap_space \(4,096\) must be 0, or at least ([\d,]+)") as caught:
         LLM("bundled", **OPTIONS, swap_space=4096)
     assert caught.value.field == "swap_space"

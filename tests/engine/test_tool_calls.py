@@ -1,4 +1,4 @@
-"""`LLM.chat` with tools: what is called, what a model that would do worse is kept from, and what is refused."""
+"""`LLM.chat` with tools: calls, grammars that enforce them, and refusals."""
 
 from __future__ import annotations
 

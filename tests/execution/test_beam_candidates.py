@@ -1,4 +1,4 @@
-"""The candidates of searches against a search through all rows in plain Python; and who may disturb whom."""
+"""Beam candidates, against a search through all rows in plain Python, and isolation of failing searches."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_candidates_are_those_of_all_continuations(sizes: list[int], count: int,
         assert [one.score for one in candidates] == pytest.approx([way[2] for way in expected], abs=1e-5)
 
 
-def test_of_equals_the_earlier_beam_and_the_lower_token_come_first() -> None:
+def test_ties_go_to_the_earlier_beam_then_the_lower_token() -> None:
     plan = plan_of([[new_sequence(BEAMS)] * 2], [], [[0.0, 0.0]], 5)
     (candidates,) = search(plan, torch.zeros(2, VOCAB))[1]
     assert [(one.parent_idx, one.token_id) for one in candidates] == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4)]
@@ -115,7 +115,7 @@ def test_beams_and_samples_of_one_step_do_not_see_each_other() -> None:
         ({"min_tokens": 2}, {7: -math.inf}),
     ],
 )
-def test_requests_change_log_probabilities_and_nothing_makes_them_sum_up_again(
+def test_adjusted_beam_log_probabilities_are_not_renormalized(
     changes: dict[str, Any], change: dict[int, float]
 ) -> None:
     plan = plan_of([[new_sequence(SamplingParams(beam_width=2, **changes))]], [], [[0.0]], VOCAB)

@@ -1,4 +1,4 @@
-"""The sampler's promises: who may disturb whom, what is remembered, and what the numbers mean."""
+"""The sampler: isolation between requests, penalty histories, and the meaning of its numbers."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_end_tokens_that_the_model_does_not_have_need_no_suppression() -> None:
     assert step(Sampler(CPU), opened(new), logits)[0].token_ids == (int(expected.argmax()),)
 
 
-def test_a_history_built_step_by_step_penalizes_like_one_that_is_opened_whole() -> None:
+def test_penalties_do_not_depend_on_how_the_history_was_built() -> None:
     params = SamplingParams(temperature=0.0, repetition_penalty=1.4, presence_penalty=0.6, frequency_penalty=0.9)
     stepwise = Sampler(CPU)
     plan = opened(new_sequence(params))

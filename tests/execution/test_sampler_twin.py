@@ -65,7 +65,7 @@ def check(logits: torch.Tensor, openings: list[NewSequence], num_samples: list[i
         assert alone.token_ids == result.token_ids
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(
     batch=st.lists(openings(), min_size=1, max_size=5),
     num_samples=st.lists(st.integers(1, 3), min_size=5, max_size=5),

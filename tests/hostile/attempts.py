@@ -1,4 +1,4 @@
-"""Loads checkpoints that somebody hands over on standard input, each in a process of its own with limits.
+"""Loads the checkpoints that are named on standard input, each in a process of its own with limits.
 
 `python -m tests.hostile.attempts`: one line in with the folder, one line out with what came of it. What is imported is
 imported once: each attempt is a fork.

@@ -1,4 +1,4 @@
-"""Checkpoints as somebody would write them who means harm, or does not know better: each one of a seed."""
+"""Malicious and damaged checkpoints, each a function of a seed."""
 
 from __future__ import annotations
 

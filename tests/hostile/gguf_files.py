@@ -1,4 +1,4 @@
-"""GGUF files as somebody would write them who means harm, or as a broken disk leaves them: each one of a seed."""
+"""Malicious and damaged GGUF files, each a function of a seed."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from tests.memory.twin_pages import Kind
 from tests.memory.walk import random_walk
 from tests.memory.world import World
 from tests.memory.world_size import WorldSize
-from tests.scheduling.rig import Rig, Setting, outputs_of, run
+from tests.scheduling.harness import Harness, Setting, outputs_of, run
 from tests.scheduling.test_random_runs import (
     STATE,
     WINDOW,
@@ -206,7 +206,7 @@ def beam_reference() -> None:
     """Each beam search alone, compared with the reference on lists."""
     for seed, job in enumerate(crowd()):
         if job.beam_width is not None:
-            harness = Rig(Setting())
+            harness = Harness(Setting())
             request = harness.add(job, seed)
             while harness.scheduler.has_unfinished:
                 harness.step()

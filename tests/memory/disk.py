@@ -1,4 +1,4 @@
-"""What a small world has on disk: saved blocks, each under a number, and loads of them."""
+"""The disk of a small world: saved blocks, each under a number, and loads of them."""
 
 from __future__ import annotations
 

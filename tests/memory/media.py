@@ -32,8 +32,9 @@ class Row(int):
         return Row, (int(self), self.medium, self.row)
 
     def __eq__(self, other: object) -> bool:
-        is_row = isinstance(other, Row)
-        return is_row and (int(self), self.medium, self.row) == (int(other), other.medium, other.row)
+        if not isinstance(other, Row):
+            return False
+        return (int(self), self.medium, self.row) == (int(other), other.medium, other.row)
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -101,13 +102,13 @@ def random_media(rng: random.Random, tokens: Sequence[int]) -> list[int]:
 
 
 def all_prompts(vocabulary: Sequence[int], length: int) -> Iterator[list[int]]:
-    """Yield every prompt of so many tokens in which one medium stands somewhere."""
+    """Yield every prompt of `length` tokens that holds one medium."""
     for gap, num_tokens, medium in product(range(length), range(1, length + 1), MEDIA):
         if gap + num_tokens <= length:
             for before, after in product(
                 product(vocabulary, repeat=gap), product(vocabulary, repeat=length - gap - num_tokens)
             ):
-                tokens = (*before, *(vocabulary[:1] * num_tokens), *after)
+                tokens = (*before, *(vocabulary[0] for _ in range(num_tokens)), *after)
                 yield laid_out(tokens, [(gap, num_tokens, medium)])
 
 

@@ -29,7 +29,7 @@ class CountingWorld(World):
     """A world that counts the commands it was checked after.
 
     Attributes:
-        num_commands: so many.
+        num_commands: number of checked commands.
     """
 
     num_commands = 0

@@ -206,15 +206,14 @@ def _named(world: World, order: tuple[int, ...], flip: int) -> tuple[object, ...
         for pages in world.twin.pins.values()
         for group in pages
     )
-    # Which of all idle pages goes first matters, whatever group it is in.
+    # Which of all idle pages is evicted first matters, whatever group it is in.
+    tiers = [world.twin.groups] if host is None else [world.twin.groups, host.groups]
     idle = tuple(
         tuple(
             (idx, names.setdefault(page, len(names)), page.goes_first)
-            for _, idx, page in sorted(
-                (page.turn, idx, page) for idx, group in enumerate(tier.groups) for page in group.idle
-            )
+            for _, idx, page in sorted((page.turn, idx, page) for idx, group in enumerate(tier) for page in group.idle)
         )
-        for tier in (world.twin, *([] if host is None else [host]))
+        for tier in tiers
     )
     hints = tuple(names.setdefault(page, len(names)) for _, page in world.twin.hints)
     published = tuple(

@@ -68,7 +68,7 @@ def test_a_collision_is_a_miss_where_the_blocks_before_are_gone(colliding_first_
     assert not any(map(any, hit.block_ids)), "only what needs no block at all may be skipped"
 
 
-def test_whatever_is_evicted_first_a_child_is_not_reached_through_another_parent(colliding_first_blocks: World) -> None:
+def test_no_eviction_order_connects_a_child_to_another_parent(colliding_first_blocks: World) -> None:
     world = colliding_first_blocks
     world.enter(1, [0, 0, 1, 1, 0, 0])
     world.free(1)

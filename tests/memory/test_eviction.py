@@ -1,4 +1,4 @@
-"""Who is evicted first, by each policy; and a reset of the prefix cache."""
+"""The order of eviction of each policy, and resets of the prefix cache."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_policy_forgets_what_is_evicted(eviction: str) -> None:
 
 @pytest.mark.parametrize("eviction", EVICTION_POLICIES)
 @pytest.mark.parametrize("seed", range(5))
-def test_victims_are_the_next_in_order_and_choosing_them_changes_nothing(eviction: str, seed: int) -> None:
+def test_choosing_victims_is_in_order_and_changes_nothing(eviction: str, seed: int) -> None:
     idle, rng = idle_blocks(eviction), random.Random(seed)
     rest(idle, range(8))
     for _ in range(20):

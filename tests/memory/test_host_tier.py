@@ -1,4 +1,4 @@
-"""The host tier, case by case: what moves, what is said, and what is refused."""
+"""The host tier, case by case: moves, verdicts and refusals."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_hit_on_the_host_without_room_on_the_device_is_refused() -> None:
     check(memory)
 
 
-def test_a_reset_forgets_the_host_too_and_swapped_sequences_come_back_unpublished() -> None:
+def test_a_reset_empties_the_host_tier_and_unpublishes_swapped_sequences() -> None:
     memory = open_memory(4, 4)
     enter(memory, 1, list(range(8)))
     memory.swap_out([1])

@@ -1,4 +1,4 @@
-"""Copies that were handed over and not made: who holds what they were to write, and what can still be hit."""
+"""Copies that were handed out and never made: the holders of their targets, and what may still be hit."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def test_what_was_demoted_cannot_be_hit() -> None:
     memory, ops = demoted()
     assert {(copy.src_tier, copy.dst_tier) for copy in ops.copies} == {(Tier.DEVICE, Tier.HOST)}
     assert num_hit(memory, [1] * 9) == 8
-    assert memory.holders_of(ops) == ((), ())
-    memory.discard_copies(ops)
+    assert memory.lost_copies.holders_of(ops) == ((), ())
+    memory.lost_copies.discard(ops)
     check(memory)
     assert (num_hit(memory, [1] * 9), num_hit(memory, [2] * 9)) == (0, 8)
     usage = memory.usage()
@@ -49,13 +49,13 @@ def test_swapped_sequences_are_named_until_they_are_freed() -> None:
     enter(memory, 2, [2] * 4)
     memory.swap_out([1])
     ops = memory.take_ops()
-    assert memory.holders_of(ops) == ((1,), ())
+    assert memory.lost_copies.holders_of(ops) == ((1,), ())
     before = snapshot(memory)
     with pytest.raises(ValueError, match="must have no holders"):
-        memory.discard_copies(ops)
+        memory.lost_copies.discard(ops)
     assert snapshot(memory) == before
     memory.free(1, is_sound=False)
-    memory.discard_copies(ops)
+    memory.lost_copies.discard(ops)
     check(memory)
     assert num_hit(memory, [1] * 6) == 4, "what the device has was not touched"
     assert memory.usage().num_sequences == 1
@@ -68,9 +68,9 @@ def test_a_pin_that_holds_a_target_is_named() -> None:
     assert memory.pin("pinned", memory.chain([1] * 5, Namespace())) == 4
     memory.free(1)
     ops = MemoryOps((BlockCopy(0, 6, memory.pins.blocks_of("pinned", 0)[0]),))
-    assert memory.holders_of(ops) == ((), ("pinned",))
+    assert memory.lost_copies.holders_of(ops) == ((), ("pinned",))
     memory.unpin("pinned")
-    memory.discard_copies(ops)
+    memory.lost_copies.discard(ops)
     check(memory)
     assert num_hit(memory, [1] * 6) == 0
 
@@ -83,8 +83,8 @@ def test_slabs_of_which_nothing_is_left_go_back(layers: int) -> None:
     tables = [memory.block_table(1, idx) for idx in (0, 1)]
     memory.free(1)
     num_free = len(memory.arena.free_slabs)
-    memory.discard_copies(MemoryOps((BlockCopy(0, 9, tables[0][0]), BlockCopy(1, 9, tables[1][0]))))
+    memory.lost_copies.discard(MemoryOps((BlockCopy(0, 9, tables[0][0]), BlockCopy(1, 9, tables[1][0]))))
     check(memory)
-    memory.discard_copies(MemoryOps((BlockCopy(0, 9, tables[0][1]), BlockCopy(1, 9, tables[1][1]))))
+    memory.lost_copies.discard(MemoryOps((BlockCopy(0, 9, tables[0][1]), BlockCopy(1, 9, tables[1][1]))))
     check(memory)
     assert len(memory.arena.free_slabs) == memory.arena.layout.num_slabs > num_free

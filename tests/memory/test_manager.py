@@ -1,4 +1,4 @@
-"""What the memory manager promises, verb by verb."""
+"""The commands of the memory manager, one by one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def ask(manager: KVCacheManager, tokens: list[int], max_tokens: int | None = Non
 # ---- hits ----
 
 
-def test_a_hit_leaves_at_least_one_token_to_compute_and_says_why_it_ends() -> None:
+def test_a_hit_leaves_a_token_to_compute_and_has_a_reason() -> None:
     world = World(WorldSize(8, 4))
     world.enter(1, list(range(12)))
     manager = world.manager
@@ -81,7 +81,7 @@ def test_never_names_what_is_needed_and_what_exists() -> None:
     assert manager.capacity.can_allocate(12, ask(manager, [0] * 12), reserved=(9,)) == (Verdict.OK, 0, 3, 3)
 
 
-def test_the_watermark_and_reserved_blocks_stay_free_only_while_others_live() -> None:
+def test_the_watermark_holds_only_beside_other_sequences() -> None:
     world = World(WorldSize(6, 4, watermark=1))
     assert world.enter(1, [1] * 8)
     hit = ask(world.manager, [2] * 12)

@@ -1,4 +1,4 @@
-"""Media in blocks: what is hit, why a hit ends, what becomes a tail, and what goes to disk."""
+"""Media in blocks: hits, the reasons of their ends, tails, and saves to disk."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_the_check_reads_what_blocks_keep_of_media(memory: KVCacheManager, entri
         check(memory)
 
 
-def test_a_first_block_that_media_begin_to_fill_has_no_token_in_common_with_others() -> None:
+def test_a_first_block_that_starts_with_media_shares_no_token() -> None:
     """Nothing can be said of a block that is not full and that media touch: not even where it differs."""
     memory = KVCacheManager([FullAttention(block_size=SIZE)], 4)
     enter(memory, [7, 7])

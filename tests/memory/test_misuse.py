@@ -1,4 +1,4 @@
-"""Misuse of a pool is an error at once: before anything has changed, and whatever the interpreter's options are."""
+"""Misuse of a pool is an error before anything has changed, also with `python -O`."""
 
 from __future__ import annotations
 

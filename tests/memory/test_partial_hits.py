@@ -75,7 +75,7 @@ def test_only_so_many_blocks_are_looked_at() -> None:
     assert ask(world, [1, 0, 1]).num_tokens == 2
 
 
-def test_a_part_is_copied_before_it_is_written_and_the_source_may_be_evicted_at_once() -> None:
+def test_a_partial_hit_is_copied_before_its_source_is_evicted() -> None:
     world = world_of(5)
     world.enter(2, [*PUBLISHED[:6], 99])  # 2 blocks of 5 are not published
     (head, tail) = world.manager.block_table(2)
@@ -151,7 +151,7 @@ def test_two_at_once_on_one_tail_share_it_until_they_write() -> None:
     assert world.manager.usage().num_copies == 1
 
 
-def test_a_tail_is_not_published_where_a_block_or_a_longer_tail_has_its_tokens() -> None:
+def test_a_tail_covered_by_another_block_is_not_published() -> None:
     world = world_of(12)
     idle = world.manager.usage().idle
     for seq_id, tokens in enumerate((PUBLISHED[:10], [7, 7, 7], [7, 7], [7, 7, 7]), 10):
@@ -173,7 +173,7 @@ def test_of_forked_sequences_the_last_publishes_the_tail_they_share() -> None:
     assert world.manager.usage().idle == 1
 
 
-def test_no_tail_after_a_reset_or_an_unsound_end_or_of_what_is_not_computed() -> None:
+def test_no_tail_is_published_after_a_reset_or_a_failed_step() -> None:
     world = World(WorldSize(8, 4))
     for seq_id in (1, 2, 3):
         world.open(seq_id, [seq_id, 1, 2])
@@ -205,7 +205,7 @@ def test_nothing_in_common_is_no_difference() -> None:
     assert ask(world, [*PUBLISHED, *[77] * 9]).end is HitEnd.NOT_CACHED
 
 
-def test_a_prompt_of_another_namespace_looks_like_one_that_was_never_computed() -> None:
+def test_another_namespace_looks_never_computed() -> None:
     """A client must not learn from the reason, or from the place of a difference, what another tenant sent."""
     world = world_of(8)
     known, unknown = (ask(world, prompt, NAMESPACES[1]) for prompt in ([*PUBLISHED, 99], [77] * 13))

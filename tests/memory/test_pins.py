@@ -1,4 +1,4 @@
-"""Pinned prefixes: held by name, counted, limited, and in nobody's way."""
+"""Pinned prefixes: held by name, counted and limited."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""A log runs again to the same ids, and any damage to it is found at its line."""
+"""A recording replays to the same ids, and damage to it is found at its line."""
 
 from __future__ import annotations
 
 import io
 import random
 import re
+from typing import Any
 
 import pytest
 
@@ -150,13 +151,14 @@ def is_settled(state: SequenceBlocks) -> bool:
 
 def ids_of(manager: KVCacheManager) -> object:
     """Return all block ids of the state, in their order: a snapshot without tokens, names and digests."""
-    sequences, pools, slabs, (_, nodes, _), pins, copies = snapshot(manager)  # type: ignore[misc]
+    state: Any = snapshot(manager)
+    sequences, pools, slabs, (_, nodes, _), pins, copies = state
     return (
-        [(seq_id, *rest) for seq_id, _, *rest in sequences],  # type: ignore[attr-defined]
+        [(seq_id, *rest) for seq_id, _, *rest in sequences],
         pools,
         [(parent, first, blocks) for parent, first, _, _, blocks, *_ in nodes],
         slabs,
-        sorted(tables for _, tables in pins),  # type: ignore[attr-defined]
+        sorted(tables for _, tables in pins),
         copies,
     )
 
@@ -348,7 +350,7 @@ def test_a_broken_invariant_is_named(sound: list[str], monkeypatch: pytest.Monke
     assert (fault.line, fault.detail[:13]) == (idx + 1, "invariant M1:")
 
 
-@pytest.mark.parametrize("step", [11, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [37, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_last_line_that_is_cut_off_is_not_run(sound: list[str], step: int) -> None:
     text = "".join(sound)
     whole = play(text)

@@ -1,4 +1,4 @@
-"""Sizing before there is an engine: published shapes by hand, and the manager's own answers."""
+"""Sizing without an engine: published shapes by hand, and the manager's own answers."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_so_many_sequences_do_fit_at_once(specs: list[KVCacheSpec], num_slabs: i
 
 
 def decode_together(specs: list[KVCacheSpec], num_bytes: int, count: int, length: int) -> bool:
-    """Say whether so many sequences grow to a length side by side, a token a step."""
+    """Tell whether a number of sequences grow to a length side by side, a token a step."""
     memory = KVCacheManager(specs, num_bytes=num_bytes, enable_prefix_caching=False)
     tokens = [list(range(length)) for _ in range(count)]
     for seq_id in range(count):

@@ -67,7 +67,7 @@ block_bytes = st.lists(st.integers(1, 60), min_size=1, max_size=4)
 @given(block_bytes=block_bytes, num_slabs=st.integers(1, 9))
 def test_every_block_of_a_slab_lies_inside_it(block_bytes: list[int], num_slabs: int) -> None:
     layout = lay_out(block_bytes, num_slabs=num_slabs)
-    assert layout.first_byte >= max(block_bytes), "the null block is nobody's"
+    assert layout.first_byte >= max(block_bytes), "the null block belongs to no group"
     for idx, size in enumerate(block_bytes):
         assert layout.alignment_loss(idx) <= MOST_ALIGNMENT_LOSS + 1e-9
         for slab in range(num_slabs):

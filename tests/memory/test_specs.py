@@ -1,4 +1,4 @@
-"""What specs answer, against counting token by token."""
+"""The closed forms of cache specs, against counting token by token."""
 
 from __future__ import annotations
 

@@ -318,7 +318,7 @@ class CollidingMachine(MemoryMachine):
 
 
 TestMemoryMachine = MemoryMachine.TestCase
-TestMemoryMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestMemoryMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.parametrize(

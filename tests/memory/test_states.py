@@ -1,4 +1,4 @@
-"""Groups of recurrent state: one block that is carried along, snapshots of it, and ways back."""
+"""Groups of recurrent state: the block that a sequence carries along, its snapshots, and rollback."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def published(world: World, group_idx: int) -> int:
     return len(world.manager.groups[group_idx].pool.index)
 
 
-def test_prompts_that_take_no_snapshot_leave_nothing_in_the_prefix_tree() -> None:
+def test_prompts_without_snapshots_leave_the_prefix_tree_empty() -> None:
     """In a model of states alone a place without a snapshot would never be trimmed: no block of it can be evicted."""
     manager = KVCacheManager([RecurrentState(block_size=2)], 4)
     for seq_id in range(300):
@@ -86,7 +86,7 @@ def test_without_room_for_a_copy_the_snapshot_is_written_over() -> None:
     assert world.manager.usage().num_copies == 0
 
 
-def test_a_fork_is_copied_by_who_writes_first_and_refused_where_there_is_no_room() -> None:
+def test_the_first_writer_of_a_fork_copies_or_is_refused() -> None:
     world = alone(num_blocks=2)
     world.enter(1, [0])
     world.fork(1, 2, [])
@@ -100,7 +100,7 @@ def test_a_fork_is_copied_by_who_writes_first_and_refused_where_there_is_no_room
     assert not full.grow(1, 1)
 
 
-def test_admission_counts_one_block_and_a_snapshot_that_somebody_uses_not_at_all() -> None:
+def test_admission_counts_one_block_and_no_snapshot_in_use() -> None:
     world = alone(num_blocks=2, interval=2)
     status = world.open(1, [0, 1, 0, 1, 0])
     assert (status.verdict, status.needed, status.available) == (Verdict.OK, 1, 2)
@@ -157,7 +157,7 @@ def test_a_hit_ends_at_the_last_snapshot_and_says_so() -> None:
     assert (hit.num_tokens, hit.end, hit.group_idx, hit.diverged_at) == (0, HitEnd.NOT_CACHED, None, 0)
 
 
-def test_the_second_prompt_that_parts_takes_the_snapshot_that_the_third_hits() -> None:
+def test_a_diverging_prompt_takes_the_snapshot_that_the_next_one_hits() -> None:
     world = hybrid(num_blocks=40)
     shared = list(range(8))
     world.enter(1, [*shared, 90, 91, 92])
@@ -228,7 +228,7 @@ def test_a_first_draft_goes_back_to_nothing() -> None:
     assert world.grow(1, 3)
 
 
-def test_looking_ahead_is_refused_where_there_is_no_block_to_hold_a_state_with() -> None:
+def test_lookahead_is_refused_without_a_block_for_the_state() -> None:
     world = alone(num_blocks=1)
     world.enter(1, [0])
     assert not world.grow(1, 1, 1)

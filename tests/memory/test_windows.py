@@ -1,4 +1,4 @@
-"""Groups whose blocks die: windows and chunks, alone and beside full attention."""
+"""Groups that free blocks while they run: windows and chunks, alone and with full attention."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_hit_says_which_group_ended_it() -> None:
     assert (hit.num_tokens, hit.end, hit.group_idx, hit.differs_at) == (8, HitEnd.GROUP, 1, None)
 
 
-def test_a_hit_in_a_chunk_needs_its_blocks_and_one_at_its_end_needs_none() -> None:
+def test_a_hit_needs_blocks_inside_a_chunk_and_none_at_its_end() -> None:
     world = World(WorldSize(12, 2, kinds=(FULL, CHUNK)))
     world.enter(1, list(range(9)))
     assert ask(world, list(range(9))).block_ids == ((1, 2, 3, 4), (0, 0, 0, 0))
@@ -111,7 +111,7 @@ def test_a_prompt_that_nobody_has_computed_lacks_no_snapshot() -> None:
     assert (hit.num_tokens, hit.end) == (0, HitEnd.NOT_CACHED)
 
 
-def test_the_next_turn_reads_what_another_sequence_left_behind_its_window() -> None:
+def test_the_next_turn_hits_blocks_outside_anothers_window() -> None:
     world = World(WorldSize(14, 1, kinds=(FULL, Kind("window", 3))))
     world.enter(1, [0, 0])
     world.enter(2, [0, 0, 0, 0])

@@ -89,7 +89,7 @@ class Twin:
         return self.num_pages - sum(map(self.num_used, range(len(self.groups))))
 
     def num_pages_of(self, num_tokens: int) -> int:
-        """Count the pages that hold so many tokens."""
+        """Return the number of pages that a number of tokens fills."""
         return (num_tokens + self.page_size - 1) // self.page_size
 
     def is_alive(self, idx: int, page_idx: int, num_computed: int) -> bool:
@@ -101,7 +101,7 @@ class Twin:
         )
 
     def alive(self, idx: int, num_computed: int, num_slots: int) -> list[int]:
-        """Return which pages are held of a group with so many tokens computed and so many slots."""
+        """Return the pages of a group that a sequence holds, by its computed tokens and slots."""
         num_pages = self.num_pages_of(num_slots)
         if idx in self.states:
             return [num_pages - 1] if num_pages else []
@@ -214,7 +214,7 @@ class Twin:
             for _ in range(fresh[idx]):
                 pages.append(self._take())
         for idx in self.states:
-            sequence.pages[idx] = [None] * (self.num_pages_of(end) - 1) + sequence.pages[idx][-1:]
+            sequence.pages[idx] = [*[None] * (self.num_pages_of(end) - 1), *sequence.pages[idx][-1:]]
         return True
 
     def store(self, seq_id: int, num_computed: int, goes_first: GoesFirst) -> None:
@@ -315,7 +315,7 @@ class Twin:
             self.host.leave(seq_id)
 
     def reset(self) -> None:
-        """Forget what is published; whoever lives publishes no more."""
+        """Forget all published pages; live sequences publish no more."""
         for idx, group in enumerate(self.groups):
             for page in list(group.published.values()):
                 self._unpublish(idx, page)

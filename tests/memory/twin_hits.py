@@ -1,4 +1,4 @@
-"""What the twin finds of a prompt: the longest prefix that all groups have, what goes on inside a page, and why."""
+"""Prefix hits of the twin: the longest prefix that all groups have, partial pages, and why a hit ends."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _parting(twin: Twin, namespace: Namespace, tokens: list[int], most: int, kno
 
 
 def longest(twin: Twin, namespace: Namespace, tokens: list[int], most: int, members: Sequence[int]) -> list[Pages]:
-    """Return the pages of the longest prefix of at most so many tokens whose live pages are all published."""
+    """Return the pages of the longest prefix, up to a limit of tokens, whose live pages are all published."""
     for length in range(most // twin.page_size if twin.caching else 0, 0, -1):
         hit = [_hit(twin, namespace, tokens, idx, length) for idx in members]
         if all(pages is not None for pages in hit) and (

@@ -1,4 +1,4 @@
-"""What the twin keeps of a sequence that ends, and which pages it has evicted first, like others, or last."""
+"""The pages that the twin keeps when a sequence ends, and their order of eviction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of the twin: pages, who has them, and what is found."""
+"""Pages of the twin, and the tables that hold them."""
 
 from __future__ import annotations
 

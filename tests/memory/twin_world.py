@@ -1,4 +1,4 @@
-"""The world beside its twin: the same verdicts, the same blocks, in the same order."""
+"""Compares the world with its twin: verdicts, blocks and their order."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def compare_with_twin(world: World) -> None:
         for group_idx, pages in enumerate(sequence.pages):
             table = manager.block_table(seq_id, group_idx)
             assert len(table) == len(pages)
-            for page, block_id in zip(pages, table, strict=True):
-                assert (page is None) == (block_id == 0), "the twin thinks otherwise of what is dead"
-                if page is not None:
-                    assert block_of.setdefault(page, block_id) == block_id, "shared otherwise than in the twin"
+            for one, block_id in zip(pages, table, strict=True):
+                assert (one is None) == (block_id == 0), "the twin frees other blocks"
+                if one is not None:
+                    assert block_of.setdefault(one, block_id) == block_id, "shared otherwise than in the twin"
     for idx, (group, theirs) in enumerate(zip(manager.groups, twin.groups, strict=True)):
-        for name, pages in twin.pins.items():
-            held = [page for page in pages[idx] if page is not None]
-            for page, block_id in zip(held, manager.pins.blocks_of(name, idx), strict=True):
+        for name, tables in twin.pins.items():
+            pinned = [page for page in tables[idx] if page is not None]
+            for page, block_id in zip(pinned, manager.pins.blocks_of(name, idx), strict=True):
                 assert block_of.setdefault(page, block_id) == block_id, "pinned otherwise than in the twin"
         for page, block_id in zip(theirs.by_turn, group.pool.idle, strict=True):
             assert block_of.setdefault(page, block_id) == block_id, "evicted in another order than in the twin"

@@ -98,7 +98,7 @@ def random_walk(world: World, rng: random.Random, num_commands: int, *, max_sequ
 
 
 def random_prompt(world: World, rng: random.Random, num_blocks: int) -> list[int]:
-    """Return a prompt of at most so many blocks and a token, with media where the world has them."""
+    """Return a prompt of at most `num_blocks` blocks and a token, with media where the world has them."""
     prompt = [rng.randrange(2) for _ in range(rng.randrange(1, num_blocks * world.size.block_size + 2))]
     return random_media(rng, prompt) if world.size.media else prompt
 

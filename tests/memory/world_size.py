@@ -1,4 +1,4 @@
-"""How small a world is."""
+"""The sizes and options of a small world."""
 
 from __future__ import annotations
 

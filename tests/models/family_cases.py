@@ -9,11 +9,21 @@ from transformers import (
     FalconH1ForCausalLM,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    Lfm2MoeConfig,
+    Lfm2MoeForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
     MixtralConfig,
     MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
@@ -38,6 +48,27 @@ GEMMA4_CASES: Final[dict[str, tuple[type, type, dict[str, Any]]]] = {
             "vocab_size_per_layer_input": 211,
             "use_double_wide_mlp": True,
             "final_logit_softcapping": 6.0,
+        },
+    ),
+    # Experts beside the MLPs.
+    "gemma4-moe": (
+        Gemma4TextConfig,
+        Gemma4ForCausalLM,
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "num_hidden_layers": 3,
+            "layer_types": [NEAR, FULL, FULL],
+            "sliding_window": 9,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
         },
     ),
     # Values are the keys before norm and rotation; nothing is shared, and layers are told nothing.
@@ -150,7 +181,69 @@ QWEN3_5_CASES: Final[dict[str, tuple[type, type, dict[str, Any]]]] = {
     ),
 }
 
+PHI3: Final[dict[str, Any]] = {"num_attention_heads": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+PHI3_CASES: Final[dict[str, tuple[type, type, dict[str, Any]]]] = {
+    "phi3": (Phi3Config, Phi3ForCausalLM, PHI3 | {"sliding_window": 13, "original_max_position_embeddings": 256}),
+    # All prompts of the tests are long ones, but for those of one token, which nothing turns.
+    "phi3-longrope": (
+        Phi3Config,
+        Phi3ForCausalLM,
+        PHI3
+        | {
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": True,
+            "original_max_position_embeddings": 8,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1000.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.0, 1.5, 1.5, 2.0, 3.0],
+                "long_factor": [1.0, 1.25, 2.5, 4.0, 8.0, 16.0],
+            },
+        },
+    ),
+}
+
 EXPERT_CASES: Final[dict[str, tuple[type, type, dict[str, Any]]]] = {
+    # A window in every second layer, and a rotation whose ramp ends between two frequencies.
+    "gpt-oss": (
+        GptOssConfig,
+        GptOssForCausalLM,
+        {
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "sliding_window": 12,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1000.0,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "gpt-oss-options": (
+        GptOssConfig,
+        GptOssForCausalLM,
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 24,
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 7,
+            "num_local_experts": 3,
+            "num_experts_per_tok": 1,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+        },
+    ),
     # Prompts cross borders of chunks, and positions at which the temperature changes; experts in every second layer.
     "llama4": (
         Llama4TextConfig,
@@ -200,6 +293,25 @@ EXPERT_CASES: Final[dict[str, tuple[type, type, dict[str, Any]]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    # A shared expert beside the others, and a factor of what they give together.
+    "granite4-moe": (
+        GraniteMoeHybridConfig,
+        GraniteMoeHybridForCausalLM,
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 32,
+            "shared_intermediate_size": 48,
+            "mamba_n_heads": 8,
+            "mamba_d_state": 16,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "tie_word_embeddings": True,
+        },
+    ),
     "mixtral": (
         MixtralConfig,
         MixtralForCausalLM,
@@ -218,6 +330,60 @@ EXPERT_CASES: Final[dict[str, tuple[type, type, dict[str, Any]]]] = {
             "moe_intermediate_size": 24,
             "decoder_sparse_step": 2,
             "mlp_only_layers": [1],
+        },
+    ),
+    # Delta nets and gated attention, a shared expert of another width than the others.
+    "qwen3.5-moe": (
+        Qwen3_5MoeTextConfig,
+        Qwen3_5MoeForCausalLM,
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 48,
+            "rms_norm_eps": 1e-3,
+        },
+    ),
+    # Experts after the first layer, which are not chosen by the scores that weigh them.
+    "lfm2-moe": (
+        Lfm2MoeConfig,
+        Lfm2MoeForCausalLM,
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+        },
+    ),
+    "lfm2-moe-options": (
+        Lfm2MoeConfig,
+        Lfm2MoeForCausalLM,
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "conv", "full_attention"],
+            "num_dense_layers": 0,
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": False,
+            "use_expert_bias": False,
+            "routed_scaling_factor": 1.5,
+            "conv_bias": True,
+            "tie_word_embeddings": False,
         },
     ),
 }

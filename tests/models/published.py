@@ -5,6 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 
+def rope_parameter(config: Any, name: str) -> float:
+    """Return a rotary parameter of one of transformers' configurations, which type it as possibly missing."""
+    return float(config.rope_parameters[name])
+
+
 def llama(width: int, layers: int, heads: int, kv_heads: int, mlp: int, vocab: int, **more: Any) -> dict[str, Any]:
     """Return the configuration of a model of Llama's layout."""
     return {
@@ -42,6 +47,17 @@ def gemma4(**text: Any) -> dict[str, Any]:
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128}
 DELTA_NET = {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+# The factors are of another kind: published ones are long lists of no pattern.
+PHI3: dict[str, Any] = {
+    "architectures": ["Phi3ForCausalLM"],
+    "model_type": "phi3",
+    "attention_bias": False,
+    "max_position_embeddings": 131072,
+    "original_max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "rope_scaling": {"type": "longrope", "short_factor": [1.1] * 48, "long_factor": [2.0] * 48},
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "Llama 2 7B": llama(4096, 32, 32, 32, 11008, 32000),
     "Llama 3.1 8B": llama(4096, 32, 32, 8, 14336, 128256, max_position_embeddings=131072),
@@ -95,6 +111,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         num_global_key_value_heads=4, attention_k_eq_v=True, intermediate_size=21504, sliding_window=1024,
         hidden_size_per_layer_input=0, layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 10,
     ),
+    "Gemma 4 26B A4B": gemma4(
+        hidden_size=2816, num_hidden_layers=30, num_attention_heads=16, num_key_value_heads=8,
+        num_global_key_value_heads=2, attention_k_eq_v=True, intermediate_size=2112, sliding_window=1024,
+        hidden_size_per_layer_input=0, layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 5,
+        enable_moe_block=True, num_experts=128, top_k_experts=8, moe_intermediate_size=704,
+    ),
     "Llama 4 Scout": {
         "architectures": ["Llama4ForConditionalGeneration"],
         "text_config": llama(
@@ -115,11 +137,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
         2048, 16, 32, 8, 0, 65536, architectures=["Lfm2ForCausalLM"], model_type="lfm2", conv_L_cache=3,
         full_attn_idxs=[2, 5, 8, 10, 12, 14], block_ff_dim=12288, block_auto_adjust_ff_dim=True, block_multiple_of=256,
     ),
+    "LFM2 8B A1B": llama(
+        2048, 24, 32, 8, 7168, 65536, architectures=["Lfm2MoeForCausalLM"], model_type="lfm2_moe", conv_L_cache=3,
+        layer_types=["full_attention" if idx in (2, 6, 10, 14, 18, 21) else "conv" for idx in range(24)],
+        moe_intermediate_size=1792, num_experts=32, num_experts_per_tok=4, num_dense_layers=2, norm_topk_prob=True,
+        use_expert_bias=True, routed_scaling_factor=1.0, tie_embedding=True,
+    ),
     "Granite 4.0 H-350M": llama(
         768, 32, 12, 4, 2048, 100352, architectures=["GraniteMoeHybridForCausalLM"], model_type="granitemoehybrid",
         layer_types=["attention" if idx in (10, 13, 17, 27) else "mamba" for idx in range(32)], num_local_experts=0,
         shared_intermediate_size=2048, tie_word_embeddings=True, mamba_n_heads=48, mamba_n_groups=1, mamba_d_state=128,
         mamba_d_conv=4, mamba_expand=2,
+    ),
+    "Granite 4.0 H-Tiny": llama(
+        1536, 40, 12, 4, 512, 100352, architectures=["GraniteMoeHybridForCausalLM"], model_type="granitemoehybrid",
+        layer_types=["attention" if idx in (5, 15, 25, 35) else "mamba" for idx in range(40)], num_local_experts=64,
+        num_experts_per_tok=6, shared_intermediate_size=1024, tie_word_embeddings=True, mamba_n_heads=48,
+        mamba_n_groups=1, mamba_d_state=128, mamba_d_conv=4, mamba_expand=2,
     ),
     "Falcon-H1 0.5B": llama(
         1024, 36, 8, 2, 2048, 32784, architectures=["FalconH1ForCausalLM"], model_type="falcon_h1", head_dim=64,
@@ -130,6 +164,24 @@ CONFIGS: dict[str, dict[str, Any]] = {
         mamba_d_ssm=1536, mamba_n_heads=24, mamba_d_head=64, mamba_n_groups=1, mamba_d_state=128, mamba_d_conv=4,
         mamba_norm_before_gate=False, max_position_embeddings=16384,
     ),
+    "Phi-3.5 mini": llama(
+        3072, 32, 32, 32, 8192, 32064, **PHI3, sliding_window=262144, tie_word_embeddings=False,
+    ),
+    "Phi-4 mini": llama(
+        3072, 32, 24, 8, 8192, 200064, **PHI3, sliding_window=262144, tie_word_embeddings=True,
+        partial_rotary_factor=0.75, lm_head_bias=False, mlp_bias=False, full_attn_mod=1,
+    ),
+    "gpt-oss 20B": llama(
+        2880, 24, 64, 8, 2880, 201088, architectures=["GptOssForCausalLM"], model_type="gpt_oss", head_dim=64,
+        attention_bias=True, hidden_act="silu", layer_types=["sliding_attention", "full_attention"] * 12,
+        max_position_embeddings=131072, num_experts_per_tok=4, num_local_experts=32, rope_theta=150000,
+        quantization_config={"modules_to_not_convert": ["model.layers.*.self_attn"], "quant_method": "mxfp4"},
+        rope_scaling={
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+            "rope_type": "yarn", "truncate": False,
+        },
+        rms_norm_eps=1e-5, sliding_window=128, swiglu_limit=7.0, tie_word_embeddings=False,
+    ),
     "Qwen3.5 of 24 layers": {
         "architectures": ["Qwen3_5ForConditionalGeneration"],
         "tie_word_embeddings": True,
@@ -137,6 +189,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
             1024, 24, 8, 2, 3584, 248320, model_type="qwen3_5_text", head_dim=256, **DELTA_NET,
             linear_num_key_heads=16, linear_num_value_heads=16, mamba_ssm_dtype="float32", attn_output_gate=True,
             layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 6,
+        ),
+    },
+    "Qwen3.5 35B A3B": {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "tie_word_embeddings": False,
+        "text_config": llama(
+            2048, 40, 16, 2, 0, 248320, model_type="qwen3_5_moe_text", head_dim=256, **DELTA_NET,
+            linear_num_key_heads=16, linear_num_value_heads=32, mamba_ssm_dtype="float32", attn_output_gate=True,
+            layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 10, num_experts=256, num_experts_per_tok=8,
+            moe_intermediate_size=512, shared_expert_intermediate_size=512,
         ),
     },
 }  # fmt: skip

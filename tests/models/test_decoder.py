@@ -117,7 +117,7 @@ def test_gates_are_stored_with_the_queries() -> None:
     ],
     ids=str,
 )
-def test_what_reads_another_ones_cache_only_norms_and_turns_whole_heads(change: dict[str, Any]) -> None:
+def test_layers_that_share_a_cache_norm_and_rotate_whole_heads(change: dict[str, Any]) -> None:
     with pytest.raises(AssertionError):
         decoder_of(spec_of(SMALL, replace(SMALL, source=0, **change)))
 

@@ -1,4 +1,4 @@
-"""Parts of models for which no bits are promised."""
+"""Model parts that are not bit-reproducible are refused with `deterministic`."""
 
 from __future__ import annotations
 

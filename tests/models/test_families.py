@@ -79,6 +79,7 @@ def test_frequencies_are_those_of_transformers(parameters: dict[str, Any]) -> No
     )
     expected, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
     rope = read(rope_parameters=parameters, max_position_embeddings=256).layers[0].mixer.rope
+    assert isinstance(rope, Rope)
     found, scale = inverse_frequencies(rope, 128)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
     assert scale == pytest.approx(factor, rel=1e-12)
@@ -180,7 +181,7 @@ def test_windows_and_rotations_of_gemma3() -> None:
 
 def test_gemma3_leaves_out_what_is_its_default() -> None:
     """The text part of the 4B model's configuration, as released."""
-    text = {
+    text: dict[str, Any] = {
         "hidden_size": 2560,
         "intermediate_size": 10240,
         "num_hidden_layers": 34,

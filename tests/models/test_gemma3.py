@@ -1,4 +1,4 @@
-"""What is Gemma 3's own: a checkpoint that sees images too, and roundings that differ from Llama's."""
+"""Gemma 3: a checkpoint with a vision part, and roundings that differ from Llama's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is Gemma 4's own: shapes of two dialects, a checkpoint that sees images too, roundings, and what is refused."""
+"""Gemma 4: shapes of two dialects, a checkpoint with a vision part, roundings, and refusals."""
 
 from __future__ import annotations
 
@@ -132,7 +132,9 @@ def test_norms_round_where_those_of_transformers_do(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_layers_are_told_what_those_of_transformers_are(dtype: torch.dtype) -> None:
     tiny = make_tiny("gemma4", dtype)
-    reference = tiny.reference.to(dtype).model
+    module: torch.nn.Module = tiny.reference
+    module.to(dtype)
+    reference = tiny.reference.model
     inputs = tiny.decoder.spec.per_layer_inputs
     assert inputs is not None
     ours = PerLayerEmbedding(inputs, 8, 64, ReferenceOps(), dtype, CPU)

@@ -1,4 +1,4 @@
-"""What is Llama 4's own: configurations, rotations of neighbours, and a checkpoint that sees images too."""
+"""Llama 4: configurations, interleaved rotation, and a checkpoint with a vision part."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quire.models.rope import RotaryEmbedding, query_scales, turning_order
 from quire.models.rotations import Llama3Scaling, Rope, Temperature
 from quire.models.spec import Attention, Experts, GatedMLP, ModelSpec, RMSNorm
 from quire.ops.reference import rotary
-from tests.models.published import CONFIGS
+from tests.models.published import CONFIGS, rope_parameter
 from tests.models.test_conformance import assert_same
 from tests.models.tiny import CASES, SHAPE, PagedRun, random_tokens, reference_logits
 
@@ -43,7 +43,7 @@ def test_what_configurations_leave_out() -> None:
     assert spec.max_position == theirs.max_position_embeddings
     chunks = [layer.mixer.chunk for layer in spec.layers if isinstance(layer.mixer, Attention)]
     assert chunks == [8192 if kind == "chunked_attention" else None for kind in theirs.layer_types]
-    rope = Rope(theirs.rope_parameters["rope_theta"], interleaved=True)
+    rope = Rope(rope_parameter(theirs, "rope_theta"), interleaved=True)
     norm = RMSNorm(1e-5, learned=False)
     assert spec.layers[0].mixer == Attention(40, 8, 128, rope, qk_norm=norm, chunk=8192)
     temperature = Temperature(theirs.floor_scale, theirs.attn_scale)
@@ -116,7 +116,8 @@ def test_the_language_model_of_a_checkpoint_with_images(tmp_path: Path, caplog: 
     token_ids = random_tokens(45)
     run = PagedRun(decoder)
     found = torch.cat([run.step({0: part})[0] for part in (token_ids[:20], token_ids[20:44], token_ids[44:])])
-    assert_same(found, reference_logits(reference, token_ids))
+    # The language model by itself: some releases of transformers fail in the whole model when a prompt has no image.
+    assert_same(found, reference_logits(reference.language_model, token_ids))
 
 
 @pytest.mark.parametrize(

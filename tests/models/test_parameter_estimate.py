@@ -11,6 +11,7 @@ import pytest
 from quire.models.checkpoint import read_config
 from quire.models.families import build
 from quire.models.parameter_estimate import estimate_parameters
+from quire.models.quantization_config import without_quantization
 from tests.models.published import CONFIGS
 from tests.models.tiny import CASES, make_tiny
 
@@ -27,17 +28,24 @@ PUBLISHED = {
     "Gemma 3 4B": 3.88,
     "Gemma 3 27B": 27.0,
     "Gemma 4 31B": 30.7,
+    "Gemma 4 26B A4B": 25.2,
     "Llama 4 Scout": 107.8,
     "Mixtral 8x7B": 46.7,
     "Qwen3 30B A3B": 30.5,
     "LFM2 1.2B": 1.17,
+    "LFM2 8B A1B": 8.34,
     "Granite 4.0 H-350M": 0.34,
+    "Granite 4.0 H-Tiny": 6.94,
     "Falcon-H1 0.5B": 0.521,
+    "Qwen3.5 35B A3B": 34.7,
+    "Phi-3.5 mini": 3.82,
+    "Phi-4 mini": 3.84,
+    "gpt-oss 20B": 20.9,
 }
 
 
 def num_parameters(config: Mapping[str, Any]) -> int:
-    return estimate_parameters(build(config)[0]).total
+    return estimate_parameters(build(without_quantization(config))[0]).total
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -65,6 +73,9 @@ def test_bytes_of_rounded_weights() -> None:
     assert tied.num_bytes(2, None) == 2 * tied.total
     assert tied.num_bytes(2, "int8") == 3 * table + others
     assert tied.num_bytes(2, "int4") == 2 * table + table * 13 // 16 + others * 9 // 16
+    spec, _ = build(without_quantization(CONFIGS["gpt-oss 20B"]))
+    stored, num_experts = estimate_parameters(spec), 24 * 32 * 3 * 2880**2
+    assert stored.num_bytes(2, None, is_mxfp4=True) == 2 * (stored.total - num_experts) + num_experts * 9 // 16
     free = estimate_parameters(build(CONFIGS["Llama 3.1 8B"])[0])
     table = 128256 * 4096
     assert free.num_bytes(2, "int8") == 2 * table + table + free.total - 2 * table

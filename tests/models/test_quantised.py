@@ -1,4 +1,4 @@
-"""Models on rounded weights: beside the same model on what the rounded weights stand for."""
+"""Models on quantised weights, against the same model on the dequantised values."""
 
 from __future__ import annotations
 

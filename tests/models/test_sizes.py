@@ -1,4 +1,4 @@
-"""What a configuration says of sizes is compared with what is stored, before anything of such a size is made."""
+"""Sizes stated in a configuration are compared with the stored tensors before anything is allocated."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_size_that_cannot_be_is_refused_by_name(folder: Path, fields: dict[str
     change(folder, **fields)
     with pytest.raises(ConfigError, match=re.escape(says)) as caught:
         _ = load(folder), Checkpoint.open(str(folder)).eos_token_ids
-    assert len(str(caught.value)) < 500
+    assert len(str(caught.value)) < 1000  # whatever was given
 
 
 @pytest.mark.parametrize("name", CASES)

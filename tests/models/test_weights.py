@@ -81,7 +81,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> Recorder:
     checkpoint = Checkpoint.open(str(folder))
     spec, weight_map = build(checkpoint.config)
     decoder = Recorder(spec, ops=make_ops(CPU), dtype=dtype, device=CPU)
-    load_weights(checkpoint, weight_map, decoder, dtype=dtype)
+    load_weights(checkpoint, weight_map, decoder)
     return decoder
 
 
@@ -111,6 +111,7 @@ def test_shards_give_what_one_file_gives(folder: Path) -> None:
 
 
 @pytest.mark.skipif(not MAPS.exists(), reason="this system does not tell what a process has mapped")
+@pytest.mark.pairwise
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -123,7 +124,7 @@ def test_nothing_that_is_kept_lies_in_the_file(folder: Path, dtype: torch.dtype,
     checkpoint = Checkpoint.open(str(folder))
     spec, weight_map = build(checkpoint.config)
     decoder = Decoder(spec, ops=make_ops(CPU, kernels), dtype=dtype, device=CPU)
-    load_weights(checkpoint, weight_map, decoder, dtype=dtype)
+    load_weights(checkpoint, weight_map, decoder)
     gc.collect()
     assert str(folder / "model.safetensors") not in MAPS.read_text()
     assert decoder.missing_weights == ()
@@ -159,7 +160,7 @@ def test_a_tensor_that_does_not_fit_is_named_before_any_is_read(
     spec, weight_map = build(checkpoint.config)
     decoder = Recorder(spec, ops=make_ops(CPU), dtype=torch.float32, device=CPU)
     with pytest.raises(CheckpointError, match=complaint):
-        load_weights(checkpoint, weight_map, decoder, dtype=torch.float32)
+        load_weights(checkpoint, weight_map, decoder)
     assert decoder.loaded == {}
 
 
@@ -202,7 +203,7 @@ def test_auto_keeps_the_dtype_of_the_checkpoint(
     assert choose_dtype(option, Checkpoint.open(str(folder))) == expected
 
 
-def test_auto_looks_at_most_of_the_numbers_where_the_configuration_is_silent(folder: Path) -> None:
+def test_auto_takes_the_dtype_of_most_weights(folder: Path) -> None:
     reconfigure(folder, dtype=None, torch_dtype=None)
     rewrite(folder, lambda tensors: tensors.update({n: t.bfloat16() for n, t in tensors.items() if t.ndim == 2}))
     assert choose_dtype("auto", Checkpoint.open(str(folder))) == torch.bfloat16

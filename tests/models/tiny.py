@@ -33,11 +33,12 @@ from quire.execution.kv_storage import make_storages
 from quire.memory.results import NO_OPS
 from quire.models.decoder import Decoder
 from quire.models.families import build
+from quire.models.families.expert_layout import LINEAR_EXPERTS, has_linear_experts
 from quire.models.spec import StateCacheShape, TokenCacheShape, WeightMap
 from quire.ops import make_ops
 from quire.scheduling.plan import NewSequence, ScheduledSequence, StepPlan, TableDelta
 from quire.sequences.params import SamplingParams
-from tests.models.family_cases import EXPERT_CASES, FALCON_CASES, GEMMA4_CASES, QWEN3_5_CASES
+from tests.models.family_cases import EXPERT_CASES, FALCON_CASES, GEMMA4_CASES, PHI3_CASES, QWEN3_5_CASES
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 211,
@@ -160,7 +161,7 @@ CASES: dict[str, tuple[type, type, dict[str, Any]]] = {
     ),
 }
 
-CASES |= GEMMA4_CASES | FALCON_CASES | QWEN3_5_CASES | EXPERT_CASES
+CASES |= GEMMA4_CASES | FALCON_CASES | QWEN3_5_CASES | EXPERT_CASES | PHI3_CASES
 CASES |= {
     "lfm2": (
         Lfm2Config,
@@ -265,9 +266,12 @@ def make_tiny(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu"
             learned.copy_(1.0 + torch.randn_like(learned) * 0.4)
     reference.config.architectures = [model_class.__name__]
     config = json.loads(reference.config.to_json_string())
+    tensors = stored_tensors(reference)
+    if has_linear_experts(tensors):
+        config[LINEAR_EXPERTS] = True
     spec, weight_map = build(config)
     decoder = Decoder(spec, ops=make_ops(torch.device(device)), dtype=dtype, device=torch.device(device))
-    fill(decoder, weight_map, stored_tensors(reference))
+    fill(decoder, weight_map, tensors)
     return Tiny(reference.to(device), config, weight_map, decoder)
 
 
@@ -286,9 +290,9 @@ def stored_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 def fill(decoder: Decoder, weight_map: WeightMap, tensors: dict[str, torch.Tensor]) -> None:
     """Load every weight through the map."""
-    for name in decoder.weight_shapes():
-        joined = torch.cat([tensors[source] for source in weight_map[name]])
-        decoder.load_weight(name, joined.to(decoder.dtype))
+    for name, shape in decoder.weight_shapes().items():
+        joined = torch.cat([tensors[source] for source in weight_map[name]]).view(shape)
+        decoder.load_weight(name, joined.to(decoder.weight_dtype(name)))
 
 
 class PagedRun:

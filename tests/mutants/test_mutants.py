@@ -17,17 +17,18 @@ from tests.mutants.table import Checker, Mutant
 
 MUTANTS = (*POOL, *TABLES, *PREFIX, *TIERS, *SCHEDULING)
 HONEST = (
-    checkers.walk_read_back,
-    checkers.host_read_back,
-    checkers.media_read_back,
     checkers.media_run,
     checkers.scheduler_run,
     checkers.audited_run,
     checkers.beam_run,
     checkers.beam_reference,
 )
-# The default run has other complete searches and references: test_small_worlds.py and test_state_machine.py.
+# The default run has other walks, complete searches and references on honest code: test_million.py,
+# test_small_worlds.py and test_state_machine.py.
 HONEST_SLOW = (
+    checkers.walk_read_back,
+    checkers.host_read_back,
+    checkers.media_read_back,
     checkers.walk_reference,
     checkers.host_reference,
     checkers.media_reference,
@@ -70,6 +71,7 @@ def test_checker_passes_on_honest_code(checker: Checker) -> None:
     checker()
 
 
+@pytest.mark.slow  # by default test_state_machine.py has colliding digests
 def test_honest_code_survives_digest_collisions(monkeypatch: pytest.MonkeyPatch) -> None:
     SHORT_DIGESTS.install(monkeypatch)
     checkers.walk_read_back()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -116,9 +116,12 @@ def test_gates_at_the_ends_of_their_range(backend: Backend, dtype: torch.dtype, 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("block_size", [1, 8, 16, 64])
 @pytest.mark.parametrize("has_norms", [False, True])
-def test_attention_by_block_size(backend: Backend, dtype: torch.dtype, block_size: int, has_norms: bool) -> None:
-    world = World(RAGGED, block_size=block_size, has_norms=has_norms, dtype=dtype, device=backend.device)
-    world.check(backend.make())
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_attention_by_block_size(
+    backend: Backend, dtype: torch.dtype, block_size: int, has_norms: bool, has_sinks: bool
+) -> None:
+    options: dict[str, Any] = {"has_norms": has_norms, "has_sinks": has_sinks}
+    World(RAGGED, block_size=block_size, **options, dtype=dtype, device=backend.device).check(backend.make())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -159,9 +162,12 @@ def test_queries_alone(backend: Backend, dtype: torch.dtype, head_dim: int, has_
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("num_kv_heads", "group"), [(1, 1), (4, 1), (3, 2), (1, 3), (2, 4), (1, 7), (1, 8), (2, 16)])
-def test_attention_by_heads(backend: Backend, dtype: torch.dtype, num_kv_heads: int, group: int) -> None:
-    world = World(RAGGED, num_kv_heads=num_kv_heads, group=group, dtype=dtype, device=backend.device)
-    world.check(backend.make())
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_attention_by_heads(
+    backend: Backend, dtype: torch.dtype, num_kv_heads: int, group: int, has_sinks: bool
+) -> None:
+    heads: dict[str, Any] = {"num_kv_heads": num_kv_heads, "group": group}
+    World(RAGGED, **heads, has_sinks=has_sinks, dtype=dtype, device=backend.device).check(backend.make())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -180,17 +186,40 @@ def test_attention_by_heads(backend: Backend, dtype: torch.dtype, num_kv_heads: 
     ],
     ids=str,
 )
-def test_attention_by_length(backend: Backend, dtype: torch.dtype, spans: list[tuple[int, int]]) -> None:
-    World(spans, dtype=dtype, device=backend.device).check(backend.make())
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_attention_by_length(
+    backend: Backend, dtype: torch.dtype, spans: list[tuple[int, int]], has_sinks: bool
+) -> None:
+    World(spans, dtype=dtype, device=backend.device, has_sinks=has_sinks).check(backend.make())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("block_size", [8, 16])
 @pytest.mark.parametrize("window", [1, 7, 16, 33, 1000])
-def test_attention_in_a_window(backend: Backend, dtype: torch.dtype, block_size: int, window: int) -> None:
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_attention_in_a_window(
+    backend: Backend, dtype: torch.dtype, block_size: int, window: int, has_sinks: bool
+) -> None:
     spans = [*RAGGED, (700, 1), (600, 20), (100, 200)]
-    World(spans, block_size=block_size, window=window, dtype=dtype, device=backend.device).check(backend.make())
+    options: dict[str, Any] = {"block_size": block_size, "window": window, "has_sinks": has_sinks}
+    World(spans, **options, dtype=dtype, device=backend.device).check(backend.make())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sinks_of_any_size(backend: Backend, dtype: torch.dtype) -> None:
+    """One that takes all weight leaves nothing, one that takes none changes nothing; a NaN is its head's alone."""
+    world = World([*RAGGED, (1100, 1)], dtype=dtype, device=backend.device, has_sinks=True)
+    assert world.sinks is not None
+    world.sinks.copy_(torch.tensor([1e6, -1e6, float("-inf"), float("nan")]))
+    ops = backend.make()
+    found = world.run(ops)[1].view(-1, 4, 64)
+    world.sinks = None
+    plain = world.run(ops)[1].view(-1, 4, 64)
+    assert found[:, 0].eq(0.0).all()
+    assert torch.equal(found[:, 1:3], plain[:, 1:3])
+    assert found[:, 3].isnan().all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -1,10 +1,11 @@
-"""Kernels that give a row the same bits, whatever rows it comes with."""
+"""Deterministic kernels: a row gets the same bits in every batch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
@@ -60,12 +61,12 @@ def outputs(world: World, ops: NativeOps, queries: torch.Tensor, cut: Sequence[t
         block_ids=torch.cat(tables),
         block_starts=[0, *accumulate(len(table) for table in tables)],
     )
-    return ops.step_attention(of_cut, world.kv).attend(1, queries[rows], world.scale)
+    return ops.step_attention(of_cut, world.kv).attend(1, queries[rows], world.scale, world.sinks)
 
 
-def differing(level: str, deterministic: bool, dtype: torch.dtype, stored: str | None, **sight: int) -> int:
+def differing(level: str, deterministic: bool, dtype: torch.dtype, stored: str | None, **sight: Any) -> int:
     """Return in how many of the cuts a row has other bits than in one step of the whole sequence."""
-    world = World([(0, NUM_TOKENS)], block_size=8, dtype=dtype, stored=stored, **sight)
+    world = World([(0, NUM_TOKENS)], block_size=8, dtype=dtype, stored=stored, has_sinks="window" in sight, **sight)
     ops = make(level, deterministic)
     queries, expected = world.run(ops)
     found = [outputs(world, ops, queries, cut) for cut in CUTS]
@@ -98,13 +99,13 @@ def test_the_path_of_many_rows_is_right(level: str, dtype: torch.dtype, stored: 
     worlds = [
         *(LAYOUTS[name].world(dtype, stored) for name in ("prefix", "tree", "fork", "window", "chunk")),
         *(World(windowed, window=window, dtype=dtype, stored=stored) for window in (33, 200)),
-        World(RAGGED, head_dim=80, dtype=dtype, stored=stored),
+        World(RAGGED, head_dim=80, dtype=dtype, stored=stored, has_sinks=True),
     ]
     tolerance = 3 * TOLERANCE[dtype]
     for world in worlds:
         steps = [ops.step_attention(world.batch, world.kv) for ops in (make(level), REFERENCE)]
         queries = steps[1].prepare(1, world.qkv, world.norms, world.rotation)
-        found, expected = (step.attend(1, queries, world.scale) for step in steps)
+        found, expected = (world.attend(step, queries) for step in steps)
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 

@@ -54,7 +54,8 @@ class Model:
             qkv = self._linear((HEADS + 2 * KV_HEADS) * HEAD_DIM, WIDTH, 10 * idx + 2, has_bias=idx > 1)
             output = self._linear(WIDTH, HEADS * HEAD_DIM, 10 * idx + 3)
             norms = head_norms if idx < 3 else None
-            attention = DenseAttention(qkv, norms, idx // 2, HEADS, 0.25, output)
+            sinks = randn(HEADS, seed=idx) * 3 if idx % 2 else None
+            attention = DenseAttention(qkv, norms, idx // 2, HEADS, 0.25, output, sinks)
             columns = width * WIDTH * 2 if idx < 3 or mlp_width is None else mlp_width
             gate_up = self._linear(2 * columns, WIDTH, 10 * idx + 4, gate="silu" if idx else "gelu_tanh")
             mlp = DenseMLP(gate_up, self._linear(WIDTH, columns, 10 * idx + 5, has_bias=idx < 2))
@@ -74,7 +75,7 @@ class Model:
             step = steps[group_idx]
             qkv = attention.qkv(self.ops.rms_norm(x, *mixer_norm))
             queries = step.prepare(attention.layer_idx, qkv, attention.head_norms, rotations[rotation_idx])
-            x = attention.output(step.attend(attention.layer_idx, queries, attention.score_scale), x)
+            x = attention.output(step.attend(attention.layer_idx, queries, attention.score_scale, attention.sinks), x)
             x = mlp.down(mlp.gate_up(self.ops.rms_norm(x, *ffn_norm)), x)
         return x
 
@@ -92,7 +93,7 @@ class Caches:
         self.contents = [storage.data.clone() for storage in self.storages]
 
     def step(self, spans: list[tuple[int, int]], seed: int = 0, num_shared: int = 0, window: int = 9) -> Step:
-        """Return a step of sequences with so many tokens stored, and so many rows.
+        """Return a step of sequences with the given stored tokens and rows.
 
         Args:
             seed: of their blocks.
@@ -187,7 +188,7 @@ def test_fused_layers_give_the_bits_of_the_layers(level: str, weights: str) -> N
 
 @pytest.fixture
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    """Have torch work on so many threads."""
+    """Set the number of torch threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield request.param
@@ -248,7 +249,7 @@ def test_what_a_step_gave_is_not_overwritten() -> None:
 
 
 @torch.inference_mode()
-def test_steps_of_many_rows_and_of_caches_that_torch_reads_are_left_to_the_layers() -> None:
+def test_large_steps_and_torch_attention_run_layer_by_layer() -> None:
     layers = fused(Model(native_ops("portable", "plain")))
     for spans, stored in (([(4, MAX_ROWS + 1)], None), ([(4, 1)], "fp8")):
         caches = Caches(stored=stored)
@@ -258,7 +259,7 @@ def test_steps_of_many_rows_and_of_caches_that_torch_reads_are_left_to_the_layer
         assert all(map(torch.equal, caches.contents, [storage.data for storage in caches.storages]))
 
 
-def test_layers_with_products_of_torch_or_other_numbers_of_heads_are_not_fused() -> None:
+def test_torch_products_and_uneven_heads_are_not_fused() -> None:
     ops = native_ops("portable", "plain")
     (first, *others) = Model(ops).layers
     assert ops.fuse_layers([first, *others]) is not None

@@ -1,4 +1,4 @@
-"""What oneDNN keeps of products of many shapes."""
+"""The memory that oneDNN's primitive cache keeps for products of many shapes."""
 
 from __future__ import annotations
 
@@ -41,4 +41,4 @@ def resident_after(**environment: str) -> int:
 def test_steps_of_many_lengths_leave_bounded_memory_behind() -> None:
     assert resident_after() < 120
     unbounded = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1024", "LRU_CACHE_CAPACITY": "1024"}
-    assert resident_after(**unbounded) > 250, "whoever sets them is heard, and the bound is needed"
+    assert resident_after(**unbounded) > 250, "the environment overrides the bound, and the bound is needed"

@@ -1,4 +1,4 @@
-"""Rows of a weight, looked up in what it was packed to."""
+"""Rows of packed weights, looked up again."""
 
 from __future__ import annotations
 

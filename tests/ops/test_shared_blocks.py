@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -39,14 +39,14 @@ class Layout(NamedTuple):
     window: int | None = None
     chunk: int | None = None
 
-    def world(self, dtype: torch.dtype, stored: str | None = None, **shape: int) -> World:
+    def world(self, dtype: torch.dtype, stored: str | None = None, **shape: Any) -> World:
         world = World(self.spans, window=self.window, chunk=self.chunk, dtype=dtype, stored=stored, **shape)
         block_size = world.kv.data.shape[4]
         ids, starts = world.batch.block_ids, world.batch.block_starts
         for into, of, begin, end in self.shares:
             blocks = range(begin // block_size, end // block_size)
             for block in blocks:
-                world.kv.data[ids[starts[into] + block]].view(torch.uint8).fill_(0xFF)  # nobody's any more
+                world.kv.data[ids[starts[into] + block]].view(torch.uint8).fill_(0xFF)  # no sequence has it any more
                 ids[starts[into] + block] = ids[starts[of] + block]
         return world
 
@@ -86,20 +86,21 @@ def check(world: World, backend: Backend, group: int = 2) -> int:
     """Compare with the reference; return the tokens read."""
     step = REFERENCE.step_attention(world.batch, world.kv)
     queries = step.prepare(1, world.qkv, world.norms, world.rotation)
-    expected = step.attend(1, queries, world.scale)
+    expected = world.attend(step, queries)
     native = backend.make().step_attention(world.batch, world.kv)
     assert isinstance(native, NativeStepAttention)
     tolerance = 3 * TOLERANCE[world.kv.dtype]
-    torch.testing.assert_close(native.attend(1, queries, world.scale), expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(world.attend(native, queries), expected, rtol=tolerance, atol=tolerance)
     return native.plan(group * world.kv.data.shape[3]).tokens_read
 
 
 @pytest.mark.parametrize("backend", NATIVE)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_shared_blocks(backend: Backend, dtype: torch.dtype, name: str) -> None:
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_shared_blocks(backend: Backend, dtype: torch.dtype, name: str, has_sinks: bool) -> None:
     layout = LAYOUTS[name]
-    assert check(layout.world(dtype), backend) == layout.num_read
+    assert check(layout.world(dtype, has_sinks=has_sinks), backend) == layout.num_read
 
 
 @pytest.mark.parametrize("backend", NATIVE)
@@ -116,8 +117,9 @@ def test_shared_blocks_of_int8(backend: Backend, dtype: torch.dtype, name: str) 
 )
 def test_shapes(backend: Backend, block_size: int, group: int, head_dim: int) -> None:
     for name in ("prefix", "tree"):
-        shape = {"block_size": block_size, "group": group, "head_dim": head_dim, "num_kv_heads": 1}
-        world = LAYOUTS[name].world(torch.bfloat16, **shape)
+        world = LAYOUTS[name].world(
+            torch.bfloat16, block_size=block_size, group=group, head_dim=head_dim, num_kv_heads=1
+        )
         assert check(world, backend, group) < sum(world.batch.context_lens)
 
 

@@ -98,10 +98,10 @@ class World:
         """Convolve and scan in one layer, and correct in another; return the outputs."""
         step = ops.step_states(self.batch, self.states)
         convolved = step.causal_conv(LAYER, self.rows, self.taps, self.bias, True)
-        plain = self.rows.split_with_sizes(self.parts, 1)
-        scanned = step.ssm_scan(LAYER, *plain, self.steps, self.heads)
+        x, B, C = self.rows.split_with_sizes(self.parts, 1)
+        scanned = step.ssm_scan(LAYER, x, B, C, self.steps, self.heads)
         key_dim, wide = self.states.ssm_states[CORRECTED].shape[2], self.steps.float()
-        keys = functional.normalize(self.pairs[:, 1].unflatten(1, (-1, key_dim)), dim=-1).flatten(1)
+        keys = functional.normalize(self.pairs[:, 1].reshape(len(self.pairs), -1, key_dim), dim=-1).flatten(1)
         decays = functional.softplus(wide) * self.heads.A
         values = self.values[:, :-3]  # their rows lie apart
         corrected = step.gated_delta_rule(CORRECTED, self.pairs[:, 0], keys, values, decays, wide.sigmoid())

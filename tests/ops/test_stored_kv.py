@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -45,8 +46,8 @@ def check(world: World, ops: Ops) -> None:
         assert torch.equal(data[:, :, 1], written[:, :, 1])
     assert torch.equal(data[:, [0, 2]], before[:, [0, 2]])
     data.copy_(written)
-    expected = steps[0].attend(1, queries, world.scale)
-    found = steps[1].attend(1, queries, world.scale)
+    expected = world.attend(steps[0], queries)
+    found = world.attend(steps[1], queries)
     assert torch.equal(data, written)
     assert found.is_contiguous()
     # Weights may be rounded to the dtype of the values.
@@ -58,8 +59,10 @@ def check(world: World, ops: Ops) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", STORED)
 def test_every_dtype(backend: Backend, dtype: torch.dtype, name: str) -> None:
+    spans = [*RAGGED, (1100, 1)]
     for has_norms in (False, True):
-        check(World(RAGGED, has_norms=has_norms, dtype=dtype, device=backend.device, stored=name), backend.make())
+        options = {"has_norms": has_norms, "has_sinks": has_norms}
+        check(World(spans, **options, dtype=dtype, device=backend.device, stored=name), backend.make())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -94,7 +97,7 @@ def test_shapes(
     window: int | None,
 ) -> None:
     spans = [*RAGGED, (600, 1), (500, 3), (100, 90)]
-    shape = {"block_size": block_size, "num_kv_heads": num_kv_heads, "group": group, "head_dim": head_dim}
+    shape: Any = {"block_size": block_size, "num_kv_heads": num_kv_heads, "group": group, "head_dim": head_dim}
     world = World(spans, **shape, window=window, dtype=dtype, device=backend.device, stored=name)
     check(world, backend.make())
 

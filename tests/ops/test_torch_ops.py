@@ -1,4 +1,4 @@
-"""What is the torch backend's own: its fallbacks and its tiles."""
+"""The torch backend's fallbacks and tiles."""
 
 from __future__ import annotations
 

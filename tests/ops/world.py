@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 
 from quire.execution.kv_storage import KVStorage
-from quire.ops.interface import AttentionBatch, HeadNorms, Ops, Rotation
+from quire.ops.interface import AttentionBatch, HeadNorms, Ops, Rotation, StepAttention
 from quire.ops.reference import ReferenceOps
 from quire.ops.torch_widened import WIDENED, narrowed
 
@@ -43,6 +43,7 @@ class World:
         has_norms: query and key heads are normed.
         has_value_norms: so are value heads.
         stored: what the cache keeps them as; None as they are.
+        has_sinks: heads have sinks, of next to no weight, of some, and of nearly all.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class World:
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
         stored: str | None = None,
+        has_sinks: bool = False,
     ) -> None:
         num_blocks = [-(-(history + rows) // block_size) for history, rows in spans]
         ids = list(range(1, sum(num_blocks) + 3))
@@ -80,8 +82,9 @@ class World:
             vectors = randn(history, 3, 2, num_kv_heads, head_dim, dtype=dtype, device=device, seed=seq)
             element = self.kv.data.dtype
             slots = narrowed(vectors, element) if element in WIDENED else vectors.to(element)
-            slots = slots.view(torch.uint8).unflatten(-1, (slots.shape[-1], -1))
-            data = self.kv.data.view(torch.uint8).unflatten(-1, (slots.shape[-2], -1))
+            slots = slots.view(torch.uint8).reshape(*slots.shape, element.itemsize)
+            data = self.kv.data.view(torch.uint8)
+            data = data.view(*data.shape[:-1], slots.shape[-2], -1)
             data[blocks[live], :, :, :, offsets[live]] = slots[live]
         num_rows = sum(rows for _, rows in spans)
         self.batch = AttentionBatch(
@@ -102,12 +105,20 @@ class World:
             self.norms = HeadNorms(scales, 1e-5)
         self.rotation = rotation_of(num_rows, head_dim, dtype, device)
         self.scale = head_dim**-0.5
+        self.sinks = None
+        if has_sinks:
+            self.sinks = randn(group * num_kv_heads, device=device, seed=4) * 4
+            self.sinks[::5] = 9.0
 
     def run(self, ops: Ops, layer_idx: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
         """Store and attend in one layer; return queries and outputs."""
         step = ops.step_attention(self.batch, self.kv)
         queries = step.prepare(layer_idx, self.qkv, self.norms, self.rotation)
-        return queries, step.attend(layer_idx, queries, self.scale)
+        return queries, self.attend(step, queries, layer_idx)
+
+    def attend(self, step: StepAttention, queries: torch.Tensor, layer_idx: int = 1) -> torch.Tensor:
+        """Attend in one layer to what is stored."""
+        return step.attend(layer_idx, queries, self.scale, self.sinks)
 
     def check(self, ops: Ops) -> None:
         """Compare the queries, the cache and the outputs of a backend with the reference's."""

@@ -35,6 +35,9 @@ extern "C" __attribute__((visibility("default"))) const char* features() {
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
     " avx2"
 #endif
+#if defined(__AVXVNNI__)
+    " avx_vnni"
+#endif
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
     " avx512"
 #endif
@@ -50,6 +53,7 @@ extern "C" __attribute__((visibility("default"))) const char* features() {
 FEATURES = {
     "portable": "",
     "avx2": " sse4.2 avx2",
+    "avx_vnni": " sse4.2 avx2 avx_vnni",
     "avx512": " sse4.2 avx2 avx512",
     "avx512_bf16": " sse4.2 avx2 avx512 avx512_bf16",
 }
@@ -257,7 +261,7 @@ def test_without_a_compiler_there_are_no_libraries_and_one_line_says_so(
     assert said.out.count("\n") == 1
 
 
-def test_a_command_that_succeeds_and_makes_nothing_is_no_compiler_either(folder: Path) -> None:
+def test_a_command_without_output_is_no_compiler(folder: Path) -> None:
     assert build(folder, Compiler(("true",), ""), LEVELS) == []
     assert present(folder) == set()
 
@@ -318,7 +322,7 @@ def test_a_wheel_without_a_compiler_is_a_pure_one(tree: Path) -> None:
     assert files_of(wheel) == ["quire/__init__.py"]
 
 
-def test_an_editable_installation_builds_the_libraries_where_the_sources_are(compiler: Compiler, tree: Path) -> None:
+def test_an_editable_install_builds_beside_the_sources(compiler: Compiler, tree: Path) -> None:
     hatchling_build(tree, " ".join(compiler.command), "-t", "wheel:editable", "--hooks-only")
     assert present(tree / hatch_build.FOLDER) == {*NAMES, hatch_build.RECORD}
 

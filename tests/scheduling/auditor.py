@@ -57,7 +57,9 @@ class Auditor:
         assert sum(slots) <= scheduler.max_num_seqs, "S2: beams to come have no slots"
         held = {seq_id: state.is_swapped for seq_id, state in scheduler.memory.sequences.items()}
         should_be = {s.seq_id: False for s in running} | {s.seq_id: True for s in swapped}
-        assert held == should_be, "S4: who holds memory, and where, is not who runs or is swapped out"
+        assert held == should_be, (
+            "S4: the holders of memory on a tier are not the sequences that run or are swapped out"
+        )
         for sequence in (*running, *swapped):
             state = scheduler.memory.sequences[sequence.seq_id]
             assert state.num_computed == sequence.num_computed, "scheduler and memory count otherwise"
@@ -106,7 +108,7 @@ class Auditor:
             assert planned[0] == before.running[0].seq_id, "the first in order does not go on"
         elif before.running:
             assert scheduler.running[0].key < before.running[0].key, "the first in order lost its memory for nobody"
-        self._check_lockstep(set(planned), plan)
+        self._check_lockstep(set(planned), plan, set(before.running))
         for sequence in before.running:
             is_left_out = sequence in still_running and sequence.seq_id not in planned
             if sequence.num_pending == 1 and is_left_out and not sequence.is_beam:
@@ -123,17 +125,23 @@ class Auditor:
         for sequence in left:
             # Swapped samples of a request come back together; one of them that is recomputed may still wait.
             later = [s for s in admitted if s.key > sequence.key and s.request is not sequence.request]
-            assert not later, "S6: somebody was overtaken"
+            assert not later, "S6: a request was overtaken"
         if before.running and scheduler.stats.num_preemptions > before.num_preemptions and admitted:
             first = admitted[0].request
             has_made_way = [s.request.priority > first.priority and s.request.order_key > first.order_key for s in lost]
-            assert all(has_made_way), "somebody came in while others lost their memory"
+            assert all(has_made_way), "a request was admitted in a step that preempted others"
         for sequence in scheduler.swapped:
             samples = sequence.request.sequences
             assert all(s.status is not SequenceStatus.RUNNING for s in samples), "a family was torn apart"
 
-    def _check_lockstep(self, planned: set[int], plan: StepPlan) -> None:
-        """All beams of a search are in a step, as one group, or none is; and none only where blocks are lacking."""
+    def _check_lockstep(self, planned: set[int], plan: StepPlan, ran: set[Sequence]) -> None:
+        """All beams of a search are in a step, as one group, or none is.
+
+        None is only where blocks are lacking, or where the beams were swapped in and the step has no tokens left.
+
+        Args:
+            ran: sequences that were running before the step was planned.
+        """
         memory, groups = self.scheduler.memory, {group.seq_ids: group for group in plan.beams}
         for request in self._running():
             beams = [sequence for sequence in self.scheduler.running if sequence.request is request]
@@ -142,6 +150,8 @@ class Auditor:
                 continue
             if planned & set(seq_ids):
                 assert groups[seq_ids].scores == tuple(request.search.scores[b.sample_idx] for b in beams)  # type: ignore[union-attr]
+                continue
+            if ran.isdisjoint(beams):
                 continue
             needs = [0] * len(memory.groups)
             for idx, group in enumerate(memory.groups):

@@ -1,4 +1,4 @@
-"""Whose memory is taken, how it is given back, and that a family leaves and comes back as one."""
+"""Preemption: the victims, swapping and recomputation, and all samples of a request together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.memory.results import AllocStatus, Verdict
 from quire.scheduling import TransferRates
 from quire.scheduling.preemption import PreemptionCost
 from quire.sequences import FinishReason, Request, SequenceStatus
-from tests.scheduling.rig import Job, Rig, Setting, finish_all, outputs_of, prompt
+from tests.scheduling.harness import Harness, Job, Setting, finish_all, outputs_of, prompt
 
 TIGHT = Setting(num_blocks=8, budget=16, max_num_seqs=4, host_blocks=20, preemption_mode="swap", caching=False)
 
@@ -23,43 +23,43 @@ def job(length: int, max_tokens: int, n: int = 1) -> Job:
     return Job(prompt=prompt(length), max_tokens=max_tokens, n=n, ignore_eos=True)
 
 
-def step_until_swapped(rig: Rig) -> None:
-    while not rig.scheduler.swapped:
-        assert rig.scheduler.has_unfinished, "nobody was swapped out"
-        rig.step()
+def step_until_swapped(harness: Harness) -> None:
+    while not harness.scheduler.swapped:
+        assert harness.scheduler.has_unfinished, "nobody was swapped out"
+        harness.step()
 
 
-def two_that_collide(setting: Setting = TIGHT) -> tuple[Rig, Request, Request]:
+def two_that_collide(setting: Setting = TIGHT) -> tuple[Harness, Request, Request]:
     """Two sequences that fit side by side at first, and not to their ends."""
-    rig = Rig(setting)
-    return rig, rig.add(job(11, 16), seed=0), rig.add(job(10, 16), seed=1)
+    harness = Harness(setting)
+    return harness, harness.add(job(11, 16), seed=0), harness.add(job(10, 16), seed=1)
 
 
 def test_a_swapped_sequence_goes_on_where_it_stopped_and_opens_once() -> None:
-    rig, older, younger = two_that_collide()
-    rig.step()
-    step_until_swapped(rig)
+    harness, older, younger = two_that_collide()
+    harness.step()
+    step_until_swapped(harness)
     (sequence,) = younger.sequences
     assert sequence.status is SequenceStatus.SWAPPED
     stopped_at = sequence.num_computed
     assert stopped_at > 10
     items = []
-    while rig.scheduler.has_unfinished:
-        items += [item for item in rig.step().items if item.seq_id == sequence.seq_id]
+    while harness.scheduler.has_unfinished:
+        items += [item for item in harness.step().items if item.seq_id == sequence.seq_id]
     assert items[0].start == stopped_at
     assert items[0].new_sequence is None, "the data plane has kept it open"
     assert [delta.start for delta in items[0].table_deltas] == [0], "its table comes whole"
-    stats = rig.scheduler.stats
+    stats = harness.scheduler.stats
     assert (stats.num_preemptions, stats.num_swaps, stats.wasted_tokens) == (1, 1, 0)
     assert (older.num_preemptions, younger.num_preemptions) == (0, 1)
     assert stats.resumed_queries == 0
 
 
 def test_swapping_is_one_ordered_list_of_copies_there_and_back() -> None:
-    rig, _, younger = two_that_collide()
+    harness, _, younger = two_that_collide()
     copies: list[Any] = []
-    while rig.scheduler.has_unfinished:
-        copies += rig.step().ops.copies
+    while harness.scheduler.has_unfinished:
+        copies += harness.step().ops.copies
     tiers = [(copy.src_tier, copy.dst_tier) for copy in copies]
     out, back = (Tier.DEVICE, Tier.HOST), (Tier.HOST, Tier.DEVICE)
     assert set(tiers) == {out, back}
@@ -69,112 +69,112 @@ def test_swapping_is_one_ordered_list_of_copies_there_and_back() -> None:
 
 
 def test_a_family_is_swapped_as_one_and_shares_when_it_is_back() -> None:
-    rig = Rig(replace(TIGHT, num_blocks=10))
-    rig.add(job(15, 14), seed=0)
-    family = rig.add(job(9, 14, n=2), seed=1)
-    rig.step()
-    step_until_swapped(rig)
+    harness = Harness(replace(TIGHT, num_blocks=10))
+    harness.add(job(15, 14), seed=0)
+    family = harness.add(job(9, 14, n=2), seed=1)
+    harness.step()
+    step_until_swapped(harness)
     assert [sequence.status for sequence in family.sequences] == [SequenceStatus.SWAPPED] * 2
     assert family.num_preemptions == 2
-    while rig.scheduler.swapped:
-        rig.step()
-    first, second = (rig.memory.block_table(sequence.seq_id) for sequence in family.sequences)
+    while harness.scheduler.swapped:
+        harness.step()
+    first, second = (harness.memory.block_table(sequence.seq_id) for sequence in family.sequences)
     assert first[:2] == second[:2], "the prompt's full blocks"
     assert not set(first[2:]) & set(second[2:])
-    finish_all(rig)
+    finish_all(harness)
 
 
 def test_a_sample_whose_family_grows_recomputes() -> None:
-    rig = Rig(replace(TIGHT, num_blocks=7))
-    family = rig.add(job(8, 16, n=2), seed=0)
-    while not rig.scheduler.stats.num_preemptions:
-        rig.step()
+    harness = Harness(replace(TIGHT, num_blocks=7))
+    family = harness.add(job(8, 16, n=2), seed=0)
+    while not harness.scheduler.stats.num_preemptions:
+        harness.step()
     assert [sequence.status for sequence in family.sequences] == [SequenceStatus.RUNNING, SequenceStatus.WAITING]
-    assert rig.scheduler.stats.num_swaps == 0
-    finish_all(rig)
+    assert harness.scheduler.stats.num_swaps == 0
+    finish_all(harness)
 
 
 def test_a_host_without_room_means_recomputing() -> None:
-    rig, _, younger = two_that_collide(replace(TIGHT, host_blocks=2))
-    finish_all(rig)
+    harness, _, younger = two_that_collide(replace(TIGHT, host_blocks=2))
+    finish_all(harness)
     assert younger.num_preemptions > 0
-    assert rig.scheduler.stats.num_swaps == 0
-    assert rig.scheduler.stats.wasted_tokens > 0
+    assert harness.scheduler.stats.num_swaps == 0
+    assert harness.scheduler.stats.wasted_tokens > 0
 
 
 def test_recompute_mode_leaves_the_host_to_evicted_blocks() -> None:
-    rig, _, younger = two_that_collide(replace(TIGHT, preemption_mode="recompute"))
-    finish_all(rig)
+    harness, _, younger = two_that_collide(replace(TIGHT, preemption_mode="recompute"))
+    finish_all(harness)
     assert younger.num_preemptions > 0
-    assert rig.scheduler.stats.num_swaps == 0
+    assert harness.scheduler.stats.num_swaps == 0
 
 
 @pytest.mark.parametrize(("copy_bytes_per_s", "is_swap"), [(1e12, True), (1.0, False)])
 def test_auto_takes_what_costs_less(copy_bytes_per_s: float, is_swap: bool) -> None:
-    rig, _, younger = two_that_collide(replace(TIGHT, preemption_mode="auto"))
-    rig.scheduler.preemption.rates = TransferRates(copy_bytes_per_s, prefill_tokens_per_s=1000.0)
+    harness, _, younger = two_that_collide(replace(TIGHT, preemption_mode="auto"))
+    harness.scheduler.preemption.rates = TransferRates(copy_bytes_per_s, prefill_tokens_per_s=1000.0)
     while not younger.num_preemptions:
-        rig.step()
+        harness.step()
     status = SequenceStatus.SWAPPED if is_swap else SequenceStatus.WAITING
     assert younger.sequences[0].status is status
-    finish_all(rig)
+    finish_all(harness)
 
 
 def test_nobody_is_let_in_past_a_swapped_sequence() -> None:
-    rig, _, younger = two_that_collide()
-    rig.step()
-    step_until_swapped(rig)
-    later = rig.add(job(1, 2), seed=2)
+    harness, _, younger = two_that_collide()
+    harness.step()
+    step_until_swapped(harness)
+    later = harness.add(job(1, 2), seed=2)
     while younger.sequences[0].status is SequenceStatus.SWAPPED:
         assert later.sequences[0].status is SequenceStatus.WAITING, "it would have fitted"
-        rig.step()
-    finish_all(rig)
+        harness.step()
+    finish_all(harness)
 
 
 def test_who_comes_earlier_is_let_in_before_a_swapped_sequence() -> None:
-    rig, _, younger = two_that_collide(replace(TIGHT, policy="priority"))
-    rig.step()
-    step_until_swapped(rig)
-    urgent = rig.add(replace(job(1, 2), priority=-1), seed=2)
-    finish_all(rig)
+    harness, _, younger = two_that_collide(replace(TIGHT, policy="priority"))
+    harness.step()
+    step_until_swapped(harness)
+    urgent = harness.add(replace(job(1, 2), priority=-1), seed=2)
+    finish_all(harness)
     assert urgent.sequences[0].finish_reason is FinishReason.LENGTH
     assert younger.sequences[0].finish_reason is FinishReason.LENGTH
 
 
 @pytest.mark.parametrize("is_executed", [True, False], ids=["copied", "copies pending"])
 def test_an_abort_while_swapped_frees_both_tiers(is_executed: bool) -> None:
-    rig, older, younger = two_that_collide()
-    rig.step()
+    harness, older, younger = two_that_collide()
+    harness.step()
     while True:
-        plan = rig.plan()
-        if rig.scheduler.swapped:
+        plan = harness.plan()
+        if harness.scheduler.swapped:
             break
-        rig.finish_step(plan)
+        harness.finish_step(plan)
     if is_executed:
-        rig.finish_step(plan)
-    rig.abort(younger)
-    host = rig.memory.usage().host
+        harness.finish_step(plan)
+    harness.abort(younger)
+    host = harness.memory.usage().host
     assert host is not None
     assert (host.used, host.num_sequences) == (0, 0)
-    assert not rig.scheduler.swapped
+    assert not harness.scheduler.swapped
     if not is_executed:
-        rig.finish_step(plan)
-    assert younger.sequences[0].seq_id in rig.step().finished_ids
+        harness.finish_step(plan)
+    assert younger.sequences[0].seq_id in harness.step().finished_ids
     assert older.sequences[0].status is SequenceStatus.RUNNING
-    finish_all(rig)
+    finish_all(harness)
 
 
 @pytest.mark.parametrize("num_fitting", [0, 1])
-def test_a_family_that_fits_no_more_loses_its_last_samples_to_recomputation(
+def test_a_request_too_large_to_swap_in_recomputes_its_last_samples(
     num_fitting: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What fitted when it was swapped out always fits again; memory is made to say otherwise."""
-    rig = Rig(replace(TIGHT, num_blocks=10))
-    rig.add(job(15, 14), seed=0)
-    family = rig.add(job(9, 14, n=2), seed=1)
-    rig.step()
-    step_until_swapped(rig)
-    can_swap_in = rig.memory.capacity.can_swap_in
+    harness = Harness(replace(TIGHT, num_blocks=10))
+    harness.add(job(15, 14), seed=0)
+    family = harness.add(job(9, 14, n=2), seed=1)
+    harness.step()
+    step_until_swapped(harness)
+    can_swap_in = harness.memory.capacity.can_swap_in
 
     def can_only_swap_in_few(seq_ids: list[int], *args: Any) -> AllocStatus:
         status = can_swap_in(seq_ids, *args)
@@ -182,13 +182,13 @@ def test_a_family_that_fits_no_more_loses_its_last_samples_to_recomputation(
 
     monkeypatch.setattr(CapacityQueries, "can_swap_in", staticmethod(can_only_swap_in_few))
     ids, num_openings = {sequence.seq_id for sequence in family.sequences}, 0
-    stats = rig.scheduler.stats
+    stats = harness.scheduler.stats
     num_lost = stats.num_preemptions - stats.num_swaps
-    while rig.scheduler.has_unfinished:
-        num_openings += sum(item.new_sequence is not None and item.seq_id in ids for item in rig.step().items)
+    while harness.scheduler.has_unfinished:
+        num_openings += sum(item.new_sequence is not None and item.seq_id in ids for item in harness.step().items)
     assert num_openings == 2 - num_fitting + (stats.num_preemptions - stats.num_swaps) - num_lost
-    finish_all(rig)
-    alone = Rig(Setting())
+    finish_all(harness)
+    alone = Harness(Setting())
     expected = alone.add(job(9, 14, n=2), seed=1)
     finish_all(alone)
     assert [s.output_token_ids for s in family.sequences] == [s.output_token_ids for s in expected.sequences]
@@ -202,20 +202,20 @@ def test_a_loss_that_frees_nothing_is_the_worst() -> None:
 def test_least_waste_spares_who_would_lose_much_for_little() -> None:
     """The last in order would lose all of its tokens; the one before it shares all but its tail with the first."""
     setting = Setting(num_blocks=11, budget=64, max_num_seqs=4, preemption_policy="least_waste")
-    rig = Rig(setting)
-    rig.add(Job(prompt=prompt(19, 2), max_tokens=9, ignore_eos=True), seed=0)
-    rig.step()
-    sharing = rig.add(Job(prompt=prompt(17, 2), max_tokens=9, ignore_eos=True), seed=1)
-    alone = rig.add(Job(prompt=prompt(17, 3), max_tokens=9, ignore_eos=True), seed=2)
-    while not rig.scheduler.stats.num_preemptions:
-        rig.step()
+    harness = Harness(setting)
+    harness.add(Job(prompt=prompt(19, 2), max_tokens=9, ignore_eos=True), seed=0)
+    harness.step()
+    sharing = harness.add(Job(prompt=prompt(17, 2), max_tokens=9, ignore_eos=True), seed=1)
+    alone = harness.add(Job(prompt=prompt(17, 3), max_tokens=9, ignore_eos=True), seed=2)
+    while not harness.scheduler.stats.num_preemptions:
+        harness.step()
     assert (sharing.num_preemptions, alone.num_preemptions) == (1, 0)
-    finish_all(rig)
+    finish_all(harness)
 
 
 @pytest.mark.parametrize("lost", [(Tier.DEVICE, Tier.HOST), (Tier.HOST, Tier.DEVICE)], ids=["out", "in"])
 def test_a_copy_that_is_not_made_is_noticed(lost: tuple[Tier, Tier], monkeypatch: pytest.MonkeyPatch) -> None:
-    rig, _, _ = two_that_collide()
+    harness, _, _ = two_that_collide()
     take_ops = KVCacheManager.take_ops
 
     def take_fewer(memory: KVCacheManager) -> MemoryOps:
@@ -224,12 +224,12 @@ def test_a_copy_that_is_not_made_is_noticed(lost: tuple[Tier, Tier], monkeypatch
 
     monkeypatch.setattr(KVCacheManager, "take_ops", take_fewer)
     with pytest.raises(InvariantViolation, match="M5"):
-        finish_all(rig)
+        finish_all(harness)
 
 
 @pytest.mark.parametrize("status", [SequenceStatus.WAITING, SequenceStatus.FINISHED])
 def test_who_is_out_cannot_be_swapped_out(status: SequenceStatus) -> None:
-    request = Rig(Setting()).add(job(3, 2), seed=0)
+    request = Harness(Setting()).add(job(3, 2), seed=0)
     if status is SequenceStatus.FINISHED:
         request.sequences[0].move_to(status)
     with pytest.raises(InvariantViolation, match=f"S5.*{status.value} to swapped"):
@@ -243,7 +243,7 @@ def test_a_release_counts_what_nobody_else_holds() -> None:
     memory = KVCacheManager([FullAttention(block_size=4)], 20)
     block_bytes = memory.groups[0].spec.bytes_per_block
     tokens = list(range(10))
-    chain = memory.chain(tokens, Rig(Setting()).add(job(1, 1), seed=0).namespace)
+    chain = memory.chain(tokens, Harness(Setting()).add(job(1, 1), seed=0).namespace)
     memory.allocate(1, chain, memory.match_prefix(chain))
     assert memory.append_slots((1,), 10)
     memory.publish(1, 10)
@@ -263,7 +263,7 @@ def test_a_release_of_a_state_loses_all_that_it_sums_up() -> None:
     memory = KVCacheManager([FullAttention(block_size=4), state], 20)
     block_bytes = state.bytes_per_block
     tokens = list(range(10))
-    chain = memory.chain(tokens, Rig(Setting()).add(job(1, 1), seed=0).namespace)
+    chain = memory.chain(tokens, Harness(Setting()).add(job(1, 1), seed=0).namespace)
     memory.allocate(1, chain, memory.match_prefix(chain))
     for length in (8, 10):
         assert memory.append_slots((1,), length - memory.sequences[1].num_slots)
@@ -285,10 +285,10 @@ def search(length: int, max_tokens: int) -> Job:
     return replace(job(length, max_tokens), beam_width=3, n=3)
 
 
-def two_searches_that_collide(setting: Setting) -> tuple[Rig, Request, Request]:
+def two_searches_that_collide(setting: Setting) -> tuple[Harness, Request, Request]:
     """Two searches that fit side by side at first, and not to their ends."""
-    rig = Rig(setting)
-    return rig, rig.add(search(9, 14), seed=0), rig.add(search(9, 14), seed=1)
+    harness = Harness(setting)
+    return harness, harness.add(search(9, 14), seed=0), harness.add(search(9, 14), seed=1)
 
 
 SEARCHING = replace(TIGHT, num_blocks=16, max_num_seqs=8)
@@ -296,23 +296,23 @@ SEARCHING = replace(TIGHT, num_blocks=16, max_num_seqs=8)
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_beams_lose_their_memory_all_together(mode: str) -> None:
-    rig, older, younger = two_searches_that_collide(replace(SEARCHING, preemption_mode=mode))
-    while not rig.scheduler.stats.num_preemptions:
-        rig.step()
+    harness, older, younger = two_searches_that_collide(replace(SEARCHING, preemption_mode=mode))
+    while not harness.scheduler.stats.num_preemptions:
+        harness.step()
     assert [beam.status for beam in older.unfinished] == [SequenceStatus.RUNNING] * 3
     if mode == "swap":
         assert [beam.status for beam in younger.unfinished] == [SequenceStatus.SWAPPED] * 3
-        assert rig.scheduler.stats.wasted_tokens == 0
+        assert harness.scheduler.stats.wasted_tokens == 0
     else:
         (again,) = younger.sequences
         assert (again.status, again.tokens) == (SequenceStatus.WAITING, younger.prompt_token_ids)
         # Its prompt, and the token of each of three beams in all steps but the first.
-        assert rig.scheduler.stats.wasted_tokens >= 9 + 3
-        assert (rig.scheduler.stats.wasted_tokens - 9) % 3 == 0
-    assert younger.num_preemptions == rig.scheduler.stats.num_preemptions == 3
-    finish_all(rig)
+        assert harness.scheduler.stats.wasted_tokens >= 9 + 3
+        assert (harness.scheduler.stats.wasted_tokens - 9) % 3 == 0
+    assert younger.num_preemptions == harness.scheduler.stats.num_preemptions == 3
+    finish_all(harness)
     for request in (older, younger):
-        alone = Rig(Setting())
+        alone = Harness(Setting())
         expected = alone.add(search(9, 14), seed=request.seed)
         finish_all(alone)
         assert outputs_of(request) == outputs_of(expected)
@@ -320,19 +320,19 @@ def test_beams_lose_their_memory_all_together(mode: str) -> None:
 
 def test_a_search_that_fits_no_more_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """What fitted when it was swapped out always fits again; memory is made to say otherwise."""
-    rig, older, younger = two_searches_that_collide(SEARCHING)
-    step_until_swapped(rig)
-    lost = set(rig.scheduler.swapped)
-    can_swap_in = rig.memory.capacity.can_swap_in
+    harness, older, younger = two_searches_that_collide(SEARCHING)
+    step_until_swapped(harness)
+    lost = set(harness.scheduler.swapped)
+    can_swap_in = harness.memory.capacity.can_swap_in
     later = Verdict.LATER
     monkeypatch.setattr(
         CapacityQueries, "can_swap_in", staticmethod(lambda *args: can_swap_in(*args)._replace(verdict=later))
     )
     while not older.is_finished:
-        rig.step()
-    finish_all(rig)
+        harness.step()
+    finish_all(harness)
     assert all(beam.finish_reason is FinishReason.DROPPED for beam in lost)
-    alone = Rig(Setting())
+    alone = Harness(Setting())
     expected = alone.add(search(9, 14), seed=1)
     finish_all(alone)
     assert outputs_of(younger) == outputs_of(expected)
@@ -340,21 +340,21 @@ def test_a_search_that_fits_no_more_begins_again(monkeypatch: pytest.MonkeyPatch
 
 def test_places_are_kept_for_beams_that_are_to_come() -> None:
     """A search whose prompt is computed takes all its seats: nobody takes those of its beams meanwhile."""
-    rig = Rig(Setting(max_num_seqs=4, budget=8))
-    first = rig.add(search(20, 4), seed=0)
-    second = rig.add(job(4, 4, n=2), seed=1)
+    harness = Harness(Setting(max_num_seqs=4, budget=8))
+    first = harness.add(search(20, 4), seed=0)
+    second = harness.add(job(4, 4, n=2), seed=1)
     while not first.unfinished[0].is_beam:
-        rig.step()
+        harness.step()
         assert [sequence.status for sequence in second.sequences] == [SequenceStatus.WAITING]
-    assert len(rig.scheduler.running) == 3
-    finish_all(rig)
+    assert len(harness.scheduler.running) == 3
+    finish_all(harness)
 
 
 def test_a_search_that_is_aborted_holds_nothing_wherever_its_beams_are() -> None:
-    rig, older, younger = two_searches_that_collide(SEARCHING)
-    step_until_swapped(rig)
-    ended = rig.scheduler.abort(younger.request_id)
+    harness, older, younger = two_searches_that_collide(SEARCHING)
+    step_until_swapped(harness)
+    ended = harness.scheduler.abort(younger.request_id)
     assert [(beam.finish_reason, beam.status) for beam in ended] == [(FinishReason.ABORT, SequenceStatus.FINISHED)] * 3
-    rig.abort(older)
-    assert not rig.scheduler.has_unfinished
-    assert rig.memory.usage().used == 0
+    harness.abort(older)
+    assert not harness.scheduler.has_unfinished
+    assert harness.memory.usage().used == 0

@@ -1,4 +1,4 @@
-"""The scheduler's promises, one by one."""
+"""The scheduler's rules, one test each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.memory import FullAttention, KVCacheManager, RecurrentState, TokenAcc
 from quire.scheduling import Scheduler
 from quire.scheduling.plan import ItemResult
 from quire.sequences import FinishReason, SequenceStatus
-from tests.scheduling.rig import Job, Rig, Setting, finish_all, prompt, run
+from tests.scheduling.harness import Harness, Job, Setting, finish_all, prompt, run
 
 
 def test_drafts_leave_room_in_states_only_to_who_copies_one() -> None:
@@ -22,12 +22,14 @@ def test_drafts_leave_room_in_states_only_to_who_copies_one() -> None:
 
     def accepted(num_states: int, n: int = 1) -> int:
         num_bytes = num_states * state.bytes_per_block
-        rig = Rig(Setting(num_bytes=num_bytes, specs=(full, state), drafts="guesser", snapshot_interval=1 << 20))
+        harness = Harness(
+            Setting(num_bytes=num_bytes, specs=(full, state), drafts="guesser", snapshot_interval=1 << 20)
+        )
         for seed in range(4):
-            rig.add(Job(prompt=prompt(6, seed), max_tokens=40, n=n, ignore_eos=True), seed=seed)
-        finish_all(rig)
-        assert rig.scheduler.stats.num_preemptions == 0 or n > 1
-        return rig.scheduler.stats.num_accepted_tokens
+            harness.add(Job(prompt=prompt(6, seed), max_tokens=40, n=n, ignore_eos=True), seed=seed)
+        finish_all(harness)
+        assert harness.scheduler.stats.num_preemptions == 0 or n > 1
+        return harness.scheduler.stats.num_accepted_tokens
 
     assert accepted(12) == accepted(200) > 40, "drafts stop while memory is far from short"
     # Four pairs of samples share a state each until they write: that room is left to them.
@@ -38,9 +40,9 @@ def test_drafts_leave_room_in_states_only_to_who_copies_one() -> None:
 
 
 def test_a_long_prompt_is_computed_in_chunks_and_drawn_from_once() -> None:
-    rig = Rig(Setting(budget=8, max_num_seqs=8))
-    rig.add(Job(prompt=prompt(20), max_tokens=2, ignore_eos=True), seed=0)
-    items = [item for _ in range(4) for item in rig.step().items]
+    harness = Harness(Setting(budget=8, max_num_seqs=8))
+    harness.add(Job(prompt=prompt(20), max_tokens=2, ignore_eos=True), seed=0)
+    items = [item for _ in range(4) for item in harness.step().items]
     assert [(item.start, len(item.token_ids), item.num_samples) for item in items] == [
         (0, 8, 0),
         (8, 8, 0),
@@ -51,26 +53,28 @@ def test_a_long_prompt_is_computed_in_chunks_and_drawn_from_once() -> None:
 
 
 def test_decodes_are_served_before_any_chunk_is_cut() -> None:
-    rig = Rig(Setting(budget=4, max_num_seqs=4))
+    harness = Harness(Setting(budget=4, max_num_seqs=4))
     for seed in range(3):
-        rig.add(Job(prompt=prompt(1, seed), max_tokens=20, ignore_eos=True), seed=seed)
-    rig.step()
-    rig.add(Job(prompt=prompt(10, 9), max_tokens=2, ignore_eos=True), seed=3)
+        harness.add(Job(prompt=prompt(1, seed), max_tokens=20, ignore_eos=True), seed=seed)
+    harness.step()
+    harness.add(Job(prompt=prompt(10, 9), max_tokens=2, ignore_eos=True), seed=3)
     for start in range(9):
-        counts = {item.seq_id: (item.start, len(item.token_ids)) for item in rig.step().items}
+        counts = {item.seq_id: (item.start, len(item.token_ids)) for item in harness.step().items}
         assert counts.pop(3) == (start, 1)
         assert [count for _, count in counts.values()] == [1, 1, 1]
 
 
 def test_prompts_are_cut_to_the_pace_only_beside_decodes() -> None:
-    rig = Rig(Setting(budget=64, max_num_seqs=4, chunk_tokens=5))
+    harness = Harness(Setting(budget=64, max_num_seqs=4, chunk_tokens=5))
     for seed in range(3):
-        rig.add(Job(prompt=prompt(30, seed), max_tokens=4, ignore_eos=True), seed=seed)
-    assert [len(item.token_ids) for item in rig.step().items] == [30, 30, 4], "nobody decodes yet"
-    assert [len(item.token_ids) for item in rig.step().items] == [1, 1, 5]
-    rig.add(Job(prompt=prompt(30, 9), max_tokens=2, ignore_eos=True), seed=9)
-    assert [len(item.token_ids) for item in rig.step().items] == [1, 1, 5], "who comes in shares what is left of it"
-    finish_all(rig)
+        harness.add(Job(prompt=prompt(30, seed), max_tokens=4, ignore_eos=True), seed=seed)
+    assert [len(item.token_ids) for item in harness.step().items] == [30, 30, 4], "nobody decodes yet"
+    assert [len(item.token_ids) for item in harness.step().items] == [1, 1, 5]
+    harness.add(Job(prompt=prompt(30, 9), max_tokens=2, ignore_eos=True), seed=9)
+    assert [len(item.token_ids) for item in harness.step().items] == [1, 1, 5], (
+        "an admitted prompt takes the rest of the budget"
+    )
+    finish_all(harness)
 
 
 def test_a_budget_below_the_slots_is_refused() -> None:
@@ -84,11 +88,11 @@ def test_a_budget_below_the_slots_is_refused() -> None:
 
 def first_steps(jobs: list[Job], setting: Setting) -> list[int]:
     """Return the jobs in the order of their first step."""
-    rig = Rig(setting)
-    requests = [rig.add(job, seed=i) for i, job in enumerate(jobs)]
+    harness = Harness(setting)
+    requests = [harness.add(job, seed=i) for i, job in enumerate(jobs)]
     order: list[int] = []
-    while rig.scheduler.has_unfinished:
-        rig.step()
+    while harness.scheduler.has_unfinished:
+        harness.step()
         order += [i for i, r in enumerate(requests) if r.num_cached_tokens is not None and i not in order]
     return order
 
@@ -105,19 +109,19 @@ def test_priority_goes_first_then_arrival() -> None:
 
 
 def test_the_last_in_order_is_preempted_and_comes_back_first() -> None:
-    rig = Rig(Setting(num_blocks=6, budget=16, max_num_seqs=3, caching=False))
-    older = rig.add(Job(prompt=prompt(7), max_tokens=14, ignore_eos=True), seed=0)
-    younger = rig.add(Job(prompt=prompt(8), max_tokens=14, ignore_eos=True), seed=1)
-    rig.add(Job(prompt=prompt(8), max_tokens=14, ignore_eos=True), seed=2)
+    harness = Harness(Setting(num_blocks=6, budget=16, max_num_seqs=3, caching=False))
+    older = harness.add(Job(prompt=prompt(7), max_tokens=14, ignore_eos=True), seed=0)
+    younger = harness.add(Job(prompt=prompt(8), max_tokens=14, ignore_eos=True), seed=1)
+    harness.add(Job(prompt=prompt(8), max_tokens=14, ignore_eos=True), seed=2)
     while not younger.num_preemptions:
-        rig.step()
+        harness.step()
     assert older.num_preemptions == 0
-    assert [sequence.request.seed for sequence in rig.scheduler.waiting] == [1, 2]
-    finish_all(rig)
-    stats = rig.scheduler.stats
-    assert stats.num_preemptions == sum(request.num_preemptions for request in rig.requests) > 0
+    assert [sequence.request.seed for sequence in harness.scheduler.waiting] == [1, 2]
+    finish_all(harness)
+    stats = harness.scheduler.stats
+    assert stats.num_preemptions == sum(request.num_preemptions for request in harness.requests) > 0
     assert stats.wasted_tokens > 0
-    assert [len(request.sequences[0].output_token_ids) for request in rig.requests] == [14, 14, 14]
+    assert [len(request.sequences[0].output_token_ids) for request in harness.requests] == [14, 14, 14]
 
 
 # ---- parallel samples ----
@@ -141,22 +145,22 @@ def test_samples_share_their_prompt_blocks() -> None:
 
 
 def test_slots_are_kept_for_samples_that_are_still_to_fork() -> None:
-    rig = Rig(Setting(max_num_seqs=4, budget=8))
-    rig.add(Job(prompt=prompt(20), n=3, max_tokens=4, ignore_eos=True), seed=0)
-    rig.add(Job(prompt=prompt(4), n=2, max_tokens=4, ignore_eos=True), seed=1)
-    while rig.scheduler.waiting:
-        assert len(rig.scheduler.running) in (0, 1, 3)
-        rig.step()
-    finish_all(rig)
-    assert [len(request.sequences) for request in rig.requests] == [3, 2]
+    harness = Harness(Setting(max_num_seqs=4, budget=8))
+    harness.add(Job(prompt=prompt(20), n=3, max_tokens=4, ignore_eos=True), seed=0)
+    harness.add(Job(prompt=prompt(4), n=2, max_tokens=4, ignore_eos=True), seed=1)
+    while harness.scheduler.waiting:
+        assert len(harness.scheduler.running) in (0, 1, 3)
+        harness.step()
+    finish_all(harness)
+    assert [len(request.sequences) for request in harness.requests] == [3, 2]
 
 
 def test_advance_reports_draws_and_endings_in_order() -> None:
-    rig = Rig(Setting())
-    request = rig.add(Job(prompt=prompt(3), n=2, max_tokens=1, ignore_eos=True), seed=0)
-    plan = rig.plan()
+    harness = Harness(Setting())
+    request = harness.add(Job(prompt=prompt(3), n=2, max_tokens=1, ignore_eos=True), seed=0)
+    plan = harness.plan()
     results = [ItemResult(0, (5, 6))]
-    events = rig.scheduler.update_from_results(plan.items, results)
+    events = harness.scheduler.update_from_results(plan.items, results)
     first, second = request.sequences
     assert events == [
         (0, first, Append(0, 0), 4),
@@ -165,23 +169,25 @@ def test_advance_reports_draws_and_endings_in_order() -> None:
         (0, second, Finish(1, FinishReason.LENGTH, None), 4),
     ]
     assert (first.output_token_ids, second.output_token_ids) == ([5], [6])
-    assert rig.scheduler.requests == {}
-    assert rig.scheduler.update_from_results(plan.items, results) == [], "a sequence that ended takes no more tokens"
+    assert harness.scheduler.requests == {}
+    assert harness.scheduler.update_from_results(plan.items, results) == [], (
+        "a sequence that ended takes no more tokens"
+    )
 
 
 # ---- prefixes ----
 
 
 def test_the_second_of_two_equal_prompts_is_computed_from_its_hit_on() -> None:
-    rig = Rig(Setting())
+    harness = Harness(Setting())
     job = Job(prompt=prompt(12), max_tokens=2, ignore_eos=True)
-    first = rig.add(job, seed=0)
-    rig.step()
-    second = rig.add(job, seed=1)
-    plan = rig.step()
+    first = harness.add(job, seed=0)
+    harness.step()
+    second = harness.add(job, seed=1)
+    plan = harness.step()
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 11)
     assert [(item.start, len(item.token_ids)) for item in plan.items] == [(12, 1), (11, 1)]
-    stats = rig.scheduler.stats
+    stats = harness.scheduler.stats
     assert (stats.prefix_queries, stats.prefix_hits) == (24, 11)
     assert stats.first_time.sources == TokenSources(device=8, copied=3, computed=13)
     reasons = stats.first_time.by_reason()
@@ -190,118 +196,118 @@ def test_the_second_of_two_equal_prompts_is_computed_from_its_hit_on() -> None:
 
 
 def test_equal_prompts_in_one_step_merge_when_they_fill() -> None:
-    rig = Rig(Setting())
+    harness = Harness(Setting())
     for seed in range(3):
-        rig.add(Job(prompt=prompt(12), max_tokens=2, ignore_eos=True), seed=seed)
-    rig.step()
-    usage = rig.memory.usage()
+        harness.add(Job(prompt=prompt(12), max_tokens=2, ignore_eos=True), seed=seed)
+    harness.step()
+    usage = harness.memory.usage()
     assert (usage.used, usage.num_merges) == (3, 6)
 
 
 def test_prompt_logprobs_suppress_the_hit_until_they_are_known() -> None:
-    rig = Rig(Setting(num_blocks=8, budget=16, max_num_seqs=4))
-    rig.add(Job(prompt=prompt(12), max_tokens=2, ignore_eos=True), seed=0)
-    rig.step()
-    wanting = rig.add(Job(prompt=prompt(12), max_tokens=9, prompt_logprobs=0, ignore_eos=True), seed=1)
-    rig.step()
+    harness = Harness(Setting(num_blocks=8, budget=16, max_num_seqs=4))
+    harness.add(Job(prompt=prompt(12), max_tokens=2, ignore_eos=True), seed=0)
+    harness.step()
+    wanting = harness.add(Job(prompt=prompt(12), max_tokens=9, prompt_logprobs=0, ignore_eos=True), seed=1)
+    harness.step()
     assert wanting.num_cached_tokens == 0
     assert wanting.num_known_prompt_logprobs == 11
     assert wanting.hit_limit is None, "all are known: after a preemption the whole prompt may be hit"
 
 
 def test_tenants_with_different_salts_share_nothing() -> None:
-    rig = Rig(Setting())
+    harness = Harness(Setting())
     for seed, salt in enumerate((None, "a", "b", "a")):
-        rig.add(Job(prompt=prompt(9), max_tokens=1, cache_salt=salt, ignore_eos=True), seed=seed)
-        rig.step()
-    assert [request.num_cached_tokens for request in rig.requests] == [0, 0, 0, 8]
+        harness.add(Job(prompt=prompt(9), max_tokens=1, cache_salt=salt, ignore_eos=True), seed=seed)
+        harness.step()
+    assert [request.num_cached_tokens for request in harness.requests] == [0, 0, 0, 8]
 
 
 # ---- refusals and endings ----
 
 
 def test_what_can_never_fit_is_refused_at_the_door() -> None:
-    rig = Rig(Setting(num_blocks=4))
-    rig.add(Job(prompt=prompt(12), max_tokens=4, ignore_eos=True), seed=0)
+    harness = Harness(Setting(num_blocks=4))
+    harness.add(Job(prompt=prompt(12), max_tokens=4, ignore_eos=True), seed=0)
     with pytest.raises(PromptTooLong) as caught:
-        rig.add(Job(prompt=prompt(14), max_tokens=3), seed=1)
+        harness.add(Job(prompt=prompt(14), max_tokens=3), seed=1)
     assert (caught.value.num_tokens, caught.value.limit, caught.value.field) == (14, 13, "prompt")
-    finish_all(rig)
-    assert len(rig.requests[0].sequences[0].output_token_ids) == 4
+    finish_all(harness)
+    assert len(harness.requests[0].sequences[0].output_token_ids) == 4
 
 
 @pytest.mark.parametrize(("max_tokens", "limit"), [(16, 0), (400, 0), (5, 11)])
 def test_the_refusal_names_the_longest_prompt_that_would_do(max_tokens: int, limit: int) -> None:
-    rig = Rig(Setting(num_blocks=4))
+    harness = Harness(Setting(num_blocks=4))
     with pytest.raises(PromptTooLong, match=f"at most {limit}$"):
-        rig.add(Job(prompt=prompt(12), max_tokens=max_tokens), seed=0)
+        harness.add(Job(prompt=prompt(12), max_tokens=max_tokens), seed=0)
     if limit:
-        rig.add(Job(prompt=prompt(limit), max_tokens=max_tokens), seed=1)
-        finish_all(rig)
+        harness.add(Job(prompt=prompt(limit), max_tokens=max_tokens), seed=1)
+        finish_all(harness)
 
 
 def test_more_samples_than_slots_are_refused_at_the_door() -> None:
-    rig = Rig(Setting(max_num_seqs=3, budget=8))
+    harness = Harness(Setting(max_num_seqs=3, budget=8))
     with pytest.raises(InvalidParameter, match=r"n must be at most max_num_seqs \(3\), got 4"):
-        rig.add(Job(prompt=prompt(3), n=4), seed=0)
-    rig.add(Job(prompt=prompt(3), n=3), seed=1)
-    finish_all(rig)
+        harness.add(Job(prompt=prompt(3), n=4), seed=0)
+    harness.add(Job(prompt=prompt(3), n=3), seed=1)
+    finish_all(harness)
 
 
 def test_a_request_id_in_use_is_refused() -> None:
-    rig = Rig(Setting())
-    rig.add(Job(prompt=prompt(3)), seed=0)
+    harness = Harness(Setting())
+    harness.add(Job(prompt=prompt(3)), seed=0)
     with pytest.raises(ValueError, match="job 0"):
-        rig.add(Job(prompt=prompt(3)), seed=0)
+        harness.add(Job(prompt=prompt(3)), seed=0)
 
 
 def test_a_prompt_with_samples_to_come_can_be_finished_early() -> None:
-    rig = Rig(Setting(max_num_seqs=2, budget=8))
-    request = rig.add(Job(prompt=prompt(20), n=2), seed=0)
-    rig.step()
-    rig.scheduler.finish(request.sequences[0], FinishReason.ERROR)
-    assert rig.scheduler.requests == {}
-    assert rig.memory.usage().used == 0
+    harness = Harness(Setting(max_num_seqs=2, budget=8))
+    request = harness.add(Job(prompt=prompt(20), n=2), seed=0)
+    harness.step()
+    harness.scheduler.finish(request.sequences[0], FinishReason.ERROR)
+    assert harness.scheduler.requests == {}
+    assert harness.memory.usage().used == 0
 
 
 def test_a_prompt_beyond_its_own_limit_is_refused_at_the_door() -> None:
-    rig = Rig(Setting())
-    request = rig.add(Job(prompt=prompt(3)), seed=0)
+    harness = Harness(Setting())
+    request = harness.add(Job(prompt=prompt(3)), seed=0)
     beyond = replace(request, request_id="beyond", max_total_tokens=3, sequences=[])
     with pytest.raises(ValueError, match="3 prompt tokens leave no room within 3"):
-        rig.scheduler.add(beyond)
-    finish_all(rig)
+        harness.scheduler.add(beyond)
+    finish_all(harness)
 
 
 def test_abort_in_every_state() -> None:
-    rig = Rig(Setting(max_num_seqs=2, budget=8))
-    requests = [rig.add(Job(prompt=prompt(12), n=n, ignore_eos=True), seed=i) for i, n in enumerate((2, 1, 1))]
-    assert rig.scheduler.abort("unknown") == []
-    rig.step()
+    harness = Harness(Setting(max_num_seqs=2, budget=8))
+    requests = [harness.add(Job(prompt=prompt(12), n=n, ignore_eos=True), seed=i) for i, n in enumerate((2, 1, 1))]
+    assert harness.scheduler.abort("unknown") == []
+    harness.step()
     assert [s.status for s in requests[0].sequences] == [SequenceStatus.RUNNING]
-    (ended,) = rig.scheduler.abort("job 0", FinishReason.ERROR)
+    (ended,) = harness.scheduler.abort("job 0", FinishReason.ERROR)
     assert (ended.finish_reason, ended.is_finished) == (FinishReason.ERROR, True)
-    assert rig.scheduler.abort("job 0") == [], "an abort is final"
-    rig.audit()
-    (waiting,) = rig.scheduler.abort("job 1")
+    assert harness.scheduler.abort("job 0") == [], "an abort is final"
+    harness.audit()
+    (waiting,) = harness.scheduler.abort("job 1")
     assert waiting.finish_reason is FinishReason.ABORT
-    plan = rig.plan()
+    plan = harness.plan()
     assert plan.finished_ids == (ended.seq_id,)
     assert [item.seq_id for item in plan.items] == [requests[2].sequences[0].seq_id]
-    rig.abort(requests[2])
-    rig.finish_step(plan)
+    harness.abort(requests[2])
+    harness.finish_step(plan)
     assert requests[2].sequences[0].output_token_ids == []
-    assert not rig.scheduler.has_unfinished
-    assert rig.memory.usage().used == 0
+    assert not harness.scheduler.has_unfinished
+    assert harness.memory.usage().used == 0
 
 
 def test_aborting_one_of_several_samples_ends_those_that_live() -> None:
-    rig = Rig(Setting())
-    request = rig.add(Job(prompt=prompt(3), n=3, max_tokens=9, ignore_eos=True), seed=0)
-    rig.step()
-    rig.scheduler.finish(request.sequences[1], FinishReason.STOP, "a stop string")
+    harness = Harness(Setting())
+    request = harness.add(Job(prompt=prompt(3), n=3, max_tokens=9, ignore_eos=True), seed=0)
+    harness.step()
+    harness.scheduler.finish(request.sequences[1], FinishReason.STOP, "a stop string")
     assert request.sequences[1].stop_reason == "a stop string"
-    assert [sequence.sample_idx for sequence in rig.scheduler.abort("job 0")] == [0, 2]
+    assert [sequence.sample_idx for sequence in harness.scheduler.abort("job 0")] == [0, 2]
 
 
 def test_end_tokens_wait_for_min_tokens() -> None:
@@ -320,36 +326,36 @@ def test_end_tokens_wait_for_min_tokens() -> None:
 
 
 def test_a_sequence_that_could_never_be_admitted_is_a_violation() -> None:
-    rig = Rig(Setting(num_blocks=4))
-    request = rig.add(Job(prompt=prompt(12), max_tokens=4), seed=0)
+    harness = Harness(Setting(num_blocks=4))
+    request = harness.add(Job(prompt=prompt(12), max_tokens=4), seed=0)
     request.sequences[0].tokens.extend(prompt(12))
     with pytest.raises(InvariantViolation, match="S3"):
-        rig.plan()
+        harness.plan()
 
 
 def test_a_promise_that_memory_breaks_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(Setting(num_blocks=4))
-    rig.add(Job(prompt=prompt(12), max_tokens=4), seed=0)
+    harness = Harness(Setting(num_blocks=4))
+    harness.add(Job(prompt=prompt(12), max_tokens=4), seed=0)
     monkeypatch.setattr(KVCacheManager, "append_slots", lambda *_, **__: 0)
     with pytest.raises(InvariantViolation, match="S2"):
-        rig.plan()
+        harness.plan()
 
 
 def test_nobody_able_to_grow_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(Setting(num_blocks=4))
-    rig.add(Job(prompt=prompt(12), max_tokens=4, ignore_eos=True), seed=0)
-    rig.step()
+    harness = Harness(Setting(num_blocks=4))
+    harness.add(Job(prompt=prompt(12), max_tokens=4, ignore_eos=True), seed=0)
+    harness.step()
     monkeypatch.setattr(KVCacheManager, "append_slots", lambda *_, **__: 0)
     with pytest.raises(InvariantViolation, match="S3"):
-        rig.plan()
+        harness.plan()
 
 
 def test_an_idle_scheduler_plans_nothing_and_keeps_closings() -> None:
-    rig = Rig(Setting())
-    first = rig.add(Job(prompt=prompt(3), max_tokens=1), seed=0)
-    rig.step()
+    harness = Harness(Setting())
+    first = harness.add(Job(prompt=prompt(3), max_tokens=1), seed=0)
+    harness.step()
     for _ in range(2):
-        plan = rig.plan()
+        plan = harness.plan()
         assert (plan.items, plan.finished_ids, plan.ops.copies) == ((), (), ())
-    rig.add(Job(prompt=prompt(3), max_tokens=1), seed=1)
-    assert rig.step().finished_ids == (first.sequences[0].seq_id,)
+    harness.add(Job(prompt=prompt(3), max_tokens=1), seed=1)
+    assert harness.step().finished_ids == (first.sequences[0].seq_id,)

@@ -1,4 +1,4 @@
-"""Parameters of beam search, and what has no place beside them."""
+"""Parameters of beam search, and parameters that it refuses."""
 
 from __future__ import annotations
 

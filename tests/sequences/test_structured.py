@@ -1,4 +1,4 @@
-"""What an output must look like: values that are taken, and values that are refused by name."""
+"""Structured-output parameters: accepted values, and refused ones by name."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_only_its_own_fields_make_structured_outputs(given: Any) -> None:
     assert caught.value.field == "structured_outputs"
 
 
-def test_an_output_that_ends_where_its_grammar_says_cannot_go_past_the_end() -> None:
+def test_ending_by_grammar_excludes_options_past_the_end() -> None:
     with pytest.raises(InvalidParameter) as caught:
         SamplingParams(structured_outputs=StructuredOutputs(regex="a"), ignore_eos=True)
     assert caught.value.field == "ignore_eos"

@@ -75,8 +75,9 @@ def save(
     }
     (folder / "config.json").write_text(json.dumps(config))
     followers = [(before, after, 0.25) for before, after in _followers(library).items()]
+    vocab = library.get_vocab()
     for strength, path in more_paths:
-        ids = [library.token_to_id(token) for token in path]
+        ids = [vocab[token] for token in path]
         followers += [(before, after, strength) for before, after in pairwise(ids)]
     save_file(_weights(vocab_size, followers), str(folder / "model.safetensors"))
     return folder

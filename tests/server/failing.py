@@ -1,4 +1,4 @@
-"""`quire` whose server fails, or ends, in ways that nothing sent to it brings about."""
+"""`quire` with faults in the server itself, which no request can cause."""
 
 from __future__ import annotations
 

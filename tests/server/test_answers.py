@@ -1,4 +1,4 @@
-"""Behaviours of whole answers."""
+"""Whole (not streamed) answers of both generating routes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,18 @@ from tests.server.process import ServerProcess
 from tests.server.streams import stream, text_of
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 30}
-USER = [{"role": "user", "content": "hi"}]
+USER: list[Any] = [{"role": "user", "content": "hi"}]
 
 
 def test_cached_tokens_are_always_reported(client: openai.OpenAI) -> None:
     prompt = "§ nobody has sent this prompt before, and it is longer than two blocks"
     # Salted, since others may have sent prompts that begin alike.
-    options = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "extra_body": {"cache_salt": "always told"}}
+    options: dict[str, Any] = {
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": 1,
+        "extra_body": {"cache_salt": "always told"},
+    }
     usages = [client.completions.create(**options).usage for _ in range(2)]
     assert usages[0].prompt_tokens_details.cached_tokens == 0
     assert 32 <= usages[1].prompt_tokens_details.cached_tokens < usages[1].prompt_tokens
@@ -33,7 +38,7 @@ def test_cache_salts_keep_prompts_apart(server: ServerProcess) -> None:
             "max_tokens": 1,
             "cache_salt": salt,
         }
-        return server.post("/v1/completions", body).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return int(server.post("/v1/completions", body).json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
     # Without a salt, others may have sent prompts that begin alike.
     assert [cached("one"), cached("two")] == [0, 0]
@@ -230,7 +235,7 @@ def test_prompt_logprobs_of_a_cached_prompt_are_the_same(server: ServerProcess) 
 
 
 def test_a_seed_gives_the_same_tokens_in_any_batch(server: ServerProcess) -> None:
-    body = {
+    body: dict[str, Any] = {
         "prompt": "a prompt of more than two blocks, so that it is found again",
         "seed": 5,
         "temperature": 3,

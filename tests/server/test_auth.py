@@ -1,4 +1,4 @@
-"""Who gets in."""
+"""API keys, and the host names that are answered without one."""
 
 from __future__ import annotations
 

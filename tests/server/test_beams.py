@@ -10,7 +10,7 @@ import pytest
 from tests.server.process import ServerProcess
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-USER = [{"role": "user", "content": "hi"}]
+USER: list[Any] = [{"role": "user", "content": "hi"}]
 BEAMS: dict[str, Any] = {"prompt": "hello", "max_tokens": 5, "beam_width": 4, "n": 3}
 
 
@@ -53,8 +53,11 @@ def test_a_chat_is_searched_too(client: openai.OpenAI, server: ServerProcess) ->
     )
     (choice,) = done.choices
     # Without a length penalty the score is the plain sum.
-    total = sum(one.logprob for one in choice.logprobs.content)
-    assert choice.model_extra["beam_score"] == pytest.approx(total, abs=1e-4)
+    content, extra = choice.logprobs.content, choice.model_extra
+    assert content is not None
+    assert extra is not None
+    total = sum(one.logprob for one in content)
+    assert extra["beam_score"] == pytest.approx(total, abs=1e-4)
     refused = server.post(CHAT, {"messages": USER, "beam_width": 4, "stream": True})
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "stream"

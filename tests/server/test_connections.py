@@ -29,7 +29,7 @@ STREAM = {"prompt": "Z", "max_tokens": 4000, "ignore_eos": True, "stream": True}
 @pytest.fixture(scope="module")
 def hasty(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server that waits for nobody for long, and has few connections."""
-    timeouts = ("--receive-timeout", "1", "--send-timeout", "1", "--keep-alive-timeout", "0.5")
+    timeouts = ("--receive-timeout", "0.5", "--send-timeout", "1", "--keep-alive-timeout", "0.3")
     flags = ("--num-kv-blocks", "600", "--max-num-seqs", "32", "--max-body-bytes", "1MiB")
     log = tmp_path_factory.mktemp("logs") / "hasty.log"
     with running(folder, log, *flags, *timeouts, "--max-connections", str(LIMIT)) as process:
@@ -336,7 +336,7 @@ HIDDEN = b"GET /hidden HTTP/1.1\r\nHost: localhost\r\n\r\n"
         b"\r\n\r\n\r\n" + b"x" * 100_000,
     ],
 )
-def test_what_can_be_read_in_two_ways_is_refused_and_the_connection_closed(hasty: ServerProcess, raw: bytes) -> None:
+def test_ambiguous_framing_is_refused_and_closes_the_connection(hasty: ServerProcess, raw: bytes) -> None:
     answer = ask(hasty, raw)
     *_, last = answer.split(b"HTTP/1.1 ")
     assert last.startswith(b"400")

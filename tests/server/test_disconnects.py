@@ -106,7 +106,7 @@ def test_many_mixed_requests_at_once(server: ServerProcess) -> None:
             async def completion(streamed: bool) -> str:
                 options: dict[str, Any] = {"model": "tiny", "prompt": "Z", "max_tokens": 28, "temperature": 0}
                 if not streamed:
-                    return (await client.completions.create(**options)).choices[0].text
+                    return str((await client.completions.create(**options)).choices[0].text)
                 stream = await client.completions.create(**options, stream=True)
                 return "".join([chunk.choices[0].text async for chunk in stream])
 
@@ -114,7 +114,7 @@ def test_many_mixed_requests_at_once(server: ServerProcess) -> None:
                 messages = [{"role": "user", "content": "hi"}]
                 options: dict[str, Any] = {"model": "tiny", "messages": messages, "max_tokens": 28, "temperature": 0}
                 if not streamed:
-                    return (await client.chat.completions.create(**options)).choices[0].message.content
+                    return str((await client.chat.completions.create(**options)).choices[0].message.content)
                 stream = await client.chat.completions.create(**options, stream=True)
                 return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 

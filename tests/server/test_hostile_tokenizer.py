@@ -1,4 +1,4 @@
-"""A tokenizer on which the library panics costs those requests that meet it, and nobody else."""
+"""A panic of the tokenizer's library fails only the requests that cause it."""
 
 from __future__ import annotations
 

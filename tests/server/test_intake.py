@@ -1,4 +1,4 @@
-"""What is refused before a body is read."""
+"""Requests that are refused before their body is read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from starlette.types import Message, Receive, Scope, Send
@@ -42,7 +42,11 @@ def test_a_full_queue_refuses_before_the_body_has_come(small: ServerProcess, pat
     with ExitStack() as stack:
         for name in ("num_running", "num_waiting"):
             stack.enter_context(connect(small)).sendall(post("/v1/completions", STREAM))
-            small.wait_until(lambda status, name=name: status["engine"][name] == 1)
+
+            def has_one(status: dict[str, Any], name: str = name) -> bool:
+                return bool(status["engine"][name] == 1)
+
+            small.wait_until(has_one)
         connection = stack.enter_context(connect(small))
         connection.sendall(post(path, b"x" * 1000)[:-1])
         answer = read_answer(connection)

@@ -1,4 +1,4 @@
-"""JSON that is written while it is sent."""
+"""JSON answers that are written while they are sent."""
 
 from __future__ import annotations
 

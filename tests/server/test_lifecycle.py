@@ -8,10 +8,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import openai
@@ -28,9 +28,9 @@ LONG: dict[str, Any] = {"prompt": "Z", "max_tokens": 4000, "ignore_eos": True, "
 FLAGS = ("--num-kv-blocks", "300")
 
 
-def begun(response: httpx.Response) -> tuple[str, Iterator[str]]:
-    """Return a stream's first chunk and the lines behind it; who lets go of the lines lets go of the stream."""
-    lines = response.iter_lines()
+def begun(response: httpx.Response) -> tuple[str, Generator[str]]:
+    """Return a stream's first chunk and its further lines; closing the lines closes the stream."""
+    lines = cast("Generator[str]", response.iter_lines())
     first = next(line for line in lines if line.startswith("data: {"))
     return first, lines
 
@@ -165,6 +165,7 @@ def test_shutdown_ends_unfinished_streams_with_an_error(folder: Path, tmp_path: 
         assert "Traceback" not in (tmp_path / "log").read_text()
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once(folder: Path, tmp_path: Path) -> None:
     with (
         running(folder, tmp_path / "log", *FLAGS, "--drain-timeout", "600") as server,
@@ -211,7 +212,8 @@ def hangups(handler: signal.Handlers) -> Iterator[None]:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_terminal_that_closes_stops_the_server_as_a_signal_to_stop_does(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_hangup_stops_the_server_like_a_signal(folder: Path, tmp_path: Path) -> None:
     with (
         hangups(signal.SIG_DFL),
         running(folder, tmp_path / "log", *FLAGS, "--drain-timeout", "600") as server,

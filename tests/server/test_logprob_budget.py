@@ -1,4 +1,4 @@
-"""What answers that are on their way may hold of log probabilities, together."""
+"""The limit of log probabilities that unsent answers may hold together."""
 
 from __future__ import annotations
 
@@ -63,9 +63,7 @@ def ask(server: ServerProcess, body: dict[str, Any]) -> socket.socket:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_answers_that_nobody_reads_are_counted_until_their_clients_have_gone(
-    server_of_few: ServerProcess, is_stream: bool
-) -> None:
+def test_unread_answers_are_counted_until_their_clients_leave(server_of_few: ServerProcess, is_stream: bool) -> None:
     # Some 10 MB as JSON, which no buffer of the system takes.
     body = {"prompt": [[5, idx, *[6] * 2998] for idx in range(3)], "max_tokens": 1, "echo": True, "logprobs": 64}
     clients = [ask(server_of_few, body | {"stream": is_stream}) for _ in range(MAX_LARGE_ANSWERS)]

@@ -1,4 +1,4 @@
-"""What health says of engines that a test cannot bring about in a process: dead and stuck ones."""
+"""Health of dead and stuck engines, which a test cannot bring about in a process, and the counters of `/kv`."""
 
 from __future__ import annotations
 

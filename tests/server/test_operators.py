@@ -1,4 +1,4 @@
-"""What operators see and do, and clients do not."""
+"""Routes that need the operator's key, and what clients and tenants see of them."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_operators_and_clients_see_the_same_reasons(guarded: ServerProcess, serv
             assert change == {"not_cached": 2 * 69, "evicted": 0, "group": 0, "limit": 0, "last_token": 2}
 
 
-def test_where_there_are_tenants_a_client_sees_its_own_and_resets_nothing(gated: ServerProcess) -> None:
+def test_a_tenant_sees_only_its_own_and_may_not_reset(gated: ServerProcess) -> None:
     def seen(path: str, tenant: str) -> Any:
         return gated.http.get(path, headers={HEADER: tenant}).json()
 

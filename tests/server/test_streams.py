@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import openai
 import pytest
@@ -17,7 +18,7 @@ ROUTES = [("/v1/completions", {"prompt": "Z", **GREEDY}), ("/v1/chat/completions
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
-def test_last_chunk_has_usage_and_no_choices(server: ServerProcess, path: str, body: dict) -> None:
+def test_last_chunk_has_usage_and_no_choices(server: ServerProcess, path: str, body: dict[str, Any]) -> None:
     _, chunks = stream(server, path, {**body, "stream_options": {"include_usage": True}})
     assert chunks[-1]["choices"] == []
     assert chunks[-1]["usage"]["completion_tokens"] == 30
@@ -27,7 +28,7 @@ def test_last_chunk_has_usage_and_no_choices(server: ServerProcess, path: str, b
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
-def test_stream_options_without_a_stream_are_refused(server: ServerProcess, path: str, body: dict) -> None:
+def test_stream_options_without_a_stream_are_refused(server: ServerProcess, path: str, body: dict[str, Any]) -> None:
     response = server.post(path, {**body, "stream_options": {"include_usage": True}})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "stream_options"
@@ -56,7 +57,7 @@ def test_the_role_comes_once_and_first(server: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
-def test_id_model_and_created_stay_the_same_in_a_stream(server: ServerProcess, path: str, body: dict) -> None:
+def test_id_model_and_created_stay_the_same_in_a_stream(server: ServerProcess, path: str, body: dict[str, Any]) -> None:
     response, chunks = stream(server, path, {**body, "stream_options": {"include_usage": True}})
     heads = {(chunk["id"], chunk["object"], chunk["created"], chunk["model"]) for chunk in chunks}
     assert len(heads) == 1
@@ -64,7 +65,7 @@ def test_id_model_and_created_stay_the_same_in_a_stream(server: ServerProcess, p
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
-def test_one_standard_finish_reason_ends_each_choice(server: ServerProcess, path: str, body: dict) -> None:
+def test_one_standard_finish_reason_ends_each_choice(server: ServerProcess, path: str, body: dict[str, Any]) -> None:
     _, chunks = stream(server, path, {**body, "n": 2, "temperature": 1.0, "ignore_eos": True})
     for index in (0, 1):
         choices = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
@@ -96,7 +97,7 @@ def test_a_stop_inside_a_token_cuts_it_and_the_earliest_wins(server: ServerProce
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
-def test_characters_of_several_tokens_arrive_whole(server: ServerProcess, path: str, body: dict) -> None:
+def test_characters_of_several_tokens_arrive_whole(server: ServerProcess, path: str, body: dict[str, Any]) -> None:
     _, chunks = stream(server, path, {**body, "max_tokens": 28, "return_token_ids": True})
     pieces = [
         choice.get("text", choice.get("delta", {}).get("content")) for chunk in chunks for choice in chunk["choices"]
@@ -154,10 +155,12 @@ def test_a_waiting_stream_is_kept_open_by_comments(narrow_server: ServerProcess)
 
 
 def test_the_openai_client_reads_both_streams(client: openai.OpenAI) -> None:
-    with client.completions.create(model="tiny", prompt="Z", stream=True, **GREEDY) as completion:
+    create: Any = client.completions.create
+    create_chat: Any = client.chat.completions.create
+    with create(model="tiny", prompt="Z", stream=True, **GREEDY) as completion:
         assert "".join(chunk.choices[0].text for chunk in completion).startswith(SAYING)
     options = {"include_usage": True}
-    with client.chat.completions.create(model="tiny", stream=True, stream_options=options, **CHAT) as chat:
+    with create_chat(model="tiny", stream=True, stream_options=options, **CHAT) as chat:
         chunks = list(chat)
     said = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
     assert said.startswith(SAYING)

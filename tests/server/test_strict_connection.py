@@ -1,4 +1,4 @@
-"""What the HTTP parser does with requests that take long to read."""
+"""The HTTP parser on requests that are slow to parse: tiny chunks and long heads."""
 
 from __future__ import annotations
 

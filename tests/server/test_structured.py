@@ -1,4 +1,4 @@
-"""Outputs with a form, over HTTP: OpenAI's field, vLLM's and its earlier ones; what is wrong is a 400 that names it."""
+"""Structured outputs over HTTP: OpenAI's fields, vLLM's old and new ones, and errors that name the client's field."""
 
 from __future__ import annotations
 
@@ -69,12 +69,13 @@ def test_the_clients_own_parser_reads_it(client: openai.OpenAI) -> None:
 
 def test_any_object_and_any_text(client: openai.OpenAI) -> None:
     for kind in ("json_object", "text"):
+        form: Any = {"type": kind}
         answer = client.chat.completions.create(
             model="tiny",
             messages=USER,
-            response_format={"type": kind},
+            response_format=form,
             max_tokens=40,
-            temperature=0,  # type: ignore[misc]
+            temperature=0,
         )
         text = answer.choices[0].message.content or ""
         assert text.startswith("{") if kind == "json_object" else text.startswith(SAYING)
@@ -170,6 +171,7 @@ def test_what_is_known_but_not_supported_says_so(server: ServerProcess, field: s
     assert check_form(answer.text, 400)["code"] == "unsupported_feature"
 
 
+@pytest.mark.slow
 def test_bombs_are_refused_and_the_server_goes_on(strict_server: ServerProcess) -> None:
     with ThreadPoolExecutor(4) as pool:
         bomb = {"prompt": "a", "guided_json": TIME_BOMB}

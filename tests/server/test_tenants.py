@@ -32,7 +32,8 @@ def gated(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 
 def ask(server: ServerProcess, path: str, body: dict[str, Any], *tenants: bytes | str) -> httpx.Response:
-    return server.http.post(path, json=body, headers=[(HEADER, tenant) for tenant in tenants])  # type: ignore[misc]
+    headers = [(HEADER.encode(), tenant if isinstance(tenant, bytes) else tenant.encode()) for tenant in tenants]
+    return server.http.post(path, json=body, headers=headers)
 
 
 def details(server: ServerProcess, prompt: list[int], tenant: bytes | str, **body: object) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What clients say of which tools may be called, and what comes of it."""
+"""`tool_choice` and allowed tools: the calls that the model must, may and may not make."""
 
 from __future__ import annotations
 
@@ -30,8 +30,13 @@ from tests.server.tool_answers import (
 @pytest.mark.parametrize("form", sorted(FORMATS))
 @pytest.mark.parametrize("style", ["Q", pytest.param("!", marks=pytest.mark.slow)])
 def test_required_calls_come_whatever_the_model_would_say(serve: Serve, form: str, style: str) -> None:
-    more = {"tool_choice": "required", "chat_template_kwargs": {"style": style}, "parallel_tool_calls": False}
-    choice = ask(serve(form), tools=[WEATHER | {"function": {**WEATHER["function"], "parameters": SHORT}}, NOW], **more)
+    more: dict[str, Any] = {
+        "tool_choice": "required",
+        "chat_template_kwargs": {"style": style},
+        "parallel_tool_calls": False,
+    }
+    weather = {**WEATHER, "function": {**WEATHER["function"], "parameters": SHORT}}
+    choice = ask(serve(form), tools=[weather, NOW], **more)
     assert choice["message"]["content"] is None
     ((name, arguments),) = names_and_arguments(choice["message"]["tool_calls"])
     assert choice["finish_reason"] == "tool_calls"
@@ -107,6 +112,8 @@ def test_openais_client_says_what_is_allowed(tool_client: openai.OpenAI) -> None
         parallel_tool_calls=False,
         temperature=0,
     )
-    (call,) = completion.choices[0].message.tool_calls or ()
+    calls = completion.choices[0].message.tool_calls
+    assert calls is not None
+    (call,) = calls
     assert call.type == "function"
     assert (call.function.name, call.function.arguments) == ("now", "{}")

@@ -1,4 +1,4 @@
-"""What tests of tools send, and how they read what comes back."""
+"""Requests with tools, and readers of their answers, for the tests of tools."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from tests.server.process import ServerProcess
 
 CHAT = "/v1/chat/completions"
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-WEATHER = {"type": "function", "function": {"name": "get_weather", "description": "Looks.", "parameters": CITY}}
-NOW = {"type": "function", "function": {"name": "now"}}
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "get_weather", "description": "Looks.", "parameters": CITY},
+}
+NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
 USER = [{"role": "user", "content": "hi"}]
 ASK: dict[str, Any] = {"messages": USER, "tools": [WEATHER, NOW], "temperature": 0, "max_tokens": 200}
 PARIS = '{"city": "Paris"}'

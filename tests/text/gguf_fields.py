@@ -15,7 +15,7 @@ def tokenizer_fields(library: tokenizers.Tokenizer, pre: str, bos: str | None, e
 
     Args:
         library: the tokenizer.
-        pre: name of how it divides texts.
+        pre: name of the pre-tokenizer.
         bos, eos: tokens that begin and end a text, or None; the former is put before texts.
     """
     model = json.loads(library.to_str())["model"]

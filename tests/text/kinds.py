@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Library
@@ -49,6 +50,9 @@ WORDS = (
 )  # fmt: skip
 
 
+Splits = pre_tokenizers.PreTokenizer | pre_tokenizers.Sequence
+
+
 def hard_text(rng: random.Random, num_words: int) -> str:
     """Return words of every kind in a row; now and then one of them many times."""
     words = []
@@ -59,7 +63,7 @@ def hard_text(rng: random.Random, num_words: int) -> str:
     return "".join(words)
 
 
-def _bpe(*, pre: object, normal: object = None, **options: object) -> Library:
+def _bpe(*, pre: Splits, normal: normalizers.Normalizer | None = None, **options: Any) -> Library:
     """Train a byte-level tokenizer."""
     library = Library(models.BPE(**options))
     library.pre_tokenizer = pre
@@ -76,13 +80,13 @@ def _bpe(*, pre: object, normal: object = None, **options: object) -> Library:
     return library
 
 
-def _split(*patterns: str, **options: object) -> Library:
+def _split(*patterns: str, **options: Any) -> Library:
     steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return _bpe(pre=pre_tokenizers.Sequence([*steps, byte_level]), **options)
 
 
-def _marked(*, normal: object, pre: object, prefix: bool) -> Library:
+def _marked(*, normal: normalizers.Normalizer | None, pre: Splits | None, prefix: bool) -> Library:
     """Train a tokenizer with a mark for spaces, and bytes for what it does not know."""
     trained = Library(models.BPE(unk_token="<unk>"))
     trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always" if prefix else "never")
@@ -91,7 +95,7 @@ def _marked(*, normal: object, pre: object, prefix: bool) -> Library:
     vocab = trained.get_vocab()
     for byte in range(256):
         vocab[f"<0x{byte:02X}>"] = len(vocab)
-    merges = [tuple(pair) for pair in _merges(trained)]
+    merges = [(left, right) for left, right in _merges(trained)]
     model = models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
     library = Library(model)
     if normal is not None:

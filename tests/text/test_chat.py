@@ -69,9 +69,9 @@ def test_content_parts_and_the_developer_role_are_brought_into_form(chatml: Chat
     assert rendered == "<|system|>one two</s><|user|>hi</s>"
 
 
-def test_tool_calls_may_come_without_content_and_arguments_become_objects(chatml: ChatTemplate) -> None:
+def test_tool_calls_need_no_content_and_arguments_become_objects(chatml: ChatTemplate) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": "<é>"}'}}
-    conversation = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    conversation: list[dict[str, Any]] = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
     conversation.append({"role": "tool", "content": "3", "tool_call_id": "c1"})
     rendered = chatml.render(conversation, add_generation_prompt=False)
     assert rendered == '<|user|>hi</s><|assistant|>add({"a": "<é>"})</s><|tool|>3</s>'
@@ -222,7 +222,7 @@ def test_the_output_is_bounded() -> None:
     small.close()
 
 
-def test_a_renderer_starts_again_after_its_process_ended_and_not_after_it_was_closed() -> None:
+def test_a_renderer_restarts_a_dead_process_unless_closed() -> None:
     template = ChatTemplate("{{ messages[0].content }}")
     assert template.render([USER]) == "hi"
     (process,) = template._renderer.processes.idle()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from functools import cache
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers, trainers
 from tokenizers.models import BPE
+from transformers import GemmaTokenizer
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN2_PATTERN
 from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX as QWEN35_PATTERN
 
@@ -47,15 +49,17 @@ def texts(count: int, seed: int = 0) -> list[str]:
 
 @cache
 def byte_level(pre: str) -> tokenizers.Tokenizer:
-    """Train a tokenizer that divides texts in one of the known ways."""
+    """Train a tokenizer with one of the known pre-tokenizers."""
     library = tokenizers.Tokenizer(BPE(ignore_merges=pre in WHOLE_WORDS))
     pattern = PATTERNS[pre]
-    division: pre_tokenizers.PreTokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
+    split: pre_tokenizers.PreTokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
     if pattern is not None:
-        division = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), division])
+        split = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), split])
+    if pre == "smollm":
+        split = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), split])
     if pre in NORMALIZED:
         library.normalizer = normalizers.NFC()
-    library.pre_tokenizer, library.decoder = division, decoders.ByteLevel()
+    library.pre_tokenizer, library.decoder = split, decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=700, initial_alphabet=alphabet, special_tokens=["<|end|>"])
     library.train_from_iterator(CORPUS * 3, trainer)
@@ -114,7 +118,7 @@ def check(library: tokenizers.Tokenizer, fields: dict[str, Any], count: int) -> 
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("pre", sorted({pattern: name for name, pattern in PATTERNS.items()}.values()))
+@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "tekken", "gpt-4o", "qwen2", "qwen35"])
 def test_byte_level(pre: str, count: int) -> None:
     library = byte_level(pre)
     check(library, tokenizer_fields(library, pre, None, "<|end|>"), count)
@@ -124,6 +128,20 @@ def test_byte_level(pre: str, count: int) -> None:
 @pytest.mark.parametrize("adds_space", [True, False])
 def test_sentencepiece(adds_space: bool, count: int) -> None:
     check(*sentencepiece(adds_space=adds_space), count)
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_gemma4(count: int) -> None:
+    trained, fields = sentencepiece(adds_space=False)
+    merges = [(left, right) for left, right in json.loads(trained.to_str())["model"]["merges"]]
+    ids = {token: token_id for token_id, token in enumerate(fields["tokenizer.ggml.tokens"])}
+    tokens: Any = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": None, "mask_token": None}
+    library = GemmaTokenizer(**{"vocab": ids, "merges": merges} | tokens).backend_tokenizer
+    fields = {name: value for name, value in fields.items() if not name.endswith(("scores", "prefix"))}
+    fields |= {"tokenizer.ggml.model": "gemma4", "tokenizer.ggml.merges": [" ".join(pair) for pair in merges]}
+    check(library, fields, count)
+    found = Tokenizer.from_files(read_gguf_tokenizer(PATH, fields | {"tokenizer.ggml.add_bos_token": True}))
+    assert found.encode("a")[0] == ids["<s>"]
 
 
 def test_the_bundled_tokenizer() -> None:
@@ -144,6 +162,22 @@ def test_the_bundled_tokenizer() -> None:
     found.close()
 
 
+@pytest.mark.parametrize(
+    ("pre", "changes", "expected"),
+    [
+        ("llama-bpe", {}, True),
+        ("llama-bpe", {"tokenizer.ggml.add_bos_token": False}, False),
+        ("qwen2", {}, False),
+        ("qwen2", {"tokenizer.ggml.add_bos_token": True}, True),
+    ],
+)
+def test_the_default_of_the_first_token(pre: str, changes: dict[str, bool], expected: bool) -> None:
+    fields = tokenizer_fields(byte_level(pre), pre, None, None)
+    del fields["tokenizer.ggml.add_bos_token"]
+    found = Tokenizer.from_files(read_gguf_tokenizer(PATH, fields | {"tokenizer.ggml.bos_token_id": 0} | changes))
+    assert (found.encode("boat")[0] == 0) == expected
+
+
 def test_patterns_are_those_of_published_tokenizers() -> None:
     assert PATTERNS["qwen2"] == QWEN2_PATTERN
     assert PATTERNS["qwen35"] == QWEN35_PATTERN
@@ -153,6 +187,27 @@ def test_what_ends_a_sequence() -> None:
     prefix = "tokenizer.ggml."
     assert end_token_ids({f"{prefix}eos_token_id": 7, f"{prefix}eot_token_id": 9, f"{prefix}eom_token_id": 7}) == (7, 9)
     assert end_token_ids({}) == ()
+
+
+def test_turns_of_phi3_end_with_a_token_that_files_do_not_name() -> None:
+    fields = {"general.architecture": "phi3", "tokenizer.ggml.eos_token_id": 0}
+    assert end_token_ids(fields | {"tokenizer.ggml.tokens": ["<|endoftext|>", "a", "<|end|>"]}) == (0, 2)
+    assert end_token_ids(fields | {"tokenizer.ggml.tokens": ["<|endoftext|>", "a"]}) == (0,)
+
+
+def test_control_tokens_of_phi3_absorb_spaces() -> None:
+    """All but three do, as in the tokenizer that the model was published with."""
+    library, fields = sentencepiece(adds_space=True)
+    description = json.loads(library.to_str())
+    for token in description["added_tokens"]:
+        token["rstrip"] = token["content"] == "</s>"
+    stripping = tokenizers.Tokenizer.from_str(json.dumps(description))
+    check(stripping, fields | {"general.architecture": "phi3"}, 100)
+    found = Tokenizer.from_files(read_gguf_tokenizer(PATH, fields | {"general.architecture": "phi3"}))
+    for token in ("<s>", "</s>"):
+        text = f"a{token}  \n a{token} a"
+        assert found.encode(text) == stripping.encode(text, add_special_tokens=False).ids
+        assert (found.encode(text) == library.encode(text, add_special_tokens=False).ids) == (token == "<s>")
 
 
 FIELDS = {
@@ -167,7 +222,7 @@ FIELDS = {
     ("changes", "error", "words"),
     [
         ({"model": "bert"}, UnsupportedModel, "tokenizer.ggml.model is 'bert', which is not read"),
-        ({"pre": "klingon"}, UnsupportedModel, "tokenizer.ggml.pre is 'klingon', a division .* not known; known are"),
+        ({"pre": "klingon"}, UnsupportedModel, "tokenizer.ggml.pre is 'klingon', an unknown pre-tokenizer; known are"),
         ({"tokens": []}, CheckpointError, "tokenizer.ggml.tokens must be at least one token"),
         ({"tokens": ["a", 1]}, CheckpointError, "tokenizer.ggml.tokens must be a list of strings"),
         ({"tokens": ["a", "b", "a"]}, CheckpointError, "tokenizer.ggml.tokens must be texts that differ, got 'a'"),
@@ -179,6 +234,7 @@ FIELDS = {
         ({"bos_token_id": 3}, CheckpointError, "tokenizer.ggml.bos_token_id must be a token id from 0 to 2, got 3"),
         ({"bos_token_id": "a"}, CheckpointError, "tokenizer.ggml.bos_token_id must be a token id"),
         ({"bos_token_id": 0, "add_bos_token": 1}, CheckpointError, "tokenizer.ggml.add_bos_token must be true or fal"),
+        ({"model": "gemma4", "merges": None}, CheckpointError, "tokenizer.ggml.merges must be a list of strings, got"),
         ({"model": "llama"}, CheckpointError, "tokenizer.ggml.scores must be 3 finite numbers"),
         ({"model": "llama", "scores": [0.0, 1.0, float("nan")]}, CheckpointError, "scores must be 3 finite numbers"),
     ],

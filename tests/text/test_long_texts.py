@@ -90,7 +90,9 @@ def counting(tokenizer: Tokenizer) -> list[int]:
     return lengths
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama3", "llama2"])
+@pytest.mark.parametrize(
+    "name", ["llama3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "llama2"))]
+)
 def test_a_text_of_a_million_characters_goes_in_pieces_of_like_size(name: str) -> None:
     tokenizer = Tokenizer(kind(name))
     lengths = counting(tokenizer)
@@ -209,7 +211,7 @@ def test_marks_behind_a_single_number_are_not_read(source: str) -> None:
         Pattern(source)
 
 
-def test_looking_for_cuts_takes_no_longer_where_there_are_many_added_tokens() -> None:
+def test_finding_cuts_does_not_slow_down_with_added_tokens() -> None:
     """Each pair of characters is looked up in a set, not looked for in each token."""
     library = kind("llama3")
     library.add_tokens([f"<unused{idx}>" for idx in range(3000)])
@@ -245,7 +247,7 @@ def test_an_added_token_that_a_normalizer_makes_nothing_of_is_refused() -> None:
         Tokenizer(library)
 
 
-def test_a_normalizer_that_could_make_much_of_a_text_refuses_only_where_it_does() -> None:
+def test_an_expanding_normalizer_refuses_only_texts_that_expand() -> None:
     library = Library(models.Unigram([("<unk>", 0.0), ("a", -1.0), ("▁", -1.0)], unk_id=0))
     library.normalizer = normalizers.Sequence([normalizers.Replace("\u2126", "y" * 300), normalizers.Strip()])
     tokenizer = Tokenizer(library)

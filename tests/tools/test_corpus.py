@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -12,9 +13,10 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from tools.bundled_model.chats import ASKERS, ask
+from tools.bundled_model.chats import ASKERS, Pair, ask
 from tools.bundled_model.corpus import ASSISTANT, BOS, END, EOS, SPECIALS, USER, documents
 from tools.bundled_model.more_plots import PLOTS
+from tools.bundled_model.plots import Plot
 from tools.bundled_model.stories import cast, long_story, polish, tell
 from tools.bundled_model.story_chats import chat, memory_chat, story_request
 
@@ -62,7 +64,7 @@ def test_sentences_begin_with_a_capital_and_end_with_a_mark(stories: list[str]) 
 
 
 @pytest.mark.parametrize("plot", PLOTS, ids=lambda plot: plot.ask)
-def test_a_story_keeps_its_subject(plot) -> None:  # type: ignore[no-untyped-def]
+def test_a_story_keeps_its_subject(plot: Plot) -> None:
     rng = random.Random(6)
     for _ in range(20):
         chosen = replace(cast(rng), plot=plot)
@@ -92,8 +94,8 @@ def test_long_stories_keep_one_hero() -> None:
         assert all(known & set(re.findall(r"[A-Za-z]{3,}", paragraph)) for paragraph in paragraphs)
 
 
-@pytest.mark.parametrize("asker", sorted(set(ASKERS), key=lambda asker: asker.__name__))
-def test_answers_are_whole_sentences(asker) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("asker", sorted(set(ASKERS), key=ASKERS.index), ids=lambda asker: str(asker.__name__))
+def test_answers_are_whole_sentences(asker: Callable[[random.Random], Pair]) -> None:
     rng = random.Random(8)
     for _ in range(40):
         question, answer = asker(rng)

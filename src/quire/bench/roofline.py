@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
 from quire.config import Quantization
-from quire.models.spec import Attention, Experts, GatedMLP, LayerSpec, Mixer, ModelSpec, StateCacheShape
+from quire.models.spec import FFN, Attention, LayerSpec, Mixer, ModelSpec, StateCacheShape, experts_of
 
 # Tables from which a step reads one row for each token.
 TABLES = ("embedding.weight", "per_layer_inputs.embedding.weight")
@@ -199,9 +199,10 @@ def _num_queries(mixer: Mixer, width: int) -> int:
     return mixer.num_heads * mixer.head_dim * width * (2 if mixer.output_gate else 1)
 
 
-def _num_idle(ffn: GatedMLP | Experts, width: int) -> int:
+def _num_idle(ffn: FFN, width: int) -> int:
     """Return the number of parameters of a layer's experts that are not chosen for a token."""
-    return (ffn.num_experts - ffn.num_chosen) * 3 * ffn.width * width if isinstance(ffn, Experts) else 0
+    experts = experts_of(ffn)
+    return 0 if experts is None else (experts.num_experts - experts.num_chosen) * 3 * experts.width * width
 
 
 def seen_of_cache(start: int, window: int | None, chunk: int | None = None) -> int:

@@ -143,6 +143,7 @@ class Observer:
             step_attention=timed(ATTENTION, step_attention),
             step_states=timed(RECURRENCE, step_states),
             fuse_layers=lambda _: None,  # a step that is one call has no parts to time
+            fuse_experts=lambda _: None,
         )
         return made  # type: ignore[no-any-return]
 

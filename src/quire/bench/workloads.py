@@ -7,6 +7,7 @@
 | W3 | 16 requests at once, prompts uniform in 64..512, outputs uniform in 32..128 |
 | W4 | 4 prompts of 4096 tokens, 64 new tokens each |
 | W5 | 16 requests that share their first 512 tokens, 32 tokens of their own, 32 new tokens |
+| W6 | one stream at a long context: a prompt of 4096 (`W6-4k`) or 16384 tokens (`W6-16k`), 64 new tokens |
 
 W5 has three variants: `W5-cold` (the prefix is not cached), `W5-warm` (a request with this prefix has been served) and
 `W5-off` (prefix caching disabled). Every run has its own tokens, so that no run hits another run's blocks.
@@ -23,7 +24,7 @@ from quire.errors import ConfigError
 
 PLAIN_IDS = range(256, 128000)  # plain tokens of the vocabularies of Qwen3 and Llama 3
 RUN_STRIDE = 1000  # run r draws its tokens with the workload's seed + RUN_STRIDE * r
-NAMES = ("W1", "W2", "W3", "W4", "W5-cold", "W5-warm", "W5-off")
+NAMES = ("W1", "W2", "W3", "W4", "W5-cold", "W5-warm", "W5-off", "W6-4k", "W6-16k")
 MAX_SIGMA = 4.0
 
 Lengths = Literal["uniform", "lognormal"]
@@ -120,6 +121,8 @@ def workload(name: str, run: int, ids: range = PLAIN_IDS) -> Workload:
     """Return run `run` of the workload `name`, with tokens of `ids`."""
     if name.startswith("W5"):
         return shared_prefix(run, ids, seen=name == "W5-warm")
+    if name.startswith("W6"):
+        return Workload(long_context(run, ids, {"W6-4k": 4096, "W6-16k": 16384}[name]), before=[])
     build = {"W1": one_stream, "W2": one_long_prompt, "W3": mixed, "W4": long_contexts}[name]
     return Workload(build(run, ids), before=[])
 
@@ -152,6 +155,11 @@ def shared_prefix(run: int, ids: range, *, seen: bool) -> Workload:
     prefix, tails = _token_ids(_rng(55, run), 512, ids), _rng(56, run)
     requests = [BenchRequest(prefix + _token_ids(tails, 32, ids), 32) for _ in range(16)]
     return Workload(requests, before=[BenchRequest(prefix + [7] * 32, 1)] if seen else [])
+
+
+def long_context(run: int, ids: range, length: int) -> list[BenchRequest]:
+    """Return W6 with a prompt of `length` tokens."""
+    return [BenchRequest(_token_ids(_rng(66, run), length, ids), 64)]
 
 
 def _rng(seed: int, run: int) -> random.Random:

@@ -1,10 +1,33 @@
-"""Whether a draft model can make drafts for a target, as far as their configurations tell."""
+"""Whether a draft model, or the target's own MTP head, can make drafts, as far as configurations tell."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from quire.config import EngineConfig, context_length
 from quire.errors import ConfigError
 from quire.models.spec import ModelSpec
+
+
+def mtp_spec(model: str, target: ModelSpec, *, is_stored: bool = True) -> ModelSpec:
+    """Return the specification of the MTP head of a target.
+
+    Args:
+        model: name of the target, for messages.
+        target: the target model.
+        is_stored: False where the checkpoint lacks the tensors of the head.
+
+    Raises:
+        ConfigError: the target has no head, or one of several layers or with an embedding of its own.
+    """
+    if target.mtp is None or not is_stored:
+        raise ConfigError(
+            "speculative_method 'mtp' needs a model with a head for multi-token prediction, of one layer and with the "
+            f"embedding of the model (tensors mtp.* of Qwen3.5, nextn.* in GGUF files), and {model} has none: set it "
+            "to 'ngram', 'suffix', 'draft' or 'off'",
+            field="speculative_method",
+        )
+    return replace(target, layers=(target.mtp,), mtp=None, tied_head=True, is_mtp=True)
 
 
 def check_draft(config: EngineConfig, target: ModelSpec, draft: ModelSpec) -> None:

@@ -10,10 +10,10 @@ config.json  ->  family  ->  ModelSpec  ->  cache specs  ->  ArenaSizing  ->  Me
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from quire.capacity.draft_compat import check_draft
+from quire.capacity.draft_compat import check_draft, mtp_spec
 from quire.capacity.pool_sizing import memory_concurrency, size_pool
 from quire.capacity.report import GroupPlan, LengthPlan, MemoryPlan, PlanRequest
 from quire.config import CACHE_DTYPES, DTYPES, Machine, context_length, pool_blocks
@@ -28,6 +28,8 @@ from quire.models.parameter_estimate import estimate_parameters
 from quire.models.quantization_config import read_quantization_config, without_quantization
 from quire.models.spec import ModelSpec, StateCacheShape, TokenCacheShape
 
+# The method of checkpoints of which the experts, and nothing else, are stored quantised.
+MXFP4 = "mxfp4"
 # Sequence lengths of a plan that asks for none: those below `max_model_len`, and `max_model_len` itself.
 LENGTHS = (512, 2048, 8192, 32768, 131072)
 
@@ -94,7 +96,7 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
     cache_dtype = request.config.cache.kv_cache_dtype
     dtypes = _Dtypes(weights_dtype, weights_dtype if cache_dtype == "auto" else cache_dtype)
     weights_bytes = _weights_bytes(request, models, weights_dtype)
-    if target.method is not None and weights_bytes is not None and request.weights_bytes is None:
+    if target.method not in (None, MXFP4) and weights_bytes is not None and request.weights_bytes is None:
         notes.append(
             f"The weights are stored quantised ({target.method}) and take less than the estimate, which is of their "
             "dtype: give weights_bytes."
@@ -138,8 +140,12 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
 
 
 def _read_draft(request: PlanRequest, target: _Model) -> _Model | None:
-    """Read the draft model, if there is one, and check that it can make drafts for the target."""
+    """Read the draft model, or the target's MTP head, if one makes drafts, and check that it can."""
     name = request.config.speculative.draft_model
+    if request.config.speculative.speculative_method == "mtp":
+        head = mtp_spec(request.config.model.model, target.spec)
+        # A GGUF file's bytes have the head's among them.
+        return replace(target, architecture="MTP head", spec=head, stored_bytes=target.stored_bytes and 0)
     if name is None:
         return None
     draft = _Model.read(name, None)
@@ -175,7 +181,9 @@ def _weights_bytes(request: PlanRequest, models: Sequence[_Model], dtype: str) -
         # A draft model is loaded in the dtype of its target.
         options = CACHE_DTYPES[dtype].element_bytes, request.config.model.quantization
         weights_bytes = sum(
-            estimate_parameters(each.spec).num_bytes(*options) if each.stored_bytes is None else each.stored_bytes
+            estimate_parameters(each.spec).num_bytes(*options, is_mxfp4=each.method == MXFP4)
+            if each.stored_bytes is None
+            else each.stored_bytes
             for each in models
         )
     if weights_bytes >= request.memory_bytes:
@@ -276,7 +284,7 @@ def _never(sizing: ArenaSizing, groups: Sequence[GroupPlan], longest: int, max_m
     least = -(-sizing.bytes_for(max_model_len) // block_of_all) * block_of_all
     is_alone = len(groups) == 1
     largest = groups[shortage.group_idx]
-    whose = " of the draft model" if largest.is_draft else ""
+    whose = " of the draft model or head" if largest.is_draft else ""
     most = "" if is_alone else f", most of them for {largest.kind!r}{whose}"
     text = (
         f"Sequences of more than {longest:,} tokens, prompt and output together, never fit: {longest + 1:,} would need "

@@ -47,7 +47,7 @@ class GroupPlan:
 
     Args:
         kind: description of the tokens or states that its layers keep.
-        is_draft: whether the layers are the draft model's.
+        is_draft: whether the layers are those of the draft model or of the MTP head.
         num_layers: number of layers.
         bytes_per_token, bytes_per_block: bytes of all layers together; None for a group of states.
         bytes_per_sequence: bytes of a state; None for a group of blocks.
@@ -84,11 +84,12 @@ class MemoryPlan:
 
     Args:
         model, architecture: name of the model and of its architecture.
-        draft_model, draft_architecture: the same of the draft model; None without one.
+        draft_model, draft_architecture: the same of the draft model; None without one. Of drafts by the model's own MTP
+            head, only the latter.
         dtype, kv_cache_dtype: dtype of the weights, and of keys and values.
         block_size: tokens per block.
         max_model_len: longest sequence that the engine accepts, in tokens.
-        groups: cache groups, those of blocks before those of states; then those of the draft model.
+        groups: cache groups, those of blocks before those of states; then those of the draft model or head.
         bytes_per_token: bytes of one token in all groups.
         weights_bytes: bytes of the weights of both models; None where the plan is given no memory.
         is_weights_estimate: whether `weights_bytes` was estimated.

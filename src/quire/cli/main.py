@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from quire import __version__
-from quire.cli import bench, bench_serve, chat, doctor, generate, inspect, plan, replay, serve
+from quire.cli import bench, bench_serve, chat, doctor, generate, inspect, plan, quantize, replay, serve
 from quire.cli.options import refuse_unknown
 from quire.errors import QuireError
 
@@ -21,7 +21,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="quire", description="Serve large language models from paged memory.")
     parser.add_argument("--version", action="version", version=f"quire {__version__}")
     subparsers = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
-    for command in (generate, chat, serve, bench, bench_serve, plan, inspect, doctor, replay):
+    for command in (generate, chat, serve, bench, bench_serve, plan, inspect, quantize, doctor, replay):
         command.register(subparsers)
     return parser
 

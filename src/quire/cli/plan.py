@@ -85,7 +85,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _lines(plan: MemoryPlan) -> Iterator[str]:
-    guide = f", with {plan.draft_architecture} ({plan.draft_model}) to make drafts" if plan.draft_model else ""
+    guide = ""
+    if plan.draft_architecture:
+        name = f" ({plan.draft_model})" if plan.draft_model else ""
+        guide = f", with {plan.draft_architecture}{name} to make drafts"
     cache = f"KV cache in {plan.kv_cache_dtype}, blocks of {plan.block_size} tokens"
     yield f"{plan.architecture} ({plan.model}){guide}: {cache}"
     yield from (f"Note: {note}" for note in plan.notes)
@@ -96,7 +99,7 @@ def _lines(plan: MemoryPlan) -> Iterator[str]:
     if sum(group.bytes_per_token is not None for group in plan.groups) > 1:
         yield f"A token takes {_size(plan.bytes_per_token)} in all groups together."
     if plan.weights_bytes is not None:
-        source = "an estimate: parameters x dtype" if plan.is_weights_estimate else "as given or stored"
+        source = "an estimate from parameters and dtype" if plan.is_weights_estimate else "as given or stored"
         yield f"Weights: {_size(plan.weights_bytes)} ({source})."
     if plan.arena_bytes is None:
         yield "Give --memory or --kv-cache-memory-bytes to see how many sequences fit."

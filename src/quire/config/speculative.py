@@ -9,7 +9,7 @@ from typing import Any, Final
 from quire.config.checks import check_choices, check_text, check_whole, put_size
 from quire.errors import ConfigError, shown
 
-METHODS = ("off", "ngram", "suffix", "draft")
+METHODS = ("off", "ngram", "suffix", "draft", "mtp")
 MAX_TOKENS = 32
 MAX_LOOKUP = 64
 DEFAULT_TOKENS = 8
@@ -33,8 +33,8 @@ class SpeculativeConfig:
 
     Args:
         speculative_method: source of the drafts: "off", "ngram" (tokens after an earlier occurrence of the last tokens
-            in the sequence), "suffix" (the same, also in earlier outputs of the same tenant), or "draft" (a smaller
-            model, see `draft_model`).
+            in the sequence), "suffix" (the same, also in earlier outputs of the same tenant), "draft" (a smaller model,
+            see `draft_model`), or "mtp" (the model's own head for multi-token prediction).
         num_speculative_tokens: maximum number of drafts of a sequence in a step, 1 to 32; fewer are used where they do
             not pay. None takes 8.
         prompt_lookup_min: number of last tokens that must occur earlier; None takes 2.

@@ -44,7 +44,13 @@ class StepLimits(NamedTuple):
 Items = list[tuple[int, int]]
 
 
-def measure_step_cost(decoder: Decoder, limits: StepLimits, dtype: torch.dtype, stored: str | None = None) -> StepCost:
+def measure_step_cost(
+    decoder: Decoder,
+    limits: StepLimits,
+    dtype: torch.dtype,
+    stored: str | None = None,
+    draft: Decoder | None = None,
+) -> StepCost:
     """Run the largest steps on a GPU, and return what they took besides weights and KV.
 
     Args:
@@ -52,8 +58,9 @@ def measure_step_cost(decoder: Decoder, limits: StepLimits, dtype: torch.dtype, 
         limits: limits of steps.
         dtype: dtype of the weights.
         stored: see `KVStorage`.
+        draft: model for drafts that runs in the same steps; None for none.
     """
-    return step_cost(limits, lambda items: _peak_bytes(decoder, limits, dtype, stored, items))
+    return step_cost(limits, lambda items: _peak_bytes(decoder, limits, dtype, stored, draft, items))
 
 
 def step_cost(limits: StepLimits, peak_bytes: Callable[[Items], int]) -> StepCost:
@@ -109,13 +116,21 @@ def _plan_items(items: Items, limits: StepLimits, num_groups: int) -> Iterator[S
         yield ScheduledSequence(seq_id, start, (0,) * count, deltas, 1, new_sequence, num_draft)
 
 
-def _peak_bytes(decoder: Decoder, limits: StepLimits, dtype: torch.dtype, stored: str | None, items: Items) -> int:
+def _peak_bytes(
+    decoder: Decoder, limits: StepLimits, dtype: torch.dtype, stored: str | None, draft: Decoder | None, items: Items
+) -> int:
     """Run one step over two blocks of KV memory, and return the most memory that it had at any moment beyond that."""
     device = torch.device("cuda")
-    num_groups = len(decoder.cache_groups)
+    num_groups = sum(len(each.cache_groups) for each in (decoder, draft) if each)
     num_blocks = [2] * num_groups
     runner = ModelRunner.build(
-        decoder, num_blocks=num_blocks, block_size=limits.block_size, device="cuda", dtype=dtype, stored=stored
+        decoder,
+        num_blocks=num_blocks,
+        block_size=limits.block_size,
+        device="cuda",
+        dtype=dtype,
+        stored=stored,
+        draft=draft,
     )
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)

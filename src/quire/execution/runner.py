@@ -12,12 +12,14 @@ from quire.execution.block_copies import BlockCopier
 from quire.execution.draft_model import DraftModel, with_drafts
 from quire.execution.embeddings import MultimodalEmbeddings
 from quire.execution.kv_storage import Storage, make_storages
+from quire.execution.mtp_drafter import MTPDrafter
 from quire.execution.sampling.logprobs import measure, rows_per_tile
 from quire.execution.sampling.row_sampling import BAD_LOGITS
 from quire.execution.sampling.sampler import Sampler
 from quire.kvstore.disk_blocks import DiskBlocks
 from quire.memory.results import MemoryOps
 from quire.models.decoder import Decoder
+from quire.models.mtp import MTPHead
 from quire.platform.host_probe import num_cores
 from quire.platform.prefault import Prefaulter
 from quire.scheduling.plan import (
@@ -42,13 +44,13 @@ class ModelRunner:
 
     Args:
         decoder: the model.
-        storages: memory, one for each cache group, those of a draft model last.
+        storages: memory, one for each cache group, those of `draft` last.
         builder: turns a plan into the models' inputs.
         sampler: turns logits into tokens.
         media: has the embeddings that come with prompts.
         host_bytes: number of bytes of the host tier; 0 for none.
         disk: the tier below that, if there is one.
-        draft: a second model that makes drafts; its cache groups follow the first one's.
+        draft: a second model that makes drafts, or the first one's MTP head; its cache groups follow the first one's.
         prefaulter: touches the memory's pages before they are used; None for none.
     """
 
@@ -69,9 +71,12 @@ class ModelRunner:
         self._groups = range(num_own)
         self._storages = tuple(storages[:num_own])
         self._blocks = BlockCopier(storages, host_bytes, disk)
-        self._draft: DraftModel | None = None
-        if draft is not None:
-            self._draft = DraftModel(draft, builder, storages[num_own:], range(num_own, len(storages)))
+        self._draft: DraftModel | MTPDrafter | None = None
+        groups = range(num_own, len(storages))
+        if isinstance(draft, MTPHead):
+            self._draft = MTPDrafter(draft, builder, storages[num_own:], groups)
+        elif draft is not None:
+            self._draft = DraftModel(draft, builder, storages[num_own:], groups)
         self._builder = builder
         self._sampler = sampler
         self._embeddings = media
@@ -103,7 +108,7 @@ class ModelRunner:
             stored: see `quire.execution.kv_storage.KVStorage`.
             host_bytes: number of bytes of the host tier; 0 for none.
             disk: the tier below that, if there is one.
-            draft: a second model that makes drafts, of the same dtype; its cache groups come last in `num_blocks`.
+            draft: see `ModelRunner`, of the same dtype; its cache groups come last in `num_blocks`.
             grammars: compiled ones; None where no output can be constrained.
         """
         torch_device = torch.device(device)
@@ -159,9 +164,12 @@ class ModelRunner:
         given = self._embeddings.rows(plan.items, batch.row_starts) if self._embeddings.by_sequence else None
         counts = [item.num_draft + 1 if item.num_samples else 0 for item in items]
         is_measured = self._sampler.measures_prompts(items)  # then every row is read, else what is sampled
-        read = None if is_measured else self._builder.lay_out_ends(items, counts, self._groups)
+        reads_all = is_measured or isinstance(self._draft, MTPDrafter)
+        read = None if reads_all else self._builder.lay_out_ends(items, counts, self._groups)
         hidden = self._decoder(batch.input_ids, batch.positions, batch.groups, self._storages, given, read)
-        sampled = hidden[end_rows(items, counts)] if is_measured else hidden
+        if isinstance(self._draft, MTPDrafter):
+            self._draft.follow(items, hidden, given)
+        sampled = hidden[end_rows(items, counts)] if reads_all else hidden
         results, found = self._sample(items, plan.beams, sampled)
         if is_measured:
             starts = batch.row_starts[:-1]

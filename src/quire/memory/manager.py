@@ -15,7 +15,7 @@ Owner: one thread, the one that steps the engine. Nothing in here locks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from quire.memory.capacity.admission import count_loads, count_woken
 from quire.memory.capacity_queries import CapacityQueries
@@ -37,9 +37,9 @@ from quire.memory.tables.publish import free_out_of_window, next_publish_at, pub
 from quire.memory.tables.rollback import Rollback
 from quire.memory.tables.snapshots import Snapshots
 from quire.memory.tables.tables import BlockTables
-from quire.memory.tiers import lost_copies, swap
+from quire.memory.tiers import swap
 from quire.memory.tiers.disk_tier import DiskTier
-from quire.memory.tiers.lost_copies import Holders
+from quire.memory.tiers.lost_copies import LostCopies
 from quire.memory.usage import Usage, measure
 
 
@@ -66,6 +66,7 @@ class KVCacheManager:
         rollback: questions about how far a sequence can be truncated.
         pins: the pinned prefixes.
         archive: commands of the disk tier; None without one.
+        lost_copies: commands after a failed step.
         tables: block tables of all sequences; `tables.observer` receives every command.
 
     Invariants: M1 to M11, checked by `quire.memory.invariants.check`.
@@ -112,6 +113,7 @@ class KVCacheManager:
         self.windowed_groups = tuple(idx for idx, spec in enumerate(specs) if spec.freed_after(0) < NEVER_FREED)
         self.capacity = CapacityQueries(self.tables, watermark, self.arena.layout.num_slabs - pin_limit)
         self.rollback = Rollback(self.tables, self.windowed_groups)
+        self.lost_copies = LostCopies(self.tables)
         self._num_merges = 0
 
     # ---- questions ----
@@ -291,6 +293,11 @@ class KVCacheManager:
         if self.tables.observer is not None:
             self.tables.observer.published(seq_id, state, num_before)
 
+    def publish_each(self, num_computed: Mapping[int, int]) -> None:
+        """Publish several sequences, given with their numbers of computed tokens, in turn; see `publish`."""
+        for seq_id, count in num_computed.items():
+            self.publish(seq_id, count)
+
     def free(self, seq_id: int, *, retain: bool = False, is_sound: bool = True) -> None:
         """Release a sequence; of its published blocks the tail becomes evictable before the head.
 
@@ -382,18 +389,6 @@ class KVCacheManager:
         if self.tables.observer is not None:
             self.tables.observer.unpinned(name)
 
-    def holders_of(self, ops: MemoryOps) -> Holders:
-        """Return the live sequences and pins that hold blocks which the copies of a failed step were to write."""
-        return lost_copies.holders_of(self.tables, ops)
-
-    def discard_copies(self, ops: MemoryOps) -> None:
-        """Note that the copies of a failed step may not have been made: what they were to write is never hit.
-
-        Raises:
-            ValueError: such a block still has holders; see `holders_of`.
-        """
-        lost_copies.discard_copies(self.tables, ops)
-
     def take_ops(self) -> MemoryOps:
         """Hand over the movements that the workers must make before this step's kernels."""
         copies, self.tables.pending_copies = tuple(self.tables.pending_copies), []
@@ -406,8 +401,16 @@ class KVCacheManager:
     def take_table_deltas(self, seq_ids: Iterable[int]) -> list[tuple[TableDelta, ...]]:
         """Hand over, for each of some sequences, the table entries that changed since the last call for it."""
         seq_ids = tuple(seq_ids)
-        states = map(self.sequences.__getitem__, seq_ids)
-        deltas = [state.take_deltas() if state.is_dirty else () for state in states]
+        deltas: list[tuple[TableDelta, ...]] = []
+        for seq_id in seq_ids:
+            state = self.sequences[seq_id]
+            changes = []
+            if state.is_dirty:
+                for idx, table in enumerate(state.tables):
+                    start, state.dirty_from[idx] = state.dirty_from[idx], len(table)
+                    changes.append(TableDelta(idx, start, tuple(table[start:])))
+                state.is_dirty = False
+            deltas.append(tuple(changes))
         if self.tables.observer is not None:
             self.tables.observer.deltas_taken(seq_ids, deltas)
         return deltas

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from quire.memory.prefix.token_chain import TokenChain
-from quire.memory.results import BlockCopy, TableDelta, Tier
+from quire.memory.results import BlockCopy, Tier
 
 
 class StateBackup(NamedTuple):
@@ -117,17 +117,6 @@ class SequenceBlocks:
         held = self.checkpoint.block_ids if self.checkpoint and move.src_tier is Tier.DEVICE else {}
         if held.get(move.group_idx) == move.src_id:
             held[move.group_idx] = move.dst_id
-
-    def take_deltas(self) -> tuple[TableDelta, ...]:
-        """Return the table entries that changed since the last call."""
-        if not self.is_dirty:
-            return ()
-        deltas = []
-        for idx, table in enumerate(self.tables):
-            start, self.dirty_from[idx] = self.dirty_from[idx], len(table)
-            deltas.append(TableDelta(idx, start, tuple(table[start:])))
-        self.is_dirty = False
-        return tuple(deltas)
 
     def fork(self, chain: TokenChain) -> SequenceBlocks:
         """Return a child with the same tables and counters; the caller counts the new holders."""

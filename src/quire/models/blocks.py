@@ -90,7 +90,7 @@ class AttentionBlock:
         addition: addition of the result to the residual.
 
     Attributes:
-        slots: "qkv", "output" and, where the norms of heads have learned a scale, "q_norm" and "k_norm".
+        slots: "qkv", "output" and, where there are such, "sinks", and of norms of heads "q_norm" and "k_norm".
     """
 
     def __init__(
@@ -113,6 +113,9 @@ class AttentionBlock:
             self._gate = Projection(width, num_heads * head_dim, attention.qkv_bias, ops)
         qkv_slots = _stored_heads(attention, self._qkv.slots, {} if self._gate is None else self._gate.slots)
         self.slots = nested(qkv=qkv_slots, output=self._output.slots)
+        self._sinks: Tensor | None = None
+        if attention.sinks:
+            self.slots["sinks.weight"] = WeightSlot((num_heads,), self._fill_sinks, dtype=torch.float32)
         self._norms: HeadNorms | None = None
         if attention.qk_norm is not None:
             norm, num_normed = attention.qk_norm, num_heads + num_kv_heads * (2 if attention.value_norm else 1)
@@ -124,13 +127,17 @@ class AttentionBlock:
                 self.slots["q_norm.weight"] = scale_slot(norm, q_scales, (head_dim,), order)
                 self.slots["k_norm.weight"] = scale_slot(norm, k_scales, (head_dim,), order)
 
+    def _fill_sinks(self, tensor: Tensor) -> None:
+        self._sinks = tensor.clone()
+
     @property
     def dense(self) -> DenseAttention | None:
         """The block as fused layers take it; None where it does more."""
         output = self._output.plain
         if output is None or self._gate is not None:
             return None
-        return DenseAttention(self._qkv.run, self._norms, self._layer_idx, self._num_heads, self._score_scale, output)
+        heads = self._norms, self._layer_idx, self._num_heads, self._score_scale
+        return DenseAttention(self._qkv.run, *heads, output, self._sinks)
 
     def __call__(
         self, x: Tensor, residual: Tensor, inputs: AttentionInputs, picked: SelectedRows | None = None
@@ -151,7 +158,7 @@ class AttentionBlock:
             _, step, query_scales = picked.inputs
         if query_scales is not None:
             q.mul_(query_scales)
-        gathered = step.attend(self._layer_idx, q, self._score_scale)
+        gathered = step.attend(self._layer_idx, q, self._score_scale, self._sinks)
         if self._gate is not None:
             gathered.mul_(self._gate.run(x).sigmoid_())
         return self._output(gathered, residual)
@@ -183,6 +190,7 @@ class SharedAttentionBlock:
         assert not attention.output_gate, "what reads another's keys has no gates"
         assert turning_order(attention.rope, attention.head_dim) is None, "nor heads in another order"
         assert attention.temperature is None, "nor a temperature"
+        assert not attention.sinks, "nor sinks"
         num_heads, head_dim = attention.num_heads, attention.head_dim
         self._score_scale = _score_scale(attention)
         self._layer_idx = layer_idx
@@ -260,8 +268,8 @@ class GatedMLPBlock:
         down = self._down.plain
         return None if down is None or self._mlp.gate_scale != 1.0 else DenseMLP(self._gate_up.run, down)
 
-    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Add to `residual` [T, E] what the perceptron makes of `x` [T, E]."""
+    def __call__(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """Add to `residual` [T, E], if there is one, what the perceptron makes of `x` [T, E]."""
         product, mlp = self._gate_up.run(x), self._mlp
         if mlp.gate_scale != 1.0:
             product[:, : mlp.width].mul_(mlp.gate_scale)

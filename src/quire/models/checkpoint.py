@@ -18,6 +18,12 @@ from safetensors import SafetensorError, safe_open
 
 from quire.bounded.files import read_json
 from quire.errors import CheckpointError, shown
+from quire.models.families.expert_layout import (
+    BLOCK_EXPERTS,
+    LINEAR_EXPERTS,
+    has_block_experts,
+    has_linear_experts,
+)
 from quire.models.stored_tensor import StoredTensor
 
 BUNDLED = "bundled"
@@ -77,13 +83,17 @@ class Checkpoint:
             found = open_gguf(file)
             return cls(file.parent, found.config, {}, found.tensors, found.fields, found.divided)
         folder = locate(model, revision)
-        config = _read_object(folder / "config.json")
+        config, tensors = _read_object(folder / "config.json"), _read_headers(folder)
+        if has_linear_experts(tensors):
+            config |= {LINEAR_EXPERTS: True}
+        if has_block_experts(tensors):
+            config |= {BLOCK_EXPERTS: True}
         generation = folder / "generation_config.json"
         return cls(
             folder=folder,
             config=config,
             generation_config=_read_object(generation) if generation.is_file() else {},
-            tensors=_read_headers(folder),
+            tensors=tensors,
         )
 
     def sources_of(self, names: Sequence[str]) -> list[str]:

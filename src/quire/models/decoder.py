@@ -19,7 +19,7 @@ from quire.models.blocks import (
     SelectedRows,
     SharedAttentionBlock,
 )
-from quire.models.experts import ExpertsBlock
+from quire.models.experts import make_ffn
 from quire.models.norms import Norm
 from quire.models.per_layer_inputs import PerLayerEmbedding, PerLayerGate
 from quire.models.projections import Projection, ResidualAdd
@@ -28,9 +28,7 @@ from quire.models.rope import RotaryEmbedding, query_scales
 from quire.models.rotations import Rope, Temperature
 from quire.models.spec import (
     Attention,
-    Experts,
     GatedDeltaNet,
-    GatedMLP,
     LayerGroup,
     LayerSpec,
     Mamba2,
@@ -40,7 +38,7 @@ from quire.models.spec import (
     ShortConv,
 )
 from quire.models.weight_slots import WeightSlot, WeightSlots, nested
-from quire.ops.fused_layers import DenseLayer, FusedLayers, FusesLayers
+from quire.ops.fused_layers import DenseLayer, FusedLayers, FusesExperts, FusesLayers
 from quire.ops.interface import AttentionBatch, KeepsRows, Ops, PagedKV, PagedStates, Rotation, StateBatch
 from quire.ops.quantized_weight import StoredWeight
 
@@ -86,14 +84,14 @@ class Decoder:
         dtype: dtype of weights, hidden states and cache.
 
     Attributes:
-        ops, spec, dtype: the arguments of these names.
+        ops, spec, dtype, device: the arguments of these names.
     """
 
     def __init__(self, spec: ModelSpec, *, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
         self.spec = spec
         self.ops = ops
         self.dtype = dtype
-        self._device = device
+        self.device = device
         self._embed: Callable[[Tensor], Tensor]
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
         self._head = Projection(spec.width, spec.vocab_size, False, ops, min_bits=6)
@@ -132,7 +130,7 @@ class Decoder:
             input_idxs = [
                 self._inputs.index(_input_kind(*part)) for part in zip(layer.parts, cache_positions, strict=True)
             ]
-            ffn = self._make_ffn(layer.ffn, additions[1])
+            ffn = make_ffn(layer.ffn, spec.width, additions[1], ops, new_norm)
             mixer_slots = {name: mixer.slots for name, mixer in mixers.items()}
             parts = nested(mixer_norm=mixer_norm.slots, **mixer_slots, ffn_norm=ffn_norm.slots, ffn=ffn.slots)
             gate = scale = None
@@ -175,21 +173,13 @@ class Decoder:
         match mixer:
             case Attention():
                 block = AttentionBlock if mixer.source is None else SharedAttentionBlock
-                return block(mixer, *arguments, self.dtype, self._device)
+                return block(mixer, *arguments, self.dtype, self.device)
             case ShortConv():
-                return ShortConvBlock(mixer, *arguments, self._device)
+                return ShortConvBlock(mixer, *arguments, self.device)
             case Mamba2():
-                return Mamba2Block(mixer, *arguments, self._device)
+                return Mamba2Block(mixer, *arguments, self.device)
             case GatedDeltaNet():
-                return GatedDeltaNetBlock(mixer, *arguments, self._device)
-
-    def _make_ffn(self, ffn: GatedMLP | Experts, addition: ResidualAdd) -> GatedMLPBlock | ExpertsBlock:
-        match ffn:
-            case GatedMLP():
-                return GatedMLPBlock(ffn, self.spec.width, addition, self.ops)
-            case Experts():
-                assert addition == ResidualAdd(), "what experts give is added as it is"
-                return ExpertsBlock(ffn, self.spec.width, self.ops)
+                return GatedDeltaNetBlock(mixer, *arguments, self.device)
 
     @property
     def cache_groups(self) -> tuple[LayerGroup, ...]:
@@ -210,13 +200,17 @@ class Decoder:
         """Return the shape of every weight, in the order in which a checkpoint usually stores them."""
         return {name: slot.shape for name, slot in self._slots.items()}
 
+    def weight_dtype(self, name: str) -> torch.dtype:
+        """Return the dtype that `load_weight` takes a weight in."""
+        return self._slots[name].dtype or self.dtype
+
     def load_weight(self, name: str, tensor: Tensor | StoredWeight) -> None:
         """Take one weight.
 
         Args:
             name: one of `weight_shapes()`.
-            tensor: tensor of that shape and of the decoder's dtype; it is read before this returns, and not retained.
-                One that is stored quantised is dequantised where no linear layer takes it.
+            tensor: tensor of that shape and of the dtype of `weight_dtype`; it is read before this returns, and not
+                retained. One that is stored quantised is dequantised where no linear layer takes it.
 
         Raises:
             CheckpointError: another name, shape or dtype, or a weight that was loaded before.
@@ -224,10 +218,10 @@ class Decoder:
         slot = self._slots.get(name)
         if slot is None:
             raise CheckpointError(f"the model has no weight {name!r}")
-        if tuple(tensor.shape) != slot.shape or tensor.dtype != self.dtype:
+        dtype = self.weight_dtype(name)
+        if tuple(tensor.shape) != slot.shape or tensor.dtype != dtype:
             raise CheckpointError(
-                f"{name} must be of shape {list(slot.shape)} and {self.dtype}, "
-                f"got {list(tensor.shape)} and {tensor.dtype}"
+                f"{name} must be of shape {list(slot.shape)} and {dtype}, got {list(tensor.shape)} and {tensor.dtype}"
             )
         if name not in self._missing:
             raise CheckpointError(f"{name} was loaded before")
@@ -235,10 +229,19 @@ class Decoder:
         if isinstance(tensor, StoredWeight) and slot.fill_stored is not None:
             slot.fill_stored(tensor)
         else:
-            slot.fill((tensor.dequantize() if isinstance(tensor, StoredWeight) else tensor).to(self._device))
-        if not self._missing and isinstance(self.ops, FusesLayers):
+            slot.fill((tensor.dequantize() if isinstance(tensor, StoredWeight) else tensor).to(self.device))
+        if not self._missing:
+            self._fuse()
+
+    def _fuse(self) -> None:
+        """Have the backend run layers, or the experts of a layer, by one call where it can."""
+        if isinstance(self.ops, FusesLayers):
             layers = self._dense_layers()
             self._fused = None if layers is None else self.ops.fuse_layers(layers)
+        if isinstance(self.ops, FusesExperts):
+            for _, _, _, ffn, _, _ in self._layers:
+                if not isinstance(ffn, GatedMLPBlock):
+                    ffn.fuse(self.ops)
 
     def _dense_layers(self) -> list[DenseLayer] | None:
         """Return the layers as fused layers take them; None where one has other parts or does more."""

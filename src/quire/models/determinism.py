@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.errors import ConfigError
-from quire.models.spec import Attention, Experts, LayerSpec, ModelSpec
+from quire.models.spec import Attention, LayerSpec, ModelSpec, experts_of
 from quire.ops.native_library import MAX_HEAD_DIM
 
 
@@ -37,8 +37,11 @@ def hindrances(layer: LayerSpec) -> list[str]:
             found.append("gates on what attention gathers")
         elif part.head_dim > MAX_HEAD_DIM or part.head_dim % 2:
             found.append(f"heads of {part.head_dim} values, not an even number up to {MAX_HEAD_DIM}")
-    if isinstance(layer.ffn, Experts) and layer.ffn.scoring == "sigmoid":
+    experts = experts_of(layer.ffn)
+    if experts is not None and experts.scoring == "sigmoid":
         found.append("experts scored by a sigmoid")
+    if experts is not None and experts.shared_gate:
+        found.append("a gate on a shared expert")
     if layer.mixer_scale != 1.0 or layer.ffn_scale != 1.0:
         found.append("scaled additions to the hidden state")
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 
@@ -10,8 +11,10 @@ from torch import Tensor
 
 from quire.models import spec
 from quire.models.blocks import GatedMLPBlock
+from quire.models.norms import Norm
 from quire.models.projections import Projection, ResidualAdd
 from quire.models.weight_slots import WeightSlot, WeightSlots, nested
+from quire.ops.fused_layers import FusedExperts, FusesExperts, RoutedExperts
 from quire.ops.interface import Activation, Linear, Ops
 from quire.ops.quantized_weight import StoredWeight
 
@@ -24,45 +27,174 @@ class ExpertsBlock:
     Args:
         experts: their number and widths, and how they are chosen and scored.
         width: E.
+        addition: addition of the result to the residual.
+        new_norm: function that makes the norm of a specification.
 
     Attributes:
-        slots: "router", "gate_up", "down" and, where there is a shared expert, "shared.gate_up" and "shared.down".
+        fused: the block as one call of the backend, which `fuse` sets; None for the operations one by one.
+        slots: "router", "gate_up", "down" and, where there are such, "router_norm", "choice_bias", "expert_scales",
+            "shared.gate_up", "shared.down" and "shared.gate".
     """
 
-    def __init__(self, experts: spec.Experts, width: int, ops: Ops) -> None:
-        self._experts = experts
-        self._router = Projection(width, experts.num_experts, False, ops, min_bits=8)
+    def __init__(
+        self,
+        experts: spec.Experts,
+        width: int,
+        addition: ResidualAdd,
+        ops: Ops,
+        new_norm: Callable[[spec.RMSNorm], Norm],
+    ) -> None:
+        self._experts, self._addition = experts, addition
+        self._router = Projection(width, experts.num_experts, experts.bias, ops, min_bits=8)
         self._gate_up = ExpertProjections(experts, width, 2 * experts.width, ops, gate=experts.activation)
         self._down = ExpertProjections(experts, experts.width, width, ops)
         self.slots: WeightSlots = nested(router=self._router.slots, gate_up=self._gate_up.slots, down=self._down.slots)
+        self._router_norm: Norm | None = None
+        if experts.router_norm is not None:
+            self._router_norm = new_norm(experts.router_norm)
+            self.slots |= nested(router_norm=self._router_norm.slots)
+        self._choice_bias = self._expert_scales = None
+        for name in ("choice_bias", "expert_scales"):
+            if getattr(experts, name):
+                fill = partial(self._fill, f"_{name}")
+                self.slots[f"{name}.weight"] = WeightSlot((experts.num_experts,), fill, dtype=torch.float32)
+        self.fused: FusedExperts | None = None
         self._shared: GatedMLPBlock | None = None
+        self._shared_gate: Projection | None = None
         if experts.shared_width:
             shared = spec.GatedMLP(experts.shared_width, activation=experts.activation)
             self._shared = GatedMLPBlock(shared, width, ResidualAdd(), ops)
             self.slots |= nested(shared=self._shared.slots)
+            if experts.shared_gate:
+                self._shared_gate = Projection(width, 1, False, ops, min_bits=8)
+                self.slots |= nested(shared=nested(gate=self._shared_gate.slots))
+
+    def _fill(self, name: str, tensor: Tensor) -> None:
+        setattr(self, name, tensor.clone())
+
+    def fuse(self, ops: FusesExperts) -> None:
+        """Let `ops` run the block by one call, if it does; all weights are there."""
+        experts, shared = self._experts, None if self._shared is None else self._shared.dense
+        assert self._shared is None or shared is not None, "a shared expert is added as it is"
+        self.fused = ops.fuse_experts(
+            RoutedExperts(
+                self._router.run,
+                self._gate_up.runs,
+                self._down.runs,
+                experts.num_chosen,
+                self._choice_bias,
+                self._expert_scales,
+                experts.scoring == "sigmoid",
+                experts.renormalised,
+                experts.scaled_input,
+                experts.sum_eps,
+                experts.score_scale,
+                experts.logit_scale,
+                shared,
+                None if self._shared_gate is None else self._shared_gate.run,
+            )
+        )
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
         """Add to `residual` [T, E] what the experts of each row make of `x` [T, E]."""
-        experts = self._experts
-        chosen, scores = choose(self._router.run(x), experts)
-        if self._shared is not None:
-            residual = self._shared(x, residual)
+        if self._addition == ResidualAdd():
+            return self.mix(x, residual)
+        return self._addition(self.mix(x), residual)
+
+    def mix(self, x: Tensor, start: Tensor | None = None, routed: Tensor | None = None) -> Tensor:
+        """Add what the experts of each row make of it.
+
+        Args:
+            x: [T, E].
+            start: [T, E] to add to, as it is; None for nothing.
+            routed: [T, E] that the router sees; None for `x`.
+        """
+        experts, routed = self._experts, x if routed is None else routed
+        if self._router_norm is not None:
+            routed = self._router_norm(routed)
+        if self.fused is not None:
+            return self.fused(x, routed, start)
+        chosen, scores = choose(self._router.run(routed), experts, self._choice_bias, self._expert_scales)
+        # In float32 and always in the order of the experts: a row gets the same, whatever rows are beside it.
+        total = self._begin(x, start)
         order = chosen.flatten().argsort(stable=True)
         rows, weights = order // experts.num_chosen, scores.flatten()[order][:, None]
         seen = x[rows]
         if experts.scaled_input:
             seen.mul_(weights)
         counts = torch.bincount(chosen.flatten(), minlength=experts.num_experts).tolist()
-        # In float32 and always in the order of the experts: a row gets the same, whatever rows are beside it.
-        total = residual.to(torch.float32, copy=True)
-        for idx, (start, end) in enumerate(pairwise(accumulate(counts, initial=0))):
-            if start == end:
+        for idx, (start_row, end_row) in enumerate(pairwise(accumulate(counts, initial=0))):
+            if start_row == end_row:
                 continue
-            given = self._down.runs[idx](self._gate_up.runs[idx](seen[start:end])).float()
+            given = self._down.runs[idx](self._gate_up.runs[idx](seen[start_row:end_row])).float()
             if not experts.scaled_input:
-                given.mul_(weights[start:end])
-            total.index_add_(0, rows[start:end], given)
+                given.mul_(weights[start_row:end_row])
+            total.index_add_(0, rows[start_row:end_row], given)
         return total.to(x.dtype)
+
+    def _begin(self, x: Tensor, start: Tensor | None) -> Tensor:
+        """Return what experts add to, in float32: `start`, and what the shared expert makes of `x`."""
+        shared, gate = self._shared, self._shared_gate
+        if shared is not None and gate is None:
+            return shared(x, start).float()
+        total = torch.zeros_like(x, dtype=torch.float32) if start is None else start.to(torch.float32, copy=True)
+        if shared is not None and gate is not None:
+            total.addcmul_(gate.run(x).float().sigmoid_(), shared(x, None).float())
+        return total
+
+
+class MLPBesideExpertsBlock:
+    """A gated MLP and experts side by side, with a norm after each.
+
+    Args:
+        ffn: both, and their norms.
+        width, addition, ops, new_norm: see `ExpertsBlock`.
+
+    Attributes:
+        slots: "mlp", "mlp_norm", "experts_input_norm", "experts", "experts_norm" and, with a norm of the sum, "norm".
+    """
+
+    def __init__(
+        self,
+        ffn: spec.MLPBesideExperts,
+        width: int,
+        addition: ResidualAdd,
+        ops: Ops,
+        new_norm: Callable[[spec.RMSNorm], Norm],
+    ) -> None:
+        self._addition = addition
+        self._mlp = GatedMLPBlock(ffn.mlp, width, ResidualAdd(), ops)
+        self._experts = ExpertsBlock(ffn.experts, width, ResidualAdd(), ops, new_norm)
+        self._mlp_norm, self._experts_input_norm, self._experts_norm = (new_norm(ffn.norm) for _ in range(3))
+        self.fuse = self._experts.fuse
+        self.slots: WeightSlots = nested(
+            mlp=self._mlp.slots,
+            mlp_norm=self._mlp_norm.slots,
+            experts_input_norm=self._experts_input_norm.slots,
+            experts=self._experts.slots,
+            experts_norm=self._experts_norm.slots,
+        )
+        if addition.norm is not None:
+            self.slots |= nested(norm=addition.norm.slots)
+
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Add to `residual` [T, E] what the MLP makes of `x` [T, E], and experts of `residual`."""
+        dense = self._mlp_norm(self._mlp(x, None))
+        sparse = self._experts_norm(self._experts.mix(self._experts_input_norm(residual), routed=residual))
+        return self._addition(dense.add_(sparse), residual)
+
+
+def make_ffn(
+    ffn: spec.FFN, width: int, addition: ResidualAdd, ops: Ops, new_norm: Callable[[spec.RMSNorm], Norm]
+) -> GatedMLPBlock | ExpertsBlock | MLPBesideExpertsBlock:
+    """Make the block of an FFN; for the arguments, see `ExpertsBlock`."""
+    match ffn:
+        case spec.GatedMLP():
+            return GatedMLPBlock(ffn, width, addition, ops)
+        case spec.Experts():
+            return ExpertsBlock(ffn, width, addition, ops, new_norm)
+        case spec.MLPBesideExperts():
+            return MLPBesideExpertsBlock(ffn, width, addition, ops, new_norm)
 
 
 class ExpertProjections:
@@ -74,10 +206,10 @@ class ExpertProjections:
 
     Attributes:
         runs: the packed layers, one for each expert.
-        slots: "weight".
+        slots: "bias", if there is one, which is filled before "weight".
     """
 
-    __slots__ = ("_is_transposed", "_pack", "_shape", "runs", "slots")
+    __slots__ = ("_biases", "_is_transposed", "_order", "_pack", "_shape", "runs", "slots")
 
     runs: list[Linear]
 
@@ -90,29 +222,60 @@ class ExpertProjections:
         shape: tuple[int, ...] = (experts.num_experts * out_width, in_width)
         if experts.transposed:
             shape = (experts.num_experts, in_width, out_width)
+        # The place of each output in what is stored of an expert; None where that is in order.
+        self._order: Tensor | None = None
+        if gate is not None and experts.interleaved:
+            self._order = torch.arange(out_width).view(-1, 2).T.flatten()
+        self._biases: Sequence[Tensor | None] = [None] * experts.num_experts
+        self.slots: WeightSlots = {}
+        if experts.bias:
+            self.slots["bias"] = WeightSlot((experts.num_experts * out_width,), self._fill_biases)
         fill_stored = None if experts.transposed else self._fill_stored
-        self.slots: WeightSlots = {"weight": WeightSlot(shape, self._fill, fill_stored)}
+        self.slots["weight"] = WeightSlot(shape, self._fill, fill_stored)
+
+    def _fill_biases(self, tensor: Tensor) -> None:
+        biases = tensor.view(self._shape[:2])
+        self._biases = (biases.clone() if self._order is None else biases[:, self._order]).unbind()
 
     def _fill(self, tensor: Tensor) -> None:
         weights = tensor.mT if self._is_transposed else tensor.view(self._shape)
-        self.runs = [self._pack(weight) for weight in weights]
+        self._pack_all(weight if self._order is None else weight[self._order] for weight in weights)
 
     def _fill_stored(self, weight: StoredWeight) -> None:
         num_experts, out_width, _ = self._shape
-        self.runs = [
-            self._pack(weight.rows(slice(idx * out_width, (idx + 1) * out_width))) for idx in range(num_experts)
-        ]
+        starts = range(0, num_experts * out_width, out_width)
+        self._pack_all(
+            weight.rows(slice(start, start + out_width) if self._order is None else start + self._order)
+            for start in starts
+        )
+
+    def _pack_all(self, weights: Iterable[Tensor | StoredWeight]) -> None:
+        assert "bias" not in self.slots or self._biases[0] is not None, "biases come first"
+        self.runs = [self._pack(weight, bias) for weight, bias in zip(weights, self._biases, strict=True)]
+        self._biases = ()  # the packed layers have them
 
 
-def choose(logits: Tensor, experts: spec.Experts) -> tuple[Tensor, Tensor]:
+def choose(
+    logits: Tensor, experts: spec.Experts, choice_bias: Tensor | None = None, expert_scales: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the experts of each row and their scores, [T, C] of int64 and of float32.
 
     Args:
         logits: [T, X]; the scores grow with them, so the highest are chosen before anything is rounded again.
+        choice_bias, expert_scales: [X] of float32, as `experts` has them.
     """
     logits = logits.float()
-    top, chosen = logits.topk(experts.num_chosen, -1)
-    scores = top.sigmoid() if experts.scoring == "sigmoid" else (top - logits.logsumexp(-1, keepdim=True)).exp()
+    if experts.logit_scale != 1.0:
+        logits *= experts.logit_scale
+    if choice_bias is None:
+        top, chosen = logits.topk(experts.num_chosen, -1)
+        scores = top.sigmoid() if experts.scoring == "sigmoid" else (top - logits.logsumexp(-1, keepdim=True)).exp()
+    else:
+        all_scores = logits.sigmoid() if experts.scoring == "sigmoid" else logits.softmax(-1)
+        chosen = (all_scores + choice_bias).topk(experts.num_chosen, -1).indices
+        scores = all_scores.gather(-1, chosen)
     if experts.renormalised:
-        scores /= scores.sum(-1, keepdim=True)
-    return chosen, scores
+        scores /= scores.sum(-1, keepdim=True) + experts.sum_eps
+    if experts.score_scale != 1.0:
+        scores *= experts.score_scale
+    return chosen, scores if expert_scales is None else scores * expert_scales[chosen]

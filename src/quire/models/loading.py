@@ -28,6 +28,7 @@ def load_decoder(
     quantization: Quantization | None = None,
     weight_packing: str = "auto",
     deterministic: bool = False,
+    max_model_len: int | None = None,
     wrap_ops: Callable[[Ops], Ops] | None = None,
 ) -> Decoder:
     """Build the decoder that a checkpoint describes, and fill it.
@@ -38,6 +39,7 @@ def load_decoder(
         dtype: dtype of weights, hidden states and cache, as `choose_dtype` returns it.
         kernels, quantization, weight_packing, deterministic: kernels and the form of weights; see
             `quire.ops.make_ops`.
+        max_model_len: longest context that is served, in tokens; None for the model's own limit.
         wrap_ops: function that returns the kernels that the decoder uses, given those of the backend; None for the
             backend's own.
 
@@ -54,6 +56,8 @@ def load_decoder(
         )
     spec, weight_map = build(without_quantization(checkpoint.config))
     check_sizes(spec, checkpoint.tensors)
+    if max_model_len is not None:
+        spec = spec.for_context(max_model_len)
     torch_device = torch.device(device)
     if deterministic:
         check_deterministic(spec)
@@ -61,5 +65,5 @@ def load_decoder(
     if wrap_ops is not None:
         ops = wrap_ops(ops)
     decoder = Decoder(spec, ops=ops, dtype=dtype, device=torch_device)
-    load_weights(checkpoint, weight_map, decoder, dtype=dtype)
+    load_weights(checkpoint, weight_map, decoder)
     return decoder

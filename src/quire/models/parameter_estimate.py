@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 
 from quire.config import Quantization
 from quire.models.spec import (
+    FFN,
     Attention,
     Experts,
     GatedDeltaNet,
@@ -18,8 +19,10 @@ from quire.models.spec import (
     LayerSpec,
     Mamba2,
     Mixer,
+    MLPBesideExperts,
     ModelSpec,
     ShortConv,
+    experts_of,
 )
 
 # Bytes of one quantised weight, scales included: of a matrix in the layers, and of the output head.
@@ -27,6 +30,10 @@ QUANTISED_BYTES: Final[Mapping[Quantization, tuple[Fraction, Fraction]]] = {
     "int8": (Fraction(1), Fraction(1)),
     "int4": (Fraction(9, 16), Fraction(13, 16)),
 }
+
+
+# Bytes of a weight of experts that a checkpoint stores in MXFP4.
+MXFP4_BYTES: Final = Fraction(9, 16)
 
 
 class ParameterCounts(NamedTuple):
@@ -37,20 +44,29 @@ class ParameterCounts(NamedTuple):
         head: parameters of the output head, which is the embedding table where it is tied.
         is_tied: whether the head is tied.
         projections: parameters of all other matrices.
+        experts: parameters of the projections of experts, which are among these.
     """
 
     tables: int
     head: int
     is_tied: bool
     projections: int
+    experts: int = 0
 
     @property
     def total(self) -> int:
         """Number of parameters; a tied head is counted once."""
         return self.tables + (0 if self.is_tied else self.head) + self.projections
 
-    def num_bytes(self, element_bytes: int, quantization: Quantization | None) -> int:
-        """Return the bytes of the weights; a quantised head is stored separately from the embedding table."""
+    def num_bytes(self, element_bytes: int, quantization: Quantization | None, *, is_mxfp4: bool = False) -> int:
+        """Return the bytes of the weights; a quantised head is stored separately from the embedding table.
+
+        Args:
+            is_mxfp4: the experts are stored in MXFP4, and are kept so.
+        """
+        if is_mxfp4:
+            others = self._replace(projections=self.projections - self.experts, experts=0)
+            return others.num_bytes(element_bytes, quantization) + int(self.experts * MXFP4_BYTES)
         if quantization is None:
             return self.total * element_bytes
         projection_bytes, head_bytes = QUANTISED_BYTES[quantization]
@@ -59,14 +75,18 @@ class ParameterCounts(NamedTuple):
 
 def estimate_parameters(spec: ModelSpec) -> ParameterCounts:
     """Estimate the parameters of a model."""
-    embedding = spec.vocab_size * spec.width
+    embedding = 0 if spec.is_mtp else spec.vocab_size * spec.width
     tables, projections = embedding, sum(_layer(layer, spec.width) for layer in spec.layers)
+    if spec.is_mtp:
+        projections += 2 * spec.width**2
     if spec.per_layer_inputs is not None:
         # One table; one projection of the embedding; a gate and a projection in each layer.
         columns = len(spec.layers) * spec.per_layer_inputs.width
         tables += spec.per_layer_inputs.vocab_size * columns
         projections += 3 * columns * spec.width
-    return ParameterCounts(tables, embedding, spec.tied_head, projections)
+    all_experts = (experts_of(layer.ffn) for layer in spec.layers)
+    experts = sum(3 * spec.width * each.width * each.num_experts for each in all_experts if each is not None)
+    return ParameterCounts(tables, embedding, spec.tied_head, projections, experts)
 
 
 def _layer(layer: LayerSpec, width: int) -> int:
@@ -90,9 +110,12 @@ def _mixer(mixer: Mixer, width: int) -> int:
             return width * (mixer.num_channels + mixer.inner + 2 * mixer.num_value_heads) + mixer.inner * width
 
 
-def _ffn(ffn: GatedMLP | Experts, width: int) -> int:
+def _ffn(ffn: FFN, width: int) -> int:
     match ffn:
         case GatedMLP():
             return 3 * width * ffn.width
         case Experts():
-            return ffn.num_experts * (3 * width * ffn.width + width) + 3 * width * ffn.shared_width
+            num_shared = 3 * width * ffn.shared_width + (width if ffn.shared_gate else 0)
+            return ffn.num_experts * (3 * width * ffn.width + width) + num_shared
+        case MLPBesideExperts():
+            return _ffn(ffn.mlp, width) + _ffn(ffn.experts, width)

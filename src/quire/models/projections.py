@@ -68,6 +68,10 @@ class ResidualAdd(NamedTuple):
     norm: Norm | None = None
     scale: float = 1.0
 
+    def __call__(self, y: Tensor, residual: Tensor) -> Tensor:
+        """Add the output `y` [T, E] to `residual` [T, E]."""
+        return torch.add(residual, y if self.norm is None else self.norm(y), alpha=self.scale)
+
 
 class ResidualProjection:
     """The last projection of a mixer or an FFN, what is done to its result, and the residual.
@@ -76,23 +80,22 @@ class ResidualProjection:
         slots: those of the projection and, with a norm, "norm".
     """
 
-    __slots__ = ("_norm", "_projection", "_scale", "slots")
+    __slots__ = ("_addition", "_is_plain", "_projection", "slots")
 
     def __init__(self, in_width: int, out_width: int, has_bias: bool, addition: ResidualAdd, ops: Ops) -> None:
         self._projection = Projection(in_width, out_width, has_bias, ops)
-        self._norm, self._scale = addition
+        self._addition, self._is_plain = addition, addition == ResidualAdd()
         self.slots: WeightSlots = self._projection.slots
-        if self._norm is not None:
-            self.slots = self.slots | nested(norm=self._norm.slots)
+        if addition.norm is not None:
+            self.slots = self.slots | nested(norm=addition.norm.slots)
 
     @property
     def plain(self) -> Linear | None:
         """The projection, where its result is added as it is."""
-        return self._projection.run if self._norm is None and self._scale == 1.0 else None
+        return self._projection.run if self._is_plain else None
 
-    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Add to `residual` [T, out] what `x` [T, in] is projected to."""
-        if self._norm is None and self._scale == 1.0:
+    def __call__(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """Add to `residual` [T, out], if there is one, what `x` [T, in] is projected to."""
+        if residual is None or self._is_plain:
             return self._projection.run(x, residual)
-        y = self._projection.run(x)
-        return torch.add(residual, y if self._norm is None else self._norm(y), alpha=self._scale)
+        return self._addition(self._projection.run(x), residual)

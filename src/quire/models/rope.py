@@ -7,7 +7,15 @@ import math
 import torch
 from torch import Tensor
 
-from quire.models.rotations import LinearScaling, Llama3Scaling, ProportionalScaling, Rope, Temperature, YarnScaling
+from quire.models.rotations import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    ProportionalScaling,
+    Rope,
+    Temperature,
+    YarnScaling,
+)
 from quire.ops.interface import Rotation
 
 
@@ -94,6 +102,9 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
         case ProportionalScaling(fraction, factor):
             frequencies[int(fraction * head_dim // 2) :] = 0.0
             return frequencies / factor, 1.0
+        case LongRopeScaling():
+            factors = rope.scaling.long_factors if rope.scaling.is_long else rope.scaling.short_factors
+            return 1.0 / (torch.tensor(factors) * rope.theta**exponents), rope.scaling.attention_factor
 
 
 def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:

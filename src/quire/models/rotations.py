@@ -53,7 +53,29 @@ class ProportionalScaling:
     factor: float
 
 
-RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | ProportionalScaling
+@dataclass(frozen=True, slots=True)
+class LongRopeScaling:
+    """Frequencies divided by factors of their own, of which there are two sets.
+
+    Args:
+        short_factors, long_factors: a factor for each pair of a head that is rotated, for contexts of up to the
+            original length and for longer ones.
+        original_max_position: original length of contexts, in tokens.
+        attention_factor: factor of cosine and sine.
+        is_long: True where the long factors apply, at all positions. The longest context that is served decides it and
+            not the length of a sequence: cached keys would be wrong as soon as their sequence became longer.
+
+    Source: LongRoPE, arXiv 2402.13753.
+    """
+
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    original_max_position: int
+    attention_factor: float
+    is_long: bool
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | ProportionalScaling | LongRopeScaling
 
 
 @dataclass(frozen=True, slots=True)

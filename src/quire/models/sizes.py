@@ -6,7 +6,17 @@ from collections.abc import Iterator, Mapping
 from math import prod
 
 from quire.errors import CheckpointError
-from quire.models.spec import Attention, Experts, GatedDeltaNet, GatedMLP, Mamba2, Mixer, ModelSpec, ShortConv
+from quire.models.spec import (
+    Attention,
+    GatedDeltaNet,
+    GatedMLP,
+    Mamba2,
+    Mixer,
+    MLPBesideExperts,
+    ModelSpec,
+    ShortConv,
+    experts_of,
+)
 from quire.models.stored_tensor import StoredTensor
 
 
@@ -42,12 +52,12 @@ def _sizes(spec: ModelSpec, longest: int) -> Iterator[tuple[str, int, int]]:
         for mixer in layer.parts:
             for name, size in _mixer_sizes(mixer):
                 yield name, size, longest
-        match layer.ffn:
-            case GatedMLP(width):
-                yield "intermediate_size", width, longest
-            case Experts():
-                yield "num_experts", layer.ffn.num_experts, longest
-                yield "moe_intermediate_size", max(layer.ffn.width, layer.ffn.shared_width), longest
+        experts, mlp = experts_of(layer.ffn), layer.ffn.mlp if isinstance(layer.ffn, MLPBesideExperts) else layer.ffn
+        if isinstance(mlp, GatedMLP):
+            yield "intermediate_size", mlp.width, longest
+        if experts is not None:
+            yield "num_experts", experts.num_experts, longest
+            yield "moe_intermediate_size", max(experts.width, experts.shared_width), longest
 
 
 def _mixer_sizes(mixer: Mixer) -> Iterator[tuple[str, int]]:

@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from quire.models.rotations import Rope, Temperature
+from quire.models.norm_spec import RMSNorm as RMSNorm
+from quire.models.recurrent_spec import GatedDeltaNet as GatedDeltaNet
+from quire.models.recurrent_spec import Mamba2 as Mamba2
+from quire.models.recurrent_spec import ShortConv as ShortConv
+from quire.models.recurrent_spec import StateCacheShape as StateCacheShape
+from quire.models.rotations import LongRopeScaling, Rope, Temperature
 
 if TYPE_CHECKING:  # planning reads configurations without torch
     from quire.ops.interface import Activation
-
-
-@dataclass(frozen=True, slots=True)
-class RMSNorm:
-    """Division by the root mean square, then a learned scale.
-
-    Args:
-        eps: added to the mean square.
-        zero_centred: the weight is what the scale has more than 1. Their sum, which bfloat16 does not hold, is kept
-            and applied in float32.
-        wide: the scale is applied in float32, before the one rounding, even where the model's dtype holds it.
-        learned: whether there is a scale; else it is 1. Of heads only.
-    """
-
-    eps: float
-    zero_centred: bool = False
-    wide: bool = False
-    learned: bool = True
 
 
 class TokenCacheShape(NamedTuple):
@@ -45,29 +31,6 @@ class TokenCacheShape(NamedTuple):
     chunk: int | None = None
 
 
-class StateCacheShape(NamedTuple):
-    """The cache of a sequence in a recurrent layer; layers with equal ones are one group.
-
-    Args:
-        num_columns, num_channels: the last inputs of its convolution, in the model's dtype.
-        sums: the shape of what it adds up over all tokens, in float32; a dimension of 0 where there is nothing.
-    """
-
-    num_columns: int
-    num_channels: int
-    sums: tuple[int, int, int] = (0, 0, 0)
-
-    @property
-    def num_inputs(self) -> int:
-        """Values of the last inputs."""
-        return self.num_columns * self.num_channels
-
-    @property
-    def sum_bytes(self) -> int:
-        """Bytes of the sums."""
-        return 4 * math.prod(self.sums)
-
-
 @dataclass(frozen=True, slots=True)
 class Attention:
     """Causal attention, query heads in groups that share a KV head.
@@ -83,6 +46,7 @@ class Attention:
         source: the earlier layer whose keys and values are read; None for the layer's own.
         output_gate: True where the output is multiplied by the sigmoid of gates, which are projected with the queries.
         temperature: factor of queries after norm and rotation; None for none.
+        sinks: whether each query head has a learned sink: one more score in its softmax, without a value.
     """
 
     num_heads: int
@@ -99,118 +63,20 @@ class Attention:
     source: int | None = None
     output_gate: bool = False
     temperature: Temperature | None = None
+    sinks: bool = False
+
+    def for_context(self, length: int) -> Attention:
+        """Return the layer of a model that serves contexts of at most `length` tokens: see `LongRopeScaling`."""
+        if self.rope is None or not isinstance(self.rope.scaling, LongRopeScaling):
+            return self
+        scaling = replace(self.rope.scaling, is_long=length > self.rope.scaling.original_max_position)
+        return replace(self, rope=replace(self.rope, scaling=scaling))
 
     @property
     def cache(self) -> TokenCacheShape | None:
         """Cache of a layer: keys and values of the tokens that it still sees; None where it reads another layer's."""
         cache = TokenCacheShape(self.num_kv_heads, self.head_dim, self.window, self.chunk)
         return cache if self.source is None else None
-
-
-@dataclass(frozen=True, slots=True)
-class ShortConv:
-    """Gated short convolution: `output(c * convolution(b * x))`, of three projections `b, c, x`.
-
-    Args:
-        num_channels: values of a token that the convolution sees, each channel by itself.
-        kernel: tokens that it sees, the token itself included.
-        bias: whether the convolution and the projections add a learned bias.
-
-    Source: LFM2 technical report, arXiv 2511.23404.
-    """
-
-    num_channels: int
-    kernel: int
-    bias: bool = False
-
-    @property
-    def cache(self) -> StateCacheShape:
-        """Cache of a layer: the last inputs of its convolution."""
-        return StateCacheShape(self.kernel - 1, self.num_channels)
-
-
-@dataclass(frozen=True, slots=True)
-class Mamba2:
-    """A selective state space: each head keeps a matrix that forgets and takes in as the token says.
-
-    A short convolution comes before it; gates, a norm and a projection after it.
-
-    Args:
-        num_heads: H; head_dim: D.
-        num_groups: groups of heads that share what is read from and written to the state.
-        state_dim: columns of a head's matrix.
-        kernel: tokens that the convolution sees, the token itself included.
-        norm: norm of the heads' gated output, of each group by itself; None for none.
-        conv_bias, input_bias, output_bias: whether the convolution and the projections add a learned bias.
-        scales: factors of the projected gates, values, B, C and dt.
-
-    Source: Mamba 2, arXiv 2405.21060.
-    """
-
-    num_heads: int
-    head_dim: int
-    num_groups: int
-    state_dim: int
-    kernel: int
-    norm: RMSNorm | None
-    conv_bias: bool = True
-    input_bias: bool = False
-    output_bias: bool = False
-    scales: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
-
-    @property
-    def inner(self) -> int:
-        """Values of all heads."""
-        return self.num_heads * self.head_dim
-
-    @property
-    def num_channels(self) -> int:
-        """Values of a token that the convolution sees: of the heads, and what each group writes and reads by."""
-        return self.inner + 2 * self.num_groups * self.state_dim
-
-    @property
-    def cache(self) -> StateCacheShape:
-        """Cache of a layer: the last inputs of its convolution, and the states of its heads."""
-        return StateCacheShape(self.kernel - 1, self.num_channels, (self.num_heads, self.head_dim, self.state_dim))
-
-
-@dataclass(frozen=True, slots=True)
-class GatedDeltaNet:
-    """The gated delta rule: each head keeps a matrix that forgets, and is corrected where a token's key looks.
-
-    A short convolution comes before it; a norm of each head, gates and a projection after it.
-
-    Args:
-        num_key_heads: G, of queries and of keys; each serves H / G value heads.
-        num_value_heads: H.
-        key_dim: K, rows of a head's matrix; value_dim: V, its columns.
-        kernel: tokens that the convolution sees, the token itself included.
-        norm: norm of a head's output, before the gates.
-
-    Source: Gated Delta Networks, arXiv 2412.06464.
-    """
-
-    num_key_heads: int
-    num_value_heads: int
-    key_dim: int
-    value_dim: int
-    kernel: int
-    norm: RMSNorm
-
-    @property
-    def inner(self) -> int:
-        """Values of all value heads."""
-        return self.num_value_heads * self.value_dim
-
-    @property
-    def num_channels(self) -> int:
-        """Values of a token that the convolution sees: queries, keys and values."""
-        return 2 * self.num_key_heads * self.key_dim + self.inner
-
-    @property
-    def cache(self) -> StateCacheShape:
-        """Cache of a layer: the last inputs of its convolution, and the states of its heads."""
-        return StateCacheShape(self.kernel - 1, self.num_channels, (self.num_value_heads, self.key_dim, self.value_dim))
 
 
 Mixer = Attention | ShortConv | Mamba2 | GatedDeltaNet
@@ -260,6 +126,15 @@ class Experts:
         shared_width: columns of one more expert, which every token goes through as it is; 0 for none.
         activation: activation of the gates.
         transposed: experts are stored as [X, in, out], instead of as the rows of linear layers.
+        shared_gate: the shared expert's output is multiplied by the sigmoid of a gate of its own.
+        choice_bias: a learned bias of each expert is added to the scores by which experts are chosen, to no others.
+        sum_eps: added to the sum that scores are divided by.
+        score_scale: factor of the scores at last.
+        expert_scales: whether each expert has a learned factor of its score.
+        router_norm: norm of the router's input alone; None for none.
+        logit_scale: factor of the router's logits.
+        bias: whether the router and the projections of experts add a learned bias.
+        interleaved: gate and up alternate in what is stored of an expert's first projection.
 
     Source: sparsely gated experts, arXiv 1701.06538.
     """
@@ -273,6 +148,40 @@ class Experts:
     shared_width: int = 0
     activation: Activation = "silu"
     transposed: bool = False
+    shared_gate: bool = False
+    choice_bias: bool = False
+    sum_eps: float = 0.0
+    score_scale: float = 1.0
+    expert_scales: bool = False
+    router_norm: RMSNorm | None = None
+    logit_scale: float = 1.0
+    bias: bool = False
+    interleaved: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MLPBesideExperts:
+    """A gated MLP and experts side by side: `norm(mlp(x)) + norm(experts(norm(residual)))`, each norm another.
+
+    Args:
+        mlp: sees what the layer's norm gives.
+        experts: see the residual through a norm of their own; their router sees the residual.
+        norm: norm of the experts' input, and of either output.
+
+    Source: Gemma 4 with experts.
+    """
+
+    mlp: GatedMLP
+    experts: Experts
+    norm: RMSNorm
+
+
+FFN = GatedMLP | Experts | MLPBesideExperts
+
+
+def experts_of(ffn: FFN) -> Experts | None:
+    """Return the experts of an FFN, or None."""
+    return ffn.experts if isinstance(ffn, MLPBesideExperts) else ffn if isinstance(ffn, Experts) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +198,7 @@ class LayerSpec:
 
     norm: RMSNorm
     mixer: Mixer | Parallel
-    ffn: GatedMLP | Experts
+    ffn: FFN
     post_norm: RMSNorm | None = None
     mixer_scale: float = 1.0
     ffn_scale: float = 1.0
@@ -350,6 +259,9 @@ class ModelSpec:
         logit_scale: factor of logits.
         logit_cap: logits then become `logit_cap * tanh(logits / logit_cap)`; None leaves them.
         per_layer_inputs: inputs of every layer besides the hidden state, or None.
+        mtp: layer of the checkpoint's head for multi-token prediction (MTP); None without one.
+        is_mtp: True where the model is such a head: it sees a hidden state beside each token, keeps the last one of a
+            sequence, and has the embedding and the output head of another model.
     """
 
     vocab_size: int
@@ -362,6 +274,22 @@ class ModelSpec:
     logit_scale: float = 1.0
     logit_cap: float | None = None
     per_layer_inputs: PerLayerInputs | None = None
+    mtp: LayerSpec | None = None
+    is_mtp: bool = False
+
+    def for_context(self, length: int) -> ModelSpec:
+        """Return the model as it serves contexts of at most `length` tokens."""
+        layers = (
+            replace(layer, mixer=layer.mixer.for_context(length)) if isinstance(layer.mixer, Attention) else layer
+            for layer in self.layers
+        )
+        return replace(self, layers=tuple(layers))
+
+    @property
+    def has_long_factors(self) -> bool:
+        """True where keys are rotated by the long factors of a LongRoPE scaling."""
+        ropes = (part.rope for layer in self.layers for part in layer.parts if isinstance(part, Attention))
+        return any(rope and isinstance(rope.scaling, LongRopeScaling) and rope.scaling.is_long for rope in ropes)
 
     @property
     def last_cached_layer(self) -> int:
@@ -374,7 +302,8 @@ class ModelSpec:
         """The cache groups in the order of their first layers, those of tokens before those of states."""
         cache = [mixer.cache for layer in self.layers for mixer in layer.parts if mixer.cache is not None]
         kinds = sorted(dict.fromkeys(cache), key=lambda each: isinstance(each, StateCacheShape))
-        return tuple(LayerGroup(cache.count(each), each) for each in kinds)
+        groups = tuple(LayerGroup(cache.count(each), each) for each in kinds)
+        return (*groups, LayerGroup(1, StateCacheShape(1, self.width))) if self.is_mtp else groups
 
     @property
     def cache_positions(self) -> tuple[tuple[tuple[int, int], ...], ...]:

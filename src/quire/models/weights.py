@@ -56,7 +56,7 @@ def choose_dtype(option: str, checkpoint: Checkpoint) -> torch.dtype:
     return DTYPES[name]
 
 
-def load_weights(checkpoint: Checkpoint, weight_map: WeightMap, decoder: Decoder, *, dtype: torch.dtype) -> None:
+def load_weights(checkpoint: Checkpoint, weight_map: WeightMap, decoder: Decoder) -> None:
     """Fill a decoder's parameters from a checkpoint.
 
     Names, shapes and dtypes are all checked before the first byte is read. Files are mapped, and what was taken from
@@ -65,8 +65,7 @@ def load_weights(checkpoint: Checkpoint, weight_map: WeightMap, decoder: Decoder
     Args:
         checkpoint: the model's files.
         weight_map: parameter name -> names of the stored tensors that make it up, concatenated on dimension 0.
-        decoder: decoder to fill.
-        dtype: dtype of the parameters; tensors of other dtypes are cast.
+        decoder: decoder to fill; tensors of other dtypes than its parameters are cast.
 
     Raises:
         CheckpointError: a tensor is missing, of a wrong shape or dtype, or not all numbers; the message names it.
@@ -78,17 +77,18 @@ def load_weights(checkpoint: Checkpoint, weight_map: WeightMap, decoder: Decoder
         _check_parameter(checkpoint, reader, name, shape, weight_map[name])
     _warn_of_unused(checkpoint, reader, weight_map)
     for name, shape in shapes.items():
-        parts = [reader.read(source) for source in weight_map[name]]
+        parts = [_as_rows(reader.read(source), len(shape)) for source in weight_map[name]]
         for source, part in zip(weight_map[name], parts, strict=True):
             check_finite(checkpoint, source, part, most=MOST_BROKEN_ROWS if name == EMBEDDING else 0.0)
-        decoder.load_weight(name, join_parts(parts, shape, dtype))
+        decoder.load_weight(name, join_parts(parts, shape, decoder.weight_dtype(name)))
         reader.let_go(weight_map[name])
 
 
 def _check_parameter(
     checkpoint: Checkpoint, reader: TensorReader, name: str, shape: tuple[int, ...], sources: tuple[str, ...]
 ) -> None:
-    shapes = [reader.shape(source, name) for source in sources]  # the same one twice, where keys are values
+    # The same one twice, where keys are values.
+    shapes = [_rows_shape(reader.shape(source, name), len(shape)) for source in sources]
     for source, stored in zip(sources, shapes, strict=True):
         if stored[1:] != shape[1:] or not stored:
             raise CheckpointError(
@@ -101,6 +101,15 @@ def _check_parameter(
         raise CheckpointError(
             f"{name} needs shape {list(shape)}, but the checkpoint in {checkpoint.folder} gives {rows} rows ({parts})"
         )
+
+
+def _rows_shape(shape: tuple[int, ...], num_dims: int) -> tuple[int, ...]:
+    """Return the shape of a tensor as it is read: a stack of experts' matrices is read as the rows of all."""
+    return shape if len(shape) != num_dims + 1 else (shape[0] * shape[1], *shape[2:])
+
+
+def _as_rows(tensor: Tensor | LayerWeight, num_dims: int) -> Tensor | LayerWeight:
+    return tensor.flatten(0, 1) if isinstance(tensor, Tensor) and tensor.dim() == num_dims + 1 else tensor
 
 
 def _place(checkpoint: Checkpoint, name: str) -> Path:

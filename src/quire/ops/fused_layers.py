@@ -1,4 +1,4 @@
-"""Layers of a dense model, described for a backend that runs them as one call."""
+"""Layers of a dense model, and the experts of a layer, described for a backend that runs them as one call."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ class DenseAttention(NamedTuple):
         num_heads: H.
         score_scale: factor of the scores before the softmax.
         output: projection of what attention gives.
+        sinks: attention sinks, [H] of float32; None for none.
     """
 
     qkv: Linear
@@ -40,6 +41,7 @@ class DenseAttention(NamedTuple):
     num_heads: int
     score_scale: float
     output: Linear
+    sinks: Tensor | None = None
 
 
 class DenseMLP(NamedTuple):
@@ -106,4 +108,58 @@ class FusesLayers(Protocol):
 
     def fuse_layers(self, layers: Sequence[DenseLayer]) -> FusedLayers | None:
         """Return the fused layers; None where the backend computes some of their parts otherwise."""
+        ...
+
+
+class RoutedExperts(NamedTuple):
+    """The experts of a layer, with their router; for fields without a description, see `quire.models.spec.Experts`.
+
+    Args:
+        router: projection to logits.
+        gate_ups, downs: the layers of each expert, gated; of equal shapes.
+        choice_bias, expert_scales: [X] of float32, where the model has them.
+        is_sigmoid: scores are sigmoids of logits, not their softmax.
+        shared: layers of the expert that every row goes through, or None.
+        shared_gate: projection to the gate of its output, [T, 1], or None.
+    """
+
+    router: Linear
+    gate_ups: Sequence[Linear]
+    downs: Sequence[Linear]
+    num_chosen: int
+    choice_bias: Tensor | None
+    expert_scales: Tensor | None
+    is_sigmoid: bool
+    renormalised: bool
+    scaled_input: bool
+    sum_eps: float
+    score_scale: float
+    logit_scale: float
+    shared: DenseMLP | None
+    shared_gate: Linear | None
+
+
+class FusedExperts(Protocol):
+    """The experts of a layer, run by one call."""
+
+    def __call__(self, x: Tensor, routed: Tensor, start: Tensor | None, /) -> Tensor:
+        """Add what the experts of each row make of it, in float32 and in the order of the experts.
+
+        Args:
+            x: [T, E], contiguous.
+            routed: [T, E] that the router sees, contiguous.
+            start: [T, E] to add to, contiguous; None for nothing.
+
+        Returns:
+            [T, E]; a row gets the same bits in every batch.
+        """
+        ...
+
+
+@runtime_checkable
+class FusesExperts(Protocol):
+    """A backend that runs the experts of a layer by one call."""
+
+    def fuse_experts(self, experts: RoutedExperts) -> FusedExperts | None:
+        """Return the fused experts; None where the backend computes some of their products otherwise."""
         ...

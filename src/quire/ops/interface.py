@@ -15,8 +15,11 @@ from torch import Tensor
 
 from quire.ops.quantized_weight import StoredWeight
 
-# Activations of a gate: x * sigmoid(x); gelu (arXiv 1606.08415) with tanh in place of the error function.
-Activation = Literal["silu", "gelu_tanh"]
+# Activations of a gate: x * sigmoid(x); gelu (arXiv 1606.08415) with tanh in place of the error function; and that of
+# gpt-oss, x * sigmoid(ALPHA * x) with x limited to LIMIT, beside which `up` is clamped to +-LIMIT and increased by 1.
+Activation = Literal["silu", "gelu_tanh", "swigluoai"]
+SWIGLUOAI_ALPHA: Final = 1.702
+SWIGLUOAI_LIMIT: Final = 7.0
 # Vectors of int8 whose values are no larger are zeros: neither a scale nor a quotient is then ever subnormal.
 LEAST_SCALED: Final = 1e-36
 
@@ -173,17 +176,19 @@ class StepAttention(Protocol):
         """
         ...
 
-    def attend(self, layer_idx: int, q: Tensor, scale: float) -> Tensor:
+    def attend(self, layer_idx: int, q: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
         """Let each row see its sequence up to itself, as far back as the batch says, through the block table.
 
         Args:
             q: queries, [T, H, D].
             scale: factor of the scores before the softmax.
+            sinks: attention sinks, [H] of float32, contiguous: each row's softmax has one more score, that of its head,
+                which takes weight and has no value. None for no sinks.
 
         Returns:
             [T, H * D], contiguous.
 
-        Source: PagedAttention, arXiv 2309.06180.
+        Source: PagedAttention, arXiv 2309.06180; attention sinks, arXiv 2309.17453.
         """
         ...
 
@@ -333,7 +338,7 @@ class Ops(Protocol):
         ...
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        """Return `activation(gate) * up` of the two halves: [T, 2 F], contiguous, to [T, F]."""
+        """Return `activation(gate) * up` of the two halves: [T, 2 F], contiguous, to [T, F]; see `Activation`."""
         ...
 
     def gated_norm(self, x: Tensor, gates: Tensor, weight: Tensor, eps: float) -> Tensor:

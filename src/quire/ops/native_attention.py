@@ -112,13 +112,21 @@ class NativeStepAttention:
         )
         return queries
 
-    def attend(self, layer_idx: int, q: Tensor, scale: float) -> Tensor:
+    def attend(self, layer_idx: int, q: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
         """Let each row of [T, H, D] see its sequence up to itself; return [T, H * D]."""
         num_rows, num_heads, head_dim = q.shape
         output = q.new_empty(num_rows, num_heads * head_dim)
         handle = self.plan(num_heads).handle
         self._library.attend(
-            self._rows, self._cache, handle, layer_idx, q.data_ptr(), q.stride(0), scale, output.data_ptr()
+            self._rows,
+            self._cache,
+            handle,
+            layer_idx,
+            q.data_ptr(),
+            q.stride(0),
+            scale,
+            None if sinks is None else sinks.data_ptr(),
+            output.data_ptr(),
         )
         return output
 

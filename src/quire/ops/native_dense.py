@@ -104,6 +104,7 @@ def _layer_call(layer: DenseLayer) -> DenseLayerCall:
         layer_idx=attention.layer_idx,
         num_heads=attention.num_heads,
         score_scale=attention.score_scale,
+        sinks=None if attention.sinks is None else attention.sinks.data_ptr(),
         output=_linear_call(attention.output),
         ffn_norm=_norm_scales(layer.ffn_norm),
         gate_up=_linear_call(mlp.gate_up),

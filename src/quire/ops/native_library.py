@@ -24,15 +24,15 @@ from quire.ops.weight_memory import WeightMemory
 
 FOLDER: Final = Path(__file__).parent / "native"
 # The number that `quire_interface_version` must return.
-INTERFACE_VERSION: Final = 20
-# The best last; a processor that runs one runs those before it.
-LEVELS: Final = ("portable", "avx2", "avx512", "avx512_bf16")
+INTERFACE_VERSION: Final = 23
+# The best last. A processor that runs one runs those before it, except that some with AVX-512 lack AVX-VNNI.
+LEVELS: Final = ("portable", "avx2", "avx_vnni", "avx512", "avx512_bf16")
 # An environment variable with the best level to take, where that is not to be the processor's: for tests of the others.
 MAX_LEVEL_VARIABLE: Final = "QUIRE_MAX_CPU_LEVEL"
 MAX_HEAD_DIM: Final = 256
 # Types and activations as the libraries number them.
 TYPES: Final = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-ACTIVATIONS: Final[dict[Activation | None, int]] = {None: 0, "silu": 1, "gelu_tanh": 2}
+ACTIVATIONS: Final[dict[Activation | None, int]] = {None: 0, "silu": 1, "gelu_tanh": 2, "swigluoai": 3}
 # Lossless weights: columns of a panel, values of a column in a block, bytes of a block's table.
 PANEL_COLUMNS, BLOCK_WIDTH, TABLE_BYTES = 64, 32, 16
 
@@ -73,7 +73,7 @@ class Cache(ctypes.Structure):
 
 
 class LinearCall(ctypes.Structure):
-    """A linear layer (`Linear` in dense_layers.cpp)."""
+    """A linear layer (`Linear` in linear_call.h)."""
 
     _fields_ = (
         ("kernel", _POINTER),
@@ -103,10 +103,38 @@ class DenseLayerCall(ctypes.Structure):
         ("layer_idx", _INT),
         ("num_heads", _INT),
         ("score_scale", _DOUBLE),
+        ("sinks", _POINTER),
         ("output", LinearCall),
         ("ffn_norm", NormScales),
         ("gate_up", LinearCall),
         ("down", LinearCall),
+    )
+
+
+class ExpertCall(ctypes.Structure):
+    """An expert (`Expert` in experts.cpp)."""
+
+    _fields_ = (("gate_up", LinearCall), ("down", LinearCall))
+
+
+class ExpertsCall(ctypes.Structure):
+    """Experts with a router (`Experts` in experts.cpp)."""
+
+    _fields_ = (
+        ("router", LinearCall),
+        ("choice_bias", _POINTER),
+        ("expert_scales", _POINTER),
+        ("experts", ctypes.POINTER(ExpertCall)),
+        ("num_experts", _INT),
+        ("num_chosen", _INT),
+        ("is_sigmoid", _INT),
+        ("is_renormalised", _INT),
+        ("is_input_scaled", _INT),
+        ("sum_eps", _DOUBLE),
+        ("score_scale", _DOUBLE),
+        ("logit_scale", _DOUBLE),
+        ("shared", ExpertCall),
+        ("shared_gate", LinearCall),
     )
 
 
@@ -183,7 +211,8 @@ class NativeLibrary:
     Attributes:
         packed_types: the types of weights that it packs and multiplies faster than torch does.
         panel_columns: columns of a panel, of weights that are rounded (True) and of those that are not.
-        attend, plan_attention, free_attention_plan, tokens_read, gate, prepare, rms_norm, dense_layers, keep_tokens:
+        attend, plan_attention, free_attention_plan, tokens_read, gate, prepare, rms_norm, dense_layers, experts,
+            keep_tokens:
             the functions of the same names, with `quire_` before, of the sources.
         plain: the kernels of weights that are not rounded.
         weight_kernels: the kernels of each format of rounded weights.
@@ -206,7 +235,7 @@ class NativeLibrary:
             ctypes.cast(threads.torch_parallel_for, _POINTER), ctypes.cast(threads.torch_get_num_threads, _POINTER)
         )
         rows, kv = ctypes.POINTER(StepRows), ctypes.POINTER(Cache)
-        self.attend = _typed(library.quire_attend, rows, kv, _POINTER, _INT, _POINTER, _INT, _FLOAT, _POINTER)
+        self.attend = _typed(library.quire_attend, rows, kv, _POINTER, _INT, _POINTER, _INT, _FLOAT, _POINTER, _POINTER)
         self.plan_attention = _typed(library.quire_plan_attention, rows, kv, _INT, _INT, _INT, _INT, returns=_POINTER)
         self.free_attention_plan = _typed(library.quire_free_attention_plan, _POINTER)
         self.tokens_read = _typed(library.quire_tokens_read, _POINTER, returns=_INT)
@@ -222,6 +251,9 @@ class NativeLibrary:
         )
         self.dense_layers = _typed(
             library.quire_dense_layers, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _POINTER
+        )
+        self.experts = _typed(
+            library.quire_experts, _INT, ctypes.POINTER(ExpertsCall), _INT, _POINTER, _POINTER, _POINTER, _POINTER
         )
         self.apply_token_bitmask = _typed(library.quire_keep_tokens, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER)
         panel_columns = _typed(library.quire_panel_columns, _BOOL, returns=_INT)
@@ -257,12 +289,11 @@ def runnable_libraries(folder: Path = FOLDER) -> dict[str, Path]:
         raise ConfigError(f"the environment variable {MAX_LEVEL_VARIABLE} must be one of {LEVELS}, got {wanted!r}")
     paths = {level: folder / f"libquire_{level}.so" for level in LEVELS}
     try:
-        library = ctypes.CDLL(str(paths["portable"]))
-    except OSError:
+        has_level = _typed(ctypes.CDLL(str(paths["portable"])).quire_has_level, ctypes.c_char_p, returns=_BOOL)
+    except (OSError, AttributeError):  # no library, or one of other sources
         return {}
-    library.quire_best_level.restype = ctypes.c_char_p
-    best = min(LEVELS.index(library.quire_best_level().decode()), LEVELS.index(wanted))
-    return {level: path for level, path in list(paths.items())[: best + 1] if path.exists()}
+    levels = LEVELS[: LEVELS.index(wanted) + 1]
+    return {level: paths[level] for level in levels if paths[level].exists() and has_level(level.encode())}
 
 
 def _plain_kernels(library: Any) -> WeightKernels:

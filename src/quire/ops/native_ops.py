@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.config import Quantization
 from quire.errors import ConfigError
-from quire.ops.fused_layers import DenseLayer
+from quire.ops.fused_layers import DenseLayer, RoutedExperts
 from quire.ops.gated import GatedLinear
 from quire.ops.interface import (
     Activation,
@@ -26,6 +26,7 @@ from quire.ops.interface import (
 from quire.ops.joined import pack_joined
 from quire.ops.native_attention import NativeStepAttention
 from quire.ops.native_dense import NativeDenseLayers, can_fuse
+from quire.ops.native_experts import NativeExperts, can_fuse_experts
 from quire.ops.native_library import ACTIVATIONS, MAX_HEAD_DIM, TYPES, NativeLibrary
 from quire.ops.native_linear import ExactNativeLinear, NativeLinear
 from quire.ops.quantized_weight import StoredWeight
@@ -188,3 +189,7 @@ class NativeOps:
     def fuse_layers(self, layers: Sequence[DenseLayer]) -> NativeDenseLayers | None:
         """Run the layers of steps of few rows in one call, where none of their products is torch's."""
         return NativeDenseLayers(self._library, layers, self.step_attention) if can_fuse(layers) else None
+
+    def fuse_experts(self, experts: RoutedExperts) -> NativeExperts | None:
+        """Run the experts of a layer in one call, where none of their products is torch's."""
+        return NativeExperts(self._library, experts) if can_fuse_experts(experts) else None

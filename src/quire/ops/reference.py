@@ -13,6 +13,8 @@ from quire.config import Quantization
 from quire.ops.gated import GatedLinear
 from quire.ops.interface import (
     LEAST_SCALED,
+    SWIGLUOAI_ALPHA,
+    SWIGLUOAI_LIMIT,
     Activation,
     AttentionBatch,
     HeadNorms,
@@ -76,6 +78,10 @@ class ReferenceOps:
         gates, ups = gate_up.float().chunk(2, -1)
         if activation == "silu":
             factor = torch.sigmoid(gates)
+        elif activation == "swigluoai":
+            gates = gates.clamp(max=SWIGLUOAI_LIMIT)
+            factor = torch.sigmoid(SWIGLUOAI_ALPHA * gates)
+            ups = ups.clamp(-SWIGLUOAI_LIMIT, SWIGLUOAI_LIMIT) + 1.0
         else:
             factor = 0.5 * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (gates + 0.044715 * gates**3)))
         return (gates * factor * ups).to(gate_up.dtype)
@@ -150,7 +156,7 @@ class ReferenceStepAttention:
         heads = q.view(len(q), -1, self._head_dim)
         return rotary(heads if norms is None else rms_norm(heads, norms.scales, norms.eps), rotation)
 
-    def attend(self, layer_idx: int, q: Tensor, scale: float) -> Tensor:
+    def attend(self, layer_idx: int, q: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
         """Let one row after the other collect what it sees."""
         batch = self._batch
         outputs = []
@@ -160,10 +166,12 @@ class ReferenceStepAttention:
             for row in range(first, last):
                 end = batch.context_lens[seq] - (last - 1 - row)
                 seen = range(batch.first_seen(end - 1), end)
-                outputs.append(self._attend_row(layer_idx, q[row], table, seen, scale))
+                outputs.append(self._attend_row(layer_idx, q[row], table, seen, scale, sinks))
         return torch.stack(outputs).to(q.dtype)
 
-    def _attend_row(self, layer_idx: int, q: Tensor, table: list[int], seen: range, scale: float) -> Tensor:
+    def _attend_row(
+        self, layer_idx: int, q: Tensor, table: list[int], seen: range, scale: float, sinks: Tensor | None
+    ) -> Tensor:
         """Attend with one row's queries [H, D]; return [H * D] in float32."""
         num_kv_heads, block_size = self._data.shape[3:5]
         group = q.shape[0] // num_kv_heads
@@ -171,7 +179,11 @@ class ReferenceStepAttention:
         slots = torch.stack([self._data[block_id, layer_idx, :, :, offset] for block_id, offset in places])
         keys, values = restored(slots, self._head_dim).repeat_interleave(group, dim=2).unbind(1)  # [seen, H, D] each
         scores = torch.einsum("hd,thd->ht", q.float(), keys) * scale
-        return torch.einsum("ht,thd->hd", scores.softmax(-1), values).flatten()
+        if sinks is None:
+            weights = scores.softmax(-1)
+        else:
+            weights = torch.cat((scores, sinks[:, None]), 1).softmax(-1)[:, :-1]
+        return torch.einsum("ht,thd->hd", weights, values).flatten()
 
 
 def stored(vector: Tensor, dtype: torch.dtype) -> Tensor:

@@ -168,7 +168,7 @@ class TorchStepAttention:
         """Norm and rotate queries; return them as [T, H, D]."""
         return prepare_queries(q.view(len(q), -1, self._slot_rows[0].shape[1]), norms, rotation)
 
-    def attend(self, layer_idx: int, q: Tensor, scale: float) -> Tensor:
+    def attend(self, layer_idx: int, q: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
         """Let each row of [T, H, D] see its sequence up to itself; return [T, H * D]."""
         num_rows, num_heads, head_dim = q.shape
         group = num_heads // self._num_kv_heads
@@ -176,6 +176,8 @@ class TorchStepAttention:
         bags = self._bags.get(group) or self._make_bags(group)
         # Scores are float32, as in fused kernels: rounded to bfloat16 they would cost several times the accuracy.
         queries = (q.float() * scale).view(num_rows, self._num_kv_heads, group, head_dim)
+        if sinks is not None:
+            sinks = sinks.view(self._num_kv_heads, group, 1)
         weights = iter(bags.by_row)
         chunks = []
         for start, end, gathers, first_seen in self._jobs:
@@ -187,9 +189,12 @@ class TorchStepAttention:
                 if end - start == 1:
                     scores.append(torch.bmm(queries[start], wide_keys.mT))
                 else:
-                    chunks.append((start, end, attend_in_tiles(queries[start:end], wide_keys, values, first_seen)))
-            if scores:
+                    rows = attend_in_tiles(queries[start:end], wide_keys, values, first_seen, sinks)
+                    chunks.append((start, end, rows))
+            if scores and sinks is None:
                 torch.softmax(scores[0] if len(scores) == 1 else torch.cat(scores, 2), -1, out=next(weights))
+            elif scores and sinks is not None:
+                next(weights).copy_(torch.cat((*scores, sinks), 2).softmax(-1)[:, :, :-1])
         if not chunks:
             return self._sum_bags(layer_idx, bags, q.dtype).view(num_rows, -1)
         output = q.new_empty(num_rows, num_heads, head_dim)
@@ -240,7 +245,9 @@ def prepare_queries(heads: Tensor, norms: HeadNorms | None, rotation: Rotation) 
     return torch_rows.rotary(heads if norms is None else torch_rows.rms_norm(heads, *norms), *rotation)
 
 
-def attend_in_tiles(queries: Tensor, keys: Tensor, values: Tensor, first_seen: Tensor | None = None) -> Tensor:
+def attend_in_tiles(
+    queries: Tensor, keys: Tensor, values: Tensor, first_seen: Tensor | None = None, sinks: Tensor | None = None
+) -> Tensor:
     """Let a sequence's last rows attend, some rows at a time, by plain matrix products.
 
     ```
@@ -256,6 +263,7 @@ def attend_in_tiles(queries: Tensor, keys: Tensor, values: Tensor, first_seen: T
         keys: [K, context, D] of float32; the context ends with the rows.
         values: [K, context, D].
         first_seen: [rows] of int64, the first token of the context that each row sees; None for all of it.
+        sinks: [K, G, 1] of float32; None for no attention sinks.
 
     Returns:
         [rows, H, D].
@@ -278,7 +286,10 @@ def attend_in_tiles(queries: Tensor, keys: Tensor, values: Tensor, first_seen: T
         if first_seen is not None:
             firsts = first_seen[start:end].repeat_interleave(group)
             scores.masked_fill_(torch.arange(num_seen, device=rows.device) < firsts[:, None], float("-inf"))
-        outputs.append(torch.bmm(scores.softmax(-1).to(values.dtype), values[:, :num_seen]))
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.repeat(1, end - start, 1)), 2)
+        weights = scores.softmax(-1)[:, :, :num_seen].to(values.dtype)
+        outputs.append(torch.bmm(weights, values[:, :num_seen]))
     by_head = torch.cat(outputs, 1).view(num_kv_heads, num_rows, group, head_dim)
     return by_head.transpose(0, 1).flatten(1, 2)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quire.ops.interface import Activation
+from quire.ops.interface import SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT, Activation
 
 # Bytes of logits that are masked at once, so that they are still in a cache when they are added to.
 CACHED_BYTES = 2 << 20
@@ -31,6 +31,10 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def gate(gate_up: Tensor, activation: Activation) -> Tensor:
     """Activate the gates, then multiply in place."""
     gates, ups = gate_up.chunk(2, -1)
+    if activation == "swigluoai":
+        gates = gates.clamp(max=SWIGLUOAI_LIMIT)
+        activated = torch.sigmoid(gates * SWIGLUOAI_ALPHA).mul_(gates)
+        return activated.mul_(ups.clamp(-SWIGLUOAI_LIMIT, SWIGLUOAI_LIMIT).add_(1.0))
     activated = functional.silu(gates) if activation == "silu" else functional.gelu(gates, approximate="tanh")
     return activated.mul_(ups)
 

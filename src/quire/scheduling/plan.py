@@ -5,7 +5,8 @@ They are named tuples: immutable, comparable, picklable, and cheap to construct.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from functools import partial
 from itertools import repeat
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from quire.sequences.beams import Candidate
 from quire.sequences.logprobs import TokenLogprobs
 from quire.sequences.media import Media
 from quire.sequences.params import SamplingParams
+from quire.sequences.sequence import Sequence
 
 __all__ = [
     "BeamGroup",
@@ -55,6 +57,13 @@ class NewSequence(NamedTuple):
     bad_words: tuple[tuple[int, ...], ...] = ()
     dry_breakers: tuple[int, ...] = ()
 
+    @classmethod
+    def of(cls, sequence: Sequence) -> NewSequence:
+        """Return the description of a sequence as it is."""
+        request, tokens = sequence.request, tuple(sequence.tokens)
+        fixed = request.suppressed_ids, request.media, request.bad_words, request.dry_breakers
+        return cls(request.params, request.seed, sequence.sample_idx, sequence.num_prompt, tokens, *fixed)
+
 
 class ScheduledSequence(NamedTuple):
     """A sequence's part of a step.
@@ -79,7 +88,7 @@ class ScheduledSequence(NamedTuple):
 
     seq_id: int
     start: int
-    token_ids: Sequence[int]
+    token_ids: Seq[int]
     table_deltas: tuple[TableDelta, ...]
     num_samples: int
     new_sequence: NewSequence | None

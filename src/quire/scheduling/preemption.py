@@ -140,7 +140,7 @@ class Preemption:
         Returns:
             The names of the pins that are lost.
         """
-        lost = self._memory.holders_of(ops)
+        lost = self._memory.lost_copies.holders_of(ops)
         for seq_id in lost.seq_ids:
             sequence = self._registry.sequences.get(seq_id)
             if sequence is not None:  # otherwise it ended together with another beam of its search
@@ -150,7 +150,7 @@ class Preemption:
                 self.preempt_by_recompute(sequence, is_sound=False)
         for name in lost.pins:
             self._memory.unpin(name)
-        self._memory.discard_copies(ops)
+        self._memory.lost_copies.discard(ops)
         return lost.pins
 
     def _cost(self, victim: Sequence, candidates: Seq[Sequence]) -> PreemptionCost:

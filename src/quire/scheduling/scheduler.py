@@ -170,10 +170,8 @@ class Scheduler:
         beams = beam_groups_of(scheduled, [item.num_samples for item in items]) if self._registry.num_searches else ()
         return StepPlan(tick, items, self.memory.take_ops(), finished_ids, beams)
 
-    def update_from_results(
-        self, items: Iterable[ScheduledSequence], results: Iterable[ItemResult]
-    ) -> list[SequenceEvent]:
-        """Apply the results of a step, item by item: publish, fork, append, finish.
+    def update_from_results(self, items: Seq[ScheduledSequence], results: Iterable[ItemResult]) -> list[SequenceEvent]:
+        """Apply the results of a step: publish all items, then fork, append and finish item by item.
 
         Args:
             items: items of the executed plan.
@@ -183,18 +181,20 @@ class Scheduler:
             The events in order; none for an item whose sequence ended while the step ran. A `Fail` is only reported: it
             does not end the sequence.
         """
+        find, computed = self.sequences.get, {}
+        for item in items:
+            sequence = find(item.seq_id)
+            if sequence is not None and not sequence.draft:
+                computed[item.seq_id] = sequence.num_computed = sequence.num_computed + len(item.token_ids)
+        self.memory.publish_each(computed)
         events: list[SequenceEvent] = []
-        find, publish = self.sequences.get, self.memory.publish
         for idx, (item, result) in enumerate(zip(items, results, strict=True)):
-            seq_id, token_ids = item.seq_id, result.token_ids
-            sequence = find(seq_id)
+            sequence, token_ids = find(item.seq_id), result.token_ids
             if sequence is None:
                 continue
             if sequence.draft:
                 sequence.draft = result.draft or sequence.draft
             else:
-                sequence.num_computed = num_computed = sequence.num_computed + len(item.token_ids)
-                publish(seq_id, num_computed)
                 default_edit = sequence.default_edit
                 if default_edit is not None and len(token_ids) == 1:
                     token_id = token_ids[0]
@@ -378,23 +378,8 @@ class Scheduler:
             if draft:
                 token_ids += draft
                 num_draft = len(draft)
-            new_sequence = None if sequence.is_open else self._opening(sequence)
+            new_sequence = None if sequence.is_open else NewSequence.of(sequence)
+            sequence.is_open = True
             fields = (sequence.seq_id, start, token_ids, table_deltas, num_samples, new_sequence, num_draft)
             items.append(new(ScheduledSequence, fields))
         return tuple(items)
-
-    def _opening(self, sequence: Sequence) -> NewSequence:
-        """Return the description of a sequence for the data plane, and mark the sequence as known there."""
-        sequence.is_open = True
-        request = sequence.request
-        return NewSequence(
-            request.params,
-            request.seed,
-            sequence.sample_idx,
-            sequence.num_prompt,
-            tuple(sequence.tokens),
-            request.suppressed_ids,
-            request.media,
-            request.bad_words,
-            request.dry_breakers,
-        )

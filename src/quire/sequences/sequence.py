@@ -166,6 +166,8 @@ class Request:
         num_known_prompt_logprobs: number of prompt positions whose log probabilities are known.
         account: sources of the prompt's KV at the first admission, and the reasons why the rest was computed, as far
             as the client may know; None before it.
+        num_cached_tokens: number of prompt tokens found in the prefix cache at the first admission; None before it.
+        num_disk_tokens: number of the cached tokens whose blocks were loaded from disk.
         hit_end: reason why the prefix hit ended; None before the first admission.
         differs_at: see `PrefixHit.differs_at`.
         num_preemptions: number of times that one of its sequences was preempted.
@@ -191,6 +193,8 @@ class Request:
     search: BeamSearch | None = None
     num_known_prompt_logprobs: int = 0
     account: TokenAccount | None = None
+    num_cached_tokens: int | None = None
+    num_disk_tokens: int = 0
     hit_end: HitEnd | None = None
     differs_at: int | None = None
     num_preemptions: int = 0
@@ -201,19 +205,11 @@ class Request:
         """Number of prompt tokens."""
         return len(self.prompt_token_ids)
 
-    @property
-    def num_cached_tokens(self) -> int | None:
-        """Number of prompt tokens found in the prefix cache at the first admission; None before it."""
-        return None if self.account is None else sum(self.account.sources) - self.account.sources.computed
-
-    @property
-    def num_disk_tokens(self) -> int:
-        """Number of the cached tokens whose blocks were loaded from disk."""
-        return 0 if self.account is None else self.account.sources.disk
-
     def record_hit(self, hit: PrefixHit, account: TokenAccount) -> None:
         """Record the prefix hit of the first admission."""
         self.account = account
+        self.num_cached_tokens = sum(account.sources) - account.sources.computed
+        self.num_disk_tokens = account.sources.disk
         self.hit_end = hit.end
         self.differs_at = hit.differs_at
 

@@ -57,7 +57,7 @@ class GrammarState:
     ) -> None:
         params = new_sequence.params
         self.error = error
-        self.fork_key = (params.structured_outputs, new_sequence.seed, new_sequence.num_prompt)
+        self.fork_key = (params, new_sequence.seed, new_sequence.num_prompt)
         self._grammar = grammar
         self._matcher: Any = None if grammar is None else grammar.open()
         self._account = GrammarAccount(GrammarBudget(0) if grammar is None else grammar.budget)

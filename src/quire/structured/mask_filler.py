@@ -79,7 +79,7 @@ class GrammarStates:
             return None
         self._wait()
         ends = self._cache.end_token_ids
-        fork_key = (wanted, new_sequence.seed, new_sequence.num_prompt)
+        fork_key = (new_sequence.params, new_sequence.seed, new_sequence.num_prompt)
         output = list(new_sequence.token_ids[new_sequence.num_prompt :])
         known = (*self._open.values(), *self._finished) if output else ()
         # A sibling's matcher has consumed these tokens already.

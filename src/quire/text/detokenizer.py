@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from copy import copy
 from typing import Protocol
 
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizer import Tokenizer, TokenPiece
 
 REPLACEMENT = "\ufffd"
 # An incomplete character has at most three bytes.
@@ -41,7 +41,7 @@ class IncrementalDetokenizer:
         skip_special_tokens: bool,
         kept_special_ids: Sequence[int] = (),
     ) -> None:
-        self._tokenizer = tokenizer
+        self._pieces, self._head_bytes = tokenizer.pieces, tokenizer.head_bytes
         self._skip = skip_special_tokens
         self._kept = frozenset(kept_special_ids)
         self._characters: _Characters = _RunCharacters() if tokenizer.has_byte_fallback else _LossyCharacters()
@@ -63,30 +63,31 @@ class IncrementalDetokenizer:
         return forked
 
     def _add(self, token_id: int) -> str:
-        tokenizer = self._tokenizer
-        if not self._is_visible(token_id):
+        piece = self._visible_piece(token_id)
+        if piece is None:
             return ""
-        piece = tokenizer.head_bytes(token_id) if self._begins_text else tokenizer.token_bytes(token_id)
+        data = self._head_bytes(token_id) if self._begins_text else piece.data
         self._begins_text = False
-        return self._characters.add(piece, is_fallback_byte=tokenizer.is_fallback_byte(token_id))
+        return self._characters.add(data, is_fallback_byte=piece.is_fallback_byte)
 
-    def _is_visible(self, token_id: int) -> bool:
-        skip = self._skip and token_id not in self._kept
-        return self._tokenizer.is_visible(token_id, skip_special_tokens=skip)
+    def _visible_piece(self, token_id: int) -> TokenPiece | None:
+        piece = self._pieces[token_id]
+        is_skipped = piece.is_special and self._skip and token_id not in self._kept
+        return piece if piece.is_token and not is_skipped else None
 
     def _replay(self, prompt_ids: Sequence[int]) -> None:
         """Restore the state after the prompt from the prompt's last few tokens."""
-        tokenizer = self._tokenizer
         tail: list[int] = []
         num_bytes = 0
         for token_id in reversed(prompt_ids):
-            if not self._is_visible(token_id):
+            piece = self._visible_piece(token_id)
+            if piece is None:
                 continue
             self._begins_text = False
             tail.append(token_id)
-            num_bytes += len(tokenizer.token_bytes(token_id))
+            num_bytes += len(piece.data)
             # With byte fallback a fault at the start of a run affects its end.
-            if not tokenizer.is_fallback_byte(token_id) and num_bytes > MAX_PENDING_BYTES:
+            if not piece.is_fallback_byte and num_bytes > MAX_PENDING_BYTES:
                 break
         for token_id in reversed(tail):
             self._add(token_id)

@@ -1,7 +1,7 @@
 """Tokenizers from the metadata of GGUF files.
 
-A file names its kind of tokenizer and, for byte-level ones, how a text is divided before it is merged. Both are rows of
-tables here; a name that is in neither is refused, since a guess would be wrong for some texts only.
+A file names its tokenizer model and, for byte-level BPE, its pre-tokenizer. Both are rows of tables here; a name that
+is in neither is refused, since a guess would be wrong for some texts only.
 """
 
 from __future__ import annotations
@@ -24,6 +24,13 @@ PREFIX: Final = "tokenizer.ggml."
 CHAT_TEMPLATE: Final = "tokenizer.chat_template"
 # Types of tokens.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+# The control tokens of Phi-3 that do not absorb the spaces that follow.
+UNSTRIPPED: Final = frozenset({"<unk>", "<s>", "<|endoftext|>"})
+# Tokens that end a turn, of architectures whose files name the end of a text only.
+TURN_ENDS: Final[Mapping[str, tuple[str, ...]]] = {
+    "phi3": ("<|end|>",),
+    "gpt-oss": ("<|return|>", "<|call|>"),
+}
 # Pieces of patterns that several families share: contractions, the rest of a text after words and numbers.
 _CONTRACTIONS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST: Final = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -42,24 +49,36 @@ _GPT4O: Final = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
     rf"|\p{{N}}{{1,3}}|{_CASED_REST}"
 )
-# Name of a division -> its pattern; None for that of GPT-2. Texts of these are taken as they are ...
+# Name of a pre-tokenizer -> its split pattern; None for GPT-2's. Texts are not normalised ...
 PATTERNS: Final[dict[str, str | None]] = {
     "gpt-2": None,
+    "command-r": None,
+    "refact": None,
+    "smollm": None,
+    "starcoder": None,
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
     "smaug-bpe": _LLAMA3,
     "falcon3": _LLAMA3,
+    "falcon-h1": _LLAMA3,
+    "pixtral": _LLAMA3,
+    "dbrx": _LLAMA3,
     "lfm2": _LLAMA3,
     "tekken": _TEKKEN,
     "gpt-4o": _GPT4O,
     "llama4": _GPT4O,
     "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
     "qwen35": _QWEN35,
 }
-# ... but for these, which are normalised (NFC) first; these take a word that is a token as it is, without merging.
+# ... except by these, which apply NFC. DIGITS split every digit off first; WHOLE_WORDS take a word that is a token
+# without merging its bytes.
 NORMALIZED: Final = frozenset({"qwen2", "qwen35"})
-WHOLE_WORDS: Final = frozenset(PATTERNS) - {"gpt-2"} - NORMALIZED
+DIGITS: Final = frozenset({"command-r", "refact", "smollm", "starcoder"})
+WHOLE_WORDS: Final = frozenset(PATTERNS) - {"gpt-2", "dbrx", "deepseek-r1-qwen"} - DIGITS - NORMALIZED
+# A file with one of these that does not say otherwise has the BOS token before a text.
+ADDS_BOS: Final = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2", "tekken"})
 
 
 def read_gguf_tokenizer(path: Path, fields: Mapping[str, Any]) -> TokenizerFiles:
@@ -77,16 +96,16 @@ def read_gguf_tokenizer(path: Path, fields: Mapping[str, Any]) -> TokenizerFiles
     kind = fields.get(f"{PREFIX}model")
     if kind == "gpt2":
         library = _byte_level(vocabulary)
-    elif kind == "llama":
-        library = _sentencepiece(vocabulary)
+    elif kind in ("llama", "gemma4"):
+        library = _sentencepiece(vocabulary, adds_space=kind == "llama", has_scores=kind == "llama")
     else:
         raise UnsupportedModel(
-            f"{path}: {PREFIX}model is {shown(kind)}, which is not read; read are gpt2 and llama",
+            f"{path}: {PREFIX}model is {shown(kind)}, which is not read; read are gpt2, llama and gemma4",
             field=f"{PREFIX}model",
         )
-    vocabulary.add_special_tokens(library)
+    vocabulary.add_special_tokens(library, strips=kind == "llama" and fields.get("general.architecture") == "phi3")
     bos, eos = vocabulary.token("bos_token_id"), vocabulary.token("eos_token_id")
-    _frame_texts(library, vocabulary, bos, eos, adds_bos=kind == "llama")
+    _frame_texts(library, vocabulary, bos, eos, adds_bos=kind != "gpt2" or fields.get(f"{PREFIX}pre") in ADDS_BOS)
     template = None
     source = fields.get(CHAT_TEMPLATE)
     if source is not None:
@@ -110,7 +129,10 @@ def read_gguf_tokenizer(path: Path, fields: Mapping[str, Any]) -> TokenizerFiles
 
 def end_token_ids(fields: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the tokens that end a sequence: of a text, of a turn, of a message."""
-    ids = (fields.get(f"{PREFIX}{name}_token_id") for name in ("eos", "eot", "eom"))
+    ids = [fields.get(f"{PREFIX}{name}_token_id") for name in ("eos", "eot", "eom")]
+    architecture, tokens = fields.get("general.architecture"), fields.get(f"{PREFIX}tokens")
+    if isinstance(architecture, str) and isinstance(tokens, list):
+        ids += [tokens.index(token) for token in TURN_ENDS.get(architecture, ()) if token in tokens]
     return tuple(dict.fromkeys(token_id for token_id in ids if type(token_id) is int and token_id >= 0))
 
 
@@ -182,9 +204,16 @@ class _Vocabulary:
             raise self.wrong(f"{PREFIX}{name}", token_id, f"a token id from 0 to {len(self.tokens) - 1}")
         return self.tokens[token_id]
 
-    def add_special_tokens(self, library: tokenizers.Tokenizer) -> None:
-        """Have texts of control and user-defined tokens found before a text is divided."""
-        special = [AddedToken(token, special=True, normalized=False) for token in self._of_type(CONTROL)]
+    def add_special_tokens(self, library: tokenizers.Tokenizer, *, strips: bool) -> None:
+        """Have texts of control and user-defined tokens matched before the pre-tokenizer runs.
+
+        Args:
+            strips: control tokens absorb the spaces that follow, but for those of `UNSTRIPPED`.
+        """
+        special = [
+            AddedToken(token, special=True, normalized=False, rstrip=strips and token not in UNSTRIPPED)
+            for token in self._of_type(CONTROL)
+        ]
         plain = [AddedToken(token, special=False, normalized=False) for token in self._of_type(USER_DEFINED)]
         library.add_special_tokens(special)
         library.add_tokens(plain)
@@ -206,40 +235,38 @@ def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     name = vocabulary.text("pre", "gpt-2")
     if name not in PATTERNS:
         raise UnsupportedModel(
-            f"{PREFIX}pre is {shown(name)}, a division of texts that is not known; known are {', '.join(PATTERNS)}",
+            f"{PREFIX}pre is {shown(name)}, an unknown pre-tokenizer; known are {', '.join(PATTERNS)}",
             field=f"{PREFIX}pre",
         )
-    merges = []
-    for merge in vocabulary.texts("merges"):
-        # A space is a letter of its own in this alphabet, so the first one divides.
-        left, space, right = merge.partition(" ")
-        if not space or {left, right, left + right} - vocabulary.ids.keys():
-            raise vocabulary.wrong(f"{PREFIX}merges", merge, "two tokens with a space between them, whose join is one")
-        merges.append((left, right))
+    is_whole = name in WHOLE_WORDS
     library = tokenizers.Tokenizer(
-        guarded(BPE, vocabulary.ids, merges, fuse_unk=False, byte_fallback=False, ignore_merges=name in WHOLE_WORDS)
+        guarded(BPE, vocabulary.ids, _merges(vocabulary), fuse_unk=False, byte_fallback=False, ignore_merges=is_whole)
     )
     pattern = PATTERNS[name]
     if name in NORMALIZED:
         library.normalizer = normalizers.NFC()
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
-    library.pre_tokenizer = (
-        byte_level
-        if pattern is None
-        else pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), byte_level])
-    )
+    steps: list[pre_tokenizers.PreTokenizer] = [pre_tokenizers.Digits(individual_digits=True)] * (name in DIGITS)
+    if pattern is not None:
+        steps.append(pre_tokenizers.Split(Regex(pattern), "isolated"))
+    library.pre_tokenizer = pre_tokenizers.Sequence([*steps, byte_level])
     library.decoder = decoders.ByteLevel()
     return library
 
 
-def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
-    """Build a tokenizer that merges characters, of texts whose spaces are written as ▁."""
+def _sentencepiece(vocabulary: _Vocabulary, *, adds_space: bool, has_scores: bool) -> tokenizers.Tokenizer:
+    """Build a tokenizer that merges the characters of a text with ▁ in place of spaces.
+
+    Args:
+        adds_space: default of `add_space_prefix`.
+        has_scores: a file without merges has scores, from which they follow.
+    """
     unknown = vocabulary.token("unknown_token_id")
     library = tokenizers.Tokenizer(
         guarded(
             BPE,
             vocabulary.ids,
-            _merges_by_score(vocabulary),
+            _merges_by_score(vocabulary) if has_scores and not vocabulary.has("merges") else _merges(vocabulary),
             unk_token=unknown,
             fuse_unk=True,
             byte_fallback=BYTE in vocabulary.types,
@@ -247,7 +274,7 @@ def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     )
     steps: list[normalizers.Normalizer] = [normalizers.Replace(" ", "▁")]
     undo: list[decoders.Decoder] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if vocabulary.flag("add_space_prefix", True):
+    if vocabulary.flag("add_space_prefix", adds_space):
         steps.insert(0, normalizers.Prepend("▁"))
         undo.append(decoders.Strip(" ", 1, 0))
     library.normalizer = normalizers.Sequence(steps)
@@ -255,11 +282,20 @@ def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     return library
 
 
+def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+    """Return the merges of a file."""
+    merges = []
+    for merge in vocabulary.texts("merges"):
+        # No token of these alphabets has a space in it, so the first one separates the two.
+        left, space, right = merge.partition(" ")
+        if not space or {left, right, left + right} - vocabulary.ids.keys():
+            raise vocabulary.wrong(f"{PREFIX}merges", merge, "two tokens with a space between them, whose join is one")
+        merges.append((left, right))
+    return merges
+
+
 def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
-    """Return the merges of a file; where it has none, all pairs of tokens whose join is one, the best score first."""
-    if vocabulary.has("merges"):
-        pairs = [merge.partition(" ") for merge in vocabulary.texts("merges")]
-        return [(left, right) for left, _, right in pairs]
+    """Return all pairs of tokens whose join is a token, the best score first."""
     ids, merges = vocabulary.ids, []
     for token, score, kind in zip(vocabulary.tokens, vocabulary.numbers("scores"), vocabulary.types, strict=True):
         if kind not in (NORMAL, USER_DEFINED, UNUSED):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
+from typing import NamedTuple
 
 import tokenizers
 
@@ -23,6 +24,37 @@ KNOWN_DECODERS = frozenset({"ByteLevel", "ByteFallback", "Metaspace", "WordPiece
 MAX_TOKEN_ID = 2**32 - 1
 
 
+class TokenPiece(NamedTuple):
+    """A token as a part of a text.
+
+    Args:
+        data: bytes that the token adds after the beginning of a text; none for an id without a token.
+        is_token: False for an id without a token, which adds nothing to a text.
+        is_special: True for a special token, which a text may leave out.
+        is_fallback_byte: True for a raw byte of a tokenizer with byte fallback, for example `<0x0A>`.
+    """
+
+    data: bytes
+    is_token: bool
+    is_special: bool
+    is_fallback_byte: bool
+
+
+class _Pieces(dict[int, TokenPiece]):
+    """Pieces by token id; each is derived when it is first looked up.
+
+    Args:
+        derive: function that returns the piece of an id.
+    """
+
+    def __init__(self, derive: Callable[[int], TokenPiece]) -> None:
+        self._derive = derive
+
+    def __missing__(self, token_id: int) -> TokenPiece:
+        piece = self[token_id] = self._derive(token_id)
+        return piece
+
+
 class Tokenizer:
     """Converts text to token ids and back, for one model.
 
@@ -31,6 +63,9 @@ class Tokenizer:
         bos_token: token that begins a text, None where the model has none.
         eos_token: token that ends a text, None where the model has none.
         chat_template: the model's chat template, None where it has none.
+
+    Attributes:
+        pieces: the token of each id as a part of a text.
 
     Raises:
         CheckpointError: a decoder makes a token's text depend on its neighbours, or a setting makes a short text take
@@ -60,7 +95,7 @@ class Tokenizer:
         self._library = library
         self._long_texts = LongTexts(library, self._ids_of)
         self._alphabet = byte_alphabet() if "ByteLevel" in kinds else None
-        self._pieces: dict[int, bytes] = {}
+        self.pieces: Mapping[int, TokenPiece] = _Pieces(self._derive_piece)
         self.has_byte_fallback = "ByteFallback" in kinds
         self.vocab_size: int = library.get_vocab_size(with_added_tokens=True)
         added = library.get_added_tokens_decoder()
@@ -175,10 +210,7 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a token adds after the beginning of a text; none for an id without a token."""
-        piece = self._pieces.get(token_id)
-        if piece is None:
-            piece = self._pieces[token_id] = self._derive_bytes(token_id)
-        return piece
+        return self.pieces[token_id].data
 
     def head_bytes(self, token_id: int) -> bytes:
         """Return the bytes of a token at the beginning of a text, where many decoders strip a space."""
@@ -192,13 +224,8 @@ class Tokenizer:
 
     def is_visible(self, token_id: int, *, skip_special_tokens: bool) -> bool:
         """Return whether `decode` includes a token in the text."""
-        if skip_special_tokens and token_id in self.special_ids:
-            return False
-        return bool(self.token_bytes(token_id)) or self._library.id_to_token(token_id) is not None
-
-    def is_fallback_byte(self, token_id: int) -> bool:
-        """Return whether a token is a raw byte of a tokenizer with byte fallback, for example `<0x0A>`."""
-        return self.has_byte_fallback and _fallback_byte(self._library.id_to_token(token_id)) is not None
+        piece = self.pieces[token_id]
+        return piece.is_token and not (skip_special_tokens and piece.is_special)
 
     def _ids_of(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Return the token ids of a text that is not long."""
@@ -226,17 +253,20 @@ class Tokenizer:
                 return encoding.ids[:first], encoding.ids[last:]
         raise CannotCut(0)
 
-    def _derive_bytes(self, token_id: int) -> bytes:
-        token = self._library.id_to_token(token_id)
+    def _derive_piece(self, token_id: int) -> TokenPiece:
+        token: str | None = self._library.id_to_token(token_id)
         if token is None:
-            return b""
+            return TokenPiece(b"", is_token=False, is_special=False, is_fallback_byte=False)
+        byte = _fallback_byte(token) if self.has_byte_fallback else None
+        data = self._derive_bytes(token_id, token) if byte is None or self._alphabet is not None else bytes([byte])
+        return TokenPiece(data, True, token_id in self.special_ids, byte is not None)
+
+    def _derive_bytes(self, token_id: int, token: str) -> bytes:
         if self._alphabet is not None:
             try:
                 return bytes([self._alphabet[char] for char in token])
             except KeyError:  # an added token, whose text is literal
                 return bytes(token.encode())
-        if self.has_byte_fallback and (byte := _fallback_byte(token)) is not None:
-            return bytes([byte])
         # A token adds the same bytes after itself as after any other token.
         try:
             once = self.decode([token_id], skip_special_tokens=False)
@@ -246,8 +276,8 @@ class Tokenizer:
         return twice[len(once) :].encode()
 
 
-def _fallback_byte(token: str | None) -> int | None:
-    if token is None or len(token) != 6 or not token.startswith("<0x") or not token.endswith(">"):
+def _fallback_byte(token: str) -> int | None:
+    if len(token) != 6 or not token.startswith("<0x") or not token.endswith(">"):
         return None
     try:
         return int(token[3:5], 16)

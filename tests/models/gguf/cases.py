@@ -41,11 +41,25 @@ GGUF_CASES: Final[dict[str, dict[str, Any]]] = {
             "original_max_position_embeddings": 8192,
         },
     },
+    "phi3": {},
+    "phi3-longrope": {
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1000.0,
+            "partial_rotary_factor": 0.5,
+            "attention_factor": 1.25,
+            "short_factor": [1.0, 1.5, 2.0, 3.0],
+            "long_factor": [1.0, 2.5, 4.0, 16.0],
+        }
+    },
+    "gpt-oss": {},
     "qwen3.5": {},
     "qwen3.5-options": {},
+    "qwen3.5-moe": {},
     "gemma3": {"query_pre_attn_scalar": 16},
     "gemma3-options": {"query_pre_attn_scalar": 32, "attention_bias": False},
     "gemma4": {},
+    "gemma4-moe": {},
     "gemma4-keys-as-values": {
         "rope_parameters": {
             "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1e5},
@@ -54,8 +68,10 @@ GGUF_CASES: Final[dict[str, dict[str, Any]]] = {
     },
     "lfm2": {},
     "lfm2-options": {},
+    "lfm2-moe": {},
     "granite4": {},
     "granite4-options": {},
+    "granite4-moe": {},
     "granite4-attention": {},
     "falcon-h1": {},
     "falcon-h1-options": {"tie_word_embeddings": False},

@@ -19,7 +19,7 @@ def stack_experts(tensors: Tensors) -> Tensors:
     stacks: dict[str, dict[int, Tensor]] = {}
     others: dict[str, Tensor] = {}
     for name, values in tensors.items():
-        match = re.fullmatch(r"model\.(layers\.\d+\.)(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(.+)", name)
+        match = re.fullmatch(r"model\.(layers\.\d+\.)(?:mlp|feed_forward|block_sparse_moe)\.experts\.(\d+)\.(.+)", name)
         if match is None:
             others[name] = values
             continue
@@ -46,12 +46,40 @@ def _add_one(tensors: Tensors, _config: Config) -> Tensors:
     return {name: values + 1 if name.endswith("norm.weight") else values for name, values in tensors.items()}
 
 
-def _squeeze_convolutions(tensors: Tensors, _config: Config) -> Tensors:
-    return {name: values.squeeze(1) if "conv.conv.weight" in name else values for name, values in tensors.items()}
+def _lfm2(tensors: Tensors, _config: Config) -> Tensors:
+    return {
+        name.replace("expert_bias", "expert_bias.bias"): values.squeeze(1) if "conv.conv.weight" in name else values
+        for name, values in tensors.items()
+    }
 
 
-def _scalar_names(tensors: Tensors, _config: Config) -> Tensors:
-    return {f"{name}.weight" if name.endswith("layer_scalar") else name: values for name, values in tensors.items()}
+def _gemma4(tensors: Tensors, _config: Config) -> Tensors:
+    """Give weights without an ending the names that they have in files."""
+    scales = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
+    endless = ("layer_scalar", "experts.gate_up_proj", "experts.down_proj")
+    changed: dict[str, Tensor] = {}
+    for name, values in tensors.items():
+        layer, _, inner = name.removeprefix("model.layers.").partition(".")
+        stored = f"{name}.weight" if name.endswith(endless) else name
+        changed[f"blk.{layer}.{scales[inner]}" if inner in scales else stored] = values
+    return changed
+
+
+# The head for multi-token prediction is a block behind the last layer.
+MTP_NAMES: Final = {
+    "mtp.layers.0.": "model.layers.{}.",
+    "mtp.fc.": "blk.{}.nextn.eh_proj.",
+    "mtp.pre_fc_norm_embedding.": "blk.{}.nextn.enorm.",
+    "mtp.pre_fc_norm_hidden.": "blk.{}.nextn.hnorm.",
+    "mtp.norm.": "blk.{}.nextn.shared_head_norm.",
+}
+
+
+def _mtp_name(name: str, num_layers: int) -> str:
+    for prefix, stored in MTP_NAMES.items():
+        if name.startswith(prefix):
+            return stored.format(num_layers) + name.removeprefix(prefix)
+    return name
 
 
 def _tile_value_heads(tensors: Tensors, config: Config) -> Tensors:
@@ -67,7 +95,8 @@ def _tile_value_heads(tensors: Tensors, config: Config) -> Tensors:
         return torch.cat([values[:num_rows], tiled(values[num_rows:], dim)])
 
     changed = {}
-    for name, values in tensors.items():
+    for stored_name, values in tensors.items():
+        name = _mtp_name(stored_name, config["num_hidden_layers"])
         part = name.rpartition("linear_attn.")[2]
         if part.startswith("in_proj_qkv"):
             values = tiled_end(values)
@@ -85,6 +114,13 @@ def _tile_value_heads(tensors: Tensors, config: Config) -> Tensors:
             values = values + 1
         changed[name.replace(".dt_bias", ".dt_proj.bias")] = values
     return changed
+
+
+def _squeeze_shared_gates(tensors: Tensors, config: Config) -> Tensors:
+    return {
+        name: values.squeeze(0) if name.endswith("shared_expert_gate.weight") else values
+        for name, values in _tile_value_heads(tensors, config).items()
+    }
 
 
 def _mamba(tensors: Tensors, config: Config) -> Tensors:
@@ -107,13 +143,16 @@ def _mamba(tensors: Tensors, config: Config) -> Tensors:
 def _granite(tensors: Tensors, config: Config) -> Tensors:
     """Split the fused gate and up projections, and make the changes of attention and recurrent layers."""
     changed: dict[str, Tensor] = {}
+    suffixes = {"shared_mlp": "_shexp" if config["num_local_experts"] else "", "block_sparse_moe": "_exps"}
     for name, values in _pair_rows(_mamba(tensors, config), config).items():
-        if "shared_mlp.input_linear" in name:
-            gate, up = values.chunk(2)
-            layer = name.split(".")[2]
-            changed |= {f"blk.{layer}.ffn_gate.weight": gate, f"blk.{layer}.ffn_up.weight": up}
-        elif "shared_mlp.output_linear" in name:
-            changed[f"blk.{name.split('.')[2]}.ffn_down.weight"] = values
+        layer, _, inner = name.removeprefix("model.layers.").partition(".")
+        module, _, part = inner.partition(".")
+        if part == "input_linear.weight":
+            gate, up = values.chunk(2, dim=-2)
+            changed[f"blk.{layer}.ffn_gate{suffixes[module]}.weight"] = gate
+            changed[f"blk.{layer}.ffn_up{suffixes[module]}.weight"] = up
+        elif part == "output_linear.weight":
+            changed[f"blk.{layer}.ffn_down{suffixes[module]}.weight"] = values
         else:
             changed[name] = values
     return changed
@@ -131,6 +170,25 @@ def _divide_experts(tensors: Tensors, _config: Config) -> Tensors:
             changed[f"{name}.weight"] = values.transpose(1, 2)
         else:
             changed[name] = values
+    return changed
+
+
+def _gpt_oss(tensors: Tensors, _config: Config) -> Tensors:
+    """Make linear layers of experts that are stored as [X, in, out], with gates and ups that alternate."""
+    changed: dict[str, Tensor] = {}
+    for name, values in tensors.items():
+        prefix, _, part = name.partition(".experts.")
+        names = [f"{prefix}.experts.{each}_proj" for each in ("gate", "up", "down")]
+        if part == "gate_up_proj":
+            changed |= {f"{names[idx]}.weight": values[..., idx::2].mT for idx in (0, 1)}
+        elif part == "gate_up_proj_bias":
+            changed |= {f"{names[idx]}.bias": values[..., idx::2] for idx in (0, 1)}
+        elif part == "down_proj":
+            changed[f"{names[2]}.weight"] = values.mT
+        elif part == "down_proj_bias":
+            changed[f"{names[2]}.bias"] = values
+        else:
+            changed[f"{name}.weight" if name.endswith("sinks") else name] = values
     return changed
 
 
@@ -167,11 +225,15 @@ CHANGES: Final[dict[MODEL_ARCH, Callable[[Tensors, Config], Tensors]]] = {
     MODEL_ARCH.LLAMA: _pair_rows,
     MODEL_ARCH.MISTRAL3: _pair_rows,
     MODEL_ARCH.LLAMA4: _divide_experts,
+    MODEL_ARCH.GPT_OSS: _gpt_oss,
     MODEL_ARCH.GEMMA3: _add_one,
-    MODEL_ARCH.GEMMA4: _scalar_names,
+    MODEL_ARCH.GEMMA4: _gemma4,
     MODEL_ARCH.QWEN35: _tile_value_heads,
-    MODEL_ARCH.LFM2: _squeeze_convolutions,
+    MODEL_ARCH.QWEN35MOE: _squeeze_shared_gates,
+    MODEL_ARCH.LFM2: _lfm2,
+    MODEL_ARCH.LFM2MOE: _lfm2,
     MODEL_ARCH.GRANITE: _granite,
+    MODEL_ARCH.GRANITE_MOE: _granite,
     MODEL_ARCH.GRANITE_HYBRID: _granite,
     MODEL_ARCH.FALCON_H1: _falcon_h1,
 }

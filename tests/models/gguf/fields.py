@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
-from gguf import MODEL_ARCH, GGUFWriter, RopeScalingType
+from gguf import MODEL_ARCH, ExpertGatingFuncType, GGUFWriter, RopeScalingType
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -16,7 +16,9 @@ FULL, WINDOWED = "full_attention", "sliding_attention"
 
 
 def _granite(config: Config) -> MODEL_ARCH:
-    return MODEL_ARCH.GRANITE if set(config["layer_types"]) == {FULL} else MODEL_ARCH.GRANITE_HYBRID
+    if set(config["layer_types"]) != {FULL}:
+        return MODEL_ARCH.GRANITE_HYBRID
+    return MODEL_ARCH.GRANITE_MOE if config["num_local_experts"] else MODEL_ARCH.GRANITE
 
 
 ARCHITECTURES: Final[dict[str, Callable[[Config], MODEL_ARCH]]] = {
@@ -28,9 +30,13 @@ ARCHITECTURES: Final[dict[str, Callable[[Config], MODEL_ARCH]]] = {
     "Qwen3ForCausalLM": lambda _: MODEL_ARCH.QWEN3,
     "Qwen3MoeForCausalLM": lambda _: MODEL_ARCH.QWEN3MOE,
     "Qwen3_5ForCausalLM": lambda _: MODEL_ARCH.QWEN35,
+    "GptOssForCausalLM": lambda _: MODEL_ARCH.GPT_OSS,
+    "Phi3ForCausalLM": lambda _: MODEL_ARCH.PHI3,
+    "Qwen3_5MoeForCausalLM": lambda _: MODEL_ARCH.QWEN35MOE,
     "Gemma3ForCausalLM": lambda _: MODEL_ARCH.GEMMA3,
     "Gemma4ForCausalLM": lambda _: MODEL_ARCH.GEMMA4,
     "Lfm2ForCausalLM": lambda _: MODEL_ARCH.LFM2,
+    "Lfm2MoeForCausalLM": lambda _: MODEL_ARCH.LFM2MOE,
     "GraniteMoeHybridForCausalLM": _granite,
     "FalconH1ForCausalLM": lambda _: MODEL_ARCH.FALCON_H1,
 }
@@ -38,7 +44,7 @@ ARCHITECTURES: Final[dict[str, Callable[[Config], MODEL_ARCH]]] = {
 
 def add_fields(writer: GGUFWriter, config: Config, architecture: MODEL_ARCH) -> None:
     """Write the fields of all architectures, then those of one."""
-    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_block_count(config["num_hidden_layers"] + config.get("mtp_num_hidden_layers", 0))
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_vocab_size(config["vocab_size"])
@@ -52,7 +58,7 @@ def add_fields(writer: GGUFWriter, config: Config, architecture: MODEL_ARCH) -> 
             writer.add_key_length(head_dim)
             writer.add_value_length(head_dim)
     kinds = config.get("layer_types") or []
-    if architecture in (MODEL_ARCH.LFM2, MODEL_ARCH.GRANITE_HYBRID):
+    if architecture in (MODEL_ARCH.LFM2, MODEL_ARCH.LFM2MOE, MODEL_ARCH.GRANITE_HYBRID):
         writer.add_head_count_kv([config["num_key_value_heads"] * (kind == FULL) for kind in kinds])
     elif architecture is not MODEL_ARCH.GEMMA4:
         writer.add_head_count_kv(config["num_key_value_heads"])
@@ -60,15 +66,23 @@ def add_fields(writer: GGUFWriter, config: Config, architecture: MODEL_ARCH) -> 
     count = config.get("num_local_experts") or config.get("num_experts")
     if count:
         writer.add_expert_count(count)
-        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_used_count(config.get("top_k_experts") or config["num_experts_per_tok"])
     own = FIELDS.get(architecture)
     if own is not None:
         own(writer, config)
 
 
-def frequency_factors(config: Config) -> Tensor | None:
-    """Return the factors of wavelengths that a file has for rotations of Llama 3, and those of parts of heads."""
+def frequency_factors(config: Config) -> dict[str, Tensor]:
+    """Return the tensors of factors of wavelengths that a file has."""
     rope = config["rope_parameters"]
+    if rope.get("rope_type") == "longrope":
+        return {f"rope_factors_{name}.weight": torch.tensor(rope[f"{name}_factor"]) for name in ("long", "short")}
+    factors = _frequency_factors(config, rope)
+    return {} if factors is None else {"rope_freqs.weight": factors}
+
+
+def _frequency_factors(config: Config, rope: Config) -> Tensor | None:
+    """Return the factors for rotations of Llama 3, and those of parts of heads."""
     full = rope.get(FULL, rope)
     if full.get("rope_type") == "proportional":
         size = _of_full_layers(config)["head_dim"]
@@ -85,7 +99,11 @@ def frequency_factors(config: Config) -> Tensor | None:
 
 
 def _add_mlp_width(writer: GGUFWriter, config: Config) -> None:
-    width = config.get("shared_intermediate_size") or config["intermediate_size"]
+    width = config.get("intermediate_size")
+    if not config.get("num_local_experts"):
+        width = config.get("shared_intermediate_size") or width
+    if width is None:
+        return
     if config.get("block_auto_adjust_ff_dim"):
         step = config["block_multiple_of"]
         width = -(-int(config["block_ffn_dim_multiplier"] * int(2 * width / 3)) // step) * step
@@ -120,6 +138,22 @@ def _llama4(writer: GGUFWriter, config: Config) -> None:
     writer.add_rope_dimension_count(config["head_dim"])
 
 
+def _phi3(writer: GGUFWriter, config: Config) -> None:
+    rope, head_dim = config["rope_parameters"], config["hidden_size"] // config["num_attention_heads"]
+    writer.add_rope_dimension_count(int(head_dim * rope["partial_rotary_factor"]))
+    writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])
+    writer.add_sliding_window(config["sliding_window"] or 0)
+    if rope["rope_type"] == "longrope":
+        writer.add_rope_scaling_attn_factors(rope["attention_factor"])
+
+
+def _gpt_oss(writer: GGUFWriter, config: Config) -> None:
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_expert_feed_forward_length(config["intermediate_size"])
+    writer.add_rope_scaling_yarn_beta_fast(config["rope_parameters"]["beta_fast"])
+    writer.add_rope_scaling_yarn_beta_slow(config["rope_parameters"]["beta_slow"])
+
+
 def _qwen3_moe(writer: GGUFWriter, config: Config) -> None:
     writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
 
@@ -131,9 +165,17 @@ def _qwen3_5(writer: GGUFWriter, config: Config) -> None:
     writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
     writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
     writer.add_full_attention_interval(4)
+    if "mtp_num_hidden_layers" in config:
+        writer.add_nextn_predict_layers(config["mtp_num_hidden_layers"])
     fraction = config["rope_parameters"].get("partial_rotary_factor", 0.25)
     writer.add_rope_dimension_count(int(config["head_dim"] * fraction))
     writer.add_rope_dimension_sections([11, 11, 10, 0])
+
+
+def _qwen3_5_moe(writer: GGUFWriter, config: Config) -> None:
+    _qwen3_5(writer, config)
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
 
 
 def _gemma3(writer: GGUFWriter, config: Config) -> None:
@@ -175,10 +217,19 @@ def _gemma4(writer: GGUFWriter, config: Config) -> None:
     writer.add_rope_dimension_count_swa(config["head_dim"])
     if config["final_logit_softcapping"]:
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if config["enable_moe_block"]:
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
 
 
 def _lfm2(writer: GGUFWriter, config: Config) -> None:
     writer.add_shortconv_l_cache(config["conv_L_cache"])
+
+
+def _lfm2_moe(writer: GGUFWriter, config: Config) -> None:
+    _lfm2(writer, config)
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_leading_dense_block_count(config["num_dense_layers"])
+    writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
 
 
 def _granite_scales(writer: GGUFWriter, config: Config) -> None:
@@ -186,6 +237,8 @@ def _granite_scales(writer: GGUFWriter, config: Config) -> None:
     writer.add_embedding_scale(config["embedding_multiplier"])
     writer.add_residual_scale(config["residual_multiplier"])
     writer.add_logit_scale(config["logits_scaling"])
+    if config["num_local_experts"]:
+        writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
 
 
 def _granite_hybrid(writer: GGUFWriter, config: Config) -> None:
@@ -205,12 +258,17 @@ def _mamba(writer: GGUFWriter, config: Config) -> None:
 FIELDS: Final[dict[MODEL_ARCH, Callable[[GGUFWriter, Config], None]]] = {
     MODEL_ARCH.LLAMA: _llama,
     MODEL_ARCH.LLAMA4: _llama4,
+    MODEL_ARCH.GPT_OSS: _gpt_oss,
+    MODEL_ARCH.PHI3: _phi3,
     MODEL_ARCH.QWEN3MOE: _qwen3_moe,
     MODEL_ARCH.QWEN35: _qwen3_5,
+    MODEL_ARCH.QWEN35MOE: _qwen3_5_moe,
     MODEL_ARCH.GEMMA3: _gemma3,
     MODEL_ARCH.GEMMA4: _gemma4,
     MODEL_ARCH.LFM2: _lfm2,
+    MODEL_ARCH.LFM2MOE: _lfm2_moe,
     MODEL_ARCH.GRANITE: _granite_scales,
+    MODEL_ARCH.GRANITE_MOE: _granite_scales,
     MODEL_ARCH.GRANITE_HYBRID: _granite_hybrid,
     MODEL_ARCH.FALCON_H1: _mamba,
 }

@@ -71,7 +71,7 @@ def stored_decoder(path: Path, ops: Ops) -> Decoder:
     checkpoint = Checkpoint.open(str(path))
     spec, weight_map = build(checkpoint.config)
     decoder = Decoder(spec, ops=ops, dtype=torch.float32, device=CPU)
-    load_weights(checkpoint, weight_map, decoder, dtype=torch.float32)
+    load_weights(checkpoint, weight_map, decoder)
     return decoder
 
 
@@ -108,7 +108,9 @@ def test_logits_are_those_of_the_values(name: str, type_of: TypeOf, tmp_path: Pa
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "lfm2", "qwen3-moe", "qwen3.5", "granite4"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen3", "gemma3", "lfm2", "qwen3-moe", "qwen3.5", "granite4", "phi3", "gpt-oss"]
+)
 def test_kernels_are_near(name: str, tmp_path: Path) -> None:
     """Weights in eight bits and rows rounded to int8 move logits by a few percent of their spread."""
     model = save_checkpoint(name, tmp_path)

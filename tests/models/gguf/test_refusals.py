@@ -10,12 +10,13 @@ import torch
 
 from quire.errors import CheckpointError, QuireError, UnsupportedModel
 from quire.models.families import build
-from quire.models.gguf.architectures import ARCHITECTURES, AxisSwap, read_architecture
+from quire.models.gguf.architectures import ARCHITECTURES, AxisSwap, TensorSource, read_architecture
 from quire.models.gguf.architectures.metadata import shortest
 from tests.models.gguf.test_architectures import Written, write
 
 WRONG: tuple[Any, ...] = (None, -1, 0, 3, 2**60, 1.5, float("nan"), float("inf"), True, "x", [], [1], [None] * 4, {})
-NAMES = ("llama", "qwen3-moe", "qwen3.5", "gemma3", "gemma4", "lfm2", "granite4", "falcon-h1")
+NAMES: tuple[str, ...] = ("llama", "qwen3-moe", "qwen3.5", "qwen3.5-moe", "gemma3", "gemma4", "lfm2", "lfm2-moe")
+NAMES += ("granite4", "falcon-h1", "phi3-longrope", "gpt-oss")
 
 
 @pytest.fixture(scope="module")
@@ -110,12 +111,27 @@ def test_unknown_rotated_parts_of_heads(folder: Path) -> None:
             read_architecture(written.fields, written.shapes, floats.__getitem__)
 
 
-def test_layers_for_multi_token_prediction(folder: Path) -> None:
+@pytest.mark.parametrize(("name", "architecture"), [("qwen3.5", "qwen35"), ("qwen3.5-moe", "qwen35moe")])
+def test_layers_for_multi_token_prediction(name: str, architecture: str, folder: Path) -> None:
     """They are counted in the file, and are not part of the model."""
-    written = write("qwen3.5", folder / "qwen3.5")
-    fields = written.fields | {"qwen35.block_count": 5, "qwen35.nextn_predict_layers": 1}
-    plain, _ = read_architecture(written.fields, written.shapes)
-    assert read_architecture(fields, written.shapes)[0] == plain
+    written = write(name, folder / name)
+    fields = written.fields | {f"{architecture}.block_count": 5, f"{architecture}.nextn_predict_layers": 1}
+    shapes = written.shapes | {
+        key.replace("blk.3.", "blk.4."): shape for key, shape in written.shapes.items() if key.startswith("blk.3.")
+    }
+    assert read_architecture(fields, shapes) == read_architecture(written.fields, written.shapes)
+
+
+def test_gates_and_ups_of_experts_in_one_tensor(folder: Path) -> None:
+    """As newer converters can write them: the experts of a layer are then read as one."""
+    written = write("qwen3.5-moe", folder / "qwen3.5-moe")
+    shapes = {name: shape for name, shape in written.shapes.items() if "_up_exps" not in name}
+    shapes = {name.replace("gate_exps", "gate_up_exps"): shape for name, shape in shapes.items()}
+    shapes = {name: (6, 64, 64) if "gate_up_exps" in name else shape for name, shape in shapes.items()}
+    _, sources = read_architecture(written.fields, shapes)
+    (gate_up,), (down,) = (sources[f"model.layers.3.mlp.experts.{name}"] for name in ("gate_up_proj", "down_proj"))
+    assert gate_up == TensorSource("blk.3.ffn_gate_up_exps.weight", None, None, None, None, (6 * 64, 64))
+    assert down == TensorSource("blk.3.ffn_down_exps.weight", None, None, None, None, (6 * 64, 32))
 
 
 def test_largest_gemma_scales_scores_otherwise(folder: Path) -> None:

@@ -21,8 +21,8 @@ from tests.models.gguf.fields import ARCHITECTURES, add_fields, frequency_factor
 
 # Chooses the type of a matrix, given its name in the file and its shape.
 TypeOf = Callable[[str, tuple[int, ...]], Type]
-# Matrices that converters never quantise: convolutions, and vectors with dimensions of size 1.
-PLAIN = ("conv", "ssm_a", "ssm_d", "ssm_norm")
+# Matrices that converters never quantise: convolutions, vectors with dimensions of size 1, and biases of experts.
+PLAIN = (".bias", "conv", "ssm_a", "ssm_d", "ssm_norm")
 # Types of tokens.
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
 
@@ -41,7 +41,8 @@ def write_gguf(folder: Path, out: Path, type_of: TypeOf, *, pre: str = "default"
     """
     config = AutoConfig.from_pretrained(folder).to_dict()
     architecture = ARCHITECTURES[config["architectures"][0]](config)
-    name_map = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
+    num_blocks = config["num_hidden_layers"] + config.get("mtp_num_hidden_layers", 0)
+    name_map = gguf.get_tensor_name_map(architecture, num_blocks)
     writer = GGUFWriter(out, gguf.MODEL_ARCH_NAMES[architecture])
     writer.add_type(gguf.GGUFType.MODEL)
     add_fields(writer, config, architecture)
@@ -55,9 +56,8 @@ def write_gguf(folder: Path, out: Path, type_of: TypeOf, *, pre: str = "default"
         stored = name if name.startswith("blk.") else name_map.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None, f"{name} has no name in files"
         _add(writer, stored, values, type_of)
-    factors = frequency_factors(config)
-    if factors is not None:
-        _add(writer, "rope_freqs.weight", factors, type_of)
+    for name, factors in frequency_factors(config).items():
+        _add(writer, name, factors, type_of)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

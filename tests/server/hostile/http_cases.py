@@ -117,8 +117,8 @@ def bare(rng: Random) -> tuple[bytes, bool]:
         )
         both = rng.choice([b"", b"Content-Length: 2\r\n"])
         method = rng.choice([b"POST", b"POST", b"HEAD", b"GET"])
-        start = method + b" /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        return start + both + b"Transfer-Encoding: chunked\r\n\r\n" + chunks, False
+        begin = method + b" /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        return begin + both + b"Transfer-Encoding: chunked\r\n\r\n" + chunks, False
     if kind == 5:
         one = f"GET {rng.choice(PATHS)} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
         return one * rng.choice([2, 10, 100]) + b"x" * rng.choice([0, 1, 100]), False

@@ -1,4 +1,4 @@
-"""Sends hostile requests to a server process beside harmless ones, and notes whatever should not happen."""
+"""Sends hostile requests to a server process together with harmless ones, and reports whatever should not happen."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Attack:
         self._look_at_the_log()
         return self.report
 
-    # ---- who asks ----
+    # ---- requests ----
 
     async def _attack(self, cases: Iterator[Future[Case]]) -> None:
         await asyncio.gather(*(self._send_all(cases) for _ in range(self._num_attackers)))
@@ -261,7 +261,7 @@ def _answers(raw: bytes, *, has_body: bool = True) -> list[tuple[int, Mapping[st
     """
     stream = io.BytesIO(raw)
     stream.close = lambda: None  # type: ignore[method-assign]  # each answer would close it
-    found = []
+    found: list[tuple[int, Mapping[str, str], str]] = []
     while stream.tell() < len(raw):
         answer = http.client.HTTPResponse(_Socket(stream), method="GET" if has_body else "HEAD")  # type: ignore[arg-type]
         try:

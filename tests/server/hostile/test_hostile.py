@@ -1,4 +1,4 @@
-"""Whatever is sent to a server, it answers, in time and in one form, and costs nobody else anything."""
+"""Hostile requests get an answer in time and in one form, and do not disturb other requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def target(tmp_path: Path) -> Iterator[ServerProcess]:
 
 def attack(target: ServerProcess, seed: int, count: int, kinds: list[str]) -> None:
     """Send bodies, and fail where anything happened that should not."""
-    with made_apart(seed, count, kinds) as bodies, made_apart(seed + 1, max(100, count // 4), kinds) as warm_up:
+    with made_apart(seed, count, kinds) as bodies, made_apart(seed + 1, max(50, count // 4), kinds) as warm_up:
         report = asyncio.run(Attack(target).run(bodies, warm_up))
     assert not report.problems, "\n".join(report.problems[:20])
     assert report.growth <= MOST_GROWTH
@@ -45,8 +45,8 @@ def test_a_request_is_a_function_of_seed_and_number() -> None:
     assert {case.kind for case in cases(1, 300)} == set(KINDS)
 
 
-def test_a_hundred_hostile_bodies(target: ServerProcess) -> None:
-    attack(target, seed=0, count=60, kinds=[kind for kind in KINDS if kind not in LONG])
+def test_some_hostile_bodies(target: ServerProcess) -> None:
+    attack(target, seed=0, count=40, kinds=[kind for kind in KINDS if kind not in LONG])
 
 
 @pytest.mark.slow

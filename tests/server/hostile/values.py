@@ -39,7 +39,7 @@ def number(rng: Random) -> Any:
 
 
 def text(rng: Random, most: int = 60) -> str:
-    """Return a text of odd characters, at most so many."""
+    """Return a text of odd characters."""
     length = rng.choice([0, 1, 1, 2, 5, 20, most])
     return "".join(rng.choices(CHARACTERS, k=min(length, most)))
 
@@ -65,7 +65,7 @@ def name(rng: Random) -> str:
 
 
 def deep(rng: Random, depth: int) -> Any:
-    """Return a value of so many levels; built in a loop, since there are more of them than frames."""
+    """Return a nested value; built in a loop, since there are more of them than frames."""
     inner: Any = rng.choice([1, "a", None, [], {}])
     shape = rng.choice(["list", "object", "both"])
     for level in range(depth):

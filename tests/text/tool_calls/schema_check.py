@@ -1,4 +1,4 @@
-"""Checks values against JSON schemas, far enough for the schemas of these tests and by nobody else's code."""
+"""A small validator of JSON schemas, independent of the libraries under test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever tokens are chosen, and however a call is hidden among them: what is read as one was held to its schema."""
+"""Adversarial token choices under a grammar: whatever is read as a call satisfies its schema."""
 
 from __future__ import annotations
 
@@ -78,9 +78,10 @@ class World:
         self.tokenizer = Tokenizer(library, eos_token="<|eos|>")
         assert self.tokenizer.eos_token_id is not None
         self.eos_id = self.tokenizer.eos_token_id
-        self.others = [library.token_to_id(text) for text in (*unseen, *SEEN)]
+        vocab = library.get_vocab()
+        self.others = [vocab[text] for text in (*unseen, *SEEN)]
         parts = () if kind == "none" else PARTS
-        self._marks = self.tokens | {text: library.token_to_id(text) for text in parts}
+        self._marks = self.tokens | {text: vocab[text] for text in parts}
         # As a model has them, ids without a token among them.
         self.num_ids = library.get_vocab_size() + 5
         self.matcher_tokenizer = llguidance.LLTokenizer(library.to_str(), n_vocab=self.num_ids, eos_token=self.eos_id)
@@ -168,7 +169,7 @@ def test_no_tokens_write_a_call_that_no_schema_holds(
     assert form is not None
     others = text_tokens(world.tokenizer, form.marker, world.num_ids)
     num_ended = num_calls = num_others = 0
-    for seed in range(90):
+    for seed in range(45):
         rng = random.Random(seed)
         rules = CallRules(
             functions=FUNCTIONS if seed % 5 else FUNCTIONS[:1],
@@ -194,9 +195,9 @@ def test_no_tokens_write_a_call_that_no_schema_holds(
         num_ended += has_ended
         num_calls += len(calls)
         num_others += bool(set(ids) & set(others))
-    assert num_ended >= 60
-    assert num_calls >= 30
-    assert name == "llama3" or num_others >= 12
+    assert num_ended >= 30
+    assert num_calls >= 15
+    assert name == "llama3" or num_others >= 6
 
 
 def test_tokens_of_which_a_mark_could_be_made_are_no_text(worlds: dict[tuple[str, str], World]) -> None:

@@ -1,4 +1,4 @@
-"""Whatever is written under a grammar is read as calls whose arguments fit; walks choose any token that is allowed."""
+"""Random walks under a grammar are read as calls whose arguments fit their schema."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ class Walker:
     def __init__(self, markers: Sequence[str], kind: str) -> None:
         library, self.tokens = vocabulary(markers, kind, shown=["<think>"])
         self.tokenizer = Tokenizer(library, eos_token="<|eos|>")
-        self.eos_id = library.token_to_id("<|eos|>")
-        self.think_id = library.token_to_id("<think>")
+        vocab = library.get_vocab()
+        self.eos_id, self.think_id = vocab["<|eos|>"], vocab["<think>"]
         self.library = library
         self.matcher_tokenizer = llguidance.LLTokenizer(library.to_str(), eos_token=self.eos_id)
 

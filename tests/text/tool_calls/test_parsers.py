@@ -149,7 +149,7 @@ def test_the_cuts_of_a_text_change_nothing_and_the_slow_twin_agrees(name: str, t
         ("mistral", "[TOOL_CALLS]add[ARGS]{args}"),
     ],
 )
-def test_arguments_come_as_they_are_written_where_a_grammar_is_kept_to(name: str, form: str) -> None:
+def test_arguments_under_a_grammar_are_passed_through_verbatim(name: str, form: str) -> None:
     arguments = json.dumps({"a": "x" * 30, "b": [{"c": '"}\\'}, 1.5, None], "</tool_call>": {}})
     parser = CallParser(form_of(name), NAMES, is_forced=True)
     found = [parser.push(char) for char in form.format(args=arguments)]

@@ -28,4 +28,5 @@ def vocabulary(
     known = () if kind == "none" else markers
     for texts, is_special in ((known, kind == "special"), (special, True), (shown, False)):
         library.add_tokens([AddedToken(text, special=is_special, normalized=False) for text in texts])
-    return library, {text: library.token_to_id(text) for text in known}
+    vocab = library.get_vocab()
+    return library, {text: vocab[text] for text in known}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 from quire.text.tool_calls.calls import CallDelta, Piece, merge
 
@@ -53,7 +54,7 @@ def _object(text: str, names: frozenset[str]) -> tuple[tuple[str, str], int] | N
     if found is None:
         return None
     value, end = found
-    keys = [key for key in ("arguments", "parameters") if isinstance(value, dict) and key in value]
+    keys = [key for key in ("arguments", "parameters") if key in value]
     if len(keys) != 1 or not isinstance(value[keys[0]], dict):
         return None
     if not isinstance(value.get("name"), str) or value["name"] not in names:
@@ -68,15 +69,16 @@ def _object(text: str, names: frozenset[str]) -> tuple[tuple[str, str], int] | N
     raise AssertionError(f"no arguments in {written!r}")
 
 
-def _json(text: str) -> tuple[object, int] | None:
+def _json(text: str) -> tuple[dict[str, Any], int] | None:
     begin = len(text) - len(text.lstrip(SPACE))
     if not text.startswith("{", begin):
         return None
     decoder = json.JSONDecoder(parse_constant=_refuse)
     try:
-        return decoder.raw_decode(text, begin)
+        value, end = decoder.raw_decode(text, begin)
     except ValueError:
         return None
+    return value, end
 
 
 def _refuse(name: str) -> object:
@@ -115,10 +117,10 @@ def _llama3(text: str, names: frozenset[str]) -> tuple[Calls, int] | None:
 def _mistral(text: str, names: frozenset[str]) -> tuple[Calls, int] | None:
     if not text.lstrip(SPACE).startswith("["):
         match = NAMED.match(text)
-        found = _json(text[match.end() :]) if match and match[1] in names else None
-        if match is None or found is None:
+        parsed = _json(text[match.end() :]) if match and match[1] in names else None
+        if match is None or parsed is None:
             return None
-        return [(match[1], text[match.end() : match.end() + found[1]])], match.end() + found[1]
+        return [(match[1], text[match.end() : match.end() + parsed[1]])], match.end() + parsed[1]
     calls, pos = [], text.index("[") + 1
     while (found := _object(text[pos:], names)) is not None:
         calls.append(found[0])

@@ -117,33 +117,33 @@ class PoolLifetimes:
         clock: seconds, monotonic.
     """
 
-    __slots__ = ("_clock", "_idle_since", "_lifetimes", "_sample", "_taken_at")
+    __slots__ = ("_clock", "_idle_since", "_lifetimes", "_taken_at", "sample")
 
     def __init__(self, lifetimes: BlockLifetimes, sample: frozenset[int], clock: Callable[[], float]) -> None:
         self._lifetimes = lifetimes
-        self._sample = sample
+        self.sample = sample
         self._clock = clock
         self._taken_at: dict[int, float] = {}
         self._idle_since: dict[int, float] = {}
 
     def on_allocate(self, block_ids: Sequence[int]) -> None:
         """Record the time of allocation."""
-        for block_id in self._sample.intersection(block_ids):
+        for block_id in self.sample.intersection(block_ids):
             self._taken_at[block_id] = self._clock()
 
     def on_reuse(self, block_ids: Sequence[int]) -> None:
         """Count the reuse gap of a hit."""
-        for block_id in self._sample.intersection(block_ids):
+        for block_id in self.sample.intersection(block_ids):
             self._lifetimes.reuse_gap.add(self._clock() - self._idle_since[block_id])
 
     def on_idle(self, block_ids: Sequence[int]) -> None:
         """Record the time of the last use."""
-        for block_id in self._sample.intersection(block_ids):
+        for block_id in self.sample.intersection(block_ids):
             self._idle_since[block_id] = self._clock()
 
     def on_evict(self, block_ids: Sequence[int]) -> None:
         """Count the idle time and the lifetime of evicted blocks."""
-        for block_id in self._sample.intersection(block_ids):
+        for block_id in self.sample.intersection(block_ids):
             now_s = self._clock()
             self._lifetimes.idle.add(now_s - self._idle_since[block_id])
             if block_id in self._taken_at:

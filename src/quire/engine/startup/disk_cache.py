@@ -18,11 +18,12 @@ from quire.memory.manager import KVCacheManager
 from quire.memory.specs import KVCacheSpec
 from quire.models.checkpoint import Checkpoint
 from quire.models.fingerprint import fingerprint
+from quire.models.spec import ModelSpec
 
 
 def open_disk(
     config: EngineConfig,
-    checkpoints: Sequence[Checkpoint],
+    models: Sequence[tuple[Checkpoint, ModelSpec]],
     resolved: ResolvedConfig,
     groups: Sequence[KVCacheSpec],
     dtype: torch.dtype,
@@ -31,7 +32,7 @@ def open_disk(
 
     Args:
         config: configuration with a `prefix_cache_dir`.
-        checkpoints: checkpoint of the model, and that of a draft model after it.
+        models: checkpoint and specification of the model, and those of a draft model after them.
         resolved: the resolved configuration.
         groups: the cache groups.
         dtype: dtype of the weights.
@@ -54,7 +55,10 @@ def open_disk(
             *map(repr, groups),
         ]
         layout += filter(None, [resolved.quantization])
-        model, *others = checkpoints
+        # The longest context that is served decides about them.
+        has_long_factors = [spec.has_long_factors for _, spec in models]
+        layout += [str(has_long_factors)] * any(has_long_factors)
+        model, *others = (checkpoint for checkpoint, _ in models)
         layout += [fingerprint(each, (), folder.path / "draft_weights.json").hex() for each in others]
         identity = fingerprint(model, layout, folder.path / "weights.json", IDENTITY_BYTES)
         store = PrefixStore(folder, identity, cache.prefix_cache_disk_bytes, max(block_bytes))

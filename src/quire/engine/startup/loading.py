@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TextIO, TypeVar
 
 import torch
@@ -29,7 +30,7 @@ from quire.engine.engine import Engine
 from quire.engine.inputs.embeddings import EmbeddingsReader
 from quire.engine.kv.disk_prefetch import DiskPrefetcher
 from quire.engine.startup.disk_cache import make_disk_prefetcher, open_disk
-from quire.engine.startup.speculation import make_speculation, open_draft
+from quire.engine.startup.speculation import load_draft, make_speculation
 from quire.errors import ConfigError, InvalidParameter
 from quire.execution.executor import InProcessExecutor
 from quire.execution.gpu_memory_profile import StepLimits, measure_step_cost
@@ -45,6 +46,7 @@ from quire.models.cache_layout import cache_specs
 from quire.models.checkpoint import Checkpoint, locate
 from quire.models.decoder import Decoder
 from quire.models.loading import load_decoder
+from quire.models.mtp import MTPHead
 from quire.models.weights import choose_dtype
 from quire.ops.interface import Ops
 from quire.platform.host_probe import num_cores, pick_device, probe
@@ -110,11 +112,11 @@ def load(
     decoder = _load_decoder(options, checkpoint, device, dtype, wrap_ops)
     if wrap_decoder is not None:
         decoder = wrap_decoder(decoder)
-    guide = open_draft(config, decoder, tokenizer)
-    draft = None if guide is None else _load_decoder(options, guide, device, dtype)
+    load_decoder_of = partial(_load_decoder, options, device=device, dtype=dtype)
+    guide, draft = load_draft(config, checkpoint, decoder, tokenizer, load_decoder_of)
     stored = _stored(config, dtype)
     groups = [spec for each in (decoder, draft) if each for spec in _groups(config, each, stored)]
-    step = _step_cost(config, [each for each in (decoder, draft) if each], device, stored)
+    step = _step_cost(config, decoder, draft, device, stored)
     resolved = resolve(config, probe(device), _facts(config, decoder, groups, step, device))
     torch.set_num_threads(resolved.num_threads)
     for line in resolved.lines():
@@ -127,7 +129,8 @@ def load(
     grammars = _grammars(config, tokenizer, decoder.spec.vocab_size, ends)
     disk = None
     if config.cache.prefix_cache_dir is not None:
-        disk = open_disk(config, [each for each in (checkpoint, guide) if each], resolved, groups, dtype)
+        models = [(each, model.spec) for each, model in ((checkpoint, decoder), (guide, draft)) if each and model]
+        disk = open_disk(config, models, resolved, groups, dtype)
     with ExitStack() as stack:
         if disk is not None:
             stack.callback(disk.close)
@@ -195,6 +198,7 @@ def _load_decoder(
         quantization=options.quantization,
         weight_packing=options.weight_packing,
         deterministic=options.deterministic,
+        max_model_len=options.max_model_len,
         wrap_ops=wrap_ops,
     )
 
@@ -256,12 +260,13 @@ def _stored(config: EngineConfig, dtype: torch.dtype) -> str:
     return stored
 
 
-def _step_cost(config: EngineConfig, decoders: Sequence[Decoder], device: str, stored: str) -> StepCost:
+def _step_cost(config: EngineConfig, decoder: Decoder, draft: Decoder | None, device: str, stored: str) -> StepCost:
     """Return the GPU memory of a step; zero on a CPU, where it is not measured.
 
     Args:
         config: configuration of the engine.
-        decoders: the model, and a draft model, which run one after the other.
+        decoder: the model.
+        draft: a draft model, which runs before it, or its MTP head, which runs after it too.
         device: "cpu" or "cuda".
         stored: dtype of stored keys and values.
     """
@@ -270,11 +275,13 @@ def _step_cost(config: EngineConfig, decoders: Sequence[Decoder], device: str, s
     limits = StepLimits(
         config.scheduler.max_num_seqs,
         step_tokens(config.scheduler, device),
-        context_length(config.model.max_model_len, decoders[0].spec.max_position),
+        context_length(config.model.max_model_len, decoder.spec.max_position),
         config.cache.block_size,
         config.speculative.num_tokens,
     )
-    costs = [measure_step_cost(decoder, limits, decoder.dtype, stored) for decoder in decoders]
+    if isinstance(draft, MTPHead):
+        return measure_step_cost(decoder, limits, decoder.dtype, stored, draft)
+    costs = [measure_step_cost(each, limits, each.dtype, stored) for each in (decoder, draft) if each]
     return StepCost(
         fixed_bytes=max(cost.fixed_bytes for cost in costs), bytes_per_token=max(cost.bytes_per_token for cost in costs)
     )

@@ -7,56 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import compress
-from typing import Protocol
 
 from quire.errors import InvariantViolation
-from quire.memory.pool.block_observer import BlockObserver
 from quire.memory.pool.idle_blocks import IdleBlocks, Part, RetentionPriority
 from quire.memory.pool.idle_queue import Ticker
+from quire.memory.pool.protocols import BlockObserver, BlockSource, EvictionSink
 from quire.memory.prefix.published import PublishedBlocks
 from quire.memory.prefix.radix_node import NULL_BLOCK
 
-__all__ = ["NULL_BLOCK", "BlockObserver", "BlockPool", "BlockSource", "EvictionSink"]
-
-
-class BlockSource(Protocol):
-    """Source of blocks for a pool that shares an arena with others; it receives every change of the blocks' states."""
-
-    def reserve(self, count: int) -> None:
-        """Make `count` blocks of the pool free."""
-        ...
-
-    def on_allocate(self, block_ids: Sequence[int]) -> None:
-        """Record that free blocks have holders now."""
-        ...
-
-    def on_reuse(self, parts: Sequence[Part]) -> None:
-        """Record that idle blocks have holders now."""
-        ...
-
-    def on_idle(self, parts: Sequence[Part]) -> None:
-        """Record that published blocks have no holders any more."""
-        ...
-
-    def on_reprioritise(self, old: Sequence[Part], new: Sequence[Part]) -> None:
-        """Record that idle blocks have another retention priority, or another tick."""
-        ...
-
-    def on_free(self, block_ids: Sequence[int]) -> None:
-        """Record that used blocks are free now."""
-        ...
-
-    def on_empty(self, parts: Sequence[Part]) -> None:
-        """Record that idle blocks are free now."""
-        ...
-
-
-class EvictionSink(Protocol):
-    """The tier below, which may store evicted blocks."""
-
-    def keep(self, block_ids: Sequence[int]) -> None:
-        """Store idle blocks that are about to be evicted, in this order."""
-        ...
+__all__ = ["NULL_BLOCK", "BlockPool"]
 
 
 class BlockPool:
@@ -138,7 +97,7 @@ class BlockPool:
         for block_id in taken:
             ref_counts[block_id] = 1
         self.num_used += count
-        if self.observer is not None:
+        if self.observer is not None and not self.observer.sample.isdisjoint(taken):
             self.observer.on_allocate(taken)
         return taken
 

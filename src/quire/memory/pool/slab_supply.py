@@ -8,7 +8,8 @@ from typing import Protocol
 
 from quire.memory.pool.idle_blocks import Age, ages_of
 from quire.memory.pool.idle_queue import IdleQueue, Ticker
-from quire.memory.pool.pool import BlockPool, BlockSource
+from quire.memory.pool.pool import BlockPool
+from quire.memory.pool.protocols import BlockSource
 from quire.memory.pool.slab_layout import SlabLayout
 from quire.memory.results import BlockCopy, Tier
 

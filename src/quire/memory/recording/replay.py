@@ -185,7 +185,7 @@ class _Replay:
             "-": lambda words: self.memory.unpin(words[0]),
             "d": lambda words: self.memory.take_table_deltas((int(words[0]),)),
             "o": lambda _: self.memory.take_ops(),
-            "x": lambda words: self.memory.discard_copies(MemoryOps(tuple(map(read_movement, words)))),
+            "x": lambda words: self.memory.lost_copies.discard(MemoryOps(tuple(map(read_movement, words)))),
         }
 
     @classmethod

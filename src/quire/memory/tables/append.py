@@ -106,7 +106,10 @@ def _add_block_to_each(tables: BlockTables, states: Sequence[SequenceBlocks]) ->
     if not states:
         return
     tables.version += 1
-    for state, block_id in zip(states, tables.take(0, len(states)), strict=True):
+    block_ids = tables.groups[0].pool.take(len(states))
+    if tables.arena.moves:  # evicted blocks go to the host tier
+        tables.apply_moves()
+    for state, block_id in zip(states, block_ids, strict=True):
         table = state.tables[0]
         state.dirty_from[0] = min(state.dirty_from[0], len(table))
         state.is_dirty = True

@@ -200,12 +200,16 @@ class BlockTables:
     def take(self, group_idx: int, count: int, tier: Tier = Tier.DEVICE) -> list[int]:
         """Take blocks of a group; where others had to move for them, update the tables of these."""
         block_ids = self.groups_on(tier)[group_idx].pool.take(count)
+        self.apply_moves()
+        return block_ids
+
+    def apply_moves(self) -> None:
+        """Update the tables for blocks that moved, since others were taken."""
         for move in self.arena.moves:
             self.pending_copies.append(move)
             if move.src_tier is move.dst_tier:
                 self._apply_move(move)
         self.arena.moves.clear()
-        return block_ids
 
     def resident(self, seq_id: int) -> SequenceBlocks:
         """Return the block tables of a live sequence whose blocks are on the device.

@@ -26,56 +26,65 @@ class Holders(NamedTuple):
     pins: tuple[str, ...]
 
 
-def holders_of(tables: BlockTables, ops: MemoryOps) -> Holders:
-    """Return the live sequences and pins that hold targets of copies.
+class LostCopies:
+    """Commands after a failed step.
 
     Args:
         tables: block tables of all sequences.
-        ops: operations of the failed step, from `take_ops`.
     """
-    targets = _targets(ops)
-    seq_ids = tuple(
-        seq_id
-        for seq_id, state in tables.sequences.items()
-        if any(
-            not block_ids.isdisjoint(state.tables_on(tier)[idx])
-            or (tier is Tier.DEVICE and state.checkpoint and state.checkpoint.block_ids.get(idx) in block_ids)
-            for (tier, idx), block_ids in targets.items()
+
+    __slots__ = ("_tables",)
+
+    def __init__(self, tables: BlockTables) -> None:
+        self._tables = tables
+
+    def holders_of(self, ops: MemoryOps) -> Holders:
+        """Return the live sequences and pins that hold targets of copies.
+
+        Args:
+            ops: operations of the failed step, from `take_ops`.
+        """
+        targets = _targets(ops)
+        seq_ids = tuple(
+            seq_id
+            for seq_id, state in self._tables.sequences.items()
+            if any(
+                not block_ids.isdisjoint(state.tables_on(tier)[idx])
+                or (tier is Tier.DEVICE and state.checkpoint and state.checkpoint.block_ids.get(idx) in block_ids)
+                for (tier, idx), block_ids in targets.items()
+            )
         )
-    )
-    pins = tuple(
-        name
-        for name in tables.pins.names()
-        if any(
-            tier is Tier.DEVICE and not block_ids.isdisjoint(tables.pins.blocks_of(name, idx))
-            for (tier, idx), block_ids in targets.items()
+        pins = tuple(
+            name
+            for name in self._tables.pins.names()
+            if any(
+                tier is Tier.DEVICE and not block_ids.isdisjoint(self._tables.pins.blocks_of(name, idx))
+                for (tier, idx), block_ids in targets.items()
+            )
         )
-    )
-    return Holders(seq_ids, pins)
+        return Holders(seq_ids, pins)
 
+    def discard(self, ops: MemoryOps) -> None:
+        """Unpublish the targets of copies that may not have been made.
 
-def discard_copies(tables: BlockTables, ops: MemoryOps) -> None:
-    """Unpublish the targets of copies that may not have been made.
+        Args:
+            ops: operations of the failed step, from `take_ops`, for which `holders_of` finds no holders any more.
 
-    Args:
-        tables: block tables of all sequences.
-        ops: operations of the failed step, from `take_ops`, for which `holders_of` finds no holders any more.
-
-    Raises:
-        ValueError: a target has a holder.
-    """
-    published: list[tuple[BlockPool, list[int]]] = []
-    for (tier, idx), block_ids in _targets(ops).items():
-        pool = tables.groups_on(tier)[idx].pool
-        known = sorted(block_id for block_id in block_ids if block_id in pool.index)
-        if any(pool.ref_counts[block_id] for block_id in known):
-            raise ValueError(f"discarded blocks must have no holders, but some of {known} of group {idx} have")
-        published.append((pool, known))
-    tables.version += 1
-    for pool, known in published:
-        pool.discard(known)
-    if tables.observer is not None:
-        tables.observer.copies_discarded(ops)
+        Raises:
+            ValueError: a target has a holder.
+        """
+        published: list[tuple[BlockPool, list[int]]] = []
+        for (tier, idx), block_ids in _targets(ops).items():
+            pool = self._tables.groups_on(tier)[idx].pool
+            known = sorted(block_id for block_id in block_ids if block_id in pool.index)
+            if any(pool.ref_counts[block_id] for block_id in known):
+                raise ValueError(f"discarded blocks must have no holders, but some of {known} of group {idx} have")
+            published.append((pool, known))
+        self._tables.version += 1
+        for pool, known in published:
+            pool.discard(known)
+        if self._tables.observer is not None:
+            self._tables.observer.copies_discarded(ops)
 
 
 def _targets(ops: MemoryOps) -> dict[tuple[Tier, int], set[int]]:

@@ -9,16 +9,19 @@ from quire.errors import CheckpointError, UnsupportedModel, shown
 from quire.models.families.falcon_h1 import falcon_h1
 from quire.models.families.gemma3 import gemma3, gemma3_of_text_and_images
 from quire.models.families.gemma4 import gemma4, gemma4_of_text_and_images
+from quire.models.families.gpt_oss import gpt_oss
 from quire.models.families.granitemoehybrid import granitemoehybrid
 from quire.models.families.hf_config import HFConfig
-from quire.models.families.lfm2 import lfm2
+from quire.models.families.lfm2 import lfm2, lfm2_moe
 from quire.models.families.llama import llama
 from quire.models.families.llama4 import llama4, llama4_of_text_and_images
 from quire.models.families.mistral import mistral
 from quire.models.families.mixtral import mixtral
+from quire.models.families.phi3 import phi3
 from quire.models.families.qwen2 import qwen2
 from quire.models.families.qwen3 import qwen3
 from quire.models.families.qwen3_5 import qwen3_5, qwen3_5_of_text_and_images
+from quire.models.families.qwen3_5_moe import qwen3_5_moe, qwen3_5_moe_of_text_and_images
 from quire.models.families.qwen3_moe import qwen3_moe
 from quire.models.spec import ModelSpec, WeightMap
 
@@ -29,18 +32,23 @@ FAMILIES: Final[dict[str, Callable[[HFConfig], tuple[ModelSpec, WeightMap]]]] = 
     "Gemma3ForConditionalGeneration": gemma3_of_text_and_images,
     "Gemma4ForCausalLM": gemma4,
     "Gemma4ForConditionalGeneration": gemma4_of_text_and_images,
+    "GptOssForCausalLM": gpt_oss,
     "GraniteMoeHybridForCausalLM": granitemoehybrid,
     "Lfm2ForCausalLM": lfm2,
+    "Lfm2MoeForCausalLM": lfm2_moe,
     "Llama4ForCausalLM": llama4,
     "Llama4ForConditionalGeneration": llama4_of_text_and_images,
     "LlamaForCausalLM": llama,
     "MistralForCausalLM": mistral,
     "MixtralForCausalLM": mixtral,
+    "Phi3ForCausalLM": phi3,
     "Qwen2ForCausalLM": qwen2,
     "Qwen3ForCausalLM": qwen3,
     "Qwen3MoeForCausalLM": qwen3_moe,
     "Qwen3_5ForCausalLM": qwen3_5,
     "Qwen3_5ForConditionalGeneration": qwen3_5_of_text_and_images,
+    "Qwen3_5MoeForCausalLM": qwen3_5_moe,
+    "Qwen3_5MoeForConditionalGeneration": qwen3_5_moe_of_text_and_images,
 }
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import replace
+from typing import Final
 
 from quire.errors import CheckpointError
 from quire.models.families.hf_config import HFConfig
@@ -13,6 +14,12 @@ from quire.models.spec import Experts, ModelSpec, WeightMap
 MAX_EXPERTS = 2**18
 # Names of the gate, up and down of each expert.
 PARTS = ("gate_proj", "up_proj", "down_proj")
+# Field that is added to the configuration of files whose experts are linear layers, each under a name of its own, where
+# a family may have those of a layer in one tensor.
+LINEAR_EXPERTS: Final = "experts_are_linear_layers"
+# Field that is added to the configuration of files that store all experts of a layer in blocks of MXFP4, as the rows of
+# linear layers, where the family has them transposed.
+BLOCK_EXPERTS: Final = "experts_are_blocks"
 
 
 def read_counts(config: HFConfig, default: int | None = None, chosen: int | None = None) -> tuple[int, int]:
@@ -40,12 +47,25 @@ def read_counts(config: HFConfig, default: int | None = None, chosen: int | None
     return num_experts, num_chosen
 
 
+def has_linear_experts(names: Iterable[str]) -> bool:
+    """Return whether tensors of these names hold experts as linear layers."""
+    return any(".experts.0." in name for name in names)
+
+
+def has_block_experts(names: Iterable[str]) -> bool:
+    """Return whether tensors of these names hold the experts of a layer in blocks of MXFP4."""
+    return any(name.endswith(".experts.gate_up_proj_blocks") for name in names)
+
+
 def with_experts(
     read: tuple[ModelSpec, WeightMap],
     experts: Experts,
     layers: Collection[int],
     module: str,
     parts: tuple[str, str, str] = PARTS,
+    *,
+    prefix: str = "model",
+    is_stacked: bool = False,
 ) -> tuple[ModelSpec, WeightMap]:
     """Put experts in place of the gated MLPs of some layers.
 
@@ -54,29 +74,39 @@ def with_experts(
         layers: layers with experts.
         module: name of the FFN of such a layer in the checkpoint.
         parts: names of the gate, up and down of each expert in the checkpoint.
+        prefix: prefix of the layers' names.
+        is_stacked: the experts of a layer are stored in one tensor; see `map_stack`.
     """
     spec, names = read
     specs = [replace(each, ffn=experts) if idx in layers else each for idx, each in enumerate(spec.layers)]
     replaced = {("layers", str(idx), "ffn") for idx in layers}
     names = {name: sources for name, sources in names.items() if tuple(name.split(".")[:3]) not in replaced}
     for idx in layers:
-        ours, theirs = f"layers.{idx}.ffn", f"model.layers.{idx}.{module}"
+        ours, theirs = f"layers.{idx}.ffn", f"{prefix}.layers.{idx}.{module}"
         names[f"{ours}.router.weight"] = (f"{theirs}.gate.weight",)
-        names |= map_experts(ours, theirs, experts.num_experts, parts)
+        names |= map_stack(ours, theirs) if is_stacked else map_experts(ours, theirs, experts.num_experts, parts)
     return replace(spec, layers=tuple(specs)), names
 
 
-def map_experts(ours: str, theirs: str, num_experts: int, parts: tuple[str, str, str] = PARTS) -> WeightMap:
+def map_experts(
+    ours: str, theirs: str, num_experts: int, parts: tuple[str, str, str] = PARTS, kind: str = "weight"
+) -> WeightMap:
     """Name the tensors of experts, each of which is there by itself.
 
     Args:
         ours, theirs: names of the layer's FFN.
         num_experts: number of experts.
         parts: names of the gate, up and down of each expert in the checkpoint.
+        kind: "weight" or "bias".
     """
     gate, up, down = parts
     numbered = [f"{theirs}.experts.{number}" for number in range(num_experts)]
     return {
-        f"{ours}.gate_up.weight": tuple(f"{each}.{part}.weight" for each in numbered for part in (gate, up)),
-        f"{ours}.down.weight": tuple(f"{each}.{down}.weight" for each in numbered),
+        f"{ours}.gate_up.{kind}": tuple(f"{each}.{part}.{kind}" for each in numbered for part in (gate, up)),
+        f"{ours}.down.{kind}": tuple(f"{each}.{down}.{kind}" for each in numbered),
     }
+
+
+def map_stack(ours: str, theirs: str) -> WeightMap:
+    """Name the tensors of experts that are stored in one: [X, out, in], which is read as the rows of all."""
+    return {f"{ours}.{name}.weight": (f"{theirs}.experts.{name}_proj",) for name in ("gate_up", "down")}

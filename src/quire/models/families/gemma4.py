@@ -1,4 +1,7 @@
-"""Gemma 4 (dense, text): layers that read another's keys and values, and are told of each token once more."""
+"""Gemma 4 (text): layers that read another's keys and values, and are told of each token once more.
+
+In its models with experts, each layer has these beside a gated MLP.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from quire.errors import CheckpointError
+from quire.models.families.expert_layout import LINEAR_EXPERTS, map_experts, map_stack, read_counts
 from quire.models.families.gemma3 import NORMS
 from quire.models.families.hf_config import (
     FULL,
@@ -20,7 +24,17 @@ from quire.models.families.hf_config import (
 from quire.models.families.layer_fields import read_layers, read_sources
 from quire.models.families.llama_layout import HEAD_NORMS, MLP, OUTPUT, QKV, map_ends, map_modules, read_attention
 from quire.models.rotations import ProportionalScaling, Rope
-from quire.models.spec import Attention, GatedMLP, LayerSpec, ModelSpec, PerLayerInputs, RMSNorm, WeightMap
+from quire.models.spec import (
+    Attention,
+    Experts,
+    GatedMLP,
+    LayerSpec,
+    MLPBesideExperts,
+    ModelSpec,
+    PerLayerInputs,
+    RMSNorm,
+    WeightMap,
+)
 
 # Checkpoints leave out what is equal to these.
 DEFAULTS: Final[Mapping[str, Any]] = {
@@ -50,6 +64,17 @@ TOLD: Final = {
     "projection": ("per_layer_model_projection",),
     "norm": ("per_layer_projection_norm",),
 }
+# In layers with experts, where the norm of the MLP's output is that of the sum.
+MLP_BESIDE: Final = {f"ffn.mlp.{name.removeprefix('ffn.')}": modules for name, modules in MLP.items()}
+EXPERTS: Final = {
+    "ffn.mlp_norm": ("post_feedforward_layernorm_1",),
+    "ffn.experts_input_norm": ("pre_feedforward_layernorm_2",),
+    "ffn.experts_norm": ("post_feedforward_layernorm_2",),
+    "ffn.norm": ("post_feedforward_layernorm",),
+    "ffn.experts.router": ("router.proj",),
+}
+# Weights of the router, whose names have no ending.
+ROUTER: Final = {"router_norm": "router.scale", "expert_scales": "router.per_expert_scale"}
 QUERIES: Final = {"mixer.q": ("self_attn.q_proj",), "mixer.q_norm": ("self_attn.q_norm",)}
 SAME_KV: Final = {"mixer.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.k_proj")}
 
@@ -62,10 +87,9 @@ def gemma4(config: HFConfig, prefix: str = "model") -> tuple[ModelSpec, WeightMa
 
     Raises:
         CheckpointError: a field of the configuration is of the wrong type.
-        UnsupportedModel: the configuration asks for something that is not implemented: experts, say.
+        UnsupportedModel: the configuration asks for something that is not implemented.
     """
     config = config.filled(DEFAULTS)
-    config.require("enable_moe_block", False)
     config.require("use_bidirectional_attention", None, "vision")  # within images, which are refused at the door
     config.require("attention_bias", False)
     norm = RMSNorm(config.number("rms_norm_eps", 1e-6), wide=True)
@@ -73,13 +97,16 @@ def gemma4(config: HFConfig, prefix: str = "model") -> tuple[ModelSpec, WeightMa
     mlp = GatedMLP(config.integer("intermediate_size"), activation=read_activation(config, "hidden_activation"))
     is_double = config.flag("use_double_wide_mlp", False)
     wide_mlp = replace(mlp, width=2 * mlp.width) if is_double else mlp
+    experts = _read_experts(config, norm, mlp) if config.flag("enable_moe_block", False) else None
+
+    def ffn_of(mixer: Attention) -> GatedMLP | MLPBesideExperts:
+        own = mlp if mixer.source is None else wide_mlp
+        return own if experts is None else MLPBesideExperts(own, experts, norm)
+
     spec = ModelSpec(
         vocab_size=config.integer("vocab_size"),
         width=config.integer("hidden_size"),
-        layers=tuple(
-            LayerSpec(norm, mixer, mlp if mixer.source is None else wide_mlp, post_norm=norm, learned_scale=True)
-            for mixer in mixers
-        ),
+        layers=tuple(LayerSpec(norm, mixer, ffn_of(mixer), post_norm=norm, learned_scale=True) for mixer in mixers),
         norm=norm,
         tied_head=config.flag("tie_word_embeddings", True),
         max_position=read_max_position(config, None),
@@ -87,14 +114,34 @@ def gemma4(config: HFConfig, prefix: str = "model") -> tuple[ModelSpec, WeightMa
         logit_cap=config.number("final_logit_softcapping") if config.has("final_logit_softcapping") else None,
         per_layer_inputs=_read_per_layer_inputs(config, norm, mlp),
     )
-    return spec, _map_weights(spec, config.flag("attention_k_eq_v", False), prefix)
+    names = _map_weights(spec, config.flag("attention_k_eq_v", False), prefix)
+    if experts is not None:
+        for idx in range(len(mixers)):
+            ours, theirs = f"layers.{idx}.ffn.experts", f"{prefix}.layers.{idx}"
+            names |= {f"{ours}.{name}.weight": (f"{theirs}.{tensor}",) for name, tensor in ROUTER.items()}
+            is_linear = config.flag(LINEAR_EXPERTS, False)
+            names |= map_experts(ours, theirs, experts.num_experts) if is_linear else map_stack(ours, theirs)
+    return spec, names
 
 
 def gemma4_of_text_and_images(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
     """Read the language model of a `Gemma4ForConditionalGeneration`; what sees images and hears is left out."""
     config.require("tie_word_embeddings", None, True)
-    text = config.part("text_config")
-    return gemma4(text if text is not None else HFConfig({}, "text_config."), "model.language_model")
+    text = config.part("text_config") or HFConfig({}, "text_config.")
+    return gemma4(text.changed({LINEAR_EXPERTS: config.flag(LINEAR_EXPERTS, False)}), "model.language_model")
+
+
+def _read_experts(config: HFConfig, norm: RMSNorm, mlp: GatedMLP) -> Experts:
+    """Read the experts of every layer; their router sees the hidden state, divided by its root mean square."""
+    return Experts(
+        *read_counts(config.changed({"num_experts_per_tok": config.integer("top_k_experts")})),
+        config.integer("moe_intermediate_size"),
+        renormalised=True,
+        activation=mlp.activation,
+        expert_scales=True,
+        router_norm=norm,
+        logit_scale=config.integer("hidden_size") ** -0.5,
+    )
 
 
 def _read_kinds(config: HFConfig) -> tuple[str, ...]:
@@ -161,7 +208,13 @@ def _map_weights(spec: ModelSpec, is_kv_same: bool, prefix: str) -> WeightMap:
         attention = layer.mixer
         assert isinstance(attention, Attention)
         ours, theirs = f"layers.{idx}", f"{prefix}.layers.{idx}"
-        parts: list[Mapping[str, tuple[str, ...]]] = [{name: (norm,) for name, norm in NORMS.items()}, OUTPUT, MLP]
+        norms = {name: (norm,) for name, norm in NORMS.items()}
+        parts: list[Mapping[str, tuple[str, ...]]] = [norms, OUTPUT]
+        if isinstance(layer.ffn, MLPBesideExperts):
+            del norms["ffn.down.norm"]
+            parts += [MLP_BESIDE, EXPERTS]
+        else:
+            parts.append(MLP)
         if attention.source is not None:
             parts.append(QUERIES)
         else:

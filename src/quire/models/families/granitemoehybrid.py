@@ -1,19 +1,33 @@
-"""Granite 4 (dense): Mamba 2 and attention without positions, or attention alone, and multipliers everywhere."""
+"""Granite 4: Mamba 2 and attention without positions, or attention alone, and multipliers everywhere.
+
+Each layer has a gated MLP, or experts for which that one is shared.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Final
 
+from quire.models.families.expert_layout import LINEAR_EXPERTS, map_experts, read_counts
 from quire.models.families.hf_config import FULL, HFConfig, read_layer_kinds, read_max_position, read_rope
 from quire.models.families.llama_layout import NORMS, OUTPUT, QKV, map_ends, map_modules, read_attention
 from quire.models.families.mamba_layout import map_mamba2, read_mamba2
-from quire.models.spec import Attention, GatedMLP, LayerSpec, Mamba2, ModelSpec, RMSNorm, WeightMap
+from quire.models.spec import Attention, Experts, GatedMLP, LayerSpec, Mamba2, ModelSpec, RMSNorm, WeightMap
 
 RECURRENT: Final = "linear_attention"
 # Older checkpoints have other names for the kinds of layer.
 OLDER: Final = {"attention": FULL, "mamba": RECURRENT}
 MLP: Final = {"ffn.gate_up": ("shared_mlp.input_linear",), "ffn.down": ("shared_mlp.output_linear",)}
+EXPERTS: Final = {
+    "ffn.router": ("block_sparse_moe.router.layer",),
+    "ffn.shared.gate_up": MLP["ffn.gate_up"],
+    "ffn.shared.down": MLP["ffn.down"],
+}
+# Experts of a layer in one tensor, [X, out, in].
+STACKS: Final = {
+    "ffn.gate_up": ("block_sparse_moe.input_linear",),
+    "ffn.down": ("block_sparse_moe.output_linear",),
+}
 
 
 def granitemoehybrid(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
@@ -21,10 +35,9 @@ def granitemoehybrid(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
 
     Raises:
         CheckpointError: a field of the configuration is missing or of the wrong type.
-        UnsupportedModel: the configuration asks for something that is not implemented: experts, say.
+        UnsupportedModel: the configuration asks for something that is not implemented.
     """
     config = config.filled({"num_local_experts": 8, "hidden_act": "silu"})
-    config.require("num_local_experts", 0)
     config.require("hidden_act", "silu")
     config.require("position_embedding_type", "rope", "nope")
     norm = RMSNorm(config.number("rms_norm_eps", 1e-6))
@@ -39,12 +52,12 @@ def granitemoehybrid(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
     kinds = read_layer_kinds(config, (FULL, RECURRENT), lambda _: RECURRENT, OLDER)
     inner = config.integer("hidden_size") * config.integer("mamba_expand", 2)
     mixers = {kind: attention if kind == FULL else read_mamba2(config, inner, norm) for kind in kinds}
-    mlp = GatedMLP(config.integer("shared_intermediate_size", 1024))
+    ffn = _read_ffn(config)
     scale = config.number("residual_multiplier", 1.0)
     spec = ModelSpec(
         vocab_size=config.integer("vocab_size"),
         width=config.integer("hidden_size"),
-        layers=tuple(LayerSpec(norm, mixers[kind], mlp, mixer_scale=scale, ffn_scale=scale) for kind in kinds),
+        layers=tuple(LayerSpec(norm, mixers[kind], ffn, mixer_scale=scale, ffn_scale=scale) for kind in kinds),
         norm=norm,
         tied_head=config.flag("tie_word_embeddings", False),
         max_position=read_max_position(config, rope),
@@ -54,9 +67,14 @@ def granitemoehybrid(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
     names = map_ends(spec)
     for idx, layer in enumerate(spec.layers):
         layer_names = f"layers.{idx}", f"model.layers.{idx}"
-        names |= map_modules(*layer_names, {name: (norm,) for name, norm in NORMS.items()}) | map_modules(
-            *layer_names, MLP
-        )
+        names |= map_modules(*layer_names, {name: (norm,) for name, norm in NORMS.items()})
+        if not isinstance(ffn, Experts):
+            names |= map_modules(*layer_names, MLP)
+        elif config.flag(LINEAR_EXPERTS, False):
+            experts = f"layers.{idx}.ffn", f"model.layers.{idx}.block_sparse_moe"
+            names |= map_modules(*layer_names, EXPERTS) | map_experts(*experts, ffn.num_experts)
+        else:
+            names |= map_modules(*layer_names, EXPERTS | STACKS)
         if isinstance(layer.mixer, Attention):
             names |= map_modules(*layer_names, QKV, has_bias=has_bias) | map_modules(
                 *layer_names, OUTPUT, has_bias=has_bias
@@ -64,3 +82,12 @@ def granitemoehybrid(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
         elif isinstance(layer.mixer, Mamba2):
             names |= map_mamba2(f"layers.{idx}.mixer", f"model.layers.{idx}.mamba", layer.mixer)
     return spec, names
+
+
+def _read_ffn(config: HFConfig) -> GatedMLP | Experts:
+    """Read the experts, or without any the gated MLP."""
+    width = config.integer("shared_intermediate_size", 1024)
+    if not config.count("num_local_experts", 0):
+        return GatedMLP(width)
+    counts = read_counts(config.changed({"num_experts": None}), chosen=2)
+    return Experts(*counts, config.integer("intermediate_size", 11008), renormalised=True, shared_width=width)

@@ -160,11 +160,13 @@ class HFConfig:
 
     def numbers(self, name: str, default: tuple[float, ...]) -> tuple[float, ...]:
         """Read a list of positive numbers, of the length of `default`; null counts as missing."""
-        value = self._fields.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, list) or len(value) != len(default) or not all(map(_is_positive, value)):
-            raise self._wrong(name, value, f"a list of {len(default)} positive numbers")
+        return self.vector(name, len(default)) if self.has(name) else default
+
+    def vector(self, name: str, length: int) -> tuple[float, ...]:
+        """Read a list of positive numbers."""
+        value = self._get(name, None)
+        if not isinstance(value, list) or len(value) != length or not all(map(_is_positive, value)):
+            raise self._wrong(name, value, f"a list of {length} positive numbers")
         return tuple(map(float, value))
 
     def _get(self, name: str, default: object) -> object:
@@ -195,6 +197,26 @@ def read_rope_part(config: HFConfig, part: HFConfig | None, default_theta: float
     if part is None:
         return Rope(default_theta)
     return Rope(part.number("rope_theta", default_theta), _read_scaling(config, part))
+
+
+def read_num_turned(config: HFConfig, part: HFConfig, head_dim: int, default: float) -> int:
+    """Read how many first values of a head are rotated, from `partial_rotary_factor`.
+
+    Args:
+        part: object with the parameters of the rotation, which comes first.
+        default: fraction of a head, where neither states one.
+
+    Raises:
+        CheckpointError: they are not an even number, or none.
+    """
+    name = "partial_rotary_factor"
+    fraction = part.fraction(name, config.fraction(name, default))
+    num_turned = int(head_dim * fraction)
+    if num_turned == 0 or num_turned % 2:
+        raise CheckpointError(
+            f"config.json: {name} must leave an even part of head_dim ({head_dim}) to turn, got {fraction}", field=name
+        )
+    return num_turned
 
 
 def read_activation(config: HFConfig, name: str = "hidden_act") -> Activation:

@@ -1,4 +1,4 @@
-"""LFM2 (dense): gated short convolutions, and attention in every few layers."""
+"""LFM2: gated short convolutions, and attention in every few layers; gated MLPs, or experts after the first layers."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
+from quire.errors import CheckpointError
+from quire.models.families.expert_layout import LINEAR_EXPERTS, read_counts, with_experts
 from quire.models.families.hf_config import FULL, HFConfig, read_layer_kinds, read_max_position, read_rope
 from quire.models.families.llama_layout import QKV, map_ends, map_modules, read_attention
-from quire.models.spec import Attention, GatedMLP, LayerSpec, ModelSpec, RMSNorm, ShortConv, WeightMap
+from quire.models.spec import Attention, Experts, GatedMLP, LayerSpec, ModelSpec, RMSNorm, ShortConv, WeightMap
 
 CONV: Final = "conv"
 # Checkpoints leave out what is equal to these.
@@ -21,6 +23,15 @@ DEFAULTS: Final[Mapping[str, Any]] = {
     "num_key_value_heads": 8,
     "max_position_embeddings": 128_000,
 }
+MOE_DEFAULTS: Final[Mapping[str, Any]] = {
+    "hidden_size": 2048,
+    "intermediate_size": 7168,
+    "moe_intermediate_size": 1792,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+}
+# Added to the sum of the chosen scores, which divides them.
+SUM_EPS: Final = 1e-6
 NORMS: Final = {"mixer_norm": ("operator_norm",), "ffn_norm": ("ffn_norm",)}
 MLP: Final = {"ffn.gate_up": ("feed_forward.w1", "feed_forward.w3"), "ffn.down": ("feed_forward.w2",)}
 ATTENTION: Final = {
@@ -69,6 +80,40 @@ def lfm2(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
             names |= map_modules(*layer_names, ATTENTION)
         else:
             names |= map_modules(*layer_names, SHORT_CONV, has_bias=conv.bias)
+    return spec, names
+
+
+def lfm2_moe(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
+    """Read an `Lfm2MoeForCausalLM`.
+
+    Raises:
+        CheckpointError: a field of the configuration is of the wrong type, or no layer is left for experts.
+        UnsupportedModel: the configuration asks for something that is not implemented.
+    """
+    config = config.filled(MOE_DEFAULTS)
+    read = lfm2(config.changed({"block_auto_adjust_ff_dim": False, "block_ff_dim": None}))
+    is_normed, num_layers = config.flag("norm_topk_prob", True), len(read[0].layers)
+    experts = Experts(
+        *read_counts(config.changed({"num_hidden_layers": num_layers})),
+        config.integer("moe_intermediate_size"),
+        scoring="sigmoid",
+        renormalised=is_normed,
+        choice_bias=config.flag("use_expert_bias", True),
+        sum_eps=SUM_EPS if is_normed else 0.0,
+        score_scale=config.number("routed_scaling_factor", 1.0),
+    )
+    first = config.count("num_dense_layers", 2)
+    if first >= num_layers:
+        raise CheckpointError(
+            f"config.json: num_dense_layers must leave one of {num_layers} layers for experts, got {first}",
+            field="num_dense_layers",
+        )
+    with_stack, module = not config.flag(LINEAR_EXPERTS, False), "feed_forward"
+    layers = range(first, num_layers)
+    spec, names = with_experts(read, experts, layers, module, ("w1", "w3", "w2"), is_stacked=with_stack)
+    if experts.choice_bias:
+        for idx in layers:
+            names[f"layers.{idx}.ffn.choice_bias.weight"] = (f"model.layers.{idx}.{module}.expert_bias",)
     return spec, names
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from quire.errors import UnsupportedModel
-from quire.models.families.expert_layout import map_experts, read_counts
+from quire.models.families.expert_layout import LINEAR_EXPERTS, map_experts, read_counts
 from quire.models.families.hf_config import (
     FULL,
     HFConfig,
@@ -48,8 +48,6 @@ EXPERTS: Final = {
     "ffn.shared.gate_up": ("feed_forward.shared_expert.gate_proj", "feed_forward.shared_expert.up_proj"),
     "ffn.shared.down": ("feed_forward.shared_expert.down_proj",),
 }
-# Field of configurations that are made of files whose experts are linear layers, each under a name of its own.
-LINEAR_EXPERTS: Final = "experts_are_linear_layers"
 # Tensors of all experts, whose names have no ending.
 WHOLE: Final = {
     "ffn.gate_up.weight": "feed_forward.experts.gate_up_proj",
@@ -98,7 +96,8 @@ def llama4(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
 def llama4_of_text_and_images(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
     """Read the language model of a `Llama4ForConditionalGeneration`; what sees images is left out."""
     config.require("tie_word_embeddings", None, False)
-    spec, names = llama4(config.part("text_config") or HFConfig({}, "text_config."))
+    text = config.part("text_config") or HFConfig({}, "text_config.")
+    spec, names = llama4(text.changed({LINEAR_EXPERTS: config.flag(LINEAR_EXPERTS, False)}))
     return spec, {name: tuple(f"language_model.{source}" for source in sources) for name, sources in names.items()}
 
 

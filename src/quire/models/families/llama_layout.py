@@ -38,6 +38,7 @@ def read_llama_layout(
     qk_norm: bool = False,
     head_dim: int | None = None,
     windows: Sequence[int | None] | None = None,
+    rope: Rope | None = None,
 ) -> tuple[ModelSpec, WeightMap]:
     """Read a decoder of layers of attention and gated MLP, each after a norm, which differ in their windows at most.
 
@@ -45,6 +46,7 @@ def read_llama_layout(
         qkv_bias, output_bias, mlp_bias, qk_norm: additions of the family to Llama.
         head_dim: where the configuration gives none; None divides the width among the heads.
         windows: window of every layer; None where the family has no windows.
+        rope: rotation of all layers; None reads it as Llama states it.
 
     Raises:
         CheckpointError: a field is missing or of the wrong type, or the heads do not divide.
@@ -59,7 +61,7 @@ def read_llama_layout(
     norm = RMSNorm(config.number("rms_norm_eps", 1e-6))
     config.require("final_logit_softcapping", None)
     attention = replace(
-        read_attention(config, read_rope(config), head_dim),
+        read_attention(config, read_rope(config) if rope is None else rope, head_dim),
         qk_norm=norm if qk_norm else None,
         qkv_bias=qkv_bias,
         output_bias=output_bias,

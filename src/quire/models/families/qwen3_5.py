@@ -7,7 +7,14 @@ from dataclasses import replace
 from typing import Any, Final
 
 from quire.errors import CheckpointError
-from quire.models.families.hf_config import FULL, HFConfig, read_layer_kinds, read_max_position, read_rope_part
+from quire.models.families.hf_config import (
+    FULL,
+    HFConfig,
+    read_layer_kinds,
+    read_max_position,
+    read_num_turned,
+    read_rope_part,
+)
 from quire.models.families.llama_layout import (
     HEAD_NORMS,
     MLP,
@@ -52,6 +59,13 @@ DELTA_NET: Final = {
     "mixer.norm": ("linear_attn.norm",),
     "mixer.output": ("linear_attn.out_proj",),
 }
+# The head for multi-token prediction, whose names have the same prefix in every checkpoint.
+MTP: Final = {
+    "embedding_norm": ("pre_fc_norm_embedding",),
+    "hidden_norm": ("pre_fc_norm_hidden",),
+    "input": ("fc",),
+    "norm": ("norm",),
+}
 HEADS: Final = {"mixer.A_log": "linear_attn.A_log", "mixer.dt_bias": "linear_attn.dt_bias"}
 
 
@@ -81,6 +95,7 @@ def qwen3_5(config: HFConfig, prefix: str = "model") -> tuple[ModelSpec, WeightM
     interval = config.integer("full_attention_interval")
     kinds = read_layer_kinds(config, (FULL, RECURRENT), lambda idx: RECURRENT if (idx + 1) % interval else FULL)
     mlp = GatedMLP(config.integer("intermediate_size"))
+    has_mtp = config.count("mtp_num_hidden_layers", 0) == 1 and not config.flag("mtp_use_dedicated_embeddings", False)
     spec = ModelSpec(
         vocab_size=config.integer("vocab_size"),
         width=config.integer("hidden_size"),
@@ -88,6 +103,7 @@ def qwen3_5(config: HFConfig, prefix: str = "model") -> tuple[ModelSpec, WeightM
         norm=norm,
         tied_head=config.flag("tie_word_embeddings", False),
         max_position=read_max_position(config, attention.rope),
+        mtp=LayerSpec(norm, attention, mlp) if has_mtp else None,
     )
     return spec, _map_weights(spec, has_bias, prefix)
 
@@ -110,12 +126,7 @@ def _read_rope(config: HFConfig, head_dim: int) -> Rope:
     part = config.part("rope_parameters") or config.part("rope_scaling") or HFConfig({})
     for kind in ("rope_type", "type"):
         part.require(kind, None, *ROPE_TYPES)
-    fraction = part.fraction(name, config.fraction(name, 0.25))
-    num_turned = int(head_dim * fraction)
-    if num_turned == 0 or num_turned % 2:
-        raise CheckpointError(
-            f"config.json: {name} must leave an even part of head_dim ({head_dim}) to turn, got {fraction}", field=name
-        )
+    num_turned = read_num_turned(config, part, head_dim, 0.25)
     whole = {name: None}
     rope = read_rope_part(config.changed(whole), part.changed(whole), config.number("rope_theta", 1e4))
     return replace(rope, num_turned=num_turned)
@@ -143,8 +154,12 @@ def _read_delta_net(config: HFConfig, norm: RMSNorm) -> GatedDeltaNet:
 def _map_weights(spec: ModelSpec, has_bias: bool, prefix: str) -> WeightMap:
     """Name the checkpoint's tensors."""
     names = map_ends(spec, prefix)
-    for idx, layer in enumerate(spec.layers):
-        layer_names = ours, theirs = f"layers.{idx}", f"{prefix}.layers.{idx}"
+    layers = [(f"layers.{idx}", f"{prefix}.layers.{idx}", layer) for idx, layer in enumerate(spec.layers)]
+    if spec.mtp is not None:
+        layers.append(("mtp.layers.0", "mtp.layers.0", spec.mtp))
+        names |= map_modules("mtp", "mtp", MTP)
+    for ours, theirs, layer in layers:
+        layer_names = ours, theirs
         names |= map_modules(*layer_names, {name: (norm,) for name, norm in NORMS.items()}) | map_modules(
             *layer_names, MLP
         )

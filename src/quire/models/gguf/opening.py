@@ -111,7 +111,7 @@ def _decode(type_id: int, shape: tuple[int, ...], source: TensorSource, data: Te
             return block.unpack(raw[rows])
 
         weight = QuantizedWeight(block.form, (len(raw), shape[-1]), read, data.nbytes)
-        if source.column_order is None and source.transform is None and source.shape == shape and len(shape) == 2:
+        if source.column_order is None and source.transform is None and source.shape == weight.shape:
             return weight if source.row_order is None else weight.rows(torch.tensor(source.row_order.indices()))
         values = weight.dequantize().view(shape)
     if source.row_order is not None:

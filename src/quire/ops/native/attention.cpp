@@ -37,7 +37,8 @@ void store_result(const Layer& layer, const Job& job, int64_t kv_head, const Par
     for (int64_t tile_row = 0; tile_row < query_tile.num_rows; ++tile_row, ++row, ++slot) {
       const float* sums = result.sums + row * kMaxDim;
       if (query_tile.num_splits == 0) {
-        store_scaled(layer.output_row<T>(query_tile, tile_row, kv_head), sums, head_dim, 1.0f / result.total[row]);
+        const float total = result.total[row] + layer.sink_weight(query_tile, tile_row, kv_head, result.largest[row]);
+        store_scaled(layer.output_row<T>(query_tile, tile_row, kv_head), sums, head_dim, 1.0f / total);
       } else {
         std::memcpy(&plan.sums[slot * head_dim], sums, head_dim * sizeof(float));
         plan.largest[slot] = result.largest[row];
@@ -58,6 +59,7 @@ void merge_splits(const Layer& layer, const QueryTile& query_tile, int64_t kv_he
     int64_t slot = kv_head * plan.num_slots + query_tile.first_slot + row;
     for (int64_t split = 0; split < query_tile.num_splits; ++split, slot += query_tile.num_rows)
       merge_partial(&plan.sums[slot * head_dim], plan.largest[slot], plan.total[slot], head_dim, sums, largest, total);
+    total += layer.sink_weight(query_tile, row, kv_head, largest);
     store_scaled(layer.output_row<T>(query_tile, row, kv_head), sums, head_dim, 1.0f / total);
   }
 }
@@ -86,11 +88,12 @@ void attend_all(const Layer& layer) {
 
 // Computes attention for all rows of a step: each row attends to its sequence up to its own position, within the plan's
 // mask range. The cache's head dimension is even and at most 256, and `plan->group` query heads share one KV head.
+// `sinks` is null, or has a logit of each head that takes weight in the softmax.
 QUIRE_EXPORT void quire_attend(const StepRows* rows, const Cache* cache, AttentionPlan* plan, int64_t layer,
-                               const void* queries, int64_t row_stride, float scale, void* output) {
+                               const void* queries, int64_t row_stride, float scale, const float* sinks, void* output) {
   with_type(cache->type, [&](auto* as) {
     using T = std::remove_pointer_t<decltype(as)>;
-    const Layer of_step{*rows, *cache, *plan, layer, queries, row_stride, scale * kExponents, output};
+    const Layer of_step{*rows, *cache, *plan, layer, queries, row_stride, scale * kExponents, sinks, output};
     (cache->is_quantised ? attend_all<T, int8_t> : attend_all<T, T>)(of_step);
   });
 }

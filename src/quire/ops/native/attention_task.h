@@ -12,20 +12,17 @@
 
 #include <algorithm>
 
-#include "attention_plan.h"
+#include "attention_layer.h"
 #include "cache.h"
 #include "row_panels.h"
 
 namespace {
 
-using quire::AttentionPlan;
 using quire::Job;
 using quire::kPartTokens;
 using quire::kRows;
-using quire::QueryTile;
 
 constexpr int kTokens = kTileTokens;
-constexpr float kExponents = 1.44269504088896341f;  // log2(e): weights are powers of e, computed as powers of two
 // Up to this number of rows, packing the keys takes less time than computing with one lane for each row.
 constexpr int kPackedRows = 12;
 
@@ -69,38 +66,6 @@ struct Scratch {
   int num_rows;
   int64_t first[kRows];  // first token that a row sees
   int64_t last[kRows];   // end of the tokens that a row sees
-};
-
-// Queries and outputs of a layer, and the arguments that all its jobs share.
-struct Layer {
-  const StepRows& rows;
-  const Cache& cache;
-  AttentionPlan& plan;
-  int64_t idx;
-  const void* queries;  // [rows, heads, head dim]
-  int64_t row_stride;
-  float scale;   // factor that turns scores into exponents of two
-  void* output;  // [rows, heads, head dim], contiguous
-
-  // Returns the row of the step for a row of a query tile.
-  int64_t row_of(const QueryTile& query_tile, int64_t row) const {
-    return rows.row_starts[query_tile.seq] + (query_tile.first_row + row) / plan.group;
-  }
-  // Returns the query head for a row of a query tile.
-  int64_t head_of(const QueryTile& query_tile, int64_t row, int64_t kv_head) const {
-    return kv_head * plan.group + (query_tile.first_row + row) % plan.group;
-  }
-  template <typename T>
-  const T* query(const QueryTile& query_tile, int64_t row, int64_t kv_head) const {
-    return static_cast<const T*>(queries) + row_of(query_tile, row) * row_stride +
-           head_of(query_tile, row, kv_head) * cache.head_dim;
-  }
-  template <typename T>
-  T* output_row(const QueryTile& query_tile, int64_t row, int64_t kv_head) const {
-    const int64_t num_heads = cache.num_kv_heads * plan.group;
-    return static_cast<T*>(output) +
-           (row_of(query_tile, row) * num_heads + head_of(query_tile, row, kv_head)) * cache.head_dim;
-  }
 };
 
 // Tokens that are processed together.

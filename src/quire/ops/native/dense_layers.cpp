@@ -3,11 +3,8 @@
 //
 // A layer consists of two halves over fixed buffers: norm, projection to queries, keys and values, rotation and store,
 // attention, output projection with the residual; then norm, gated projection, down projection with the residual.
-#include <atomic>
-
-#include "activation_functions.h"
 #include "attention_plan.h"
-#include "cache.h"
+#include "linear_call.h"
 #include "parallel.h"
 
 using quire::AttentionPlan;
@@ -18,27 +15,9 @@ QUIRE_EXPORT void quire_prepare(const StepRows* rows, const Cache* cache, int64_
                                 int64_t weight_type, const void* weights, int64_t num_normed, float eps,
                                 const void* cos, const void* sin, int64_t num_heads, void* queries);
 QUIRE_EXPORT void quire_attend(const StepRows* rows, const Cache* cache, AttentionPlan* plan, int64_t layer,
-                               const void* queries, int64_t row_stride, float scale, void* output);
+                               const void* queries, int64_t row_stride, float scale, const float* sinks, void* output);
 
 namespace {
-
-// A linear layer with weights of any format. Formats differ in the kernel and in the structure that `packed` points to.
-struct Linear {
-  using Kernel = void (*)(Type type, const void* x, int64_t row_stride, int64_t num_rows, const void* packed,
-                          int64_t num_columns, int64_t width, const void* bias, const void* residual, Activation gate,
-                          void* output);
-
-  Kernel kernel;
-  const void* packed;
-  int64_t num_columns;
-  int64_t width;
-  const void* bias;
-  Activation gate;
-
-  void operator()(Type type, const void* x, int64_t num_rows, const void* residual, void* output) const {
-    kernel(type, x, width, num_rows, packed, num_columns, width, bias, residual, gate, output);
-  }
-};
 
 // Scales of a norm, or of the norms of a layer's heads.
 struct Norm {
@@ -57,6 +36,7 @@ struct DenseLayer {
   int64_t layer_idx;  // index in the cache group
   int64_t num_heads;
   double score_scale;
+  const float* sinks;  // [num_heads], or null
   Linear output;
   Norm ffn_norm;
   Linear gate_up;
@@ -97,7 +77,7 @@ void run(Type type, const DenseLayer& layer, int64_t num_rows, const GroupStep& 
   quire_prepare(step.rows, step.cache, layer.layer_idx, buffers.product, heads.type, heads.scales, heads.num_heads,
                 float(heads.eps), rotation.cos, rotation.sin, layer.num_heads, buffers.queries);
   quire_attend(step.rows, step.cache, step.plan, layer.layer_idx, buffers.queries, layer.output.width,
-               float(layer.score_scale), buffers.normed);
+               float(layer.score_scale), layer.sinks, buffers.normed);
   layer.output(type, buffers.normed, num_rows, x, buffers.between);
   norm(layer.ffn_norm, buffers.between, layer.gate_up.width);
   layer.gate_up(type, buffers.normed, num_rows, nullptr, buffers.product);
@@ -106,25 +86,13 @@ void run(Type type, const DenseLayer& layer, int64_t num_rows, const GroupStep& 
 
 }  // namespace
 
-// Runs layers over hidden states `x` [num_rows, width] of a type. The threads stay together for all kernels: the first
-// thread to arrive leads and makes the calls, and the others help with each.
+// Runs layers over hidden states `x` [num_rows, width] of a type. The threads stay together for all kernels.
 QUIRE_EXPORT void quire_dense_layers(Type type, const DenseLayer* layers, int64_t num_layers, int64_t num_rows,
                                      const GroupStep* steps, const Rotation* rotations, const void* x,
                                      const Buffers* buffers) {
-  const auto run_all = [=] {
+  quire::together([=] {
     const void* from = x;
     for (const DenseLayer* layer = layers; layer < layers + num_layers; ++layer, from = buffers->hidden)
       run(type, *layer, num_rows, steps[layer->group_idx], rotations[layer->rotation_idx], from, *buffers);
-  };
-  const int64_t num_threads = quire::max_threads();
-  if (num_threads <= 1) return run_all();
-  quire::SpinPool spin_pool(num_threads);
-  std::atomic<bool> is_led{false};
-  quire::in_parallel(num_threads, 1, [&](int64_t, int64_t) {
-    if (is_led.exchange(true)) return spin_pool.help();
-    quire::spin_pool = &spin_pool;
-    run_all();
-    quire::spin_pool = nullptr;
-    spin_pool.end();
   });
 }

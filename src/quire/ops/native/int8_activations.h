@@ -20,14 +20,19 @@ typedef int16_t Shorts __attribute__((vector_size(4 * QUIRE_LANES)));
 
 // ---- products ----
 
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#define QUIRE_VNNI 1
 
 // Offset of each int8 weight, which makes its bytes unsigned. The start values of the sums compensate for it.
 constexpr int kWeightOffset = 128;
 
 // Adds the products of four unsigned weights and four values to `sum`, in each lane.
 QUIRE_INLINE void multiply_add(Ints& sum, Ints weights, Ints values) {
+#if defined(__AVX512VNNI__)
   sum = (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)values);
+#else
+  sum = (Ints)_mm256_dpbusd_epi32((__m256i)sum, (__m256i)weights, (__m256i)values);
+#endif
 }
 
 #elif QUIRE_LANES == 8
@@ -101,27 +106,40 @@ float largest_of(const T* values, int count) {
   return largest < kInfinite ? bit_cast<float>(largest) : kNaN;
 }
 
-// Rounds a row to int8, and returns its scale. A row with a non-finite value becomes zeros with the scale NaN.
-template <typename T>
-float round_row(const T* from, int width, int8_t* to) {
+// Vectors of rounded values in memory: int8, or int16 for products of 16 bits.
+template <typename Value>
+struct Rounded {
+  using Vector = Bytes;
+};
+template <>
+struct Rounded<int16_t> {
+  typedef int16_t Vector __attribute__((vector_size(2 * QUIRE_LANES)));
+};
+
+// Rounds a row to values of int8, and returns its scale. A row with a non-finite value becomes zeros with the scale
+// NaN.
+template <typename T, typename Value>
+float round_row(const T* from, int width, Value* to) {
   const float largest = largest_of(from, width);
   if (!(largest >= kSmallest)) {
-    std::memset(to, 0, width);
+    std::memset(to, 0, width * sizeof(Value));
     return largest == largest ? 0.0f : kNaN;
   }
   const float inverse = 127.0f / largest;
   int idx = 0;
   for (; idx + kLanes <= width; idx += kLanes)
-    store_bits(to + idx, __builtin_convertvector(nearest(load(from + idx) * inverse), Bytes));
-  for (; idx < width; ++idx) to[idx] = int8_t(nearest(splat(widen(from[idx]) * inverse))[0]);
+    store_bits(to + idx,
+               __builtin_convertvector(nearest(load(from + idx) * inverse), typename Rounded<Value>::Vector));
+  for (; idx < width; ++idx) to[idx] = Value(nearest(splat(widen(from[idx]) * inverse))[0]);
   return largest / 127.0f;
 }
 
-// Rows of int8 as the first operand of a product.
+// Rows of int8 as the first operand of a product; each value is stored as a `Value`.
+template <typename Value = int8_t>
 struct Int8Rows {
   int width;
   int num_groups;                     // number of parts of a row with a sum each
-  std::unique_ptr<int8_t[]> values;   // [rows, width]
+  std::unique_ptr<Value[]> values;   // [rows, width]
   std::unique_ptr<float[]> scales;    // [rows]
   std::unique_ptr<int32_t[]> starts;  // start values of the sums, [rows, groups]
 
@@ -130,14 +148,14 @@ struct Int8Rows {
   Int8Rows(const T* x, int64_t row_stride, int64_t num_rows, int width, int num_groups, int offset)
       : width(width),
         num_groups(num_groups),
-        values(new int8_t[num_rows * width]),
+        values(new Value[num_rows * width]),
         scales(new float[num_rows]),
         starts(new int32_t[num_rows * num_groups]) {
     constexpr int kFewRows = 8;  // finished before another thread has woken up
     quire::in_parallel(num_rows, kFewRows, [&](int64_t begin, int64_t end) {
       const int group = width / num_groups;
       for (int64_t row = begin; row < end; ++row) {
-        int8_t* to = values.get() + row * width;
+        Value* to = values.get() + row * width;
         scales[row] = round_row(x + row * row_stride, width, to);
         for (int part = 0; part < num_groups; ++part) {
           int32_t sum = 0;

@@ -62,7 +62,7 @@ void finish_gated(float* sums, const Operands& operands, int64_t row, int panel)
       gate += load(bias + panel * kHalf + column);
       up += load(bias + width + panel * kHalf + column);
     }
-    store(to + column, rounded<T>(activated<Form>(rounded<T>(gate))) * rounded<T>(up));
+    store(to + column, rounded<T>(activated<Form>(rounded<T>(gate))) * Form::factor(rounded<T>(up)));
   }
 }
 
@@ -71,6 +71,7 @@ template <typename T, int kColumns = kPanel>
 void finish(float* sums, const Operands& operands, int64_t row, int panel) {
   if (operands.gate == Activation::kSilu) return finish_gated<Silu, T, kColumns>(sums, operands, row, panel);
   if (operands.gate == Activation::kGeluTanh) return finish_gated<GeluTanh, T, kColumns>(sums, operands, row, panel);
+  if (operands.gate == Activation::kSwigluOai) return finish_gated<SwigluOai, T, kColumns>(sums, operands, row, panel);
   const int begin = panel * kColumns;
   const int count = std::min(kColumns, operands.num_columns - begin);
   const int64_t place = row * (operands.row_columns ? operands.row_columns : operands.num_columns) + begin;

@@ -149,8 +149,8 @@ QUIRE_EXPORT int64_t quire_bytes_quantized(int64_t form, int64_t num_columns, in
   return num_bytes;
 }
 
-// Packs unpacked rows [num_rows, width] into panels. The columns of a panel from `offset` on, `count` of them, hold rows
-// that follow each other; the first one is row `first` of all that are packed so. Other columns are not written to.
+// Packs unpacked rows [num_rows, width] into panels. The columns of a panel from `offset` on, `count` of them, hold
+// rows that follow each other; the first one is row `first` of all that are packed so. Other columns are not written.
 QUIRE_EXPORT void quire_pack_quantized(int64_t form, const UnpackedRows* rows, int64_t first, int64_t num_rows,
                                        int64_t width, int64_t offset, int64_t count, uint8_t* panels) {
   with_form(form, [&](auto* null) {

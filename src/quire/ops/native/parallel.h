@@ -79,4 +79,21 @@ void in_runs(int64_t count, Body body) {
   });
 }
 
+// Calls `body`, which calls kernels one after the other. The threads stay together for all of them: the first thread to
+// arrive leads and makes the calls, and the others help with each.
+template <typename Body>
+void together(Body body) {
+  const int64_t num_threads = max_threads();
+  if (num_threads <= 1 || spin_pool != nullptr) return body();
+  SpinPool pool(num_threads);
+  std::atomic<bool> is_led{false};
+  in_parallel(num_threads, 1, [&](int64_t, int64_t) {
+    if (is_led.exchange(true)) return pool.help();
+    spin_pool = &pool;
+    body();
+    spin_pool = nullptr;
+    pool.end();
+  });
+}
+
 }  // namespace quire

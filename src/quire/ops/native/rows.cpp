@@ -66,9 +66,10 @@ template <typename Form, typename T>
 QUIRE_INLINE void gate(const T* gates, const T* ups, int64_t width, T* output) {
   int64_t idx = 0;
   for (; idx + kLanes <= width; idx += kLanes)
-    store(output + idx, rounded<T>(activated<Form>(load(gates + idx))) * load(ups + idx));
+    store(output + idx, rounded<T>(activated<Form>(load(gates + idx))) * Form::factor(load(ups + idx)));
   for (; idx < width; ++idx)
-    narrow(output + idx, rounded<T>(activated<Form>(splat(widen(gates[idx])))[0]) * widen(ups[idx]));
+    narrow(output + idx, rounded<T>(activated<Form>(splat(widen(gates[idx])))[0]) *
+                             Form::factor(splat(widen(ups[idx])))[0]);
 }
 
 template <typename Form>
@@ -151,7 +152,10 @@ QUIRE_EXPORT void quire_rms_norm(int64_t type, const void* x, int64_t row_stride
 // Multiplies the second half of each row [2 * width] by the activation of the first.
 QUIRE_EXPORT void quire_gate(int64_t type, Activation activation, const void* gate_up, int64_t num_rows, int64_t width,
                              void* output) {
-  (activation == Activation::kSilu ? gate_rows<Silu> : gate_rows<GeluTanh>)(type, gate_up, num_rows, width, output);
+  const auto run = activation == Activation::kSilu       ? gate_rows<Silu>
+                   : activation == Activation::kGeluTanh ? gate_rows<GeluTanh>
+                                                         : gate_rows<SwigluOai>;
+  run(type, gate_up, num_rows, width, output);
 }
 
 // Norms the first heads of each row, rotates its query and key heads, and stores its keys and values in its slot of the

@@ -12,18 +12,29 @@ from typing import Any, Final
 from quire.errors import UnsupportedModel, shown
 from quire.models.families import build
 from quire.models.gguf.architectures.gemma import GEMMA
+from quire.models.gguf.architectures.gpt_oss import GPT_OSS
 from quire.models.gguf.architectures.lfm2 import LFM2
 from quire.models.gguf.architectures.llama4 import LLAMA4
 from quire.models.gguf.architectures.llama_layout import LLAMA_LAYOUT
 from quire.models.gguf.architectures.mamba import MAMBA_LAYOUT
 from quire.models.gguf.architectures.metadata import Metadata
+from quire.models.gguf.architectures.phi3 import PHI3
 from quire.models.gguf.architectures.qwen3_5 import QWEN3_5
 from quire.models.gguf.architectures.sources import Architecture, AxisSwap, Config, Floats, TensorSource, find_sources
 
 __all__ = ["ARCHITECTURES", "AxisSwap", "TensorSource", "read_architecture"]
 
 # The value of `general.architecture` -> how such a file is read.
-ARCHITECTURES: Final[dict[str, Architecture]] = {**LLAMA_LAYOUT, **LLAMA4, **QWEN3_5, **GEMMA, **LFM2, **MAMBA_LAYOUT}
+ARCHITECTURES: Final[dict[str, Architecture]] = {
+    **LLAMA_LAYOUT,
+    **LLAMA4,
+    **QWEN3_5,
+    **GEMMA,
+    **LFM2,
+    **MAMBA_LAYOUT,
+    **PHI3,
+    **GPT_OSS,
+}
 # Kinds of files that hold no language model, and what they hold; none states an architecture that is read.
 OTHER_KINDS: Final = {
     "mmproj": "the part of a model that sees images or hears",
@@ -58,7 +69,7 @@ def read_architecture(
     _, weight_map = build(config)
     changes = architecture.changes(config)
     return config, {
-        source: find_sources(architecture, changes, source, shapes)
+        source: find_sources(architecture, changes, architecture.renamed(config, source), shapes)
         for sources in weight_map.values()
         for source in sources
     }

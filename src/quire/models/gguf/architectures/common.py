@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Final
 
 from quire.errors import CheckpointError, UnsupportedModel
+from quire.models.families.expert_layout import LINEAR_EXPERTS, PARTS
 from quire.models.gguf.architectures.metadata import Metadata
 from quire.models.gguf.architectures.sources import AxisSwap, Change, Config, Floats, Shapes
 
@@ -27,6 +28,12 @@ ATTENTION: Final = {
 MLP: Final = {"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
 NORMS: Final = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
 LLAMA: Final = {**ATTENTION, **MLP, **NORMS}
+SHARED_EXPERT: Final = {
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+}
 # Fields that change the computation of a model, and their neutral values.
 NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "attention.causal": (True,),
@@ -97,7 +104,7 @@ def read_common(
         "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": metadata.integer("context_length"),
         "tie_word_embeddings": "output.weight" not in shapes,
-        "rope_parameters": read_rope(metadata)
+        "rope_parameters": read_rope(metadata, reads)
         | ({} if FREQUENCY_FACTORS in reads else _read_llama3(metadata, shapes, head_dim, floats)),
     }
 
@@ -118,6 +125,40 @@ def whole_layers(metadata: Metadata, head_dim: int) -> Config:
     if metadata.has("attention.head_count_kv"):
         metadata.same_integer("attention.head_count_kv")
     return {"intermediate_size": metadata.same_integer("feed_forward_length")}
+
+
+def turned_fraction(metadata: Metadata, head_dim: int) -> float:
+    """Return the rotated fraction of a head, rounded so that its product with the head is not too small."""
+    num_turned = metadata.integer("rope.dimension_count", most=head_dim)
+    fraction = num_turned / head_dim
+    return fraction if int(head_dim * fraction) == num_turned else math.nextafter(fraction, 1.0)
+
+
+def expert_names(module: str, parts: tuple[str, str, str] = PARTS) -> dict[str, str]:
+    """Return the names of experts, each by itself or all of a layer in one tensor, with gates and ups in one.
+
+    Args:
+        module: name of the experts in a layer.
+        parts: names of the gate, up and down of each expert.
+    """
+    gate, up, down = parts
+    return {
+        f"{module}.{gate}": "ffn_gate_exps",
+        f"{module}.{up}": "ffn_up_exps",
+        f"{module}.{down}.weight": "ffn_down_exps.weight",
+        f"{module}.{down}": "ffn_down_exps.weight",  # of all experts
+        f"{module}.gate_up_proj": "ffn_gate_up_exps.weight",
+    }
+
+
+def read_experts(metadata: Metadata, shapes: Shapes) -> Config:
+    """Read the number of experts, their width, and whether each is by itself where the family has them in one."""
+    return {
+        "num_experts": metadata.integer("expert_count"),
+        "num_experts_per_tok": metadata.integer("expert_used_count"),
+        "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
+        LINEAR_EXPERTS: not has_tensor(shapes, "ffn_gate_up_exps.weight"),
+    }
 
 
 def matrix_shape(shapes: Shapes, name: str) -> tuple[int, int]:
@@ -169,8 +210,11 @@ def read_floats(shapes: Shapes, floats: Floats | None, name: str, length: int) -
     return floats(name)
 
 
-def read_rope(metadata: Metadata) -> Config:
+def read_rope(metadata: Metadata, reads: Collection[str] = ()) -> Config:
     """Read the rotation as `rope_parameters`.
+
+    Args:
+        reads: see `read_common`.
 
     Raises:
         CheckpointError: a field is missing or wrong.
@@ -187,7 +231,8 @@ def read_rope(metadata: Metadata) -> Config:
         rope |= {field: metadata.number(name) for field, name in names.items() if metadata.has(name)}
         context = metadata.integer("rope.scaling.original_context_length", metadata.integer("context_length"))
         return rope | {"original_max_position_embeddings": context}
-    metadata.require("rope.scaling.type", "none", "linear", "yarn")
+    if "rope.scaling.type" not in reads:
+        metadata.require("rope.scaling.type", "none", "linear", "yarn")
     return rope
 
 

@@ -1,4 +1,4 @@
-"""Gemma 3 and Gemma 4 (dense, text)."""
+"""Gemma 3 and Gemma 4 (text)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from quire.models.gguf.architectures.common import (
     ENDS,
     FREQUENCY_FACTORS,
     MLP,
+    expert_names,
     layers_with,
     matrix_shape,
     read_common,
+    read_experts,
     read_floats,
     whole_layers,
 )
@@ -36,6 +38,13 @@ GEMMA4_LAYER: Final = {
     "per_layer_projection": "proj",
     "post_per_layer_input_norm": "post_norm",
     "layer_scalar": "layer_output_scale.weight",
+    "router.proj": "ffn_gate_inp",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    **expert_names("experts"),
+    "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
 }
 GEMMA4_ENDS: Final = {
     **ENDS,
@@ -78,7 +87,7 @@ def _read_gemma3(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> C
 
 
 def _read_gemma4(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
-    reads = ("final_logit_softcapping", FREQUENCY_FACTORS)
+    reads = ("final_logit_softcapping", "expert_count", FREQUENCY_FACTORS)
     config = read_common(metadata, shapes, "Gemma4ForCausalLM", floats, reads=reads)
     pattern, num_layers = metadata.window_pattern(6), config["num_hidden_layers"]
     if pattern[-1]:
@@ -100,6 +109,9 @@ def _read_gemma4(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> C
     metadata.require("rope.dimension_count_swa", config["head_dim"])
     if width:
         config["vocab_size_per_layer_input"] = matrix_shape(shapes, "per_layer_token_embd.weight")[0]
+    if metadata.integer("expert_count", 0, least=0):
+        experts = read_experts(metadata, shapes)
+        config |= experts | {"enable_moe_block": True, "top_k_experts": experts["num_experts_per_tok"]}
     return config | _cap(metadata) | _kv_heads(metadata, shapes, pattern) | _mlp_widths(metadata, config)
 
 

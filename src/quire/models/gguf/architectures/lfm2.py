@@ -1,4 +1,4 @@
-"""LFM2 (dense): the layers without KV heads are short convolutions."""
+"""LFM2, without experts and with them: the layers without KV heads are short convolutions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 
 from quire.models.families.hf_config import FULL
 from quire.models.families.lfm2 import CONV
-from quire.models.gguf.architectures.common import ATTENTION, ENDS, has_tensor, read_common
+from quire.models.gguf.architectures.common import ATTENTION, ENDS, expert_names, has_tensor, read_common, read_experts
 from quire.models.gguf.architectures.metadata import Metadata
 from quire.models.gguf.architectures.sources import Architecture, Change, Config, Floats, Shapes
 
@@ -25,10 +25,39 @@ LAYER: Final = {
     "conv.conv": "shortconv.conv",
     "conv.out_proj": "shortconv.out_proj",
 }
+EXPERTS: Final = {
+    "feed_forward.gate": "ffn_gate_inp",
+    "feed_forward.expert_bias": "exp_probs_b.bias",
+    **expert_names("feed_forward.experts", ("w1", "w3", "w2")),
+}
+# The number of sigmoids among the functions of scores.
+SIGMOID: Final = 2
 
 
 def _read(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
-    config = read_common(metadata, shapes, "Lfm2ForCausalLM", floats)
+    return _read_layers(metadata, shapes, read_common(metadata, shapes, "Lfm2ForCausalLM", floats))
+
+
+def _read_moe(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
+    reads = ("expert_count", "expert_gating_func", "expert_weights_scale")
+    config = read_common(metadata, shapes, "Lfm2MoeForCausalLM", floats, reads=reads)
+    metadata.require("expert_gating_func", SIGMOID)
+    num_layers = config["num_hidden_layers"]
+    first = metadata.integer("leading_dense_block_count", 0, least=0, most=num_layers - 1)
+    return (
+        _read_layers(metadata, shapes, config)
+        | read_experts(metadata, shapes)
+        | {
+            "num_dense_layers": first,
+            "norm_topk_prob": metadata.flag("expert_weights_norm", True),
+            "routed_scaling_factor": metadata.number("expert_weights_scale", 1.0),
+            "use_expert_bias": has_tensor(shapes, "exp_probs_b.bias"),
+        }
+    )
+
+
+def _read_layers(metadata: Metadata, shapes: Shapes, config: Config) -> Config:
+    """Read what both kinds have."""
     metadata.require("rope.dimension_count", config["head_dim"])
     kv_heads = metadata.integers("attention.head_count_kv")
     if len({*kv_heads} - {0}) != 1:
@@ -47,7 +76,9 @@ def _changes(_config: Config) -> Mapping[str, Change]:
     return {"conv.conv.weight": Change(layout="unsqueeze_1")}
 
 
+# The final norm has the name of a norm of embeddings.
+LFM2_ENDS: Final = ENDS | {"model.embedding_norm.weight": "token_embd_norm.weight"}
 LFM2: Final = {
-    # The final norm has the name of a norm of embeddings.
-    "lfm2": Architecture(_read, LAYER, ENDS | {"model.embedding_norm.weight": "token_embd_norm.weight"}, _changes)
+    "lfm2": Architecture(_read, LAYER, LFM2_ENDS, _changes),
+    "lfm2moe": Architecture(_read_moe, LAYER | EXPERTS, LFM2_ENDS, _changes),
 }

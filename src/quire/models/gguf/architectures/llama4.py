@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from quire.models.families.llama4 import LINEAR_EXPERTS
+from quire.models.families.expert_layout import LINEAR_EXPERTS
 from quire.models.gguf.architectures.common import ATTENTION, ENDS, NORMS, has_tensor, layers_with, read_common
 from quire.models.gguf.architectures.metadata import Metadata
 from quire.models.gguf.architectures.sources import Architecture, Config, Floats, Shapes

@@ -7,6 +7,7 @@ from typing import Final
 from quire.models.gguf.architectures.common import (
     ENDS,
     LLAMA,
+    expert_names,
     has_tensor,
     layers_with,
     paired_rows,
@@ -19,16 +20,9 @@ from quire.models.gguf.architectures.sources import Architecture, Config, Floats
 
 MIXTRAL: Final = {
     "block_sparse_moe.gate": "ffn_gate_inp",
-    "block_sparse_moe.experts.w1": "ffn_gate_exps",
-    "block_sparse_moe.experts.w3": "ffn_up_exps",
-    "block_sparse_moe.experts.w2": "ffn_down_exps",
+    **expert_names("block_sparse_moe.experts", ("w1", "w3", "w2")),
 }
-QWEN3_MOE: Final = {
-    "mlp.gate": "ffn_gate_inp",
-    "mlp.experts.gate_proj": "ffn_gate_exps",
-    "mlp.experts.up_proj": "ffn_up_exps",
-    "mlp.experts.down_proj": "ffn_down_exps",
-}
+QWEN3_MOE: Final = {"mlp.gate": "ffn_gate_inp", **expert_names("mlp.experts")}
 
 
 def _llama(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:

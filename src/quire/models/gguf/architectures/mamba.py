@@ -1,18 +1,21 @@
-"""Architectures with Mamba 2: granitehybrid, its relative without (granite), and falcon-h1."""
+"""Architectures with Mamba 2: granitehybrid, its relatives without (granite, granitemoe), and falcon-h1."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Final
 
+from quire.models.families.expert_layout import LINEAR_EXPERTS
 from quire.models.families.granitemoehybrid import RECURRENT
 from quire.models.families.hf_config import FULL
 from quire.models.gguf.architectures.common import (
     ATTENTION,
     ENDS,
     NORMS,
+    expert_names,
     has_tensor,
     layers_with,
+    matrix_shape,
     paired_rows,
     read_common,
     whole_layers,
@@ -42,6 +45,11 @@ GRANITE: Final[dict[str, str | tuple[str, ...]]] = {
     # Gate and up are one matrix in the family.
     "shared_mlp.input_linear.weight": ("ffn_gate.weight", "ffn_up.weight"),
     "shared_mlp.output_linear": "ffn_down",
+    # Beside experts, it has other names; see `_granite_renamed`.
+    "shared_expert.input_linear.weight": ("ffn_gate_shexp.weight", "ffn_up_shexp.weight"),
+    "shared_expert.output_linear": "ffn_down_shexp",
+    "block_sparse_moe.router.layer": "ffn_gate_inp",
+    **expert_names("block_sparse_moe.experts"),
 }
 FALCON_H1: Final = {
     **ATTENTION,
@@ -62,7 +70,7 @@ GRANITE_SCALES: Final = {
 
 
 def _read_granite(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
-    """Read Granite without experts and recurrent layers, as Granite 4, which has the same layers."""
+    """Read Granite without recurrent layers, as Granite 4, which has the same layers."""
     config = _read_granite_common(metadata, shapes, floats)
     metadata.same_integer("attention.head_count_kv")
     return config | {"layer_types": [FULL] * config["num_hidden_layers"]}
@@ -85,21 +93,39 @@ def _read_granite_hybrid(metadata: Metadata, shapes: Shapes, floats: Floats | No
 
 
 def _read_granite_common(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
-    reads = ("attention.scale", *GRANITE_SCALES.values())
+    reads = ("attention.scale", "expert_count", "expert_shared_count", *GRANITE_SCALES.values())
     config = read_common(metadata, shapes, "GraniteMoeHybridForCausalLM", floats, reads=reads)
     metadata.require("rope.dimension_count", config["head_dim"])
     return (
         config
         | {field: metadata.number(name, 1.0) for field, name in GRANITE_SCALES.items()}
         | {
-            "num_local_experts": 0,
             # In these architectures, this field switches the rotation on and off.
             "position_embedding_type": "rope" if metadata.flag("rope.scaling.finetuned", True) else "nope",
-            "shared_intermediate_size": metadata.same_integer("feed_forward_length"),
             "attention_multiplier": metadata.number("attention.scale", config["head_dim"] ** -0.5),
             "attention_bias": has_tensor(shapes, "attn_q.bias"),
         }
+        | _read_granite_ffn(metadata, shapes)
     )
+
+
+def _read_granite_ffn(metadata: Metadata, shapes: Shapes) -> Config:
+    """Read the width of the gated MLP, or the experts and the width of the one that is shared."""
+    num_experts, width = metadata.integer("expert_count", 0, least=0), metadata.same_integer("feed_forward_length")
+    if not num_experts:
+        return {"num_local_experts": 0, "shared_intermediate_size": width}
+    metadata.require("expert_shared_count", 0, 1)
+    return {
+        "num_local_experts": num_experts,
+        "num_experts_per_tok": metadata.integer("expert_used_count"),
+        "intermediate_size": metadata.integer("expert_feed_forward_length", width),
+        "shared_intermediate_size": matrix_shape(shapes, "blk.0.ffn_gate_shexp.weight")[0],
+        LINEAR_EXPERTS: True,
+    }
+
+
+def _granite_renamed(config: Config, name: str) -> str:
+    return name.replace(".shared_mlp.", ".shared_expert.") if config["num_local_experts"] else name
 
 
 def _read_falcon_h1(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
@@ -143,7 +169,8 @@ def _falcon_changes(_config: Config) -> Mapping[str, Change]:
 
 MAMBA_LAYOUT: Final[dict[str, Architecture]] = {
     "granite": Architecture(_read_granite, GRANITE, ENDS, _granite_changes),
-    "granitehybrid": Architecture(_read_granite_hybrid, GRANITE, ENDS, _granite_changes),
+    "granitemoe": Architecture(_read_granite, GRANITE, ENDS, _granite_changes, _granite_renamed),
+    "granitehybrid": Architecture(_read_granite_hybrid, GRANITE, ENDS, _granite_changes, _granite_renamed),
     "falcon-h1": Architecture(
         _read_falcon_h1, FALCON_H1, ENDS | {"model.final_layernorm.weight": "output_norm.weight"}, _falcon_changes
     ),

@@ -1,8 +1,7 @@
-"""Qwen3.5 (dense): gated delta nets whose value heads lie in another order, and attention between."""
+"""Qwen3.5, dense and with experts: gated delta nets whose value heads lie in another order, and attention between."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Final
 
@@ -13,9 +12,14 @@ from quire.models.gguf.architectures.common import (
     ATTENTION,
     ENDS,
     MLP,
+    SHARED_EXPERT,
+    expert_names,
     has_tensor,
     layers_with,
+    matrix_shape,
     read_common,
+    read_experts,
+    turned_fraction,
 )
 from quire.models.gguf.architectures.metadata import Metadata
 from quire.models.gguf.architectures.sources import Architecture, AxisSwap, Change, Config, Floats, Shapes
@@ -35,6 +39,16 @@ LAYER: Final = {
     "linear_attn.A_log": "ssm_a",
     "linear_attn.dt_bias": "ssm_dt.bias",
 }
+# The head for multi-token prediction: a block behind the last layer, with what the layer lacks under names of its own.
+MTP: Final = {
+    "mtp.layers.0.": "",
+    "mtp.fc.": "eh_proj.",
+    "mtp.pre_fc_norm_embedding.": "enorm.",
+    "mtp.pre_fc_norm_hidden.": "hnorm.",
+    "mtp.norm.": "shared_head_norm.",
+}
+MTP_LAYER: Final = {name: f"nextn.{name}" for name in ("eh_proj", "enorm", "hnorm", "shared_head_norm")}
+EXPERTS: Final = {"mlp.gate": "ffn_gate_inp", **expert_names("mlp.experts"), **SHARED_EXPERT}
 # Norms whose weights are stored plus one: all but those in delta nets.
 NORMS: Final = (
     "model.norm.weight",
@@ -42,22 +56,46 @@ NORMS: Final = (
     "post_attention_layernorm.weight",
     "self_attn.q_norm.weight",
     "self_attn.k_norm.weight",
+    "enorm.weight",
+    "hnorm.weight",
+    "shared_head_norm.weight",
 )
 
 
 def _read(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
-    config = read_common(metadata, shapes, "Qwen3_5ForCausalLM", floats)
-    # The layers for multi-token prediction come last and are not part of the decoder.
+    width = {"intermediate_size": metadata.same_integer("feed_forward_length")}
+    return _read_layers(metadata, shapes, read_common(metadata, shapes, "Qwen3_5ForCausalLM", floats)) | width
+
+
+def _read_moe(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
+    reads = ("expert_count", "expert_shared_count")
+    config = read_common(metadata, shapes, "Qwen3_5MoeForCausalLM", floats, reads=reads)
+    metadata.require("expert_shared_count", 1)
+    metadata.require("expert_weights_norm", True)
+    stored_width = matrix_shape(shapes, "blk.0.ffn_gate_shexp.weight")[0]
+    width = {"shared_expert_intermediate_size": metadata.integer("expert_shared_feed_forward_length", stored_width)}
+    return _read_layers(metadata, shapes, config) | read_experts(metadata, shapes) | width
+
+
+def _read_layers(metadata: Metadata, shapes: Shapes, config: Config) -> Config:
+    """Read what layers have besides their FFN."""
+    # The layers for multi-token prediction come last and are not part of the decoder. Some files count them only.
     num_blocks = metadata.num_blocks
-    num_layers = num_blocks - metadata.integer("nextn_predict_layers", 0, least=0, most=num_blocks - 1)
+    num_mtp_layers = metadata.integer("nextn_predict_layers", 0, least=0, most=num_blocks - 1)
+    num_layers = num_blocks - num_mtp_layers
+    mtp: Config = {}
+    if f"blk.{num_layers}.nextn.eh_proj.weight" in shapes:
+        own = has_tensor(shapes, "nextn.embed_tokens.weight") or has_tensor(shapes, "nextn.shared_head_head.weight")
+        mtp = {"mtp_num_hidden_layers": num_mtp_layers, "mtp_use_dedicated_embeddings": own}
     num_value_heads, inner = metadata.integer("ssm.time_step_rank"), metadata.integer("ssm.inner_size")
     if inner % num_value_heads:
         raise metadata.wrong("ssm.inner_size", inner, f"a multiple of ssm.time_step_rank ({num_value_heads})")
     is_recurrent = layers_with(shapes, num_layers, "ssm_out.weight")
-    rope = {"partial_rotary_factor": _turned_fraction(metadata, config["head_dim"])}
-    return config | {
+    rope = {"partial_rotary_factor": turned_fraction(metadata, config["head_dim"])}
+    return {
+        **config,
+        **mtp,
         "num_hidden_layers": num_layers,
-        "intermediate_size": metadata.same_integer("feed_forward_length"),
         "rope_parameters": config["rope_parameters"] | rope,
         "attention_bias": has_tensor(shapes, "attn_q.bias"),
         "layer_types": [RECURRENT if each else FULL for each in is_recurrent],
@@ -67,13 +105,6 @@ def _read(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
         "linear_num_value_heads": num_value_heads,
         "linear_value_head_dim": inner // num_value_heads,
     }
-
-
-def _turned_fraction(metadata: Metadata, head_dim: int) -> float:
-    """Return the rotated fraction of a head, rounded so that its product with the head is not too small."""
-    num_turned = metadata.integer("rope.dimension_count", most=head_dim)
-    fraction = num_turned / head_dim
-    return fraction if int(head_dim * fraction) == num_turned else math.nextafter(fraction, 1.0)
 
 
 def _changes(config: Config) -> Mapping[str, Change]:
@@ -102,4 +133,19 @@ def _changes(config: Config) -> Mapping[str, Change]:
     }
 
 
-QWEN3_5: Final = {"qwen35": Architecture(_read, LAYER, ENDS, _changes)}
+def _renamed(config: Config, name: str) -> str:
+    """Return a name of the head for multi-token prediction as one in the layer behind the last."""
+    prefix = next((prefix for prefix in MTP if name.startswith(prefix)), None)
+    if prefix is None:
+        return name
+    return f"model.layers.{config['num_hidden_layers']}.{MTP[prefix]}{name.removeprefix(prefix)}"
+
+
+def _moe_changes(config: Config) -> Mapping[str, Change]:
+    return {**_changes(config), "mlp.shared_expert_gate.weight": Change(layout="unsqueeze_0")}
+
+
+QWEN3_5: Final = {
+    "qwen35": Architecture(_read, {**LAYER, **MTP_LAYER}, ENDS, _changes, _renamed),
+    "qwen35moe": Architecture(_read_moe, {**LAYER, **EXPERTS}, ENDS, _moe_changes),
+}

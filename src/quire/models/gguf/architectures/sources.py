@@ -55,13 +55,14 @@ class Change(NamedTuple):
     Args:
         row_order, column_order: order in which rows or columns are taken; None for the stored one.
         transform: function of the values: one taken off, or the logarithm of the negated; None for the values.
-        layout: reshape to one dimension, or insertion of a dimension of size 1 at index 1; None for the stored shape.
+        layout: reshape to one dimension, or insertion of a dimension of size 1 at index 0 or 1; None for the stored
+            shape.
     """
 
     row_order: AxisSwap | None = None
     column_order: AxisSwap | None = None
     transform: Transform | None = None
-    layout: Literal["flatten", "unsqueeze_1"] | None = None
+    layout: Literal["flatten", "unsqueeze_0", "unsqueeze_1"] | None = None
 
 
 class TensorSource(NamedTuple):
@@ -89,6 +90,11 @@ def no_changes(_config: Config) -> Mapping[str, Change]:
     return {}
 
 
+def same_name(_config: Config, name: str) -> str:
+    """Return the name."""
+    return name
+
+
 class Architecture(NamedTuple):
     """An architecture of GGUF files.
 
@@ -97,12 +103,14 @@ class Architecture(NamedTuple):
         layer: names of a layer's modules and tensors, the family's -> the file's; of several, the rows are joined.
         ends: names of tensors outside of layers, the family's -> the file's.
         changes: function from the configuration to the changes of tensors, by the family's names (in layers).
+        renamed: function from the configuration and a name in the family to the name that the tables have it under.
     """
 
     read_config: Callable[[Metadata, Shapes, Floats | None], Config]
     layer: Mapping[str, str | tuple[str, ...]]
     ends: Mapping[str, str]
     changes: Callable[[Config], Mapping[str, Change]] = no_changes
+    renamed: Callable[[Config, str], str] = same_name
 
 
 def find_sources(
@@ -140,14 +148,18 @@ def _source(stored: str, expert: int | None, change: Change, name: str, shapes: 
         raise CheckpointError(f"the file has no tensor {shown(stored)} (for {name})", field=stored)
     wrong = CheckpointError(f"the tensor {shown(stored)} has shape {list(shape)}, which is none for {name}")
     if expert is not None:
-        if len(shape) != 3 or expert >= shape[0]:
+        if not 2 <= len(shape) <= 3 or expert >= shape[0]:
             raise wrong
         shape = shape[1:]
+    elif len(shape) == 3:  # all experts of a layer, as the rows of all
+        shape = (shape[0] * shape[1], shape[2])
     for order, dim in ((change.row_order, 0), (change.column_order, 1)):
         if order is not None and (len(shape) <= dim or shape[dim] != order.size):
             raise wrong
     if change.layout == "flatten":
         shape = (prod(shape),)
+    elif change.layout == "unsqueeze_0":
+        shape = (1, *shape)
     elif change.layout == "unsqueeze_1":
         shape = (*shape[:1], 1, *shape[1:])
     return TensorSource(stored, expert, change.row_order, change.column_order, change.transform, shape)

@@ -1,0 +1,87 @@
+"""The head for multi-token prediction (MTP): one more layer, which guesses the token after the next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quire.models.decoder import Decoder, OutputRows
+from quire.models.norms import Norm
+from quire.models.projections import Projection
+from quire.models.spec import ModelSpec
+from quire.models.weight_slots import nested
+from quire.ops.interface import AttentionBatch, PagedKV, PagedStates, StateBatch
+
+
+class MTPHead(Decoder):
+    """An MTP head over paged memory.
+
+    ```
+     token x[i]              -> embedding -> norm -+
+                                                   +-> input [2E -> E] -> layer -> norm -> output head -> x[i + 1]
+     hidden state h[i - 1]   ----------->    norm -+                           |
+                                                                               +-> in place of h[i], for x[i + 2]
+    ```
+
+    The pair of `x[i]` and `h[i - 1]` lies in the slot of `x[i]`, so that a block depends on no token behind it. The
+    first token of a sequence has zeros for a hidden state.
+
+    Args:
+        target: decoder with all its weights, whose hidden states are read; embedding and output head are shared.
+        spec: specification of the head (`ModelSpec.is_mtp`).
+
+    Source: multi-token prediction, DeepSeek-V3 technical report, arXiv 2412.19437.
+    """
+
+    def __init__(self, target: Decoder, spec: ModelSpec) -> None:
+        device = target.device
+        super().__init__(spec, ops=target.ops, dtype=target.dtype, device=device)
+        self._embed, self._target_norm, self._head = target._embed, target._norm, target._head
+        self._embedding_norm, self._hidden_norm = (
+            Norm(spec.norm, spec.width, target.ops, target.dtype, device) for _ in range(2)
+        )
+        self._input = Projection(2 * spec.width, spec.width, False, target.ops)
+        own = nested(
+            embedding_norm=self._embedding_norm.slots, hidden_norm=self._hidden_norm.slots, input=self._input.slots
+        )
+        own |= {name: slot for name, slot in self._slots.items() if name != "embedding.weight"}
+        self._slots = nested(mtp=own)
+        self._missing = dict.fromkeys(self._slots)
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Return hidden states of the target [T, E] after its last norm: so the head reads them."""
+        return self._target_norm(hidden)
+
+    def run(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        groups: Sequence[AttentionBatch | StateBatch],
+        storages: Sequence[PagedKV | PagedStates],
+        hidden: Tensor,
+        given: tuple[Tensor, Tensor] | None = None,
+        output_rows: OutputRows | None = None,
+    ) -> Tensor:
+        """Run the head over a step's rows; keys and values are stored on the way.
+
+        Args:
+            input_ids, positions, groups, storages, given, output_rows: see `Decoder`; group and storage of the hidden
+                states are left out.
+            hidden: [T, E], for each row the normed hidden state of the token before it.
+
+        Returns:
+            Normed hidden states, [T, E]; where `output_rows` are given, [R, E].
+        """
+        embedded = self._embed(input_ids)
+        if given is not None:
+            embedded = embedded.index_copy(0, *given)
+        pairs = torch.cat([self._embedding_norm(embedded), self._hidden_norm(hidden)], -1)
+        rows = torch.arange(len(pairs), device=pairs.device)
+        x = self(input_ids, positions, groups, storages, (rows, self._input.run(pairs)), output_rows)
+        return self._norm(x) if len(x) else x
+
+    def predict(self, normed: Tensor) -> list[int]:
+        """Return the likeliest token after each normed hidden state [R, E] of the head."""
+        return self._head.run(normed).argmax(-1).tolist()

@@ -1,0 +1,219 @@
+// Experts with a router in one call: a step of few rows runs two small products for each expert that a row goes
+// through, and the overhead of a caller in Python for each of them exceeds the running time of some.
+//
+// Rows are brought together by expert. Outputs are added in float32 and always in the order of the experts: a row gets
+// the same bits, whatever rows are beside it.
+#include <cmath>
+#include <memory>
+#include <vector>
+
+#include "linear_call.h"
+#include "parallel.h"
+
+namespace {
+
+struct Expert {
+  Linear gate_up;
+  Linear down;
+};
+
+// Experts of a layer. A missing linear layer has no kernel, a missing vector is null.
+struct Experts {
+  Linear router;
+  const float* choice_bias;    // [num_experts]
+  const float* expert_scales;  // [num_experts]
+  const Expert* experts;
+  int64_t num_experts;
+  int64_t num_chosen;
+  int64_t is_sigmoid;       // scores are sigmoids, not a softmax
+  int64_t is_renormalised;  // the chosen scores are divided by their sum
+  int64_t is_input_scaled;  // scores multiply what experts see, not what they give
+  double sum_eps;
+  double score_scale;
+  double logit_scale;
+  Expert shared;
+  Linear shared_gate;
+};
+
+struct Choice {
+  int64_t row;
+  float score;
+};
+
+constexpr int64_t kGrain = 1 << 14;  // number of values that justifies a second thread
+
+float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
+
+// Chooses the experts of a row, given its logits, which become scores: those with the highest scores, of equal ones the
+// first.
+void choose(const Experts& experts, float* logits, int64_t* chosen, float* scores) {
+  float largest = -kInfinity, sum = 0;
+  for (int64_t idx = 0; idx < experts.num_experts; ++idx) {
+    logits[idx] *= float(experts.logit_scale);
+    if (logits[idx] > largest) largest = logits[idx];
+  }
+  if (!experts.is_sigmoid) {
+    for (int64_t idx = 0; idx < experts.num_experts; ++idx) sum += std::exp(logits[idx] - largest);
+    largest += std::log(sum);
+  }
+  const auto score_of = [&](int64_t idx) {
+    return experts.is_sigmoid ? sigmoid(logits[idx]) : std::exp(logits[idx] - largest);
+  };
+  std::vector<float> best(experts.num_chosen);
+  for (int64_t idx = 0, num_best = 0; idx < experts.num_experts; ++idx) {
+    // Scores rise with logits, which tell apart what is equal after rounding.
+    const float value = experts.choice_bias ? score_of(idx) + experts.choice_bias[idx] : logits[idx];
+    if (num_best == experts.num_chosen && !(value > best[num_best - 1])) continue;
+    if (num_best < experts.num_chosen) ++num_best;
+    int64_t place = num_best - 1;
+    for (; place > 0 && !(best[place - 1] >= value); --place) {
+      best[place] = best[place - 1];
+      chosen[place] = chosen[place - 1];
+    }
+    best[place] = value;
+    chosen[place] = idx;
+  }
+  float total = float(experts.sum_eps);
+  for (int64_t place = 0; place < experts.num_chosen; ++place) total += scores[place] = score_of(chosen[place]);
+  for (int64_t place = 0; place < experts.num_chosen; ++place) {
+    if (experts.is_renormalised) scores[place] /= total;
+    scores[place] *= float(experts.score_scale);
+    if (experts.expert_scales) scores[place] *= experts.expert_scales[chosen[place]];
+  }
+}
+
+// Adds the values of a row, multiplied by a factor.
+template <typename T>
+QUIRE_INLINE void add_scaled(const T* from, float factor, int64_t width, float* to) {
+  int64_t idx = 0;
+  for (; idx + kLanes <= width; idx += kLanes) store(to + idx, load(to + idx) + load(from + idx) * factor);
+  for (; idx < width; ++idx) to[idx] += widen(from[idx]) * factor;
+}
+
+// Copies a row, multiplied by a factor.
+template <typename T>
+QUIRE_INLINE void copy_scaled(const T* from, float factor, int64_t width, T* to) {
+  for (int64_t idx = 0; idx < width; ++idx) narrow(to + idx, widen(from[idx]) * factor);
+}
+
+template <typename T>
+class Mixture {
+ public:
+  Mixture(Type type, const Experts& experts, int64_t num_rows, const T* x)
+      : type_(type), experts_(experts), num_rows_(num_rows), width_(experts.experts->gate_up.width), x_(x) {
+    const int64_t inner = std::max(experts.experts->down.width, experts.shared.down.width);
+    const int64_t num_logits = std::max(experts.num_experts, width_);
+    buffer_.reset(new T[num_rows * (2 * num_logits + inner)]);
+    seen_ = buffer_.get();
+    given_ = seen_ + num_rows * num_logits;
+    inner_ = given_ + num_rows * num_logits;
+    sums_.reset(new float[num_rows * width_]);
+  }
+
+  void run(const T* routed, const T* start, T* output) {
+    route(routed);
+    begin(start);
+    for (int64_t idx = 0; idx < experts_.num_experts; ++idx) {
+      const int64_t first = starts_[idx], count = starts_[idx + 1] - first;
+      if (count > 0) add_expert(experts_.experts[idx], choices_.data() + first, count);
+    }
+    for_rows(num_rows_, [&](int64_t row) {
+      for (int64_t idx = 0; idx < width_; ++idx) narrow(output + row * width_ + idx, sums_[row * width_ + idx]);
+    });
+  }
+
+ private:
+  template <typename Body>
+  void for_rows(int64_t num_rows, Body body) {
+    quire::in_parallel(num_rows, kGrain / width_ + 1, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) body(row);
+    });
+  }
+
+  // Chooses the experts of all rows, and lists the rows of each expert.
+  void route(const T* routed) {
+    const int64_t num_experts = experts_.num_experts, num_chosen = experts_.num_chosen;
+    experts_.router(type_, routed, num_rows_, nullptr, given_);
+    std::vector<int64_t> chosen(num_rows_ * num_chosen);
+    std::vector<float> scores(num_rows_ * num_chosen);
+    quire::in_parallel(num_rows_, 16, [&](int64_t begin, int64_t end) {
+      std::vector<float> logits(num_experts);
+      for (int64_t row = begin; row < end; ++row) {
+        for (int64_t idx = 0; idx < num_experts; ++idx) logits[idx] = widen(given_[row * num_experts + idx]);
+        choose(experts_, logits.data(), chosen.data() + row * num_chosen, scores.data() + row * num_chosen);
+      }
+    });
+    starts_.assign(num_experts + 1, 0);
+    for (const int64_t idx : chosen) ++starts_[idx + 1];
+    for (int64_t idx = 0; idx < num_experts; ++idx) starts_[idx + 1] += starts_[idx];
+    choices_.resize(chosen.size());
+    std::vector<int64_t> next(starts_.begin(), starts_.end() - 1);
+    for (int64_t place = 0; place < int64_t(chosen.size()); ++place)
+      choices_[next[chosen[place]]++] = {place / num_chosen, scores[place]};
+  }
+
+  // Sets the sums to what experts are added to: `start`, if there is one, and the output of the shared expert.
+  void begin(const T* start) {
+    const bool is_shared = experts_.shared.down.kernel != nullptr, is_gated = experts_.shared_gate.kernel != nullptr;
+    if (is_shared) {
+      experts_.shared.gate_up(type_, x_, num_rows_, nullptr, inner_);
+      experts_.shared.down(type_, inner_, num_rows_, is_gated ? nullptr : start, given_);
+    }
+    if (is_gated) experts_.shared_gate(type_, x_, num_rows_, nullptr, seen_);
+    for_rows(num_rows_, [&](int64_t row) {
+      float* const sums = sums_.get() + row * width_;
+      std::fill_n(sums, width_, 0.0f);
+      if (start != nullptr && (is_gated || !is_shared)) add_scaled(start + row * width_, 1.0f, width_, sums);
+      const float factor = is_gated ? sigmoid(widen(seen_[row])) : 1.0f;
+      if (is_shared) add_scaled(given_ + row * width_, factor, width_, sums);
+    });
+  }
+
+  void add_expert(const Expert& expert, const Choice* choices, int64_t count) {
+    for_rows(count, [&](int64_t idx) {
+      const T* const from = x_ + choices[idx].row * width_;
+      T* const to = seen_ + idx * width_;
+      if (experts_.is_input_scaled)
+        copy_scaled(from, choices[idx].score, width_, to);
+      else
+        std::copy_n(from, width_, to);
+    });
+    expert.gate_up(type_, seen_, count, nullptr, inner_);
+    expert.down(type_, inner_, count, nullptr, given_);
+    for_rows(count, [&](int64_t idx) {
+      const float factor = experts_.is_input_scaled ? 1.0f : choices[idx].score;
+      add_scaled(given_ + idx * width_, factor, width_, sums_.get() + choices[idx].row * width_);
+    });
+  }
+
+  const Type type_;
+  const Experts& experts_;
+  const int64_t num_rows_;
+  const int64_t width_;
+  const T* const x_;
+  std::unique_ptr<T[]> buffer_;
+  std::unique_ptr<float[]> sums_;
+  T* seen_;
+  T* given_;
+  T* inner_;
+  std::vector<int64_t> starts_;    // [num_experts + 1], of each expert in `choices_`
+  std::vector<Choice> choices_;
+};
+
+}  // namespace
+
+// Adds to `start` [num_rows, width], which may be null for nothing, what the experts of each row make of `x`. The
+// router sees `routed`.
+QUIRE_EXPORT void quire_experts(Type type, const Experts* experts, int64_t num_rows, const void* x, const void* routed,
+                                const void* start, void* output) {
+  constexpr int64_t kTogetherRows = 32;  // of more, the products take so long that threads are woken up for each
+  with_type(type, [&](auto* as) {
+    using T = std::remove_pointer_t<decltype(as)>;
+    const auto run = [&] {
+      Mixture<T>(type, *experts, num_rows, static_cast<const T*>(x))
+          .run(static_cast<const T*>(routed), static_cast<const T*>(start), static_cast<T*>(output));
+    };
+    if (num_rows <= kTogetherRows) return quire::together(run);
+    run();
+  });
+}

@@ -1,0 +1,50 @@
+"""Output that is written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from quire.errors import ConfigError
+
+
+@contextmanager
+def new_output(path: Path, num_bytes: int) -> Iterator[Path]:
+    """Give a temporary path, at which a file or folder is to be made; at the end it is moved to `path`.
+
+    An exception deletes what was written.
+
+    Args:
+        path: path that does not exist, in a folder that does.
+        num_bytes: number of bytes that will be written.
+
+    Raises:
+        ConfigError: the path exists, its folder cannot be written to, or the disk has too little space.
+    """
+    _check_absent(path)
+    try:
+        free = shutil.disk_usage(path.parent).free
+        if free < num_bytes:
+            raise ConfigError(
+                f"{path.parent} has {free:,} bytes of free space, and {num_bytes:,} are needed", field="out"
+            )
+        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}", field="out") from error
+    try:
+        yield folder / path.name
+        _check_absent(path)
+        (folder / path.name).rename(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}", field="out") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_absent(path: Path) -> None:
+    if os.path.lexists(path):
+        raise ConfigError(f"{path} exists already, and nothing is overwritten: name another path", field="out")
