@@ -212,8 +212,7 @@ class NativeLibrary:
         packed_types: the types of weights that it packs and multiplies faster than torch does.
         panel_columns: columns of a panel, of weights that are rounded (True) and of those that are not.
         attend, plan_attention, free_attention_plan, tokens_read, gate, prepare, rms_norm, dense_layers, experts,
-            keep_tokens:
-            the functions of the same names, with `quire_` before, of the sources.
+            normed_linear, keep_tokens: the functions of the same names, with `quire_` before, of the sources.
         plain: the kernels of weights that are not rounded.
         weight_kernels: the kernels of each format of rounded weights.
         quantized: the kernels of stored quantised weights.
@@ -251,6 +250,10 @@ class NativeLibrary:
         )
         self.dense_layers = _typed(
             library.quire_dense_layers, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _POINTER
+        )
+        norm, linear = ctypes.POINTER(NormScales), ctypes.POINTER(LinearCall)
+        self.normed_linear = _typed(
+            library.quire_normed_linear, _INT, norm, linear, _INT, _POINTER, _INT, _POINTER, _POINTER
         )
         self.experts = _typed(
             library.quire_experts, _INT, ctypes.POINTER(ExpertsCall), _INT, _POINTER, _POINTER, _POINTER, _POINTER

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.config import Quantization
 from quire.errors import ConfigError
-from quire.ops.fused_layers import DenseLayer, RoutedExperts
+from quire.ops.fused_layers import DenseLayer, RoutedExperts, RowNorm
 from quire.ops.gated import GatedLinear
 from quire.ops.interface import (
     Activation,
@@ -24,10 +24,10 @@ from quire.ops.interface import (
     StepStates,
 )
 from quire.ops.joined import pack_joined
-from quire.ops.native_attention import NativeStepAttention
-from quire.ops.native_dense import NativeDenseLayers, can_fuse
+from quire.ops.native_attention import NativeStepAttention, reads_cache
+from quire.ops.native_dense import NativeDenseLayers, NativeNormedLinear, can_fuse
 from quire.ops.native_experts import NativeExperts, can_fuse_experts
-from quire.ops.native_library import ACTIVATIONS, MAX_HEAD_DIM, TYPES, NativeLibrary
+from quire.ops.native_library import ACTIVATIONS, TYPES, NativeLibrary
 from quire.ops.native_linear import ExactNativeLinear, NativeLinear
 from quire.ops.quantized_weight import StoredWeight
 from quire.ops.reordered import ReorderedLinear
@@ -180,15 +180,18 @@ class NativeOps:
         return self._torch.step_states(batch, states)
 
     def step_attention(self, batch: AttentionBatch, kv: PagedKV) -> StepAttention:
-        """Attend natively, but for what kernels do not take: heads of over 256 values, odd ones, other dtypes."""
-        is_known = kv.data.dtype in (kv.dtype, torch.int8)
-        if kv.head_dim > MAX_HEAD_DIM or kv.head_dim % 2 or not is_known:
+        """Attend natively where the kernels can."""
+        if not reads_cache(kv):
             return self._torch.step_attention(batch, kv)
         return NativeStepAttention(self._library, batch, kv, self._is_deterministic)
 
     def fuse_layers(self, layers: Sequence[DenseLayer]) -> NativeDenseLayers | None:
         """Run the layers of steps of few rows in one call, where none of their products is torch's."""
-        return NativeDenseLayers(self._library, layers, self.step_attention) if can_fuse(layers) else None
+        return NativeDenseLayers(self._library, layers, self._is_deterministic) if can_fuse(layers) else None
+
+    def fuse_norm(self, norm: RowNorm, linear: Linear) -> NativeNormedLinear | None:
+        """Norm and multiply in one call, where the product is not torch's."""
+        return NativeNormedLinear(self._library, norm, linear) if isinstance(linear, NativeLinear) else None
 
     def fuse_experts(self, experts: RoutedExperts) -> NativeExperts | None:
         """Run the experts of a layer in one call, where none of their products is torch's."""

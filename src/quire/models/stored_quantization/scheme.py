@@ -55,7 +55,6 @@ class StoredQuantization(Protocol):
             UnsupportedModel: the layer is stored in a scheme that is not served.
             CheckpointError: the configuration contradicts the tensors.
         """
-        ...
 
     def weight(self, layer: str, tensor: TensorSource) -> LayerWeight:
         """Return the weight of a layer that has suffixes; codes are unpacked when they are read.
@@ -68,7 +67,6 @@ class StoredQuantization(Protocol):
             UnsupportedModel: the layer is stored in a scheme that is not served.
             CheckpointError: a tensor is missing, or of a wrong shape or dtype; the message names it.
         """
-        ...
 
 
 class LayerTensors:
