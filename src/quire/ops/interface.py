@@ -306,7 +306,7 @@ class Ops(Protocol):
 
         Args:
             weight: read before this returns, and not kept. One that is stored quantised keeps its values, and, unless
-                it is gated, its rows can be looked up.
+                it is gated or has plain parts, its rows can be looked up.
             min_bits: least number of bits that a plain weight may be rounded to.
             gate: the layer gives `gate` of its product, as the method of that name does with this activation: half as
                 many columns as the weight has rows; it is called without a residual.

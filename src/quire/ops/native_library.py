@@ -319,9 +319,12 @@ def _rounded_kernels(library: Any, name: WeightFormat) -> WeightKernels:
 
 def _quantized_kernels(library: Any, panel_columns: int) -> QuantizedKernels:
     return QuantizedKernels(
-        _typed(library.quire_form_of, _INT, _INT, _INT, _BOOL, _BOOL, _BOOL, returns=_INT),
+        _typed(library.quire_form_of, _INT, _INT, _INT, _BOOL, _BOOL, _INT, returns=_INT),
         _typed(library.quire_bytes_quantized, _INT, _INT, _INT, returns=_INT),
-        _typed(library.quire_pack_quantized, _INT, ctypes.POINTER(UnpackedRows), _INT, _INT, _POINTER),
+        _typed(
+            library.quire_pack_quantized,
+            *(_INT, ctypes.POINTER(UnpackedRows), _INT, _INT, _INT, _INT, _INT, _POINTER),
+        ),
         _typed(library.quire_linear_quantized, *_PRODUCT),
         _typed(library.quire_rows_quantized, *_LOOK_UP, returns=_BOOL),
         panel_columns,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from quire.ops.interface import (
     StepAttention,
     StepStates,
 )
+from quire.ops.joined import pack_joined
 from quire.ops.native_attention import NativeStepAttention, reads_cache
 from quire.ops.native_dense import NativeDenseLayers, NativeNormedLinear, can_fuse
 from quire.ops.native_experts import NativeExperts, can_fuse_experts
@@ -86,7 +88,7 @@ class NativeOps:
                 rows, would have to compute.
         """
         if isinstance(weight, StoredWeight):
-            return self._pack_stored(weight, bias, gate)
+            return self._pack_stored(weight, bias, min_bits, gate)
         chosen = weight_format(self._quantization, weight.shape[1], min_bits)
         if gate is not None and weight.shape[0] % self._library.panel_columns[chosen is not None]:
             # A panel would not have as many gates as other columns.
@@ -110,15 +112,17 @@ class NativeOps:
         linear = self._torch.pack_linear(weight, bias)
         return linear if gate is None else GatedLinear(linear, self.gate, gate)
 
-    def _pack_stored(self, weight: StoredWeight, bias: Tensor | None, gate: Activation | None) -> Linear:
+    def _pack_stored(self, weight: StoredWeight, bias: Tensor | None, min_bits: int, gate: Activation | None) -> Linear:
         """Pack for the kernels; leave forms without a kernel to torch."""
         if weight.input_order is not None:
-            return ReorderedLinear(self._pack_stored(weight.in_own_order(), bias, gate), weight.input_order)
+            return ReorderedLinear(self._pack_stored(weight.in_own_order(), bias, min_bits, gate), weight.input_order)
         kernels = self._library.quantized
-        if any(kernels.number_of(part.form) < 0 for part in weight.parts):
-            return self._torch.pack_linear(weight, bias, gate=gate)
         if gate is not None and (weight.num_forms > 1 or weight.shape[0] % kernels.panel_columns):
-            return GatedLinear(self._pack_stored(weight, bias, None), self.gate, gate)
+            return GatedLinear(self._pack_stored(weight, bias, min_bits, None), self.gate, gate)
+        if weight.has_plain:
+            return pack_joined(partial(self.pack_linear, min_bits=min_bits), weight, bias)
+        if any(kernels.number_of(part.form) < 0 for part in weight.quantized):
+            return self._torch.pack_linear(weight, bias, gate=gate)
         return ExactNativeLinear(kernels, self._memory, weight, bias, gate)
 
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
