@@ -32,7 +32,7 @@ from tests.models.gguf.writer import f32, write_gguf
 from tests.models.mtp import SlowHead, save_mtp_checkpoint
 
 SWAP = {"swap_space": 8 << 20, "preemption_mode": "swap"}
-SCARCE = {"num_kv_blocks": 12, "max_model_len": 96, "watermark": 0.0}
+SCARCE = {"num_kv_blocks": 24, "block_size": 4, "max_model_len": 96, "watermark": 0.0}
 Drafts = Callable[[tuple[int, ...], int], tuple[int, ...]]
 
 

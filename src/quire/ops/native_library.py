@@ -24,7 +24,7 @@ from quire.ops.weight_memory import WeightMemory
 
 FOLDER: Final = Path(__file__).parent / "native"
 # The number that `quire_interface_version` must return.
-INTERFACE_VERSION: Final = 22
+INTERFACE_VERSION: Final = 23
 # The best last. A processor that runs one runs those before it, except that some with AVX-512 lack AVX-VNNI.
 LEVELS: Final = ("portable", "avx2", "avx_vnni", "avx512", "avx512_bf16")
 # An environment variable with the best level to take, where that is not to be the processor's: for tests of the others.
@@ -212,8 +212,7 @@ class NativeLibrary:
         packed_types: the types of weights that it packs and multiplies faster than torch does.
         panel_columns: columns of a panel, of weights that are rounded (True) and of those that are not.
         attend, plan_attention, free_attention_plan, tokens_read, gate, prepare, rms_norm, dense_layers, experts,
-            keep_tokens:
-            the functions of the same names, with `quire_` before, of the sources.
+            normed_linear, keep_tokens: the functions of the same names, with `quire_` before, of the sources.
         plain: the kernels of weights that are not rounded.
         weight_kernels: the kernels of each format of rounded weights.
         quantized: the kernels of stored quantised weights.
@@ -251,6 +250,10 @@ class NativeLibrary:
         )
         self.dense_layers = _typed(
             library.quire_dense_layers, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _POINTER
+        )
+        norm, linear = ctypes.POINTER(NormScales), ctypes.POINTER(LinearCall)
+        self.normed_linear = _typed(
+            library.quire_normed_linear, _INT, norm, linear, _INT, _POINTER, _INT, _POINTER, _POINTER
         )
         self.experts = _typed(
             library.quire_experts, _INT, ctypes.POINTER(ExpertsCall), _INT, _POINTER, _POINTER, _POINTER, _POINTER
@@ -316,9 +319,12 @@ def _rounded_kernels(library: Any, name: WeightFormat) -> WeightKernels:
 
 def _quantized_kernels(library: Any, panel_columns: int) -> QuantizedKernels:
     return QuantizedKernels(
-        _typed(library.quire_form_of, _INT, _INT, _INT, _BOOL, _BOOL, _BOOL, returns=_INT),
+        _typed(library.quire_form_of, _INT, _INT, _INT, _BOOL, _BOOL, _INT, returns=_INT),
         _typed(library.quire_bytes_quantized, _INT, _INT, _INT, returns=_INT),
-        _typed(library.quire_pack_quantized, _INT, ctypes.POINTER(UnpackedRows), _INT, _INT, _POINTER),
+        _typed(
+            library.quire_pack_quantized,
+            *(_INT, ctypes.POINTER(UnpackedRows), _INT, _INT, _INT, _INT, _INT, _POINTER),
+        ),
         _typed(library.quire_linear_quantized, *_PRODUCT),
         _typed(library.quire_rows_quantized, *_LOOK_UP, returns=_BOOL),
         panel_columns,

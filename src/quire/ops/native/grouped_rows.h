@@ -110,7 +110,7 @@ inline int32_t short_start(int32_t value) {
   return int32_t(uint32_t(value - low) << 16 | (uint32_t(low) & 0xffff));
 }
 
-// Returns the number of rows up to which weights are unpacked as they are multiplied: codes of four bits cost the least.
+// Returns the number of rows up to which weights are unpacked as they are multiplied; codes of four bits cost least.
 template <typename Form>
 constexpr int packed_rows() {
   if (is_short<Form>()) return 12;

@@ -1,5 +1,5 @@
-// Linear layers whose weights are widened to floats as they are loaded: in registers for few rows and for tiles of rows of
-// bfloat16, for more rows of float16 in a piece by which all rows of a job are multiplied.
+// Linear layers whose weights are widened to floats as they are loaded: in registers for few rows and for tiles of rows
+// of bfloat16, for more rows of float16 in a piece by which all rows of a job are multiplied.
 #pragma once
 
 #include <memory>
@@ -219,14 +219,7 @@ template <typename T, typename PanelAt>
 void multiply_widened(const Operands& operands, int64_t num_rows, int64_t num_columns, int width, PanelAt panel_at) {
   // The values of x are needed for each panel, so they are widened once.
   const std::unique_ptr<float[]> rows(new float[num_rows * width]);
-  quire::in_parallel(num_rows, 16, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-      const T* from = static_cast<const T*>(operands.x) + row * operands.row_stride;
-      int step = 0;
-      for (; step + kLanes <= width; step += kLanes) store(&rows[row * width + step], load(from + step));
-      for (; step < width; ++step) rows[row * width + step] = widen(from[step]);
-    }
-  });
+  widen_rows(static_cast<const T*>(operands.x), operands.row_stride, num_rows, width, rows.get());
   in_blocks(num_columns, num_rows, [&](int64_t panel, int64_t first, int count) {
     alignas(64) float sums[kJobRows * kWeightPanel];
     std::fill_n(sums, count * kWeightPanel, 0.0f);
