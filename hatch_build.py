@@ -48,9 +48,16 @@ class Compiler(NamedTuple):
 # Stated, because some distributions' compilers assume a newer processor.
 _BASELINE = ("-march=x86-64",)
 _AVX2 = (*_BASELINE, "-mavx2", "-mfma", "-mf16c")
+_AVX_VNNI = (*_AVX2, "-mavxvnni")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 _AVX512_BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vnni")
-_X86_LEVELS = {"portable": _BASELINE, "avx2": _AVX2, "avx512": _AVX512, "avx512_bf16": _AVX512_BF16}
+_X86_LEVELS = {
+    "portable": _BASELINE,
+    "avx2": _AVX2,
+    "avx_vnni": _AVX_VNNI,
+    "avx512": _AVX512,
+    "avx512_bf16": _AVX512_BF16,
+}
 
 
 def levels_of(machine: str) -> list[Level]:

@@ -41,6 +41,14 @@ def test_an_error_ends_its_phase() -> None:
     assert watch.seconds == {"broken": 1.0, "whole": 1.0}
 
 
+def test_attributes_are_set_on_the_inner_part() -> None:
+    inner = Stopwatch(float)
+    timed = Timed(inner, timed=len)
+    timed.seconds = {"set": 1.0}
+    assert inner.seconds == {"set": 1.0}
+    assert timed.timed("ab") == 2
+
+
 def test_what_is_not_replaced_is_that_of_the_inner_part() -> None:
     timed = Timed([3, 1, 2], call=lambda text: text * 2, sort=lambda: "sorted")
     assert (timed.index(1), timed.sort(), timed("ab")) == (1, "sorted", "abab")

@@ -28,6 +28,7 @@ def test_a_job_finds_what_it_needs(model: Path, job: str) -> None:
     JOBS[job](model)
 
 
+@pytest.mark.slow
 def test_a_job_runs_in_a_process_of_its_own(model: Path) -> None:
     (row,) = measure(model, threads=1, runs=1, jobs=("int4",))
     assert row["job"] == "int4"

@@ -44,10 +44,10 @@ def test_a_file_and_its_fields(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_what_would_be_refused_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("model.safetensors", "config.json"):
         (tmp_path / name).write_bytes((locate("bundled") / name).read_bytes())
-    config = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    config = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": {"quant_method": "modelopt"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert main(["inspect", str(tmp_path)]) == 1
-    assert "would be refused: the checkpoint is quantised by the method 'fp8'" in capsys.readouterr().out
+    assert "would be refused: the checkpoint is quantised by the method 'modelopt'" in capsys.readouterr().out
 
 
 def test_what_is_no_checkpoint_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -245,7 +245,7 @@ def test_states_have_a_row_of_their_own(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["plan", model, "--memory", "16G"]) == 0
     shown = capsys.readouterr().out
     assert "80.00 KiB" in shown
-    assert "Weights: 2.18 GiB (an estimate: parameters x dtype)" in shown
+    assert "Weights: 2.18 GiB (an estimate from parameters and dtype)" in shown
 
 
 def test_every_layer_may_be_in_both_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

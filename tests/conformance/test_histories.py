@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def test_partial_hits(reference: Reference, block_size: int) -> None:
         for num_common in sorted({1, len(prompt) // 2, len(prompt) - 1} & {*range(1, len(prompt))}):
             other = prompt[:num_common] + [prompt[num_common] ^ 1] * block_size
             llm.reset_prefix_cache()
-            llm.generate([other], GREEDY, use_tqdm=False)
+            llm.generate([other], replace(GREEDY, max_tokens=1), use_tqdm=False)
             (output,) = llm.generate([prompt], GREEDY, use_tqdm=False)
             assert output.outputs[0].token_ids == expected
             # The snapshot before the end of the other prompt is of no use, unless it is where the two part.

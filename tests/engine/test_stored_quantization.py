@@ -151,7 +151,7 @@ def test_texts_are_near_those_of_the_values(name: str, kernels: str, tmp_path: P
 
 def test_a_method_that_is_not_served_is_refused_by_name(tmp_path: Path) -> None:
     tensors = load_file(locate("bundled") / "model.safetensors")
-    folder = save(tmp_path / "model", tensors, {"quantization_config": {"quant_method": "fp8"}})
-    with pytest.raises(ConfigError, match=r"method 'fp8'.* not served: 8-bit floating-point codes") as caught:
+    folder = save(tmp_path / "model", tensors, {"quantization_config": {"quant_method": "modelopt"}})
+    with pytest.raises(ConfigError, match=r"method 'modelopt'.* not served: its formats of 8-bit") as caught:
         LLM(str(folder), num_kv_blocks=64)
     assert caught.value.field == "quantization_config"

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.execution.sampling.beam_sampling import sample_beams
 from quire.execution.sampling.sampler import Sampler
 from quire.memory.results import NO_OPS
 from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, NewSequence, ScheduledSequence, StepPlan
@@ -44,7 +45,7 @@ def plan_of(
 def search(plan: StepPlan, logits: torch.Tensor) -> tuple[list[ItemResult], tuple[tuple[Candidate, ...], ...]]:
     sampler = Sampler(CPU)
     sampler.begin_step(plan)
-    return sampler.search(logits.clone(), plan.items, plan.beams)
+    return sample_beams(sampler, logits.clone(), plan.items, plan.beams)
 
 
 def slow_candidates(logits: torch.Tensor, scores: list[float], count: int) -> list[tuple[int, int, float]]:

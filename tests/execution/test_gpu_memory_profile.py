@@ -9,6 +9,7 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.config import StepCost
+from quire.execution.build import build_runner
 from quire.execution.gpu_memory_profile import (
     CONTEXTS,
     Items,
@@ -19,7 +20,6 @@ from quire.execution.gpu_memory_profile import (
     prefill_items,
     step_cost,
 )
-from quire.execution.runner import ModelRunner
 from quire.models.checkpoint import Checkpoint
 from quire.models.loading import load_decoder
 from tests.execution.test_runner import Tiny, tiny_qwen3
@@ -70,7 +70,7 @@ def test_short_sequences_leave_no_slope_to_be_seen() -> None:
 def test_the_steps_run(items: Items, tmp_path: Path) -> None:
     decoder = Tiny(tiny_qwen3, tmp_path).decoder
     groups = decoder.cache_groups
-    runner = ModelRunner.build(decoder, num_blocks=[2] * len(groups), block_size=4, device="cpu", dtype=torch.float32)
+    runner = build_runner(decoder, num_blocks=[2] * len(groups), block_size=4, device="cpu", dtype=torch.float32)
     for storage in runner._storages:
         storage.data.zero_()  # nobody wrote what the steps read: it could be NaN
     result = runner.execute(plan_of(items, LIMITS, len(groups)))

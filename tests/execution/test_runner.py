@@ -10,8 +10,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from quire.errors import WorkerError
-from quire.execution.executor import InProcessExecutor
-from quire.execution.runner import ModelRunner
+from quire.execution.build import build_runner
+from quire.execution.runner import InProcessExecutor, ModelRunner
 from quire.execution.sampling.logprobs import TILE_BYTES, rows_per_tile
 from quire.memory.results import NO_OPS, BlockCopy, MemoryOps
 from quire.models.checkpoint import Checkpoint
@@ -73,7 +73,7 @@ class Tiny:
         self.decoder = load_decoder(Checkpoint.open(str(folder)), device="cpu", dtype=torch.float32)
 
     def runner(self) -> ModelRunner:
-        return ModelRunner.build(self.decoder, num_blocks=[40], block_size=N, device="cpu", dtype=torch.float32)
+        return build_runner(self.decoder, num_blocks=[40], block_size=N, device="cpu", dtype=torch.float32)
 
     def greedy(self, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
         ids = torch.tensor([prompt])

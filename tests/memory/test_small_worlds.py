@@ -60,7 +60,7 @@ def test_every_command_in_every_state_with_resets(size: WorldSize, seen: Searche
 @pytest.mark.parametrize(
     ("size", "seen"),
     [
-        (WorldSize(2, 1, retention=1), Searched(568, 4615)),
+        pytest.param(WorldSize(2, 1, retention=1), Searched(568, 4615), marks=pytest.mark.slow),
         (WorldSize(1, 1, kinds=(Kind(), Kind("window", 1)), retention=1), Searched(106, 784)),
         pytest.param(WorldSize(2, 1, pins=1, retention=1), Searched(1062, 9671), marks=pytest.mark.slow),
     ],

@@ -53,6 +53,7 @@ EXPECTED: dict[str, tuple[list[tuple[str, int]], int]] = {
     "LFM2 8B A1B": ([("all", 6 * 2 * KIB)], 18 * 2 * 2048 * 2),
     # 48 heads of 32 x 128 in float32; three inputs of the heads and of two projections to 128.
     "Granite 4.0 H-350M": ([("all", 4 * KIB)], 28 * (48 * 32 * 128 * 4 + 3 * (1536 + 256) * 2)),
+    "Granite 4.0 H-Tiny": ([("all", 4 * 2 * KIB)], 36 * (48 * 64 * 128 * 4 + 3 * (3072 + 256) * 2)),
     # Every layer keeps both: 24 heads of 64 x 128, three inputs.
     "Falcon-H1 0.5B": ([("all", 36 * 512)], 36 * (24 * 64 * 128 * 4 + 3 * (1536 + 256) * 2)),
     # 16 matrices of 128 x 128 in float32; three inputs of 16 queries, 16 keys and 16 values of 128.

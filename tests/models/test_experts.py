@@ -224,12 +224,11 @@ def test_what_configurations_say_of_experts() -> None:
     assert read("Qwen3 30B A3B", norm_topk_prob=False).layers[0].ffn == Experts(128, 8, 768)
     sparse = read("Qwen3 30B A3B", num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3])
     assert [isinstance(layer.ffn, Experts) for layer in sparse.layers] == [False, True, False, False, False, True]
-    shared: dict[str, Any] = {"shared_width": 512, "shared_gate": True}
-    assert read("Qwen3.5 35B A3B").layers[0].ffn == Experts(256, 8, 512, renormalised=True, **shared)
+    shared = Experts(256, 8, 512, renormalised=True, shared_width=512, shared_gate=True)
+    assert read("Qwen3.5 35B A3B").layers[0].ffn == shared
     lfm2 = read("LFM2 8B A1B")
     assert [isinstance(layer.ffn, GatedMLP) for layer in lfm2.layers[:3]] == [True, True, False]
-    scores: dict[str, Any] = {"scoring": "sigmoid", "renormalised": True, "choice_bias": True, "sum_eps": 1e-6}
-    assert lfm2.layers[2].ffn == Experts(32, 4, 1792, **scores)
+    assert lfm2.layers[2].ffn == Experts(32, 4, 1792, "sigmoid", renormalised=True, choice_bias=True, sum_eps=1e-6)
     beside = read("Gemma 4 26B A4B").layers[29].ffn
     assert beside.mlp == GatedMLP(2112, activation="gelu_tanh")
     assert (beside.experts.num_experts, beside.experts.num_chosen, beside.experts.width) == (128, 8, 704)

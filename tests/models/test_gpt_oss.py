@@ -12,6 +12,7 @@ from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from quire.cli.main import main
 from quire.errors import CheckpointError, ConfigError, UnsupportedModel
 from quire.models.checkpoint import Checkpoint
 from quire.models.decoder import Decoder
@@ -156,6 +157,16 @@ def test_inspection(written: Written) -> None:
     assert (in_blocks.num_layers, in_blocks.width, in_blocks.vocab_size) == (NUM_LAYERS, WIDTH, 211)
     num_values = NUM_LAYERS * NUM_EXPERTS * 3 * WIDTH * INNER
     assert plain.num_bytes - in_blocks.num_bytes == num_values * 4 - num_values * 17 // 32
+
+
+def test_a_plan_takes_experts_as_they_are_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """13.8 GB of weights, where all of them in bfloat16 would not fit."""
+    (tmp_path / "config.json").write_text(json.dumps(GPT_OSS))
+    assert main(["plan", str(tmp_path / "config.json"), "--memory=24GiB", "--json"]) == 0
+    weights_bytes = json.loads(capsys.readouterr().out)["weights_bytes"]
+    num_experts = 24 * 32 * 3 * 2880**2
+    assert num_experts * 9 // 16 < weights_bytes < 14.5e9
+    assert 2 * num_experts > 24 << 30
 
 
 def test_a_stack_of_another_shape_is_refused(written: Written, tmp_path: Path) -> None:

@@ -111,6 +111,7 @@ def test_shards_give_what_one_file_gives(folder: Path) -> None:
 
 
 @pytest.mark.skipif(not MAPS.exists(), reason="this system does not tell what a process has mapped")
+@pytest.mark.pairwise
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

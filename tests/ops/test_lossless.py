@@ -19,7 +19,7 @@ from tests.ops.backends import LIBRARIES
 from tests.ops.world import randn
 
 CPU = torch.device("cpu")
-LEVELS = ("avx2", "avx512", "avx512_bf16")
+LEVELS = ("avx2", "avx_vnni", "avx512", "avx512_bf16")
 BLOCK = 64 * 32
 
 

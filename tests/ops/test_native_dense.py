@@ -186,6 +186,22 @@ def test_fused_layers_give_the_bits_of_the_layers(level: str, weights: str) -> N
             check(layers, model, [caches.step(spans)] * 2)
 
 
+@pytest.mark.parametrize("weights", FORMATS)
+@pytest.mark.parametrize("level", NATIVE_LEVELS)
+@torch.inference_mode()
+def test_a_norm_and_a_product_in_one_call_give_the_bits_of_two(level: str, weights: str) -> None:
+    ops = native_ops(level, weights)
+    for seed, dtype in enumerate((torch.float32, torch.bfloat16)):
+        weight = randn(1000 + seed, WIDTH, dtype=torch.bfloat16, seed=seed)
+        linear = ops.pack_linear(weight, randn(1000 + seed, dtype=torch.bfloat16, seed=seed + 2) if seed else None)
+        norm = RowNorm(randn(WIDTH, dtype=dtype, seed=seed + 4), 1e-6)
+        both = ops.fuse_norm(norm, linear)
+        assert both is not None
+        for num_rows in (1, 3, 40):
+            x = randn(num_rows, 2 * WIDTH, dtype=torch.bfloat16, seed=num_rows)[:, WIDTH:]  # rows that lie apart
+            assert torch.equal(both(x), linear(ops.rms_norm(x, *norm)))
+
+
 @pytest.fixture
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     """Set the number of torch threads."""
@@ -267,3 +283,5 @@ def test_torch_products_and_uneven_heads_are_not_fused() -> None:
     assert ops.fuse_layers(odd) is None
     more_heads = first._replace(attention=first.attention._replace(num_heads=2 * HEADS))
     assert ops.fuse_layers([more_heads, *others]) is None
+    product = ops.pack_linear(randn(8, WIDTH - 1, dtype=torch.bfloat16, seed=0))  # rows that no kernel takes
+    assert ops.fuse_norm(first.mixer_norm, product) is None

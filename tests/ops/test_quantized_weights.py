@@ -41,6 +41,11 @@ FORMS = {
     "w8a16 asymmetric": WeightForm(8, 32, "bfloat16", has_zero_points=True),
 }
 
+FLOAT8 = {
+    "float8 of 16": WeightForm(8, 16, "float32", levels="e4m3"),
+    "float8 of 32": WeightForm(8, 32, "float32", levels="e4m3"),
+}
+
 
 @pytest.fixture(autouse=True)
 def inference() -> Iterator[None]:
@@ -58,8 +63,10 @@ def random_weight(form: WeightForm, num_rows: int, width: int, seed: int = 0) ->
     num_groups = width // form.group
     codes = integers(0, 1 << form.bits, num_rows, width).to(torch.uint8)
     codes[0], codes[-1, : width // 2] = 0, (1 << form.bits) - 1
+    if form.levels == "e4m3":
+        codes[(codes & 127) == 127] = 126
     mins = zeros = super_scales = super_mins = None
-    dtype = torch.bfloat16 if form.scale == "bfloat16" else torch.float16
+    dtype = torch.float16 if form.scale == "two_level" else getattr(torch, form.scale)
     if form.scale == "two_level":
         scales = integers(-32 if not form.has_mins else 0, 64, num_rows, num_groups).to(torch.int8)
         super_scales = (torch.rand(num_rows, width // 256, generator=generator) * 1e-3).half()
@@ -150,16 +157,25 @@ def test_rows_get_the_same_bits_in_every_batch(backend: Backend) -> None:
             assert torch.equal(linear(x[start:stop]), whole[start:stop])
 
 
-def test_a_part_of_a_weight_and_weights_joined() -> None:
+def test_rows_of_a_weight_in_another_order() -> None:
     weight = random_weight(FORMS["q4_k"], 50, 256)
-    parts = [weight.rows(slice(30, 50)), weight.rows(torch.tensor([4, 1])), weight.rows(slice(0, 1))]
-    joined = QuantizedWeight.joined(parts)
-    order = torch.tensor([*range(30, 50), 4, 1, 0])
-    assert joined.shape == (23, 256)
-    assert torch.equal(joined.dequantize(), weight.dequantize(order))
-    ids = torch.tensor([22, 0, 20, 20, 3, 21])
-    assert torch.equal(joined.dequantize(ids), weight.dequantize(order[ids]))
-    assert torch.equal(joined.dequantize(slice(18, 22)), weight.dequantize(order[18:22]))
+    order = torch.tensor([41, 3, 3, 0, 49])
+    part = weight.rows(order)
+    assert part.shape == (5, 256)
+    assert torch.equal(part.dequantize(), weight.dequantize(order))
+    assert torch.equal(part.rows(slice(1, 4)).dequantize(), weight.dequantize(order[1:4]))
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+@pytest.mark.parametrize("name", ["w4a16", "awq", "gptq of eight bits", "float8 of 16", "float8 of 32"])
+@pytest.mark.parametrize("width", [32, 96, 160])
+def test_widths_that_fill_no_vector_of_words(backend: Backend, name: str, width: int) -> None:
+    """The last groups of a row are packed by themselves, and so are parts that begin within a vector of columns."""
+    weight = random_weight((FORMS | FLOAT8)[name], 150, width)
+    parts = (weight.rows(slice(0, 5)), weight.rows(slice(5, 91)), weight.rows(slice(91, 150)))
+    linear = backend.make().pack_linear(StoredWeight(parts, torch.float32))
+    assert isinstance(linear, KeepsRows)
+    assert torch.equal(linear.rows(torch.arange(150)), weight.dequantize())
 
 
 def test_rows_of_parts_of_several_forms() -> None:

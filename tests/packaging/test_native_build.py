@@ -35,6 +35,9 @@ extern "C" __attribute__((visibility("default"))) const char* features() {
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
     " avx2"
 #endif
+#if defined(__AVXVNNI__)
+    " avx_vnni"
+#endif
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
     " avx512"
 #endif
@@ -50,6 +53,7 @@ extern "C" __attribute__((visibility("default"))) const char* features() {
 FEATURES = {
     "portable": "",
     "avx2": " sse4.2 avx2",
+    "avx_vnni": " sse4.2 avx2 avx_vnni",
     "avx512": " sse4.2 avx2 avx512",
     "avx512_bf16": " sse4.2 avx2 avx512 avx512_bf16",
 }

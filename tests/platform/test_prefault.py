@@ -13,9 +13,7 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from quire.memory.results import TableDelta
-from quire.platform.prefault import LEAST_AHEAD, PIECE_BYTES, Prefaulter
-from quire.scheduling.plan import ScheduledSequence
+from quire.platform.prefault import LEAST_AHEAD, PIECE_BYTES, CacheUse, Prefaulter
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages are asked for on Linux")
 
@@ -40,10 +38,6 @@ def wait_for(is_so: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def item(*block_ids: int, group_idx: int = 0) -> ScheduledSequence:
-    return ScheduledSequence(0, 0, (1,), (TableDelta(group_idx, 0, block_ids),), 1, None)
-
-
 @pytest.fixture
 def views() -> tuple[torch.Tensor, torch.Tensor]:
     """Return the views of two groups, the second's blocks half as large."""
@@ -54,46 +48,45 @@ def views() -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_as_much_is_ready_as_is_in_use_and_a_little_at_first(views: tuple[torch.Tensor, torch.Tensor]) -> None:
     memory = views[0]
-    prefaulter = Prefaulter(views)
+    use = CacheUse(2)
+    prefaulter = Prefaulter(views, use)
     wait_for(lambda: prefaulter.ready_bytes >= LEAST_AHEAD)
     assert LEAST_AHEAD - PIECE_BYTES <= resident(memory) <= LEAST_AHEAD + PIECE_BYTES
     memory[:10] = 7
-    prefaulter.begin([item(3, 9, 4), item(199, group_idx=1)])
-    prefaulter.end()
+    use.highest_blocks[:] = 9, 199
     wait_for(lambda: prefaulter.ready_bytes >= 200 * MIB)  # 100 in use
     assert 200 * MIB - 100 * MIB <= resident(memory) <= 200 * MIB + PIECE_BYTES
     assert (memory[:10] == 7).all()
-    prefaulter.begin([item(NUM_BLOCKS - 1)])
-    prefaulter.end()
-    prefaulter.begin([])
-    prefaulter.end()
-    assert prefaulter.ready_bytes <= NUM_BLOCKS * MIB
+    use.highest_blocks[0] = NUM_BLOCKS - 1
+    wait_for(lambda: prefaulter.ready_bytes == NUM_BLOCKS * MIB)
 
 
 def test_nothing_is_asked_for_while_a_step_goes_on(views: tuple[torch.Tensor, torch.Tensor]) -> None:
-    prefaulter = Prefaulter(views)
+    use = CacheUse(2)
+    prefaulter = Prefaulter(views, use)
     wait_for(lambda: prefaulter.ready_bytes >= LEAST_AHEAD)
-    prefaulter.begin([item(99)])
+    use.is_stepping, use.num_steps = True, 1
+    use.highest_blocks[0] = 99
     before = prefaulter.ready_bytes
-    time.sleep(0.5)
+    time.sleep(0.8)
     assert prefaulter.ready_bytes == before
-    prefaulter.end()
+    use.is_stepping = False
     wait_for(lambda: prefaulter.ready_bytes >= 200 * MIB)
 
 
 def test_it_ends_with_the_cache(views: tuple[torch.Tensor, torch.Tensor]) -> None:
-    prefaulter = Prefaulter(views)
+    prefaulter = Prefaulter(views, CacheUse(2))
     asking = prefaulter._range
     del prefaulter
     before = asking.ready
-    time.sleep(0.3)
+    time.sleep(0.5)
     assert asking.ready == before < LEAST_AHEAD
 
 
 def test_small_caches_and_other_devices_have_none(views: tuple[torch.Tensor, torch.Tensor]) -> None:
-    assert Prefaulter.of([views[0][:10]]) is None
-    assert Prefaulter.of([torch.empty(NUM_BLOCKS, MIB, dtype=torch.uint8, device="meta")]) is None
-    assert Prefaulter.of(views) is not None
+    assert Prefaulter.of([views[0][:10]], CacheUse(1)) is None
+    assert Prefaulter.of([torch.empty(NUM_BLOCKS, MIB, dtype=torch.uint8, device="meta")], CacheUse(1)) is None
+    assert Prefaulter.of(views, CacheUse(2)) is not None
 
 
 def test_an_engine_has_its_next_blocks_ready() -> None:

@@ -18,16 +18,13 @@ from quire.quantization.calibration_text import read_sequences
 from quire.quantization.linear_layers import linear_weights
 from quire.quantization.paged_rows import run_sequences
 from quire.quantization.rounding import Scheme
-from tests.conformance.checkpoints import ragged_prompts, save_checkpoint
+from tests.conformance.checkpoints import FAMILIES, ragged_prompts, save_checkpoint
 
 EIGHT = Scheme(8, 16, True, torch.float32)
-FAMILIES = [
-    "llama3",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "lfm2", "gemma3", "falcon-h1")),
-]
+SLOW = ("qwen3", "lfm2", "gemma3", "falcon-h1")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama3", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_layers_alone_give_what_the_whole_model_gives(family: str, tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(str(save_checkpoint(family, tmp_path)))
     spec, weight_map = build(checkpoint.config)
@@ -42,8 +39,15 @@ def test_layers_alone_give_what_the_whole_model_gives(family: str, tmp_path: Pat
     torch.testing.assert_close(calibration._rounded, whole, rtol=1e-4, atol=1e-4)
 
 
-def test_a_quantised_model_gives_what_calibration_saw(tmp_path: Path) -> None:
-    checkpoint = Checkpoint.open(str(save_checkpoint("llama3", tmp_path)))
+@pytest.mark.parametrize(
+    ("family", "num_matrices"), [("llama3", 7), pytest.param("mixtral", 16, marks=pytest.mark.slow)]
+)
+def test_a_quantised_model_gives_what_calibration_saw(
+    family: str, num_matrices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": True}
+    monkeypatch.setitem(FAMILIES, "mixtral", ("Mixtral", {**FAMILIES["llama2"][1], **experts}))
+    checkpoint = Checkpoint.open(str(save_checkpoint(family, tmp_path)))
     spec, weight_map = build(checkpoint.config)
     sequences = ragged_prompts()
     calibration = Calibration(spec, weight_map, TensorReader(checkpoint), sequences)
@@ -54,7 +58,7 @@ def test_a_quantised_model_gives_what_calibration_saw(tmp_path: Path) -> None:
         for idx in range(len(spec.layers))
         for name, matrix in calibration.quantize_layer(idx, weights, scheme)
     }
-    assert len(found) == 7 * len(spec.layers)
+    assert len(found) == num_matrices * len(spec.layers)
     reader = TensorReader(checkpoint)
     plain = {name: reader.read(name) for name in checkpoint.tensors if name not in found}
     folder = tmp_path / "quantised"

@@ -108,7 +108,7 @@ class Auditor:
             assert planned[0] == before.running[0].seq_id, "the first in order does not go on"
         elif before.running:
             assert scheduler.running[0].key < before.running[0].key, "the first in order lost its memory for nobody"
-        self._check_lockstep(set(planned), plan)
+        self._check_lockstep(set(planned), plan, set(before.running))
         for sequence in before.running:
             is_left_out = sequence in still_running and sequence.seq_id not in planned
             if sequence.num_pending == 1 and is_left_out and not sequence.is_beam:
@@ -134,8 +134,14 @@ class Auditor:
             samples = sequence.request.sequences
             assert all(s.status is not SequenceStatus.RUNNING for s in samples), "a family was torn apart"
 
-    def _check_lockstep(self, planned: set[int], plan: StepPlan) -> None:
-        """All beams of a search are in a step, as one group, or none is; and none only where blocks are lacking."""
+    def _check_lockstep(self, planned: set[int], plan: StepPlan, ran: set[Sequence]) -> None:
+        """All beams of a search are in a step, as one group, or none is.
+
+        None is only where blocks are lacking, or where the beams were swapped in and the step has no tokens left.
+
+        Args:
+            ran: sequences that were running before the step was planned.
+        """
         memory, groups = self.scheduler.memory, {group.seq_ids: group for group in plan.beams}
         for request in self._running():
             beams = [sequence for sequence in self.scheduler.running if sequence.request is request]
@@ -144,6 +150,8 @@ class Auditor:
                 continue
             if planned & set(seq_ids):
                 assert groups[seq_ids].scores == tuple(request.search.scores[b.sample_idx] for b in beams)  # type: ignore[union-attr]
+                continue
+            if ran.isdisjoint(beams):
                 continue
             needs = [0] * len(memory.groups)
             for idx, group in enumerate(memory.groups):

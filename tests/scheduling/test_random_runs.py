@@ -115,6 +115,21 @@ def test_tokens_do_not_depend_on_memory_budget_policy_or_company(jobs: list[Job]
         assert agrees(job, samples, expected)
 
 
+def test_beams_that_are_swapped_in_may_wait_for_tokens_of_a_later_step() -> None:
+    """A run that hypothesis found: two beams come back while one token of the limit beside decodes is left."""
+    jobs = [
+        Job(prompt=(0, 0), max_tokens=2, beam_width=2, priority=1),
+        Job(prompt=(0, 0, 0), max_tokens=4),
+        Job(prompt=(0,), max_tokens=1, arrives_at=6),
+        Job(prompt=(0,) * 5, max_tokens=1, arrives_at=11),
+        Job(prompt=(*[0] * 12, 1, 0), max_tokens=4, n=3, cache_salt="tenant"),
+    ]
+    limits = Setting(num_blocks=22, block_size=2, budget=5, max_num_seqs=5, chunk_tokens=1)
+    outcome = run(jobs, replace(limits, policy="priority", host_blocks=1))
+    assert outcome.outputs == undisturbed(jobs)
+    assert outcome.scheduler.stats.num_swaps > 0
+
+
 def found_slowly(job: Job, seed: int) -> list[list[int]]:
     """Return what a search on lists finds, by the same log probabilities."""
     assert job.beam_width is not None

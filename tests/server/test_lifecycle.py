@@ -165,6 +165,7 @@ def test_shutdown_ends_unfinished_streams_with_an_error(folder: Path, tmp_path: 
         assert "Traceback" not in (tmp_path / "log").read_text()
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once(folder: Path, tmp_path: Path) -> None:
     with (
         running(folder, tmp_path / "log", *FLAGS, "--drain-timeout", "600") as server,
@@ -211,6 +212,7 @@ def hangups(handler: signal.Handlers) -> Iterator[None]:
         signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.slow
 def test_a_hangup_stops_the_server_like_a_signal(folder: Path, tmp_path: Path) -> None:
     with (
         hangups(signal.SIG_DFL),

@@ -56,6 +56,7 @@ def test_an_answer_that_is_being_read_is_waited_for(
         assert "ERROR" not in server.log.read_text()
 
 
+@pytest.mark.slow
 def test_connections_end_behind_their_answers_once_the_server_stops(folder: Path, tmp_path: Path) -> None:
     with running(folder, tmp_path / "log", *FLAGS, "--drain-timeout", "600") as server:
         with server.http.stream("POST", "/v1/completions", json={**STREAM, "max_tokens": 1000}) as response:
@@ -95,6 +96,7 @@ def test_probes_do_not_keep_a_server_from_stopping(folder: Path, tmp_path: Path)
         assert "timeout graceful shutdown exceeded" not in server.log.read_text()
 
 
+@pytest.mark.slow
 def test_a_server_whose_task_has_failed_says_so_and_ends_with_an_error(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

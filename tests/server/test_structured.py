@@ -171,6 +171,7 @@ def test_what_is_known_but_not_supported_says_so(server: ServerProcess, field: s
     assert check_form(answer.text, 400)["code"] == "unsupported_feature"
 
 
+@pytest.mark.slow
 def test_bombs_are_refused_and_the_server_goes_on(strict_server: ServerProcess) -> None:
     with ThreadPoolExecutor(4) as pool:
         bomb = {"prompt": "a", "guided_json": TIME_BOMB}

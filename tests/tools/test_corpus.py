@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from tools.bundled_model.calibration import lines
 from tools.bundled_model.chats import ASKERS, Pair, ask
 from tools.bundled_model.corpus import ASSISTANT, BOS, END, EOS, SPECIALS, USER, documents
 from tools.bundled_model.more_plots import PLOTS
@@ -22,6 +23,11 @@ from tools.bundled_model.story_chats import chat, memory_chat, story_request
 
 BUNDLED = Path(__file__).resolve().parents[2] / "src" / "quire" / "bundled"
 LIMIT = 8_000_000
+
+
+def test_the_text_of_calibration_is_what_its_script_writes() -> None:
+    stored = (BUNDLED / "calibration.jsonl").read_text(encoding="utf-8").splitlines()
+    assert stored == [*lines()]
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from quire.bench.workloads import BenchRequest, Workload
 from quire.config import CACHE_DTYPES, EngineConfig, ResolvedConfig
 from quire.engine.engine import Engine
 from quire.engine.startup.loading import load
+from quire.engine.startup.wrappers import Wrappers
 from quire.errors import WorkerError
 from quire.ops.interface import Ops
 from quire.sequences.params import SamplingParams
@@ -92,8 +93,9 @@ class EngineBench:
         self._device = torch.device("cpu")
         self._measure_rates = probe
         self._observer = Observer(Stopwatch(self._clock), is_close=profile)
-        self._engine: Engine = load(config, wrap_ops=self._observer.ops, wrap_decoder=self._observer.decoder).engine
-        self._observer.engine(self._engine)
+        observer = self._observer
+        wrap = Wrappers(observer.ops, observer.decoder, observer.scheduler, observer.executor)
+        self._engine: Engine = load(config, wrap=wrap).engine
         # The clock of a GPU engine waits for the device, so that phases do not overlap.
         self._device = torch.device(self._engine.config.device)
         self._step = self._observer.watch.timed(OUTPUT, self._engine.step)

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from quire.bench.roofline import StepItem
-from quire.engine.engine import Engine
+from quire.execution.executor import Executor
 from quire.models.decoder import Decoder
 from quire.ops.interface import AttentionBatch, Linear, Ops, PagedKV, PagedStates, StateBatch
 from quire.scheduling.plan import StepPlan
+from quire.scheduling.scheduler import Scheduler
 
 PLANNING, BATCH, LAYERS, LINEAR, ATTENTION, RECURRENCE, HEAD, SAMPLING, ADVANCING, OUTPUT = (
     "planning",
@@ -74,19 +75,19 @@ class Timed:
     """A proxy of an object with some methods replaced.
 
     Args:
-        inner: object to which all else is delegated.
+        inner: object to which all else is delegated; attributes are set there.
         call: replacement of `__call__`; None where the object is not callable.
         methods: replacements of methods, by name.
     """
 
     def __init__(self, inner: Any, call: Callable[..., Any] | None = None, **methods: Callable[..., Any]) -> None:
-        self._inner = inner
-        self._call = call
-        for name, method in methods.items():
-            setattr(self, name, method)
+        vars(self).update(methods, _inner=inner, _call=call)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._inner, name, value)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         assert self._call is not None
@@ -155,10 +156,19 @@ class Observer:
         )
         return made  # type: ignore[no-any-return]
 
-    def engine(self, engine: Engine) -> None:
-        """Replace the engine's scheduler and executor by timed ones."""
+    def scheduler(self, scheduler: Scheduler) -> Scheduler:
+        """Return the scheduler with timers."""
         timed = self.watch.timed
-        scheduler, execute = engine.scheduler, timed(BATCH, engine.executor.execute)
+        made: Any = Timed(
+            scheduler,
+            plan=timed(PLANNING, scheduler.plan),
+            update_from_results=timed(ADVANCING, scheduler.update_from_results),
+        )
+        return made  # type: ignore[no-any-return]
+
+    def executor(self, executor: Executor) -> Executor:
+        """Return the executor with a timer, which records the items of each step."""
+        execute = self.watch.timed(BATCH, executor.execute)
 
         def record_and_execute(plan: StepPlan) -> Any:
             self.steps.append(
@@ -169,13 +179,8 @@ class Observer:
             )
             return execute(plan)
 
-        timed_executor: Any = Timed(engine.executor, execute=record_and_execute)
-        timed_scheduler: Any = Timed(
-            scheduler,
-            plan=timed(PLANNING, scheduler.plan),
-            update_from_results=timed(ADVANCING, scheduler.update_from_results),
-        )
-        engine.executor, engine.scheduler = timed_executor, timed_scheduler
+        made: Any = Timed(executor, execute=record_and_execute)
+        return made  # type: ignore[no-any-return]
 
 
 def _all_timed(timed: Callable[..., Any], phase: str, part: Any, *names: str) -> Timed:

@@ -99,7 +99,7 @@ def _lines(plan: MemoryPlan) -> Iterator[str]:
     if sum(group.bytes_per_token is not None for group in plan.groups) > 1:
         yield f"A token takes {_size(plan.bytes_per_token)} in all groups together."
     if plan.weights_bytes is not None:
-        source = "an estimate: parameters x dtype" if plan.is_weights_estimate else "as given or stored"
+        source = "an estimate from parameters and dtype" if plan.is_weights_estimate else "as given or stored"
         yield f"Weights: {_size(plan.weights_bytes)} ({source})."
     if plan.arena_bytes is None:
         yield "Give --memory or --kv-cache-memory-bytes to see how many sequences fit."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,14 @@ if TYPE_CHECKING:
 
 FOLDERS = ("int4", "int8")
 FILES = ("f32", "f16", "bf16", "q8_0", "q6_k", "q5_k", "q5_1", "q5_0", "q4_k", "q4_k_m", "q4_1", "q4_0")
+# Options of int4 by their names in `QuantizeOptions`.
+INT4_OPTIONS = {
+    "group_size": "--group-size",
+    "symmetric": "--asymmetric",
+    "method": "--method",
+    "calibration": "--calibration",
+    "calibration_tokens": "--calibration-tokens",
+}
 
 
 def register(subparsers: Subparsers) -> None:
@@ -35,56 +44,47 @@ def register(subparsers: Subparsers) -> None:
         choices=("auto", "bfloat16", "float16", "float32"),
         help="dtype of scales and of what int4 and int8 leave; that of the checkpoint by default",
     )
-    group = parser.add_argument_group("int4 options")
-    group.add_argument(
-        "--group-size", type=int, default=32, choices=(32, 64, 128), help="number of inputs that share a scale"
-    )
-    group.add_argument("--asymmetric", action="store_true", help="a zero point for each scale")
-    group.add_argument(
-        "--method", default="calibrated", choices=("calibrated", "rounded"), help="rounded takes the nearest codes"
-    )
-    group.add_argument(
+    # Options that are not given are absent: they are refused for other forms.
+    add = partial(parser.add_argument_group("int4 options").add_argument, default=argparse.SUPPRESS)
+    add("--group-size", type=int, choices=(32, 64, 128), help="number of inputs that share a scale; 32 by default")
+    add("--asymmetric", action="store_false", dest="symmetric", help="a zero point for each scale")
+    add("--method", choices=("calibrated", "rounded"), help="calibrated by default; rounded takes the nearest codes")
+    add(
         "--calibration",
         type=Path,
         metavar="FILE",
         help='text to calibrate on, a document a line; of .jsonl, each line has "text" or "messages". By default, '
         "plain English that comes along",
     )
-    group.add_argument(
-        "--calibration-tokens", type=int, default=32768, metavar="N", help="most tokens of the text that are used"
-    )
+    add("--calibration-tokens", type=int, metavar="N", help="most tokens of the text that are used; 32768 by default")
     parser.set_defaults(handler=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
-    if args.to != "int4" and (args.calibration is not None or args.asymmetric):
-        raise ConfigError(f"--calibration and --asymmetric are for int4, not for {args.to}", field="to")
+    given = {name: value for name, value in vars(args).items() if name in INT4_OPTIONS}
+    for name in given:
+        flag = INT4_OPTIONS[name]
+        if args.to != "int4":
+            raise ConfigError(f"{flag} is for int4, not for {args.to}", field=name)
+        if given.get("method") == "rounded" and name.startswith("calibration"):
+            raise ConfigError(f"--method rounded takes no {flag}", field=name)
+    if given.get("calibration_tokens", 1) < 1:
+        raise ConfigError(f"--calibration-tokens must be at least 1, got {given['calibration_tokens']}")
     if args.to in FILES and args.dtype != "auto":
         raise ConfigError(f"--dtype is for int4 and int8; {args.to} has types of its own", field="dtype")
-    if args.method == "rounded" and args.calibration is not None:
-        raise ConfigError("--method rounded takes no --calibration", field="method")
-    if args.calibration_tokens < 1:
-        raise ConfigError(f"--calibration-tokens must be at least 1, got {args.calibration_tokens}")
 
     from rich.console import Console
     from rich.progress import Progress
 
     from quire.quantization.quantize import QuantizeOptions, quantize
 
-    options = QuantizeOptions(
-        to=args.to,
-        method=args.method,
-        group_size=args.group_size,
-        symmetric=not args.asymmetric,
-        dtype=args.dtype,
-        calibration=args.calibration,
-        calibration_tokens=args.calibration_tokens,
-    )
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
+    options = QuantizeOptions(to=args.to, dtype=args.dtype, **given)
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("Quantizing", total=None)
         quantize(
             args.model, args.out, options, args.revision, lambda done, all: bar.update(task, completed=done, total=all)
         )
+    files = [args.out] if args.out.is_file() else [*args.out.iterdir()]
+    print(f"{args.out}: {sum(path.stat().st_size for path in files):,} bytes")
     return 0

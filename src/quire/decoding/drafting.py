@@ -21,19 +21,15 @@ class Drafter(Protocol):
             sequence: decoding sequence; all of its tokens but the last are computed.
             limit: maximum number of tokens to return, at least 1.
         """
-        ...
 
     def record(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """Record the result of a verification: the numbers of verified and of accepted drafts."""
-        ...
 
     def forget(self, sequence: Sequence) -> None:
         """Release the state of a sequence that has ended; its output may serve others of its namespace."""
-        ...
 
     def reset(self) -> None:
         """Discard the outputs of sequences that have ended."""
-        ...
 
 
 class ModelDrafter:

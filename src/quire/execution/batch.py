@@ -14,6 +14,7 @@ from torch import Tensor
 from quire.models.decoder import OutputRows
 from quire.models.spec import StateCacheShape, TokenCacheShape
 from quire.ops.interface import AttentionBatch, StateBatch
+from quire.platform.prefault import CacheUse
 from quire.scheduling.plan import ScheduledSequence, StepPlan, TableDelta
 
 
@@ -64,6 +65,9 @@ class BatchBuilder:
         device: where the tensors go; they are made on the CPU.
         cache: cache of the layers of each group. Entries of tokens out of the window, or in an earlier chunk, are not
             read and may be the null block. Of a group of states only the last entry is read.
+
+    Attributes:
+        use: use of the cache so far.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class BatchBuilder:
         self._is_cpu = self._device.type == "cpu"
         self._caches = tuple(cache)
         self._tables: dict[int, tuple[BlockTable, ...]] = {}
+        self.use = CacheUse(len(self._caches))
 
     def build(self, plan: StepPlan) -> Batch:
         """Follow a plan, and lay its items out as one batch."""
@@ -146,6 +151,8 @@ class BatchBuilder:
             tables = self._tables[item.seq_id]
             for delta in item.table_deltas:
                 tables[delta.group_idx].change(delta)
+                highest = self.use.highest_blocks
+                highest[delta.group_idx] = max((highest[delta.group_idx], *delta.block_ids))
 
     def _attention(
         self,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from quire.config import StepCost
-from quire.execution.runner import ModelRunner
+from quire.execution.build import build_runner
 from quire.memory.results import NO_OPS
 from quire.models.decoder import Decoder
 from quire.scheduling.plan import NewSequence, ScheduledSequence, StepPlan, TableDelta
@@ -123,7 +123,7 @@ def _peak_bytes(
     device = torch.device("cuda")
     num_groups = sum(len(each.cache_groups) for each in (decoder, draft) if each)
     num_blocks = [2] * num_groups
-    runner = ModelRunner.build(
+    runner = build_runner(
         decoder,
         num_blocks=num_blocks,
         block_size=limits.block_size,

@@ -1,4 +1,4 @@
-"""The model runner: obeys one plan at a time, on one device."""
+"""The model runner, which obeys one plan at a time on one device, and the executor that calls it in its own process."""
 
 from __future__ import annotations
 
@@ -7,32 +7,23 @@ from collections.abc import Sequence
 
 import torch
 
+from quire.errors import WorkerError
 from quire.execution.batch import BatchBuilder, end_rows
 from quire.execution.block_copies import BlockCopier
 from quire.execution.draft_model import DraftModel, with_drafts
 from quire.execution.embeddings import MultimodalEmbeddings
-from quire.execution.kv_storage import Storage, make_storages
+from quire.execution.kv_storage import Storage
 from quire.execution.mtp_drafter import MTPDrafter
-from quire.execution.sampling.logprobs import measure, rows_per_tile
+from quire.execution.sampling.beam_sampling import sample_apart, sample_beams
+from quire.execution.sampling.logprobs import measure_prompt
 from quire.execution.sampling.row_sampling import BAD_LOGITS
 from quire.execution.sampling.sampler import Sampler
 from quire.kvstore.disk_blocks import DiskBlocks
 from quire.memory.results import MemoryOps
 from quire.models.decoder import Decoder
 from quire.models.mtp import MTPHead
-from quire.platform.host_probe import num_cores
 from quire.platform.prefault import Prefaulter
-from quire.scheduling.plan import (
-    BeamGroup,
-    Candidate,
-    ItemResult,
-    ScheduledSequence,
-    StepPlan,
-    StepResult,
-    TokenLogprobs,
-)
-from quire.structured.grammar_cache import GrammarCache
-from quire.structured.mask_filler import GrammarStates
+from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, ScheduledSequence, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -82,49 +73,6 @@ class ModelRunner:
         self._embeddings = media
         self._prefaulter = prefaulter
 
-    @classmethod
-    def build(
-        cls,
-        decoder: Decoder,
-        *,
-        num_blocks: Sequence[int],
-        block_size: int,
-        device: str,
-        dtype: torch.dtype,
-        stored: str | None = None,
-        host_bytes: int = 0,
-        disk: DiskBlocks | None = None,
-        draft: Decoder | None = None,
-        grammars: GrammarCache | None = None,
-    ) -> ModelRunner:
-        """Give a loaded decoder its KV memory, and all else that a step takes.
-
-        Args:
-            decoder: decoder with all its weights.
-            num_blocks: B for each cache group, the null block included: all that its view of the shared memory has.
-            block_size: N.
-            device: the decoder's.
-            dtype: the decoder's.
-            stored: see `quire.execution.kv_storage.KVStorage`.
-            host_bytes: number of bytes of the host tier; 0 for none.
-            disk: the tier below that, if there is one.
-            draft: see `ModelRunner`, of the same dtype; its cache groups come last in `num_blocks`.
-            grammars: compiled ones; None where no output can be constrained.
-        """
-        torch_device = torch.device(device)
-        groups = (*decoder.cache_groups, *(() if draft is None else draft.cache_groups))
-        storages = make_storages(groups, num_blocks, block_size, dtype, torch_device, stored)
-        builder = BatchBuilder(block_size, torch_device, [group.cache for group in groups])
-        grammar_states = None
-        if grammars is not None:
-            uses_thread = torch_device.type != "cpu" or torch.get_num_threads() < num_cores()
-            grammar_states = GrammarStates(grammars, uses_thread=uses_thread)
-        sampler = Sampler(torch_device, grammar_states, decoder.ops.apply_token_bitmask)
-        prefaulter = Prefaulter.of([storage.data for storage in storages])
-        return cls(
-            decoder, storages, builder, sampler, MultimodalEmbeddings(torch_device), host_bytes, disk, draft, prefaulter
-        )
-
     def measure_copies(self) -> float | None:
         """Return the bytes that move between the tiers in a second, None without a host tier; before the first plan."""
         return self._blocks.measure_copies()
@@ -144,13 +92,13 @@ class ModelRunner:
         Returns:
             One result for each item, in the plan's order, and the candidates of each group of beams.
         """
-        if self._prefaulter is None:
-            return self._run(plan)
-        self._prefaulter.begin(plan.items)
+        use = self._builder.use
+        use.num_steps += 1
+        use.is_stepping = True
         try:
             return self._run(plan)
         finally:
-            self._prefaulter.end()
+            use.is_stepping = False
 
     def _run(self, plan: StepPlan) -> StepResult:
         if plan.ops.copies:
@@ -198,11 +146,15 @@ class ModelRunner:
         if not sampled:
             return [ItemResult(item.seq_id, ()) for item in items], ()
         logits = self._decoder.logits(hidden)
+        found: tuple[tuple[Candidate, ...], ...] = ()
         try:
-            drawn, found = self._sampler.search(logits, sampled, beams)
+            if beams:
+                drawn, found = sample_beams(self._sampler, logits, sampled, beams)
+            else:
+                drawn = self._sampler.sample(logits, sampled)
         except Exception:
             logger.exception("sampling %d sequences at once failed; each is sampled by itself", len(sampled))
-            drawn, found = self._sampler.sample_apart(lambda rows: self._decoder.logits(hidden[rows]), sampled, beams)
+            drawn, found = sample_apart(self._sampler, lambda rows: self._decoder.logits(hidden[rows]), sampled, beams)
         if len(sampled) == len(items):
             return drawn, found
         results = iter(drawn)
@@ -210,8 +162,6 @@ class ModelRunner:
 
     def _with_prompt(self, result: ItemResult, item: ScheduledSequence, hidden: torch.Tensor) -> ItemResult:
         """Add the log probabilities of the prompt's tokens, where the request wants them.
-
-        The head runs on a few rows at a time: the logits of a whole prompt would be larger than the model.
 
         Args:
             result: the item's result so far.
@@ -221,12 +171,52 @@ class ModelRunner:
         token_ids, count = self._sampler.prompt_targets(item)
         if not token_ids or result.error is not None:
             return result
-        measures: list[TokenLogprobs] = []
-        tile = rows_per_tile(self._decoder.spec.vocab_size)
-        for start in range(0, len(token_ids), tile):
-            part = token_ids[start : start + tile]
-            logits = self._decoder.logits(hidden[start : start + len(part)])
-            if not logits.amax(-1).isfinite().all():
-                return ItemResult(item.seq_id, (), error=BAD_LOGITS)
-            measures += measure(logits, part, [count] * len(part))
+        measures = measure_prompt(self._decoder.logits, hidden, token_ids, count, self._decoder.spec.vocab_size)
+        if measures is None:
+            return ItemResult(item.seq_id, (), error=BAD_LOGITS)
         return result._replace(prompt_logprobs=tuple(measures))
+
+
+class InProcessExecutor:
+    """Runs every step in the caller's own process and thread.
+
+    Args:
+        runner: model runner, which executes plans.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner: ModelRunner | None = runner
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step.
+
+        Raises:
+            WorkerError: the step failed as a whole, or the executor is closed.
+        """
+        if self._runner is None:
+            raise WorkerError(f"step {plan.tick} cannot run: the executor is closed")
+        try:
+            return self._runner.execute(plan)
+        except Exception as error:
+            raise WorkerError(f"step {plan.tick} failed in the data plane ({type(error).__name__}: {error})") from error
+
+    def measure_copies(self) -> float | None:
+        """See `Executor`."""
+        return None if self._runner is None else self._runner.measure_copies()
+
+    def move(self, ops: MemoryOps) -> None:
+        """Make movements without a step.
+
+        Raises:
+            WorkerError: they failed.
+        """
+        if self._runner is None:
+            return
+        try:
+            self._runner.move(ops)
+        except Exception as error:
+            raise WorkerError(f"blocks could not be moved ({type(error).__name__}: {error})") from error
+
+    def close(self) -> None:
+        """Drop the runner, and with it the weights and the KV memory."""
+        self._runner = None

@@ -23,7 +23,6 @@ class CommandObserver(Protocol):
         self, seq_ids: Sequence[int], num_tokens: int, lookahead: int, num_granted: int, *, atomic: bool
     ) -> None:
         """`num_granted` sequences, the first ones, have their slots."""
-        ...
 
     def forked(self, parent_id: int, child_id: int, num_slots: int) -> None: ...
 
@@ -31,11 +30,9 @@ class CommandObserver(Protocol):
 
     def published(self, seq_id: int, state: SequenceBlocks, num_before: int) -> None:
         """The sequence had `num_before` published blocks before, and has `state.num_published` now."""
-        ...
 
     def freed(self, seq_id: int, state: SequenceBlocks, *, retain: bool, tail: NodePosition | None) -> None:
         """`tail` is where the tokens of the last, partly filled block are published; None where they are not."""
-        ...
 
     def swapped_out(self, seq_ids: Sequence[int]) -> None: ...
 
@@ -55,6 +52,5 @@ class CommandObserver(Protocol):
 
     def close(self) -> None:
         """Release what the observer holds; memory may go on, unobserved."""
-        ...
 
     def loads_published(self, chain: TokenChain, num_blocks: int, fetched: Sequence[FetchedBlock]) -> None: ...

@@ -94,10 +94,9 @@ class KVCacheManager:
         self.block_size = sizes.pop()
         block_bytes = [spec.bytes_per_block for spec in specs]
         policy = EVICTION_POLICIES[eviction]
-        num_slots = len(specs) * (2 if host_bytes else 1)
         # All groups of tokens publish the same blocks: one of them notes what comes after a block.
         child_index_pool = next((idx for idx, spec in enumerate(specs) if not spec.is_recurrent), None)
-        self.tree = RadixTree(self.block_size, num_slots, child_index_pool)
+        self.tree = RadixTree(self.block_size, len(specs) * (2 if host_bytes else 1), child_index_pool)
         self.arena = build_arena(block_bytes, num_blocks, num_bytes, policy, self.tree, retention_limit=retention_limit)
         self.tree.max_tombstones = max(pool.index.num_ids for pool in self.arena.pools) - 1
         self.pins = Pins(self.arena, pin_limit)
@@ -272,31 +271,36 @@ class KVCacheManager:
             ValueError: `num_computed` shrinks, or exceeds the slots or the tokens; states looked ahead, and it is less
                 than all slots: no state was kept there; or the sequence is swapped out.
         """
-        state = self.sequences[seq_id]
-        if not state.num_computed <= num_computed <= state.num_slots or num_computed > len(state.chain.tokens):
-            most = min(state.num_slots, len(state.chain.tokens))
-            raise ValueError(f"num_computed must be in [{state.num_computed}, {most}], got {num_computed}")
-        if state.checkpoint is not None:
-            self.tables.commit_lookahead(state, num_computed)
-        num_before = state.num_published
-        state.num_computed = num_computed
-        if num_computed >= state.next_publish_at:
-            self.tables.resident(seq_id)
-            self.tables.version += 1
-            if state.is_publishing:
-                self._num_merges += publish_blocks(self.groups, state, num_computed // self.block_size)
-            if self.tables.recurrent_groups and state.is_publishing and self._snapshots.is_due(state):
-                self._num_merges += self._snapshots.publish(self.groups, state)
-            for idx in self.windowed_groups:
-                free_out_of_window(self.groups[idx], state, idx)
-            state.next_publish_at = next_publish_at(self.groups, self.windowed_groups, state)
-        if self.tables.observer is not None:
-            self.tables.observer.published(seq_id, state, num_before)
+        self.publish_each({seq_id: num_computed})
 
     def publish_each(self, num_computed: Mapping[int, int]) -> None:
-        """Publish several sequences, given with their numbers of computed tokens, in turn; see `publish`."""
+        """Publish several sequences in turn, given with their numbers of computed tokens; see `publish`."""
+        observer = self.tables.observer
         for seq_id, count in num_computed.items():
-            self.publish(seq_id, count)
+            state = self.sequences[seq_id]
+            if not state.num_computed <= count <= state.num_slots or count > len(state.chain.tokens):
+                most = min(state.num_slots, len(state.chain.tokens))
+                raise ValueError(f"num_computed must be in [{state.num_computed}, {most}], got {count}")
+            if state.checkpoint is not None:
+                self.tables.commit_lookahead(state, count)
+            num_before = state.num_published
+            state.num_computed = count
+            if count >= state.next_publish_at:
+                self.tables.resident(seq_id)
+                self._publish_due(state)
+            if observer is not None:
+                observer.published(seq_id, state, num_before)
+
+    def _publish_due(self, state: SequenceBlocks) -> None:
+        """Publish the full blocks and due snapshots of a sequence, and free blocks out of its windows."""
+        self.tables.version += 1
+        if state.is_publishing:
+            self._num_merges += publish_blocks(self.groups, state, state.num_computed // self.block_size)
+        if self.tables.recurrent_groups and state.is_publishing and self._snapshots.is_due(state):
+            self._num_merges += self._snapshots.publish(self.groups, state)
+        for idx in self.windowed_groups:
+            free_out_of_window(self.groups[idx], state, idx)
+        state.next_publish_at = next_publish_at(self.groups, self.windowed_groups, state)
 
     def free(self, seq_id: int, *, retain: bool = False, is_sound: bool = True) -> None:
         """Release a sequence; of its published blocks the tail becomes evictable before the head.
@@ -401,16 +405,15 @@ class KVCacheManager:
     def take_table_deltas(self, seq_ids: Iterable[int]) -> list[tuple[TableDelta, ...]]:
         """Hand over, for each of some sequences, the table entries that changed since the last call for it."""
         seq_ids = tuple(seq_ids)
-        deltas: list[tuple[TableDelta, ...]] = []
-        for seq_id in seq_ids:
-            state = self.sequences[seq_id]
-            changes = []
-            if state.is_dirty:
-                for idx, table in enumerate(state.tables):
-                    start, state.dirty_from[idx] = state.dirty_from[idx], len(table)
-                    changes.append(TableDelta(idx, start, tuple(table[start:])))
-                state.is_dirty = False
-            deltas.append(tuple(changes))
+        states = map(self.sequences.__getitem__, seq_ids)
+        deltas = [_take_deltas(state) if state.is_dirty else () for state in states]
         if self.tables.observer is not None:
             self.tables.observer.deltas_taken(seq_ids, deltas)
         return deltas
+
+
+def _take_deltas(state: SequenceBlocks) -> tuple[TableDelta, ...]:
+    state.is_dirty = False
+    starts, state.dirty_from = state.dirty_from, list(map(len, state.tables))
+    changed = zip(starts, state.tables, strict=True)
+    return tuple(TableDelta(idx, start, tuple(table[start:])) for idx, (start, table) in enumerate(changed))

@@ -31,11 +31,9 @@ class PublishedRun(Protocol):
 
     def leading(self, limit: int) -> int:
         """Return how many of the first `limit` blocks are published without a gap."""
-        ...
 
     def last_gap(self, start: int, end: int) -> int:
         """Return the last block in `[start, end)` that is not published, or -1."""
-        ...
 
 
 class KVCacheSpec(Protocol):
@@ -44,42 +42,33 @@ class KVCacheSpec(Protocol):
     @property
     def block_size(self) -> int:
         """Tokens of a block."""
-        ...
 
     @property
     def bytes_per_block(self) -> int:
         """Bytes of a block: all layers of the group, K and V."""
-        ...
 
     def num_blocks(self, num_tokens: int) -> int:
         """Return the length of the block table that holds `num_tokens` tokens, null entries included."""
-        ...
 
     def first_live_token(self, num_tokens: int) -> int:
         """Return the first token that is still read when `num_tokens` tokens are computed; never falls."""
-        ...
 
     def freed_after(self, block_idx: int) -> int:
         """Return how many tokens must be computed for a block to be dead; `NEVER_FREED` when none suffice."""
-        ...
 
     @property
     def period(self) -> int:
         """Blocks after which the way in which live tokens lie in blocks repeats."""
-        ...
 
     def peak_blocks(self, num_tokens: int, step_tokens: int) -> int:
         """Return the most blocks held at once on the way to `num_tokens` tokens, `step_tokens` a step at most."""
-        ...
 
     def longest_hit(self, published: PublishedRun, limit: int) -> int:
         """Return the longest prefix, in blocks and at most `limit`, whose live blocks are all published."""
-        ...
 
     @property
     def is_recurrent(self) -> bool:
         """True for a state: the last block is all there is, every step writes it, and growth takes it along."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

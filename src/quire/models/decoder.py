@@ -2,61 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from quire.errors import CheckpointError
-from quire.models.blocks import (
-    AttentionBlock,
-    AttentionInputs,
-    GatedMLPBlock,
-    LearnedScale,
-    SelectedRows,
-    SharedAttentionBlock,
-)
-from quire.models.experts import make_ffn
+from quire.models.blocks import GatedMLPBlock, SelectedRows
+from quire.models.layers import Layer, dense_layers, input_kind, make_input, make_layer
 from quire.models.norms import Norm
-from quire.models.per_layer_inputs import PerLayerEmbedding, PerLayerGate
-from quire.models.projections import Projection, ResidualAdd
-from quire.models.recurrent import GatedDeltaNetBlock, Mamba2Block, ShortConvBlock
+from quire.models.per_layer_inputs import PerLayerEmbedding
+from quire.models.projections import Projection
 from quire.models.rope import RotaryEmbedding, query_scales
-from quire.models.rotations import Rope, Temperature
-from quire.models.spec import (
-    Attention,
-    GatedDeltaNet,
-    LayerGroup,
-    LayerSpec,
-    Mamba2,
-    Mixer,
-    ModelSpec,
-    Parallel,
-    ShortConv,
-)
+from quire.models.spec import LayerGroup, ModelSpec
 from quire.models.weight_slots import WeightSlot, WeightSlots, nested
-from quire.ops.fused_layers import DenseLayer, FusedLayers, FusesExperts, FusesLayers
-from quire.ops.interface import AttentionBatch, KeepsRows, Ops, PagedKV, PagedStates, Rotation, StateBatch
+from quire.ops.fused_layers import FusedLayers, FusesExperts, FusesLayers
+from quire.ops.interface import AttentionBatch, KeepsRows, Ops, PagedKV, PagedStates, StateBatch
 from quire.ops.quantized_weight import StoredWeight
-
-# A cache group and, of attention, the rotation with the head dim, and the temperature.
-InputKind = tuple[int, tuple[Rope | None, int] | None, Temperature | None]
-
-
-class MixerBlock(Protocol):
-    """A mixer with its weights."""
-
-    slots: WeightSlots
-
-    def __call__(self, x: Tensor, residual: Tensor, inputs: Any, picked: SelectedRows | None = None, /) -> Tensor:
-        """Add to `residual` [T, E] what the mixer makes of `x` [T, E] and of what the step gives to its kind.
-
-        Where rows are picked, `residual` and result are [R, E].
-        """
-        ...
 
 
 class OutputRows(NamedTuple):
@@ -99,11 +64,11 @@ class Decoder:
         self._norm = new_norm(spec.norm)
         # Inputs of mixers in a step: the step of a cache group, and for attention a rotation.
         mixers_of_all = (mixer for layer in spec.layers for mixer in layer.parts)
-        self._inputs = list(dict.fromkeys(map(_input_kind, mixers_of_all, chain.from_iterable(spec.cache_positions))))
+        self._inputs = list(dict.fromkeys(map(input_kind, mixers_of_all, chain.from_iterable(spec.cache_positions))))
         # From the last cached layer on, only output rows are computed: their attention is another step's.
         last = self._last_cached_layer = spec.last_cached_layer
         tail = {
-            _input_kind(*part)
+            input_kind(*part)
             for layer, cache_positions in zip(spec.layers[last:], spec.cache_positions[last:], strict=True)
             for part in zip(layer.parts, cache_positions, strict=True)
         }
@@ -119,31 +84,13 @@ class Decoder:
             shape = len(spec.layers), spec.width
             self._per_layer_inputs = PerLayerEmbedding(spec.per_layer_inputs, *shape, ops, dtype, device)
             slots |= nested(per_layer_inputs=self._per_layer_inputs.slots)
-        self._layers = []
-        for idx, (layer, cache_positions) in enumerate(zip(spec.layers, spec.cache_positions, strict=True)):
-            mixer_norm, ffn_norm = new_norm(layer.norm), new_norm(layer.norm)
-            additions = [
-                ResidualAdd(None if layer.post_norm is None else new_norm(layer.post_norm), scale)
-                for scale in (layer.mixer_scale, layer.ffn_scale)
-            ]
-            mixers = self._make_mixers(layer, cache_positions, additions[0])
-            input_idxs = [
-                self._inputs.index(_input_kind(*part)) for part in zip(layer.parts, cache_positions, strict=True)
-            ]
-            ffn = make_ffn(layer.ffn, spec.width, additions[1], ops, new_norm)
-            mixer_slots = {name: mixer.slots for name, mixer in mixers.items()}
-            parts = nested(mixer_norm=mixer_norm.slots, **mixer_slots, ffn_norm=ffn_norm.slots, ffn=ffn.slots)
-            gate = scale = None
-            if spec.per_layer_inputs is not None:
-                gate = PerLayerGate(spec.per_layer_inputs, spec.width, new_norm(spec.per_layer_inputs.norm), ops)
-                parts |= nested(per_layer_gate=gate.slots)
-            if layer.learned_scale:
-                scale = LearnedScale()
-                parts |= nested(scale=scale.slots)
-            slots |= nested(**{f"layers.{idx}": parts})
-            placed = [*zip(mixers.values(), input_idxs, strict=True)]
-            self._layers.append((mixer_norm, placed, ffn_norm, ffn, gate, scale))
+        self._layers: list[Layer] = []
+        for idx in range(len(spec.layers)):
+            layer, layer_slots = make_layer(spec, idx, self._inputs, new_norm, ops, dtype, device)
+            self._layers.append(layer)
+            slots |= nested(**{f"layers.{idx}": layer_slots})
         self._fused: FusedLayers | None = None
+        self._fused_head: Callable[[Tensor], Tensor] | None = None
         slots |= nested(norm=self._norm.slots)
         if not spec.tied_head:
             slots |= nested(head=self._head.slots)
@@ -153,33 +100,6 @@ class Decoder:
     def _embedding_slot(self) -> WeightSlot:
         shape = self.spec.vocab_size, self.spec.width
         return WeightSlot(shape, self._fill_embedding, self._fill_stored_embedding)
-
-    def _make_mixers(
-        self, layer: LayerSpec, cache_positions: Sequence[tuple[int, int]], addition: ResidualAdd
-    ) -> dict[str, MixerBlock]:
-        """Make each part of a layer's mixer, under the name that its weights have."""
-        if not isinstance(layer.mixer, Parallel):
-            return {"mixer": self._make_mixer(layer.mixer, cache_positions[0][1], addition)}
-        assert addition.norm is None, "mixers side by side are added as they are"
-        return {
-            f"mixer.{idx}": self._make_mixer(part, position[1], ResidualAdd(scale=addition.scale * scale))
-            for idx, (part, scale, position) in enumerate(
-                zip(layer.parts, layer.mixer.scales, cache_positions, strict=True)
-            )
-        }
-
-    def _make_mixer(self, mixer: Mixer, layer_idx: int, addition: ResidualAdd) -> MixerBlock:
-        arguments = (self.spec.width, layer_idx, addition, self.ops)
-        match mixer:
-            case Attention():
-                block = AttentionBlock if mixer.source is None else SharedAttentionBlock
-                return block(mixer, *arguments, self.dtype, self.device)
-            case ShortConv():
-                return ShortConvBlock(mixer, *arguments, self.device)
-            case Mamba2():
-                return Mamba2Block(mixer, *arguments, self.device)
-            case GatedDeltaNet():
-                return GatedDeltaNetBlock(mixer, *arguments, self.device)
 
     @property
     def cache_groups(self) -> tuple[LayerGroup, ...]:
@@ -234,36 +154,15 @@ class Decoder:
             self._fuse()
 
     def _fuse(self) -> None:
-        """Have the backend run layers, or the experts of a layer, by one call where it can."""
+        """Have the backend run layers, the end of the model, or the experts of a layer by one call where it can."""
         if isinstance(self.ops, FusesLayers):
-            layers = self._dense_layers()
+            layers = dense_layers(self._layers, self._inputs, list(self._rotations))
             self._fused = None if layers is None else self.ops.fuse_layers(layers)
+            self._fused_head = self.ops.fuse_norm(self._norm.row_norm, self._head.run)
         if isinstance(self.ops, FusesExperts):
-            for _, _, _, ffn, _, _ in self._layers:
-                if not isinstance(ffn, GatedMLPBlock):
-                    ffn.fuse(self.ops)
-
-    def _dense_layers(self) -> list[DenseLayer] | None:
-        """Return the layers as fused layers take them; None where one has other parts or does more."""
-        dense, rotations = [], list(self._rotations)
-        for mixer_norm, ((mixer, input_idx), *others), ffn_norm, ffn, gate, scale in self._layers:
-            group_idx, rope_key, temperature = self._inputs[input_idx]
-            if not isinstance(mixer, AttentionBlock) or not isinstance(ffn, GatedMLPBlock):
-                return None
-            attention, mlp = mixer.dense, ffn.dense
-            if (
-                attention is None
-                or mlp is None
-                or others
-                or gate
-                or scale
-                or rope_key is None
-                or temperature is not None
-            ):
-                return None
-            norms = mixer_norm.row_norm, ffn_norm.row_norm
-            dense.append(DenseLayer(norms[0], attention, group_idx, rotations.index(rope_key), norms[1], mlp))
-        return dense
+            for layer in self._layers:
+                if not isinstance(layer.ffn, GatedMLPBlock):
+                    layer.ffn.fuse(self.ops)
 
     def __call__(
         self,
@@ -302,7 +201,7 @@ class Decoder:
                 return hidden
         scales = {temperature: query_scales(temperature, positions) for temperature in self._temperatures}
         steps = [self._step(batch, storage) for batch, storage in zip(groups, storages, strict=True)]
-        inputs = [_make_input(kind, steps, rotations, scales) for kind in self._inputs]
+        inputs = [make_input(kind, steps, rotations, scales) for kind in self._inputs]
         for idx, (mixer_norm, mixers, ffn_norm, ffn, gate, scale) in enumerate(self._layers):
             normed = mixer_norm(x)
             if output_rows is None or idx != self._last_cached_layer:
@@ -342,7 +241,7 @@ class Decoder:
             for _, _, temperature in kinds
             if temperature is not None
         }
-        tail = [None if kind is None else _make_input(kind, steps, rotations, scales) for kind in self._tail_inputs]
+        tail = [None if kind is None else make_input(kind, steps, rotations, scales) for kind in self._tail_inputs]
         return x, per_layer, tail
 
     def _step(self, batch: AttentionBatch | StateBatch, storage: Any) -> Any:
@@ -354,7 +253,8 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [R, V], float32, of hidden states [R, E]."""
-        logits = self._head.run(self._norm(hidden)).float()
+        product = self._head.run(self._norm(hidden)) if self._fused_head is None else self._fused_head(hidden)
+        logits = product.float()
         if self.spec.logit_scale != 1.0:
             logits *= self.spec.logit_scale
         cap = self.spec.logit_cap
@@ -377,23 +277,3 @@ class Decoder:
         linear = self._head.run if self.spec.tied_head else self.ops.pack_linear(weight)
         assert isinstance(linear, KeepsRows)
         self._embed = linear.rows
-
-
-def _make_input(
-    kind: InputKind,
-    steps: Mapping[int, Any] | Sequence[Any],
-    rotations: Mapping[tuple[Rope | None, int], Rotation],
-    scales: Mapping[Temperature, Tensor],
-) -> Any:
-    """Return what a step gives to mixers of a kind: of its group's step, its rotations and its queries' scales."""
-    group_idx, rope_key, temperature = kind
-    if rope_key is None:
-        return steps[group_idx]
-    return AttentionInputs(rotations[rope_key], steps[group_idx], None if temperature is None else scales[temperature])
-
-
-def _input_kind(mixer: Mixer, cache_position: tuple[int, int]) -> InputKind:
-    """Return what mixers that are given the same each step have in common."""
-    if not isinstance(mixer, Attention):
-        return cache_position[0], None, None
-    return cache_position[0], (mixer.rope, mixer.head_dim), mixer.temperature

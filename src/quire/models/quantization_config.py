@@ -10,14 +10,13 @@ from quire.models.families.hf_config import HFConfig
 
 # Former and nested names of the part.
 FIELDS: Final = ("quantization_config", "compression_config")
-METHODS: Final = ("compressed-tensors", "awq", "gptq", "mxfp4")
+METHODS: Final = ("compressed-tensors", "awq", "gptq", "mxfp4", "fp8")
 SERVED: Final = (
-    "compressed-tensors (pack-quantized of 4 and 8 bits, int-quantized, mxfp4-pack-quantized), awq (gemm, 4 bits), "
-    "gptq (4 and 8 bits) and mxfp4"
+    "compressed-tensors (pack-quantized of 4 and 8 bits, int-quantized, float-quantized, mxfp4-pack-quantized), awq "
+    "(gemm, 4 bits), gptq (4 and 8 bits), fp8 (e4m3, scales of blocks, channels or tensors) and mxfp4"
 )
 REASONS: Final[Mapping[str, str]] = {
-    "fp8": "8-bit floating-point codes are not implemented",
-    "modelopt": "8-bit floating-point codes and scales are not implemented",
+    "modelopt": "its formats of 8-bit and 4-bit floating point are not implemented",
     "bitsandbytes": "its codes refer to tables in the checkpoint",
 }
 

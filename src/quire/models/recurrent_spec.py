@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:  # the module of the whole model imports this one
-    from quire.models.spec import RMSNorm
+from quire.models.norm_spec import RMSNorm
 
 
 class StateCacheShape(NamedTuple):

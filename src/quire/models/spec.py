@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from quire.models.norm_spec import RMSNorm as RMSNorm
 from quire.models.recurrent_spec import GatedDeltaNet as GatedDeltaNet
 from quire.models.recurrent_spec import Mamba2 as Mamba2
 from quire.models.recurrent_spec import ShortConv as ShortConv
@@ -13,24 +14,6 @@ from quire.models.rotations import LongRopeScaling, Rope, Temperature
 
 if TYPE_CHECKING:  # planning reads configurations without torch
     from quire.ops.interface import Activation
-
-
-@dataclass(frozen=True, slots=True)
-class RMSNorm:
-    """Division by the root mean square, then a learned scale.
-
-    Args:
-        eps: added to the mean square.
-        zero_centred: the weight is what the scale has more than 1. Their sum, which bfloat16 does not hold, is kept
-            and applied in float32.
-        wide: the scale is applied in float32, before the one rounding, even where the model's dtype holds it.
-        learned: whether there is a scale; else it is 1. Of heads only.
-    """
-
-    eps: float
-    zero_centred: bool = False
-    wide: bool = False
-    learned: bool = True
 
 
 class TokenCacheShape(NamedTuple):

@@ -12,9 +12,9 @@ from torch import Tensor
 from quire.errors import CheckpointError, shown
 from quire.models.checkpoint import Checkpoint
 from quire.models.mapped_file import MappedFile
-from quire.models.stored_quantization import TORCH_DTYPES, LayerWeight, read_quantization
+from quire.models.stored_quantization import FLOAT8, TORCH_DTYPES, LayerWeight, read_quantization
 from quire.models.stored_tensor import StoredTensor
-from quire.ops.quantized_weight import QuantizedWeight, StoredWeight
+from quire.ops.quantized_weight import PlainWeight, QuantizedWeight, StoredWeight
 
 DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 STORED_DTYPES: Final = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -46,7 +46,7 @@ class TensorReader:
         """
         layer = name.removesuffix(WEIGHT)
         suffixes = None
-        if self._quantization is not None and name.endswith(WEIGHT):
+        if self._quantization is not None and (name.endswith(WEIGHT) or self._is_float8(name)):
             suffixes = self._quantization.suffixes(layer)
         return (name,) if suffixes is None else tuple(f"{layer}{suffix}" for suffix in suffixes)
 
@@ -89,6 +89,11 @@ class TensorReader:
                 stored = self._checkpoint.tensors[part]
                 self._file(stored).let_go(stored)
 
+    def _is_float8(self, name: str) -> bool:
+        """True for codes of stacked experts, whose names have no ending."""
+        stored = self._checkpoint.tensors.get(name)
+        return stored is not None and stored.dtype in FLOAT8
+
     def _layer(self, name: str) -> LayerWeight:
         assert self._quantization is not None
         return self._quantization.weight(name.removesuffix(WEIGHT), self._stored)
@@ -109,11 +114,12 @@ class TensorReader:
 def join_parts(
     parts: Sequence[Tensor | LayerWeight], shape: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor | StoredWeight:
-    """Concatenate on dimension 0; what is stored quantised beside plain parts, or in other orders, is dequantised."""
-    quantized = [part for part in parts if isinstance(part, LayerWeight)]
-    first = quantized[0].input_order if quantized else None
-    if len(quantized) == len(parts) and all(_is_same(first, part.input_order) for part in quantized):
-        return StoredWeight(tuple(part.weight for part in quantized), dtype, first)
+    """Concatenate on dimension 0; what is stored quantised with its inputs in different orders is dequantised."""
+    orders = [part.input_order if isinstance(part, LayerWeight) else None for part in parts]
+    is_stored = any(isinstance(part, LayerWeight) for part in parts)
+    if is_stored and all(_is_same(orders[0], order) for order in orders):
+        stored = (part.weight if isinstance(part, LayerWeight) else PlainWeight(part.to(dtype)) for part in parts)
+        return StoredWeight(tuple(stored), dtype, orders[0])
     tensors = [
         StoredWeight((part.weight,), dtype, part.input_order).dequantize() if isinstance(part, LayerWeight) else part
         for part in parts

@@ -21,8 +21,13 @@ SAMPLED = 4096
 # A NaN in a row of an embedding fails only requests with its token; some checkpoints have such rows for unused tokens.
 EMBEDDING = "embedding.weight"
 MOST_BROKEN_ROWS = 0.5
-# Left over from training, or tied to a tensor that is read: no model misses them.
-HARMLESS_SUFFIXES = ("rotary_emb.inv_freq", "lm_head.weight")
+# Left over from training, or tied to a tensor that is read: no model misses them. Scales of activations and of cached
+# keys and values are for engines that round these by stored scales; here they keep their own.
+HARMLESS_SUFFIXES = (
+    *("rotary_emb.inv_freq", "lm_head.weight"),
+    *("input_scale", "input_zero_point", "activation_scale"),
+    *("k_scale", "v_scale", "q_scale", "kv_scale", "k_zero_point", "v_zero_point"),
+)
 
 logger = logging.getLogger(__name__)
 

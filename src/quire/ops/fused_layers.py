@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -99,16 +99,17 @@ class FusedLayers(Protocol):
             [T, E] with the bits that the layers give one by one; None, and nothing is stored, for a step that they
             compute as fast.
         """
-        ...
 
 
 @runtime_checkable
 class FusesLayers(Protocol):
-    """A backend that runs the layers of a dense model by one call."""
+    """A backend that runs the layers of a dense model by one call, and the end of a model by another."""
 
     def fuse_layers(self, layers: Sequence[DenseLayer]) -> FusedLayers | None:
         """Return the fused layers; None where the backend computes some of their parts otherwise."""
-        ...
+
+    def fuse_norm(self, norm: RowNorm, linear: Linear) -> Callable[[Tensor], Tensor] | None:
+        """Return a norm with the product of its result, [R, E] to [R, out], with the same bits; None as above."""
 
 
 class RoutedExperts(NamedTuple):
@@ -153,7 +154,6 @@ class FusedExperts(Protocol):
         Returns:
             [T, E]; a row gets the same bits in every batch.
         """
-        ...
 
 
 @runtime_checkable
@@ -162,4 +162,3 @@ class FusesExperts(Protocol):
 
     def fuse_experts(self, experts: RoutedExperts) -> FusedExperts | None:
         """Return the fused experts; None where the backend computes some of their products otherwise."""
-        ...

@@ -162,7 +162,6 @@ class StepAttention(Protocol):
         Returns:
             The queries, [T, H, D].
         """
-        ...
 
     def prepare_queries(self, q: Tensor, norms: HeadNorms | None, rotation: Rotation) -> Tensor:
         """Norm and rotate the queries of a layer that reads what another layer stored; nothing is stored.
@@ -174,7 +173,6 @@ class StepAttention(Protocol):
         Returns:
             [T, H, D].
         """
-        ...
 
     def attend(self, layer_idx: int, q: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
         """Let each row see its sequence up to itself, as far back as the batch says, through the block table.
@@ -190,7 +188,6 @@ class StepAttention(Protocol):
 
         Source: PagedAttention, arXiv 2309.06180; attention sinks, arXiv 2309.17453.
         """
-        ...
 
 
 class SSMHeads(NamedTuple):
@@ -224,7 +221,6 @@ class StepStates(Protocol):
         Returns:
             [T, C], contiguous, of the dtype of `x`; summed in float32, rounded once.
         """
-        ...
 
     def ssm_scan(self, layer_idx: int, x: Tensor, B: Tensor, C: Tensor, dt: Tensor, heads: SSMHeads) -> Tensor:
         """Update each sequence's state with its rows, and read from it: a selective state space.
@@ -245,7 +241,6 @@ class StepStates(Protocol):
 
         Source: Mamba 2, arXiv 2405.21060.
         """
-        ...
 
     def gated_delta_rule(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         """Update each sequence's state with its rows, and read from it: the gated delta rule.
@@ -268,7 +263,6 @@ class StepStates(Protocol):
 
         Source: Gated Delta Networks, arXiv 2412.06464.
         """
-        ...
 
 
 class Linear(Protocol):
@@ -276,7 +270,6 @@ class Linear(Protocol):
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return `x @ weight.T + bias (+ residual)`: [T, in] to [T, out]; `residual` is contiguous."""
-        ...
 
 
 @runtime_checkable
@@ -289,7 +282,6 @@ class KeepsRows(Protocol):
         Raises:
             IndexError: an id that is no row.
         """
-        ...
 
 
 class Ops(Protocol):
@@ -314,16 +306,14 @@ class Ops(Protocol):
 
         Args:
             weight: read before this returns, and not kept. One that is stored quantised keeps its values, and, unless
-                it is gated, its rows can be looked up.
+                it is gated or has plain parts, its rows can be looked up.
             min_bits: least number of bits that a plain weight may be rounded to.
             gate: the layer gives `gate` of its product, as the method of that name does with this activation: half as
                 many columns as the weight has rows; it is called without a residual.
         """
-        ...
 
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
         """Look up rows: ids [T], weight [V, E] to [T, E]."""
-        ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Divide rows by their root mean square, in float32, then scale them in the dtype of `weight`.
@@ -335,11 +325,9 @@ class Ops(Protocol):
         Returns:
             [T, E], of the dtype of `x`.
         """
-        ...
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """Return `activation(gate) * up` of the two halves: [T, 2 F], contiguous, to [T, F]; see `Activation`."""
-        ...
 
     def gated_norm(self, x: Tensor, gates: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Return `norm(x * silu(gates)) * weight`, computed in float32 and rounded once.
@@ -352,7 +340,6 @@ class Ops(Protocol):
         Returns:
             [T, F], contiguous, of the dtype of `gates`.
         """
-        ...
 
     def apply_token_bitmask(self, logits: Tensor, rows: Sequence[int], masks: Sequence[Tensor]) -> None:
         """Set all tokens of some rows to minus infinity, in place, but those whose bits are set.
@@ -362,12 +349,9 @@ class Ops(Protocol):
             rows: each once.
             masks: one for each of them, int32 [ceil(V / 32)] on the CPU; the lowest bit is the first token's.
         """
-        ...
 
     def step_attention(self, batch: AttentionBatch, kv: PagedKV) -> StepAttention:
         """Prepare what all layers of a step share."""
-        ...
 
     def step_states(self, batch: StateBatch, states: PagedStates) -> StepStates:
         """Prepare what all layers of a step share."""
-        ...

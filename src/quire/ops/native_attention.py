@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 from quire.ops.interface import AttentionBatch, HeadNorms, PagedKV, Rotation
-from quire.ops.native_library import TYPES, Cache, NativeLibrary, StepRows
+from quire.ops.native_library import MAX_HEAD_DIM, TYPES, Cache, NativeLibrary, StepRows
+
+
+def reads_cache(kv: PagedKV) -> bool:
+    """Return whether the kernels attend over a cache: not with odd heads, heads over 256 values, or other dtypes."""
+    return kv.head_dim <= MAX_HEAD_DIM and kv.head_dim % 2 == 0 and kv.data.dtype in (kv.dtype, torch.int8)
 
 
 class AttentionPlan:

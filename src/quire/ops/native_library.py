@@ -24,9 +24,9 @@ from quire.ops.weight_memory import WeightMemory
 
 FOLDER: Final = Path(__file__).parent / "native"
 # The number that `quire_interface_version` must return.
-INTERFACE_VERSION: Final = 21
-# The best last; a processor that runs one runs those before it.
-LEVELS: Final = ("portable", "avx2", "avx512", "avx512_bf16")
+INTERFACE_VERSION: Final = 23
+# The best last. A processor that runs one runs those before it, except that some with AVX-512 lack AVX-VNNI.
+LEVELS: Final = ("portable", "avx2", "avx_vnni", "avx512", "avx512_bf16")
 # An environment variable with the best level to take, where that is not to be the processor's: for tests of the others.
 MAX_LEVEL_VARIABLE: Final = "QUIRE_MAX_CPU_LEVEL"
 MAX_HEAD_DIM: Final = 256
@@ -212,8 +212,7 @@ class NativeLibrary:
         packed_types: the types of weights that it packs and multiplies faster than torch does.
         panel_columns: columns of a panel, of weights that are rounded (True) and of those that are not.
         attend, plan_attention, free_attention_plan, tokens_read, gate, prepare, rms_norm, dense_layers, experts,
-            keep_tokens:
-            the functions of the same names, with `quire_` before, of the sources.
+            normed_linear, keep_tokens: the functions of the same names, with `quire_` before, of the sources.
         plain: the kernels of weights that are not rounded.
         weight_kernels: the kernels of each format of rounded weights.
         quantized: the kernels of stored quantised weights.
@@ -252,6 +251,10 @@ class NativeLibrary:
         self.dense_layers = _typed(
             library.quire_dense_layers, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _POINTER
         )
+        norm, linear = ctypes.POINTER(NormScales), ctypes.POINTER(LinearCall)
+        self.normed_linear = _typed(
+            library.quire_normed_linear, _INT, norm, linear, _INT, _POINTER, _INT, _POINTER, _POINTER
+        )
         self.experts = _typed(
             library.quire_experts, _INT, ctypes.POINTER(ExpertsCall), _INT, _POINTER, _POINTER, _POINTER, _POINTER
         )
@@ -289,12 +292,11 @@ def runnable_libraries(folder: Path = FOLDER) -> dict[str, Path]:
         raise ConfigError(f"the environment variable {MAX_LEVEL_VARIABLE} must be one of {LEVELS}, got {wanted!r}")
     paths = {level: folder / f"libquire_{level}.so" for level in LEVELS}
     try:
-        library = ctypes.CDLL(str(paths["portable"]))
-    except OSError:
+        has_level = _typed(ctypes.CDLL(str(paths["portable"])).quire_has_level, ctypes.c_char_p, returns=_BOOL)
+    except (OSError, AttributeError):  # no library, or one of other sources
         return {}
-    library.quire_best_level.restype = ctypes.c_char_p
-    best = min(LEVELS.index(library.quire_best_level().decode()), LEVELS.index(wanted))
-    return {level: path for level, path in list(paths.items())[: best + 1] if path.exists()}
+    levels = LEVELS[: LEVELS.index(wanted) + 1]
+    return {level: paths[level] for level in levels if paths[level].exists() and has_level(level.encode())}
 
 
 def _plain_kernels(library: Any) -> WeightKernels:
@@ -317,9 +319,12 @@ def _rounded_kernels(library: Any, name: WeightFormat) -> WeightKernels:
 
 def _quantized_kernels(library: Any, panel_columns: int) -> QuantizedKernels:
     return QuantizedKernels(
-        _typed(library.quire_form_of, _INT, _INT, _INT, _BOOL, _BOOL, _BOOL, returns=_INT),
+        _typed(library.quire_form_of, _INT, _INT, _INT, _BOOL, _BOOL, _INT, returns=_INT),
         _typed(library.quire_bytes_quantized, _INT, _INT, _INT, returns=_INT),
-        _typed(library.quire_pack_quantized, _INT, ctypes.POINTER(UnpackedRows), _INT, _INT, _POINTER),
+        _typed(
+            library.quire_pack_quantized,
+            *(_INT, ctypes.POINTER(UnpackedRows), _INT, _INT, _INT, _INT, _INT, _POINTER),
+        ),
         _typed(library.quire_linear_quantized, *_PRODUCT),
         _typed(library.quire_rows_quantized, *_LOOK_UP, returns=_BOOL),
         panel_columns,

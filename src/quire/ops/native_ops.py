@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from quire.config import Quantization
 from quire.errors import ConfigError
-from quire.ops.fused_layers import DenseLayer, RoutedExperts
+from quire.ops.fused_layers import DenseLayer, RoutedExperts, RowNorm
 from quire.ops.gated import GatedLinear
 from quire.ops.interface import (
     Activation,
@@ -22,10 +23,11 @@ from quire.ops.interface import (
     StepAttention,
     StepStates,
 )
-from quire.ops.native_attention import NativeStepAttention
-from quire.ops.native_dense import NativeDenseLayers, can_fuse
+from quire.ops.joined import pack_joined
+from quire.ops.native_attention import NativeStepAttention, reads_cache
+from quire.ops.native_dense import NativeDenseLayers, NativeNormedLinear, can_fuse
 from quire.ops.native_experts import NativeExperts, can_fuse_experts
-from quire.ops.native_library import ACTIVATIONS, MAX_HEAD_DIM, TYPES, NativeLibrary
+from quire.ops.native_library import ACTIVATIONS, TYPES, NativeLibrary
 from quire.ops.native_linear import ExactNativeLinear, NativeLinear
 from quire.ops.quantized_weight import StoredWeight
 from quire.ops.reordered import ReorderedLinear
@@ -86,7 +88,7 @@ class NativeOps:
                 rows, would have to compute.
         """
         if isinstance(weight, StoredWeight):
-            return self._pack_stored(weight, bias, gate)
+            return self._pack_stored(weight, bias, min_bits, gate)
         chosen = weight_format(self._quantization, weight.shape[1], min_bits)
         if gate is not None and weight.shape[0] % self._library.panel_columns[chosen is not None]:
             # A panel would not have as many gates as other columns.
@@ -110,15 +112,17 @@ class NativeOps:
         linear = self._torch.pack_linear(weight, bias)
         return linear if gate is None else GatedLinear(linear, self.gate, gate)
 
-    def _pack_stored(self, weight: StoredWeight, bias: Tensor | None, gate: Activation | None) -> Linear:
+    def _pack_stored(self, weight: StoredWeight, bias: Tensor | None, min_bits: int, gate: Activation | None) -> Linear:
         """Pack for the kernels; leave forms without a kernel to torch."""
         if weight.input_order is not None:
-            return ReorderedLinear(self._pack_stored(weight.in_own_order(), bias, gate), weight.input_order)
+            return ReorderedLinear(self._pack_stored(weight.in_own_order(), bias, min_bits, gate), weight.input_order)
         kernels = self._library.quantized
-        if any(kernels.number_of(part.form) < 0 for part in weight.parts):
-            return self._torch.pack_linear(weight, bias, gate=gate)
         if gate is not None and (weight.num_forms > 1 or weight.shape[0] % kernels.panel_columns):
-            return GatedLinear(self._pack_stored(weight, bias, None), self.gate, gate)
+            return GatedLinear(self._pack_stored(weight, bias, min_bits, None), self.gate, gate)
+        if weight.has_plain:
+            return pack_joined(partial(self.pack_linear, min_bits=min_bits), weight, bias)
+        if any(kernels.number_of(part.form) < 0 for part in weight.quantized):
+            return self._torch.pack_linear(weight, bias, gate=gate)
         return ExactNativeLinear(kernels, self._memory, weight, bias, gate)
 
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
@@ -176,15 +180,18 @@ class NativeOps:
         return self._torch.step_states(batch, states)
 
     def step_attention(self, batch: AttentionBatch, kv: PagedKV) -> StepAttention:
-        """Attend natively, but for what kernels do not take: heads of over 256 values, odd ones, other dtypes."""
-        is_known = kv.data.dtype in (kv.dtype, torch.int8)
-        if kv.head_dim > MAX_HEAD_DIM or kv.head_dim % 2 or not is_known:
+        """Attend natively where the kernels can."""
+        if not reads_cache(kv):
             return self._torch.step_attention(batch, kv)
         return NativeStepAttention(self._library, batch, kv, self._is_deterministic)
 
     def fuse_layers(self, layers: Sequence[DenseLayer]) -> NativeDenseLayers | None:
         """Run the layers of steps of few rows in one call, where none of their products is torch's."""
-        return NativeDenseLayers(self._library, layers, self.step_attention) if can_fuse(layers) else None
+        return NativeDenseLayers(self._library, layers, self._is_deterministic) if can_fuse(layers) else None
+
+    def fuse_norm(self, norm: RowNorm, linear: Linear) -> NativeNormedLinear | None:
+        """Norm and multiply in one call, where the product is not torch's."""
+        return NativeNormedLinear(self._library, norm, linear) if isinstance(linear, NativeLinear) else None
 
     def fuse_experts(self, experts: RoutedExperts) -> NativeExperts | None:
         """Run the experts of a layer in one call, where none of their products is torch's."""

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from quire.ops.quantized_weight import QuantizedRows, QuantizedWeight, StoredWeight, WeightForm, chunks, segments_of
+from quire.ops.quantized_weight import QuantizedRows, QuantizedWeight, StoredWeight, WeightForm, chunks
 from quire.ops.weight_memory import WeightMemory
 
 # Scales as the libraries number them; there are no kernels for others.
 SCALES: Final = {"bfloat16": 0, "float16": 1, "two_level": 2, "float32": 3}
+
+# Fields of a segment (`Segment` in linear_quantized.cpp).
+SEGMENT_FIELDS: Final = 5
 
 
 class UnpackedRows(ctypes.Structure):
@@ -44,49 +48,51 @@ class QuantizedKernels(NamedTuple):
     def number_of(self, form: WeightForm) -> int:
         """Return the number of a form, -1 without a kernel for it."""
         scale = SCALES.get(form.scale, -1)
-        return self.form_of(form.bits, form.group, scale, form.has_mins, form.has_zero_points, form.levels is not None)
+        levels = 2 if form.levels == "e4m3" else int(form.levels is not None)
+        return self.form_of(form.bits, form.group, scale, form.has_mins, form.has_zero_points, levels)
 
     def pack_weight(self, memory: WeightMemory, weight: StoredWeight, is_gated: bool) -> tuple[Tensor, ...]:
-        """Pack a weight; that of a gated layer is of one form.
+        """Pack a weight without plain parts; that of a gated layer is of one form.
 
         Returns:
             A tensor with the address of the next (`QuantizedWeight` in linear_quantized.cpp), the segments, and what
             they point to.
         """
-        segments = segments_of(weight.parts)
         table, owned = [], []
-        for segment in segments:
+        for form, group in groupby(weight.quantized, key=lambda part: part.form):
+            segment = tuple(group)
             panels = self._pack_segment(memory, segment, is_gated)
-            levels = torch.tensor(segment.form.levels or [0] * 16, dtype=torch.int8)
-            has_levels = segment.form.levels is not None
+            has_levels = isinstance(form.levels, tuple)
+            levels = torch.tensor(form.levels if has_levels else [0] * 16, dtype=torch.int8)
             table += [
-                self.number_of(segment.form),
-                segment.shape[0],
-                segment.form.offset,
+                self.number_of(form),
+                sum(part.shape[0] for part in segment),
+                form.offset,
                 levels.data_ptr() if has_levels else 0,
                 panels.data_ptr(),
             ]
             owned += [levels, panels]
         entries = torch.tensor(table)
-        return torch.tensor([len(segments), entries.data_ptr()]), entries, *owned
+        return torch.tensor([len(table) // SEGMENT_FIELDS, entries.data_ptr()]), entries, *owned
 
-    def _pack_segment(self, memory: WeightMemory, segment: QuantizedWeight, is_gated: bool) -> Tensor:
-        """Unpack and pack a chunk of panels at a time: the weight is never whole in its unpacked form."""
-        (num_columns, width), number = segment.shape, self.number_of(segment.form)
-        panels, filled = memory.take(self.num_bytes(number, num_columns, width)), 0
-        for part in chunks(num_columns, width, self.panel_columns):
-            rows = segment.read(_gated_rows(part, num_columns, self.panel_columns) if is_gated else part)
-            rows = rows.apply(Tensor.contiguous)
-            pointers = UnpackedRows(*(None if field is None else field.data_ptr() for field in rows))
-            count = part.stop - part.start
-            self.pack(number, ctypes.byref(pointers), count, width, panels.data_ptr() + filled)
-            filled += self.num_bytes(number, count, width)
+    def _pack_segment(self, memory: WeightMemory, parts: Sequence[QuantizedWeight], is_gated: bool) -> Tensor:
+        """Unpack and pack a chunk of rows at a time: the weight is never whole in its unpacked form.
+
+        Half of the columns of a gated weight's panel are gates, half what they multiply.
+        """
+        num_columns, width = sum(part.shape[0] for part in parts), parts[0].shape[1]
+        number = self.number_of(parts[0].form)
+        panels = memory.take(self.num_bytes(number, num_columns, width))
+        half = num_columns // 2 if is_gated else num_columns
+        columns = self.panel_columns // 2 if is_gated else self.panel_columns
+        start = 0
+        for part in parts:
+            for rows in chunks(part.shape[0], width, cuts=(half - start,)):
+                unpacked = part.read(rows).apply(Tensor.contiguous)
+                pointers = UnpackedRows(*(None if field is None else field.data_ptr() for field in unpacked))
+                is_second, first = divmod(start + rows.start, half)
+                count = rows.stop - rows.start
+                offset = is_second * columns
+                self.pack(number, ctypes.byref(pointers), first, count, width, offset, columns, panels.data_ptr())
+            start += part.shape[0]
         return panels
-
-
-def _gated_rows(part: slice, num_columns: int, panel_columns: int) -> Tensor:
-    """Return the rows of some panels of a gated weight: half of a panel's are gates, half what they multiply."""
-    half = panel_columns // 2
-    columns = torch.arange(part.start, part.stop)
-    panel, column = columns // panel_columns, columns % panel_columns
-    return panel * half + torch.where(column < half, column, num_columns // 2 + column - half)

@@ -6,7 +6,8 @@ A weight is, in float32 and in this order of operations:
 ```
 scale  = scales                    or  super_scales * scales
 minimum = mins                     or  super_mins * mins         (0 without)
-level  = levels[code]              or  code - offset             (code - zero_point where there are zero points)
+level  = levels[code]              or  code - offset             (code - zero_point where there are zero points;
+                                                                 the value of an 8-bit floating-point code of e4m3)
 weight = scale * level - minimum
 ```
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final, Literal, NamedTuple
 
 import torch
@@ -31,20 +33,21 @@ class WeightForm(NamedTuple):
 
     Args:
         bits: number of bits of a code.
-        group: number of inputs that share a scale, 16 or 32; a format with larger groups repeats its scales.
+        group: number of inputs that share a scale, 16 or 32, of e4m3 also 128; formats with larger ones repeat scales.
         scale: dtype of scales; "two_level" for int8 scales of float16 super-scales, one for 256 inputs.
         has_mins: True where each group has a minimum: of the dtype of the scales, or uint8 of float16 super-minima.
         has_zero_points: True where each group has a zero point, a code.
-        levels: values of the codes, whole numbers from -128 to 127; None for `code - offset`.
+        levels: values of the codes, whole numbers from -128 to 127; "e4m3" for 8-bit floating-point codes, with which
+            rows are multiplied as they are: they are not rounded to int8 first; None for `code - offset`.
         offset: number taken off a code; 0 where there are minima, zero points or levels.
     """
 
     bits: Literal[4, 5, 6, 8]
-    group: Literal[16, 32]
+    group: Literal[16, 32, 128]
     scale: ScaleDtype
     has_mins: bool = False
     has_zero_points: bool = False
-    levels: tuple[int, ...] | None = None
+    levels: tuple[int, ...] | Literal["e4m3"] | None = None
     offset: int = 0
 
 
@@ -106,27 +109,33 @@ class QuantizedWeight:
         """Return rows as float32 [M, K], exactly as the format defines them."""
         return dequantize(self.form, self.read(rows))
 
-    @classmethod
-    def joined(cls, parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-        """Return the weight of all rows of some weights of one form and width, one after the other."""
-        if len(parts) == 1:
-            return parts[0]
-        ends = torch.tensor([part.shape[0] for part in parts]).cumsum(0)
 
-        def read(rows: slice | Tensor) -> QuantizedRows:
-            index = torch.arange(int(ends[-1]))[rows].contiguous()
-            owners = torch.bucketize(index, ends, right=True)
-            places = [(owners == idx).nonzero().flatten() for idx in range(len(parts))]
-            order = torch.cat(places).argsort()
-            pieces = [
-                part.read(index[place] - (end - part.shape[0]))
-                for part, place, end in zip(parts, places, ends.tolist(), strict=True)
-                if len(place)
-            ]
-            return concatenate_rows(pieces).at(order)
+class PlainWeight(NamedTuple):
+    """A part of a stored weight that is not quantised.
 
-        shape = int(ends[-1]), parts[0].shape[1]
-        return cls(parts[0].form, shape, read, sum(part.num_bytes for part in parts))
+    Args:
+        values: [N, K], of the dtype of rows; it may lie in a file.
+    """
+
+    values: Tensor
+
+    @property
+    def form(self) -> None:
+        """No form: it is packed as a tensor."""
+        return None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """N, K."""
+        return self.values.shape[0], self.values.shape[1]
+
+    def rows(self, rows: Tensor) -> PlainWeight:
+        """Return the weight of some rows, by their indices int64 [M]."""
+        return PlainWeight(self.values[rows])
+
+    def dequantize(self) -> Tensor:
+        """Return the values in float32."""
+        return self.values.float()
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +143,12 @@ class StoredWeight:
     """The weight of a linear layer as a checkpoint stores it: quantised, perhaps in parts of different forms.
 
     Args:
-        parts: weights of one width, whose rows follow each other.
+        parts: weights of one width, whose rows follow each other; some may be plain.
         dtype: dtype of the rows that the layer is given, and of rows that are looked up.
         input_order: int64 [K], index of the input that each column multiplies; None for their own order.
     """
 
-    parts: tuple[QuantizedWeight, ...]
+    parts: tuple[QuantizedWeight | PlainWeight, ...]
     dtype: torch.dtype
     input_order: Tensor | None = None
 
@@ -152,6 +161,16 @@ class StoredWeight:
     def num_forms(self) -> int:
         """Number of forms of the parts."""
         return len({part.form for part in self.parts})
+
+    @property
+    def quantized(self) -> tuple[QuantizedWeight, ...]:
+        """The parts that are quantised; all of them, unless `has_plain`."""
+        return tuple(part for part in self.parts if isinstance(part, QuantizedWeight))
+
+    @property
+    def has_plain(self) -> bool:
+        """True where a part is not quantised."""
+        return any(isinstance(part, PlainWeight) for part in self.parts)
 
     def rows(self, rows: slice | Tensor) -> StoredWeight:
         """Return the weight of some rows, by their indices."""
@@ -174,31 +193,14 @@ class StoredWeight:
         return StoredWeight(self.parts, self.dtype)
 
 
-def segments_of(parts: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
-    """Join neighbours of one form."""
-    segments: list[list[QuantizedWeight]] = []
-    for part in parts:
-        if segments and segments[-1][0].form == part.form:
-            segments[-1].append(part)
-        else:
-            segments.append([part])
-    return [QuantizedWeight.joined(segment) for segment in segments]
+def chunks(num_rows: int, width: int, num_codes: int = 1 << 22, cuts: Sequence[int] = ()) -> Iterator[slice]:
+    """Divide rows into ranges of about `num_codes` codes, what is unpacked at a time; none goes across a cut.
 
-
-def concatenate_rows(pieces: Sequence[QuantizedRows]) -> QuantizedRows:
-    """Return the rows of all pieces, one after the other."""
-    return pieces[0] if len(pieces) == 1 else QuantizedRows(*map(_concatenate, zip(*pieces, strict=True)))  # type: ignore[arg-type]
-
-
-def _concatenate(fields: Sequence[Tensor | None]) -> Tensor | None:
-    there = [field for field in fields if field is not None]
-    return torch.cat(there) if there else None
-
-
-def chunks(num_rows: int, width: int, multiple: int = 1, num_codes: int = 1 << 22) -> Iterator[slice]:
-    """Divide rows into ranges of about `num_codes` codes, a multiple of some rows each: what is unpacked at a time."""
-    step = max(multiple, num_codes // width // multiple * multiple)
-    return (slice(first, min(first + step, num_rows)) for first in range(0, num_rows, step))
+    Ranges are of a multiple of 64 rows, which fill panels.
+    """
+    step = max(64, num_codes // width // 64 * 64)
+    ends = sorted({*range(0, num_rows, step), *(cut for cut in cuts if 0 < cut < num_rows), num_rows})
+    return (slice(first, end) for first, end in pairwise(ends))
 
 
 def dequantize(form: WeightForm, rows: QuantizedRows) -> Tensor:
@@ -212,7 +214,9 @@ def dequantize(form: WeightForm, rows: QuantizedRows) -> Tensor:
 
 def levels_of(form: WeightForm, rows: QuantizedRows) -> Tensor:
     """Return the levels of codes, float32 [N, K / G, G]."""
-    if form.levels is not None:
+    if form.levels == "e4m3":
+        levels = rows.codes.view(torch.float8_e4m3fn).float()
+    elif form.levels is not None:
         levels = torch.tensor(form.levels, dtype=torch.float32, device=rows.codes.device)[rows.codes.int()]
     else:
         levels = rows.codes.float() - form.offset

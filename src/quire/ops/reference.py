@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from quire.ops.interface import (
     Rotation,
     StateBatch,
 )
+from quire.ops.joined import pack_joined
 from quire.ops.quantized_weight import StoredWeight
 from quire.ops.reference_quantised import ReferenceQuantisedLinear, ReferenceStoredLinear
 from quire.ops.reference_states import ReferenceStepStates
@@ -55,6 +57,8 @@ class ReferenceOps:
         if isinstance(weight, StoredWeight):
             if weight.input_order is not None:
                 return ReorderedLinear(self.pack_linear(weight.in_own_order(), bias), weight.input_order)
+            if weight.has_plain:
+                return pack_joined(partial(self.pack_linear, min_bits=min_bits), weight, bias)
             return ReferenceStoredLinear(weight, bias)
         chosen = weight_format(self._quantization, weight.shape[1], min_bits)
         return (

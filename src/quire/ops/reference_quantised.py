@@ -40,10 +40,13 @@ class ReferenceQuantisedLinear:
 
 
 class ReferenceStoredLinear:
-    """Whole numbers times the levels of stored codes, added up as such for all inputs that share a scale."""
+    """Whole numbers times the levels of stored codes, added up as such for all inputs that share a scale.
+
+    Floating-point codes (e4m3) are multiplied with the rows themselves, and added up in float64.
+    """
 
     def __init__(self, weight: StoredWeight, bias: Tensor | None) -> None:
-        self._parts = [(part.form, part.read(slice(None))) for part in weight.parts]
+        self._parts = [(part.form, part.read(slice(None))) for part in weight.quantized]
         self._whole, self._bias = weight.dequantize(), bias
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -51,15 +54,18 @@ class ReferenceStoredLinear:
         rows, row_scales = round_rows(x)
         columns = []
         for form, unpacked in self._parts:
+            levels, (scales, mins) = levels_of(form, unpacked), factors_of(form, unpacked)
+            if form.levels == "e4m3":
+                products = torch.einsum("tgi,ngi->tng", x.double().reshape(len(x), -1, form.group), levels.double())
+                columns.append((products * scales).sum(-1).float())
+                continue
             values = rows.view(len(x), -1, form.group)
-            levels = levels_of(form, unpacked).long()
-            whole = torch.einsum("tgi,ngi->tng", values, levels).float()
-            scales, mins = factors_of(form, unpacked)
+            whole = torch.einsum("tgi,ngi->tng", values, levels.long()).float()
             y = (whole * scales).sum(-1)
             if mins is not None:
                 y -= (values.sum(-1).float()[:, None] * mins).sum(-1)
-            columns.append(y)
-        y = torch.cat(columns, -1) * row_scales
+            columns.append(y * row_scales)
+        y = torch.cat(columns, -1)
         for addend in (self._bias, residual):
             if addend is not None:
                 y += addend.float()

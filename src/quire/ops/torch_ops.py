@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -14,6 +15,7 @@ from quire.config import Quantization
 from quire.ops import torch_rows
 from quire.ops.gated import GatedLinear
 from quire.ops.interface import Activation, AttentionBatch, Linear, PagedKV, PagedStates, StateBatch, StepAttention
+from quire.ops.joined import pack_joined
 from quire.ops.quantized_weight import StoredWeight
 from quire.ops.reordered import ReorderedLinear
 from quire.ops.torch_attention import Scratch, TorchStepAttention
@@ -57,9 +59,12 @@ class TorchOps:
         if isinstance(weight, StoredWeight):
             if weight.input_order is not None:
                 return ReorderedLinear(
-                    self.pack_linear(weight.in_own_order(), bias), weight.input_order.to(self._device)
+                    self.pack_linear(weight.in_own_order(), bias, min_bits), weight.input_order.to(self._device)
                 )
+            if weight.has_plain:
+                return pack_joined(partial(self.pack_linear, min_bits=min_bits), weight, bias)
             return TorchStoredLinear(weight, bias, self._device)
+        weight = weight.to(self._device)
         chosen = weight_format(self._quantization, weight.shape[1], min_bits)
         if chosen is not None:
             return TorchQuantisedLinear(chosen, weight, bias)

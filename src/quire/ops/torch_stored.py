@@ -16,10 +16,12 @@ CHUNK = 1 << 20
 
 
 class TorchStoredLinear:
-    """A product of rows of int8 and quantised weights, which are dequantised a chunk of columns at a time.
+    """A product of rows and quantised weights, which are dequantised a chunk of columns at a time.
+
+    Rows are rounded to int8, but for weights of e4m3.
 
     Args:
-        weight: the weight.
+        weight: weight without plain parts.
         bias: [out], or None.
         device: device of the weight.
     """
@@ -28,15 +30,20 @@ class TorchStoredLinear:
 
     def __init__(self, weight: StoredWeight, bias: Tensor | None, device: torch.device) -> None:
         self._parts = [
-            (part.form, part.read(slice(None)).apply(lambda field: field.to(device))) for part in weight.parts
+            (part.form, part.read(slice(None)).apply(lambda field: field.to(device))) for part in weight.quantized
         ]
         self._dtype, self._bias = weight.dtype, bias
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Round the rows, multiply and add."""
-        rows, row_scales = round_rows(x.float())
+        plain = x.float()
+        rows, row_scales = round_rows(plain)
         wide = rows.float()
-        y = torch.cat([functional.linear(wide, weights) for weights in self._dequantized()], -1).mul_(row_scales)
+        products = [
+            functional.linear(plain, weights) if is_plain else functional.linear(wide, weights).mul_(row_scales)
+            for is_plain, weights in self._dequantized()
+        ]
+        y = torch.cat(products, -1)
         for addend in (self._bias, residual):
             if addend is not None:
                 y += addend
@@ -59,7 +66,8 @@ class TorchStoredLinear:
             raise IndexError(f"rows are from 0 to {start - 1}, got ids from {ids.min()} to {ids.max()}")
         return output
 
-    def _dequantized(self) -> Iterator[Tensor]:
+    def _dequantized(self) -> Iterator[tuple[bool, Tensor]]:
+        """Yield chunks of the weight, and whether rows are not rounded for them."""
         for form, unpacked in self._parts:
             for part in chunks(len(unpacked.codes), unpacked.codes.shape[1], num_codes=CHUNK):
-                yield dequantize(form, unpacked.at(part))
+                yield form.levels == "e4m3", dequantize(form, unpacked.at(part))

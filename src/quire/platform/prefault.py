@@ -2,7 +2,8 @@
 
 The system clears a page at its first use: for a cache that fills, that took 3 to 4 % of a step
 (docs/lab/pages-of-the-cache.md). While the engine is idle, a thread populates the next pages: the number of bytes in
-use, at least 64 MiB and at most 1 GiB. So a process that uses little memory stays small.
+use, at least 64 MiB and at most 1 GiB. So a process that uses little memory stays small. A step writes a few attributes
+that the thread reads a few times a second, until all pages are there.
 """
 
 from __future__ import annotations
@@ -11,67 +12,67 @@ import ctypes
 import mmap
 import sys
 import threading
-import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from torch import Tensor
-
-from quire.scheduling.plan import ScheduledSequence
 
 LEAST_AHEAD: Final = 64 << 20
 MOST_AHEAD: Final = 1 << 30
 # Bytes of one system call: a step that begins meanwhile shares the processors with no more than that.
 PIECE_BYTES: Final = 4 << 20
 # Seconds without a step after which the engine counts as idle.
-REST_S: Final = 0.1
+REST_S: Final = 0.2
 # madvise(2), since Linux 5.14; contents stay unchanged.
 MADV_POPULATE_WRITE: Final = 23
 
 
+class CacheUse:
+    """Use of a cache by the steps so far.
+
+    Attributes:
+        highest_blocks: highest id of each group's blocks that were in a block table.
+        num_steps: number of steps begun.
+        is_stepping: True during a step.
+    """
+
+    __slots__ = ("highest_blocks", "is_stepping", "num_steps")
+
+    def __init__(self, num_groups: int) -> None:
+        self.highest_blocks = [-1] * num_groups
+        self.num_steps = 0
+        self.is_stepping = False
+
+
 class Prefaulter:
-    """Tracks the highest used byte of a cache, and populates the pages after it.
+    """Populates the pages of a cache after its highest used block.
 
     Blocks are allocated from the lowest id on, so the next pages lie after the used ones.
 
     Args:
         views: view [blocks, ...] of each cache group, all of one CPU memory and from its first byte on.
+        use: use of the cache.
     """
 
-    def __init__(self, views: Sequence[Tensor]) -> None:
+    def __init__(self, views: Sequence[Tensor], use: CacheUse) -> None:
         memory = max(views, key=lambda view: view.nbytes)
         self._memory = memory  # must not be freed before the thread is stopped
-        self._block_bytes = [view[0].nbytes for view in views]
-        self._range = _Range(memory.data_ptr(), memory.nbytes)
+        self._range = _Range(memory.data_ptr(), memory.nbytes, [view[0].nbytes for view in views], use)
         # Also before the interpreter exits, when a thread could not return from a system call any more.
         weakref.finalize(self, self._range.close)
         threading.Thread(target=self._range.run, name="quire-prefault", daemon=True).start()
 
     @classmethod
-    def of(cls, views: Sequence[Tensor]) -> Prefaulter | None:
+    def of(cls, views: Sequence[Tensor], use: CacheUse) -> Prefaulter | None:
         """Return a prefaulter where it helps: on Linux, for a CPU cache that is not small."""
         is_small = max(view.nbytes for view in views) < LEAST_AHEAD
-        return None if sys.platform != "linux" or views[0].device.type != "cpu" or is_small else cls(views)
+        return None if sys.platform != "linux" or views[0].device.type != "cpu" or is_small else cls(views, use)
 
     @property
     def ready_bytes(self) -> int:
         """Number of leading bytes whose pages were populated."""
         return self._range.ready
-
-    def begin(self, items: Iterable[ScheduledSequence]) -> None:
-        """Record the start of a step, and its new blocks."""
-        used = self._range.used
-        for item in items:
-            for delta in item.table_deltas:
-                if delta.block_ids:
-                    used = max(used, (max(delta.block_ids) + 1) * self._block_bytes[delta.group_idx])
-        self._range.used = used
-        self._range.is_stepping = True
-
-    def end(self) -> None:
-        """Record the end of a step."""
-        self._range.rest()
 
 
 class _Range:
@@ -80,53 +81,47 @@ class _Range:
     Args:
         address: address of the first byte.
         num_bytes: size of the memory.
+        block_bytes: size of a block of each cache group.
+        use: use of the cache.
 
     Attributes:
-        used: number of leading bytes that hold all used blocks.
         ready: number of leading bytes whose pages were populated.
-        is_stepping: True during a step.
     """
 
-    def __init__(self, address: int, num_bytes: int) -> None:
-        self.used = self.ready = 0
-        self.is_stepping = False
+    def __init__(self, address: int, num_bytes: int, block_bytes: Sequence[int], use: CacheUse) -> None:
+        self.ready = 0
         self._address, self._num_bytes = address, num_bytes
+        self._block_bytes, self._use = block_bytes, use
         self._madvise = ctypes.CDLL(None).madvise
         self._madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        self._rested_s = time.monotonic()
         self._closed = threading.Event()
-        self._wanted = threading.Event()
-        self._wanted.set()
         # Held during the system call: the memory may be freed right after `close`. Reentrant, because the finalizer may
         # run in the thread itself.
         self._asking = threading.RLock()
 
-    def rest(self) -> None:
-        """Record the end of a step, and wake the thread where pages are missing."""
-        self.is_stepping = False
-        self._rested_s = time.monotonic()
-        if self.ready < self._target():
-            self._wanted.set()
+    @property
+    def used(self) -> int:
+        """Number of leading bytes that hold all used blocks."""
+        return max((idx + 1) * size for idx, size in zip(self._use.highest_blocks, self._block_bytes, strict=True))
 
     def close(self) -> None:
         """Stop populating pages."""
         with self._asking:
             self._closed.set()
-        self._wanted.set()
 
     def run(self) -> None:
-        """Populate pages while the engine is idle, until `close` or until the system refuses."""
-        while not self._closed.is_set():
-            self._wanted.wait()
-            self._wanted.clear()
-            while not self._closed.is_set() and self.ready < self._target():
-                if self.is_stepping or time.monotonic() - self._rested_s < REST_S:
-                    self._closed.wait(REST_S)
-                elif not self._ask():
+        """Populate pages while the engine is idle, until `close`, until all are there or until the system refuses."""
+        use, num_steps = self._use, -1
+        while self.ready < self._num_bytes and not self._closed.wait(REST_S):
+            # A step since the last look resets the wait.
+            num_steps, num_before = use.num_steps, num_steps
+            while not use.is_stepping and use.num_steps == num_before and self.ready < self._target():
+                if not self._ask():
                     return
 
     def _target(self) -> int:
-        return min(self.used + min(max(self.used, LEAST_AHEAD), MOST_AHEAD), self._num_bytes)
+        used = self.used
+        return min(used + min(max(used, LEAST_AHEAD), MOST_AHEAD), self._num_bytes)
 
     def _ask(self) -> bool:
         """Populate the next piece; return False where the system refuses."""

@@ -85,6 +85,12 @@ class ObservingOps:
     def fuse_layers(self, _layers: object) -> None:
         """Keep layers apart: within one native call, nothing can be observed."""
 
+    def fuse_norm(self, _norm: object, _linear: object) -> None:
+        """Keep a norm and a layer apart."""
+
+    def fuse_experts(self, _experts: object) -> None:
+        """Keep experts apart."""
+
     def pack_linear(self, weight: Any, *args: Any, **options: Any) -> Linear:
         """Pack a weight, and observe the layer."""
         linear: Linear = self._ops.pack_linear(weight, *args, **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -121,9 +122,12 @@ class _FolderJob:
     def write(self, out: Path) -> None:
         """Write the folder."""
         tensors, quantized = self._checkpoint.tensors, frozenset(self._names)
-        sizes = {name: tensor.num_bytes for name, tensor in tensors.items()}
+        sizes = {name: prod(tensor.shape) for name, tensor in tensors.items()}
         done, total = 0, sum(sizes.values())
-        with new_output(out, total) as folder:
+        num_quantized = sum(sizes[name] for name in quantized)
+        # Scales and zero points of groups take less than 2 bits a value.
+        needed = num_quantized * (self._scheme.bits + 2) // 8 + (total - num_quantized) * self._dtype.itemsize
+        with new_output(out, needed) as folder:
             writer = FolderWriter(folder)
             for name, stored in self._stored_tensors():
                 for suffix, tensor in stored.items():

@@ -5,10 +5,7 @@ They are named tuples: immutable, comparable, picklable, and cheap to construct.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from functools import partial
-from itertools import repeat
 from typing import NamedTuple
 
 from quire.memory.results import MemoryOps, TableDelta
@@ -151,12 +148,6 @@ class ItemResult(NamedTuple):
     error: str | None = None
     draft: tuple[int, ...] = ()
     is_own_fault: bool = False
-
-
-def plain_results(seq_ids: Iterable[int], token_ids: Iterable[tuple[int, ...]]) -> list[ItemResult]:
-    """Return results that have tokens only, without a Python call for each."""
-    fields = zip(seq_ids, token_ids, repeat(()), repeat(()), repeat(None), repeat(()), repeat(False), strict=False)
-    return list(map(partial(tuple.__new__, ItemResult), fields))
 
 
 class StepResult(NamedTuple):

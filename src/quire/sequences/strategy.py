@@ -66,7 +66,6 @@ class Strategy(Protocol[SequenceT_contra]):
 
     def num_draws(self, sequence: SequenceT_contra) -> int:
         """Return the number of tokens to draw from the last logits of the prompt."""
-        ...
 
     def advance(self, sequence: SequenceT_contra, token_ids: Sequence[int]) -> Iterable[Edit]:
         """Return the edits for the tokens that a step gave for a sequence.
@@ -78,4 +77,3 @@ class Strategy(Protocol[SequenceT_contra]):
             token_ids: the `num_draws` tokens of a prompt; otherwise consecutive tokens: the accepted drafts, the token
                 drawn after them, and tokens that the grammar forces after that one.
         """
-        ...

@@ -34,11 +34,9 @@ class ResponseBuilder(Protocol):
 
     def chunks(self, prompt_idx: int, delta: RequestOutput) -> Iterable[dict[str, Any]]:
         """Yield the chunks of a delta."""
-        ...
 
     def last_chunk(self) -> dict[str, Any]:
         """Return the chunk without choices that carries a stream's usage."""
-        ...
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """Return the answer in one piece.
@@ -46,7 +44,6 @@ class ResponseBuilder(Protocol):
         Args:
             outputs: output of each prompt.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

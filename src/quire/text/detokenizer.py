@@ -98,15 +98,12 @@ class _Characters(Protocol):
 
     def add(self, piece: bytes, *, is_fallback_byte: bool) -> str:
         """Take a token's bytes and return the characters that they complete."""
-        ...
 
     def end(self) -> str:
         """Return the incomplete bytes as replacement characters."""
-        ...
 
     def fork(self) -> _Characters:
         """Return an independent copy."""
-        ...
 
 
 class _LossyCharacters:

@@ -15,8 +15,8 @@ from quire.models.gguf.architectures.metadata import shortest
 from tests.models.gguf.test_architectures import Written, write
 
 WRONG: tuple[Any, ...] = (None, -1, 0, 3, 2**60, 1.5, float("nan"), float("inf"), True, "x", [], [1], [None] * 4, {})
-NAMES = ["llama", "qwen3-moe", "qwen3.5", "qwen3.5-moe", "gemma3", "gemma4", "lfm2", "granite4", "falcon-h1"]
-NAMES += ["phi3-longrope", "gpt-oss"]
+NAMES: tuple[str, ...] = ("llama", "qwen3-moe", "qwen3.5", "qwen3.5-moe", "gemma3", "gemma4", "lfm2", "lfm2-moe")
+NAMES += ("granite4", "falcon-h1", "phi3-longrope", "gpt-oss")
 
 
 @pytest.fixture(scope="module")

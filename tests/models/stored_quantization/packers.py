@@ -23,6 +23,7 @@ NAMES = {
     torch.int32: "I32",
     torch.int64: "I64",
     torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
 }
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

@@ -87,7 +87,8 @@ def test_an_order_that_changes_nothing_is_left_out(groups: list[int]) -> None:
 
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("group_size", [64, -1])
-def test_integers(symmetric: bool, group_size: int) -> None:
+@pytest.mark.parametrize("activations", ["dynamic", "static", "asymmetric"])
+def test_integers(symmetric: bool, group_size: int, activations: str) -> None:
     size = K if group_size < 0 else group_size
     codes, zeros = random_codes(N, K, 8) - 128, random_codes(N, K // size, 8, seed=5) - 128
     scales = random_scales(N, K // size, torch.bfloat16)
@@ -96,8 +97,11 @@ def test_integers(symmetric: bool, group_size: int) -> None:
         tensors[".weight_zero_point"] = torch.from_numpy(zeros).to(torch.int8)
     quantization = config("int-quantized", num_bits=8, group_size=group_size, symmetric=symmetric)
     quantization["config_groups"]["group_0"]["input_activations"] = {
-        "num_bits": 8, "type": "int", "strategy": "token", "dynamic": True,
+        "num_bits": 8, "type": "int", "dynamic": activations == "dynamic", "symmetric": activations != "asymmetric",
+        "strategy": "token" if activations == "dynamic" else "tensor",
     }  # fmt: skip
+    if activations != "dynamic":  # not read: rows are rounded by their own largest magnitude
+        tensors |= {".input_scale": torch.tensor([0.01]), ".input_zero_point": torch.tensor([3], dtype=torch.int8)}
     found = Files().add("a", tensors).weight(quantization)
     groups = [col // size for col in range(K)]
     check_values(found, values(codes, 0 if symmetric else zeros, scales, groups))

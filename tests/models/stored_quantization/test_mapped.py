@@ -21,6 +21,7 @@ from tests.models.stored_quantization.packers import (
     random_scales,
     values,
 )
+from tests.models.stored_quantization.test_float8 import float8_values, random_float8
 
 N, K = 20, 64
 
@@ -40,6 +41,8 @@ def test_dtypes_of_files(tmp_path: Path) -> None:
         "zeros.weight_zero_point": torch.zeros(N, K // 32, dtype=torch.int8),
         "octets.weight_packed": pack_fp4(random_codes(N, K)),
         "octets.weight_scale": torch.from_numpy(exponents).to(torch.uint8),
+        "float8.weight": random_float8(N, K),
+        "float8.weight_scale": torch.full((1, 1), 130, dtype=torch.uint8).view(torch.float8_e8m0fnu),
         "powers.weight_packed": pack_fp4(random_codes(N, K)),
         "powers.weight_scale": torch.from_numpy(exponents).to(torch.uint8).view(torch.float8_e8m0fnu),
     }
@@ -49,6 +52,11 @@ def test_dtypes_of_files(tmp_path: Path) -> None:
         "packed": {"targets": ["packed"], "format": "pack-quantized", "weights": weights},
         "integers": {"targets": ["integers"], "format": "int-quantized", "weights": weights | {"num_bits": 8}},
         "zeros": {"targets": ["zeros"], "format": "int-quantized", "weights": weights | {"symmetric": False}},
+        "float8": {
+            "targets": ["float8"],
+            "format": "float-quantized",
+            "weights": {"type": "float", "strategy": "tensor"},
+        },
         "mx": {"targets": ["Linear"], "format": "mxfp4-pack-quantized", "weights": weights | {"type": "float"}},
     }
     quantization = {"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": schemes}
@@ -67,6 +75,7 @@ def test_dtypes_of_files(tmp_path: Path) -> None:
     check_values(found.weight("packed", tensor), values(random_codes(N, K), 8, half, groups))
     check_values(found.weight("integers", tensor), values(integers, 0, brain, groups))
     check_values(found.weight("zeros", tensor), values(integers, 0, single, groups))
+    check_values(found.weight("float8", tensor), float8_values(random_float8(N, K), torch.tensor([[8.0]]), (N, K)))
     for layer in ("octets", "powers"):
         assert found.suffixes(layer) == (".weight_packed", ".weight_scale")
         check_values(found.weight(layer, tensor), fp4_values(random_codes(N, K), exponents))

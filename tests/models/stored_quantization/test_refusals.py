@@ -46,6 +46,10 @@ def experts() -> Tensors:
     return {"_blocks": torch.zeros(2, N, 2, 16, dtype=BYTES), "_scales": torch.zeros(2, N, 2, dtype=BYTES)}
 
 
+def float8(scale: str = ".weight_scale_inv") -> Tensors:
+    return {".weight": torch.zeros(N, K).to(torch.float8_e4m3fn), scale: torch.ones(2, 2)}
+
+
 def groups(layout: str = "pack-quantized", *, model: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
     weights = {"num_bits": 4, "type": "int", "group_size": 32} | changes.pop("weights", {})
     group = {"targets": ["Linear"], "weights": weights} | changes
@@ -54,10 +58,25 @@ def groups(layout: str = "pack-quantized", *, model: dict[str, Any] | None = Non
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}
+FP8 = {"quant_method": "fp8", "weight_block_size": [8, 32]}
+FLOAT8 = {"type": "float", "num_bits": 8, "strategy": "block", "block_structure": [8, 32]}
 STATIC = {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False}
 
 SCHEMES: dict[str, tuple[dict[str, Any], Callable[[], Tensors], str]] = {
-    "float": (groups("float-quantized", weights={"type": "float", "num_bits": 8}), integers, "floating-point codes"),
+    "float of 4 bits": (groups("float-quantized", weights={"type": "float"}), float8, "this number of bits"),
+    "float zeros": (groups("float-quantized", weights=FLOAT8 | {"symmetric": False}), float8, "with zero points"),
+    "float strategy": (
+        groups("float-quantized", weights=FLOAT8 | {"strategy": "tensor_group"}),
+        float8,
+        "tensor_group",
+    ),
+    "float in blocks of 8": (
+        groups("float-quantized", weights=FLOAT8 | {"block_structure": [8, 8]}),
+        lambda: float8(".weight_scale") | {".weight_scale": torch.ones(2, 8)},
+        "64 inputs in groups of 8",
+    ),
+    "e5m2": (FP8 | {"fmt": "e5m2"}, float8, "stored as fp8 of format e5m2"),
+    "mxfp8": (groups("mxfp8-quantized", weights=FLOAT8), float8, "stored as mxfp8-quantized of 8 bits"),
     "nvfp4": (groups("nvfp4-pack-quantized", weights={"type": "float"}), packed, "scales of 8-bit floating point"),
     "unknown format": (groups("marlin-24"), packed, "stored as marlin-24 of 4 bits.*the format is not implemented"),
     "float in packed": (groups(weights={"type": "float"}), packed, "codes of type float"),
@@ -65,7 +84,6 @@ SCHEMES: dict[str, tuple[dict[str, Any], Callable[[], Tensors], str]] = {
     "tensor scale": (groups(weights={"strategy": "tensor"}), packed, "strategy tensor"),
     "block scale": (groups(weights={"strategy": "block"}), packed, "strategy block"),
     "no size": (groups(weights={"strategy": "group", "group_size": -1}), packed, "groups have no size"),
-    "static": (groups("int-quantized", weights={"num_bits": 8}, input_activations=STATIC), integers, "stored scales"),
     "outputs": (groups(output_activations=STATIC), packed, "outputs are quantised"),
     "transforms": (
         groups(model={"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}}),
@@ -118,9 +136,9 @@ def test_mxfp4_needs_whole_groups() -> None:
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        ("fp8", "by the method 'fp8', .*8-bit floating-point codes"),
+        ("fbgemm_fp8", "by the method 'fbgemm_fp8', .*the method is not implemented; served are .*fp8 .e4m3"),
         ("bitsandbytes", "its codes refer to tables"),
-        ("modelopt", "8-bit floating-point codes and scales"),
+        ("modelopt", "its formats of 8-bit and 4-bit floating point are not implemented"),
         ("new", "the method is not implemented; served are"),
         ("", "the method is not implemented"),
     ],
@@ -140,6 +158,7 @@ def test_methods_are_refused_by_name(method: str, message: str) -> None:
         (groups(model={"ignore": ["b", "re:a$"]}), packed, "ignore"),
         (groups("int-quantized", model={"ignore": ["a"]}), integers, "ignore"),
         (AWQ | {"modules_to_not_convert": ["a"]}, awq, "modules_to_not_convert"),
+        (FP8 | {"modules_to_not_convert": ["a"]}, float8, "modules_to_not_convert"),
         (GPTQ | {"dynamic": {"-:a": {}}}, gptq, "dynamic"),
         ({"quant_method": "mxfp4", "modules_to_not_convert": ["a"]}, experts, "modules_to_not_convert"),
     ],
@@ -176,6 +195,15 @@ DAMAGED: dict[str, tuple[dict[str, Any], Callable[[], Tensors], Tensors, str]] =
         {".weight_packed": torch.zeros(N, K // 2, dtype=BYTES)},
         "'a.weight_scale' is of dtype F16; U8",
     ),
+    "float codes": (FP8, float8, {".weight": torch.zeros(N, K).to(torch.float8_e5m2)}, "is of dtype F8_E5M2; F8_E4M3"),
+    "float scales": (
+        FP8,
+        float8,
+        {".weight_scale_inv": torch.ones(2, 3)},
+        r"'a.weight_scale_inv' is of shape \[2, 3\]",
+    ),
+    "float dims": (FP8, float8, {".weight": torch.zeros(N).to(torch.float8_e4m3fn)}, "2 dimensions are needed"),
+    "float scale dtype": (FP8, float8, {".weight_scale_inv": words(2, 2)}, "is of dtype I32; F32 or BF16"),
     "awq zeros": (AWQ, awq, {".qzeros": words(2, 1)}, "'a.qzeros' is of shape"),
     "awq scales": (AWQ, awq, {".scales": scales(2, N + 1)}, "'a.scales' is of shape"),
     "gptq zeros": (GPTQ, gptq, {".qzeros": words(1, 2)}, "'a.qzeros' is of shape"),
@@ -205,6 +233,8 @@ def test_damaged_tensors_are_refused_by_name(case: str) -> None:
         (groups(), packed, ".weight_shape"),
         (groups(weights={"symmetric": False}), packed, ".weight_zero_point"),
         (AWQ, awq, ".qzeros"),
+        (FP8, float8, ".weight_scale_inv"),
+        (groups("float-quantized", weights=FLOAT8), float8, ".weight_scale"),
         (GPTQ, gptq, ".scales"),
         (GPTQ | {"desc_act": True}, gptq, ".g_idx"),
         ({"quant_method": "mxfp4"}, experts, "_scales"),
@@ -224,6 +254,8 @@ def test_missing_tensors_are_named(config: dict[str, Any], tensors: Callable[[],
         (groups("int-quantized", weights={"group_size": -1}), integers, {".weight_scale": scales(N, 1) * torch.nan}),
         (AWQ, awq, {".scales": scales(2, N) * torch.inf}),
         (GPTQ, gptq, {".scales": scales(2, N) * torch.nan}),
+        (FP8, float8, {".weight_scale_inv": torch.full((2, 2), torch.inf)}),
+        (FP8, float8, {".weight_scale_inv": torch.full((2, 2), 255, dtype=BYTES)}),
         ({"quant_method": "mxfp4"}, experts, {"_scales": torch.full((2, N, 2), 255, dtype=BYTES)}),
     ],
 )
@@ -235,9 +267,23 @@ def test_scales_that_are_no_numbers_are_refused(
         found.weight.read(slice(0, 2))
 
 
+def test_codes_that_are_no_numbers_are_refused() -> None:
+    for code in (0x7F, 0xFF):
+        stored = float8()
+        stored[".weight"].view(torch.uint8)[1, 3] = code
+        found = Files().add("a", stored).weight(FP8)
+        assert not found.weight.read(slice(0, 1)).codes.any()
+        with pytest.raises(CheckpointError, match="layer 'a' has codes that are no numbers"):
+            found.weight.read(slice(0, 2))
+
+
 @pytest.mark.parametrize(
     ("config", "field"),
     [
+        (FP8 | {"weight_block_size": [128]}, "weight_block_size"),
+        (FP8 | {"weight_block_size": [0.5, 128]}, "weight_block_size"),
+        (FP8 | {"weight_block_size": [2**40, 128]}, "weight_block_size"),
+        (groups("float-quantized", weights=FLOAT8 | {"block_structure": [1, -1]}), "block_structure"),
         ("gptq", "quantization_config"),
         (GPTQ | {"bits": "4"}, "bits"),
         (GPTQ | {"dynamic": {"a": 3}}, "a"),
@@ -303,6 +349,8 @@ def altered(value: Any) -> Iterator[Any]:
         (groups("int-quantized", weights={"num_bits": 8, "group_size": -1}, input_activations=STATIC), integers),
         (groups(model={"sparsity_config": {"format": "dense"}, "transform_config": {"config_groups": {}}}), packed),
         (AWQ | {"modules_to_not_convert": []}, awq),
+        (FP8 | {"modules_to_not_convert": [], "ignored_layers": [], "fmt": "e4m3"}, float8),
+        (groups("float-quantized", weights=FLOAT8, input_activations=STATIC), lambda: float8(".weight_scale")),
         (GPTQ | {"desc_act": False, "checkpoint_format": "gptq", "dynamic": {}}, gptq),
         ({"quant_method": "mxfp4", "modules_to_not_convert": []}, experts),
     ],

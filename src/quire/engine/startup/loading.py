@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO
 
 import torch
 
@@ -31,10 +31,11 @@ from quire.engine.inputs.embeddings import EmbeddingsReader
 from quire.engine.kv.disk_prefetch import DiskPrefetcher
 from quire.engine.startup.disk_cache import make_disk_prefetcher, open_disk
 from quire.engine.startup.speculation import load_draft, make_speculation
+from quire.engine.startup.wrappers import Wrappers
 from quire.errors import ConfigError, InvalidParameter
-from quire.execution.executor import InProcessExecutor
+from quire.execution.build import build_runner
 from quire.execution.gpu_memory_profile import StepLimits, measure_step_cost
-from quire.execution.runner import ModelRunner
+from quire.execution.runner import InProcessExecutor
 from quire.kvstore.disk_blocks import DiskBlocks
 from quire.memory.capacity.sizing import ArenaSizing, arena_bytes, most_bytes, tokens_bytes
 from quire.memory.manager import KVCacheManager
@@ -59,9 +60,6 @@ from quire.text.gguf_tokenizer import end_token_ids, read_gguf_tokenizer
 from quire.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-Part = TypeVar("Part")
-Wrapper = Callable[[Part], Part]
 
 # Fields of generation_config.json that are sampling parameters, under our names.
 GENERATION_FIELDS = {
@@ -90,28 +88,23 @@ class LoadedModel:
     default_params: dict[str, Any]
 
 
-def load(
-    config: EngineConfig, *, wrap_ops: Wrapper[Ops] | None = None, wrap_decoder: Wrapper[Decoder] | None = None
-) -> LoadedModel:
+def load(config: EngineConfig, *, wrap: Wrappers | None = None) -> LoadedModel:
     """Load a model and build its engine; the KV memory is allocated last.
 
     Args:
         config: configuration of the engine.
-        wrap_ops: function that returns the kernels of the model, given those of the backend; None for the latter.
-        wrap_decoder: function that returns the decoder that the engine runs, given the loaded one; None for that one.
+        wrap: wrappers of the engine's parts, for measurements.
 
     Raises:
         ConfigError: an option or a checkpoint that cannot be honoured; the message names the fix.
     """
-    options = config.model
+    options, wrap = config.model, wrap or Wrappers()
     device = pick_device(options.device)
     checkpoint = Checkpoint.open(options.model, options.revision)
     tokenizer = _tokenizer(options, checkpoint)
     dtype = choose_dtype(options.dtype, checkpoint)
     _prepare_process(options)
-    decoder = _load_decoder(options, checkpoint, device, dtype, wrap_ops)
-    if wrap_decoder is not None:
-        decoder = wrap_decoder(decoder)
+    decoder = wrap.decoder(_load_decoder(options, checkpoint, device, dtype, wrap.ops))
     load_decoder_of = partial(_load_decoder, options, device=device, dtype=dtype)
     guide, draft = load_draft(config, checkpoint, decoder, tokenizer, load_decoder_of)
     stored = _stored(config, dtype)
@@ -135,7 +128,7 @@ def load(
         if disk is not None:
             stack.callback(disk.close)
         memory = _memory(resolved, sizing, memory_log, disk)
-        runner = ModelRunner.build(
+        runner = build_runner(
             decoder,
             num_blocks=[len(group.pool.ref_counts) for group in memory.groups],
             block_size=resolved.block_size,
@@ -151,8 +144,8 @@ def load(
         speculation = make_speculation(config.speculative)
         engine = Engine(
             resolved,
-            _scheduler(resolved, memory, disk_prefetch, speculation),
-            InProcessExecutor(runner),
+            wrap.scheduler(_scheduler(resolved, memory, disk_prefetch, speculation)),
+            wrap.executor(InProcessExecutor(runner)),
             tokenizer,
             end_token_ids=ends,
             cache_name=":".join((name, str(dtype), stored, *filter(None, [options.quantization]))),
@@ -188,7 +181,7 @@ def _load_decoder(
     checkpoint: Checkpoint,
     device: str,
     dtype: torch.dtype,
-    wrap_ops: Wrapper[Ops] | None = None,
+    wrap_ops: Callable[[Ops], Ops] | None = None,
 ) -> Decoder:
     return load_decoder(
         checkpoint,

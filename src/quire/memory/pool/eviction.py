@@ -18,19 +18,15 @@ class EvictionPolicy(Protocol):
 
     def add(self, block_ids: Sequence[int]) -> None:
         """Take in blocks that have just become idle, one after the other."""
-        ...
 
     def discard(self, block_ids: Sequence[int]) -> None:
         """Let go of blocks that were hit."""
-        ...
 
     def forget(self, block_ids: Sequence[int]) -> None:
         """Forget all about blocks: they are no longer published."""
-        ...
 
     def victims(self, count: int) -> list[int]:
         """Return the blocks that are next, in order; at most as many as are idle."""
-        ...
 
     def __len__(self) -> int: ...
 

@@ -67,27 +67,21 @@ class GroupSlabs(BlockSource, Protocol):
     @property
     def num_slabs(self) -> int:
         """Number of slabs that the group has."""
-        ...
 
     def slabs(self) -> list[int]:
         """Return the slabs that the group has, in no order."""
-        ...
 
     def is_scattered(self) -> bool:
         """Return whether the used blocks would fill fewer slabs; called where no block is idle."""
-        ...
 
     def return_idle_slabs(self, count: int) -> None:
         """Evict the blocks of the idle slabs that are first in order, and return the slabs to the arena."""
-        ...
 
     def evict_oldest(self, count: int) -> None:
         """Evict the pool's next victims, which stay the group's."""
-        ...
 
     def compact_slab(self) -> None:
         """Move the used blocks of the slab with the fewest to other slabs, and return it to the arena."""
-        ...
 
 
 def ages_of_idle(queues: Sequence[IdleQueue], most: int) -> list[Age]:

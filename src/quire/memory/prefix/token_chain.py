@@ -83,7 +83,6 @@ class Cursor(Protocol):
 
     def copy(self) -> Cursor:
         """Return an independent copy."""
-        ...
 
 
 class TokenChain:

@@ -42,15 +42,7 @@ NORMS: Final[Mapping[str, str]] = {
 
 
 def gemma3(config: HFConfig, prefix: str = "model") -> tuple[ModelSpec, WeightMap]:
-    """Read a `Gemma3ForCausalLM`.
-
-    Args:
-        prefix: prefix of the tensors' names.
-
-    Raises:
-        CheckpointError: a field of the configuration is of the wrong type.
-        UnsupportedModel: the configuration asks for something that is not implemented.
-    """
+    """Read a `Gemma3ForCausalLM` whose tensors have a prefix; for errors, see `build`."""
     config = config.filled(DEFAULTS)
     config.require("use_bidirectional_attention", False)
     norm = RMSNorm(config.number("rms_norm_eps", 1e-6), zero_centred=True)

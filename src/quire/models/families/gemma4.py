@@ -80,15 +80,7 @@ SAME_KV: Final = {"mixer.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_at
 
 
 def gemma4(config: HFConfig, prefix: str = "model") -> tuple[ModelSpec, WeightMap]:
-    """Read a `Gemma4ForCausalLM`.
-
-    Args:
-        prefix: prefix of the tensors' names.
-
-    Raises:
-        CheckpointError: a field of the configuration is of the wrong type.
-        UnsupportedModel: the configuration asks for something that is not implemented.
-    """
+    """Read a `Gemma4ForCausalLM` whose tensors have a prefix; for errors, see `build`."""
     config = config.filled(DEFAULTS)
     config.require("use_bidirectional_attention", None, "vision")  # within images, which are refused at the door
     config.require("attention_bias", False)

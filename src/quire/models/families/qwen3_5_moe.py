@@ -29,15 +29,7 @@ SHARED: Final = {
 
 
 def qwen3_5_moe(config: HFConfig, prefix: str = "model") -> tuple[ModelSpec, WeightMap]:
-    """Read a `Qwen3_5MoeForCausalLM`.
-
-    Args:
-        prefix: prefix of the tensors' names.
-
-    Raises:
-        CheckpointError: a field of the configuration is of the wrong type.
-        UnsupportedModel: the configuration asks for something that is not implemented.
-    """
+    """Read a `Qwen3_5MoeForCausalLM` whose tensors have a prefix; for errors, see `build`."""
     config = config.filled(DEFAULTS)
     config.require("norm_topk_prob", None, True)
     config.require("decoder_sparse_step", None, 1)

@@ -14,18 +14,20 @@ from quire.models.families.hf_config import HFConfig
 from quire.models.quantization_config import read_quantization_config
 from quire.models.stored_quantization.awq import AWQ
 from quire.models.stored_quantization.compressed_tensors import CompressedTensors
+from quire.models.stored_quantization.float8 import FLOAT8, FP8
 from quire.models.stored_quantization.gptq import GPTQ
 from quire.models.stored_quantization.mxfp4 import MXFP4
 from quire.models.stored_quantization.scheme import TORCH_DTYPES, LayerWeight, StoredQuantization
 from quire.models.stored_tensor import StoredTensor
 
-__all__ = ["TORCH_DTYPES", "LayerWeight", "StoredQuantization", "read_quantization"]
+__all__ = ["FLOAT8", "TORCH_DTYPES", "LayerWeight", "StoredQuantization", "read_quantization"]
 
 METHODS: Mapping[str, Callable[[HFConfig, Mapping[str, StoredTensor]], StoredQuantization]] = {
     "compressed-tensors": CompressedTensors,
     "awq": AWQ,
     "gptq": GPTQ,
     "mxfp4": MXFP4,
+    "fp8": FP8,
 }
 
 

@@ -5,11 +5,13 @@
 | pack-quantized | `weight_packed` int32 [N, K * bits / 32], `weight_shape`, `weight_scale` [N, groups], \
 asymmetric ones `weight_zero_point` int32 [N * bits / 32, groups]; old ones `weight_g_idx` [K] |
 | int-quantized | `weight` int8 [N, K], `weight_scale`, asymmetric ones `weight_zero_point` int8 [N, groups] |
+| float-quantized | `weight` e4m3 [N, K], `weight_scale` [1], [N, 1], [N, groups] or of blocks of outputs and inputs |
 | mxfp4-pack-quantized | `weight_packed` uint8 [N, K / 2], `weight_scale` uint8 [N, K / 32]: exponents |
 
-Codes and zero points are packed as q + 2 ** (bits - 1). Activations of a dynamic scheme are the kernels' choice, which
-keep at least its precision; a scheme with scales of activations that are stored is not served. `kv_cache_scheme` is not
-looked at: keys and values are cached in the dtype of the model.
+Codes and zero points are packed as q + 2 ** (bits - 1). Schemes of activations are not followed, and their stored
+scales (`input_scale`) not read: kernels keep activations as they are for codes of e4m3, and round each row by its own
+largest magnitude for others, so that no value is clipped. `kv_cache_scheme` is not looked at: a cache of int8 has a
+scale for each vector.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor
 
 from quire.models.families.hf_config import HFConfig
+from quire.models.stored_quantization.float8 import FLOAT8, read_block, read_float8
 from quire.models.stored_quantization.names import match_layers
 from quire.models.stored_quantization.scheme import (
     SCALE_DTYPES,
@@ -45,11 +48,11 @@ from quire.models.stored_tensor import StoredTensor
 from quire.ops.quantized_weight import QuantizedRows, QuantizedWeight, WeightForm
 
 PACKED, INTEGERS, MXFP4 = "pack-quantized", ("int-quantized", "naive-quantized"), "mxfp4-pack-quantized"
+FLOATS = ("float-quantized", "naive-quantized")
 REGEX = "re:"
 # The class that targets name; every layer that is read is one of it.
 LINEAR = "Linear"
 REASONS: Mapping[str, str] = {
-    "float-quantized": "8-bit floating-point codes are not implemented",
     "nvfp4-pack-quantized": "scales of 8-bit floating point are not implemented",
 }
 
@@ -63,6 +66,7 @@ class GroupScheme(NamedTuple):
         bits: number of bits of a code.
         group_size: number of inputs that share a scale; None for one scale for each output.
         symmetric: False where groups have zero points.
+        block: outputs and inputs of a block of floating-point codes, 0 for all of them; None for integers.
         problem: reason why the scheme is not served; "" where it is.
     """
 
@@ -71,6 +75,7 @@ class GroupScheme(NamedTuple):
     bits: int
     group_size: int | None
     symmetric: bool
+    block: tuple[int, int] | None
     problem: str
 
 
@@ -105,7 +110,7 @@ class CompressedTensors:
         if layer in self._ignored:
             contradiction(layer, "ignore")
         scheme = self._scheme(layer)
-        if scheme.format in INTEGERS:
+        if scheme.block is not None or scheme.format in INTEGERS:
             return (".weight", ".weight_scale", *(() if scheme.symmetric else (".weight_zero_point",)))
         if scheme.format == MXFP4:
             return (".weight_packed", ".weight_scale")
@@ -117,6 +122,10 @@ class CompressedTensors:
         """Return the layer's weight; see `StoredQuantization`."""
         scheme = self._scheme(layer)
         tensors = LayerTensors(layer, self._stored, tensor)
+        if scheme.block is not None:
+            num_outputs, num_inputs = tensors.header(".weight", FLOAT8, 2).shape
+            block = scheme.block[0] or num_outputs, scheme.block[1] or num_inputs
+            return read_float8(tensors, ".weight", ".weight_scale", block, scheme.name)
         if scheme.format in INTEGERS:
             return _integers(tensors, scheme)
         return _mxfp4(tensors) if scheme.format == MXFP4 else _packed(tensors, scheme)
@@ -138,16 +147,26 @@ def _read_scheme(group: HFConfig, layout: str, general: str) -> GroupScheme:
     bits = weights.integer("num_bits", 8)
     size = weights.integer("group_size", -1, least=-1)
     strategy = weights.text("strategy", "group" if size > 0 else "channel")
+    kind = weights.text("type", "int")
+    block = _read_block(weights, strategy, size) if kind == "float" and layout in FLOATS else None
     scheme = GroupScheme(
         name=f"{layout} of {bits} bits",
         format=layout,
         bits=bits,
         group_size=size if strategy == "group" else None,
         symmetric=weights.flag("symmetric", True),
+        block=block,
         problem=general,
     )
-    problem = _problem(group, scheme, weights.text("type", "int"), strategy)
+    problem = _problem(group, scheme, kind, strategy)
     return scheme._replace(problem=general or problem)
+
+
+def _read_block(weights: HFConfig, strategy: str, group_size: int) -> tuple[int, int] | None:
+    """Return the outputs and inputs that share a scale, 0 for all of them; None for a strategy that has none."""
+    if strategy == "block":
+        return read_block(weights, "block_structure")
+    return {"tensor": (0, 0), "channel": (1, 0), "group": (1, group_size)}.get(strategy)
 
 
 def _problem_of_model(config: HFConfig) -> str:
@@ -163,21 +182,21 @@ def _problem_of_model(config: HFConfig) -> str:
 
 def _problem(group: HFConfig, scheme: GroupScheme, kind: str, strategy: str) -> str:
     """Return the reason why a group of layers is not served; "" without one."""
-    if scheme.format not in (PACKED, *INTEGERS, MXFP4):
+    if scheme.format not in (PACKED, *INTEGERS, *FLOATS, MXFP4):
         return REASONS.get(scheme.format, "the format is not implemented")
-    if kind != ("float" if scheme.format == MXFP4 else "int"):
+    kinds = ("float",) * (scheme.format in (*FLOATS, MXFP4)) + ("int",) * (scheme.format in (PACKED, *INTEGERS))
+    if kind not in kinds:
         return f"codes of type {kind} in this format are not implemented"
-    if strategy not in ("group", "channel"):
+    if scheme.block is None and strategy not in ("group", "channel"):
         return f"scales of strategy {strategy} are not implemented"
     if strategy == "group" and (scheme.group_size or 0) < 1:
         return "groups have no size"
-    if scheme.bits not in ((4,) if scheme.format == MXFP4 else (4, 8)):
+    if scheme.bits not in ((4,) if scheme.format == MXFP4 else (8,) if kind == "float" else (4, 8)):
         return "codes of this number of bits are not implemented"
     if scheme.format == MXFP4 and (scheme.group_size != 32 or not scheme.symmetric):
         return "groups of 32 inputs without zero points are needed"
-    activations = group.part("input_activations")
-    if activations is not None and not activations.flag("dynamic", False):
-        return "stored scales of activations are not implemented"
+    if kind == "float" and not scheme.symmetric:
+        return "codes of floating point with zero points are not implemented"
     return "outputs are quantised" if group.has("output_activations") else ""
 
 

@@ -26,6 +26,7 @@ TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = {
     "I64": torch.int64,
     # An exponent; its byte is read.
     "F8_E8M0": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn,
 }
 SCALE_DTYPES: Final[Mapping[str, ScaleDtype]] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 TensorSource = Callable[[str], Tensor]
@@ -54,7 +55,6 @@ class StoredQuantization(Protocol):
             UnsupportedModel: the layer is stored in a scheme that is not served.
             CheckpointError: the configuration contradicts the tensors.
         """
-        ...
 
     def weight(self, layer: str, tensor: TensorSource) -> LayerWeight:
         """Return the weight of a layer that has suffixes; codes are unpacked when they are read.
@@ -67,7 +67,6 @@ class StoredQuantization(Protocol):
             UnsupportedModel: the layer is stored in a scheme that is not served.
             CheckpointError: a tensor is missing, or of a wrong shape or dtype; the message names it.
         """
-        ...
 
 
 class LayerTensors:
@@ -89,15 +88,15 @@ class LayerTensors:
         """True where the layer has a tensor of this suffix."""
         return self.layer + suffix in self._stored
 
-    def header(self, suffix: str, dtypes: tuple[str, ...], num_dims: int) -> StoredTensor:
-        """Return the header of a tensor, of one of some dtypes and a number of dimensions."""
+    def header(self, suffix: str, dtypes: tuple[str, ...], num_dims: int | None = None) -> StoredTensor:
+        """Return the header of a tensor, of one of some dtypes and a number of dimensions, None for any."""
         name = self.layer + suffix
         stored = self._stored.get(name)
         if stored is None:
             raise CheckpointError(f"the checkpoint has no tensor {shown(name)}, of a quantised layer")
         if stored.dtype not in dtypes:
             self.fail(suffix, f"is of dtype {stored.dtype}; {' or '.join(dtypes)} is needed")
-        if len(stored.shape) != num_dims:
+        if num_dims is not None and len(stored.shape) != num_dims:
             self.fail(suffix, f"is of shape {list(stored.shape)}; {num_dims} dimensions are needed")
         return stored
 

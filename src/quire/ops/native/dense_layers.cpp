@@ -86,6 +86,15 @@ void run(Type type, const DenseLayer& layer, int64_t num_rows, const GroupStep& 
 
 }  // namespace
 
+// The end of a model: a norm of rows `x` [num_rows, width], `row_stride` values apart, and the product of its result.
+// The normed rows are written to `normed` [num_rows, width].
+QUIRE_EXPORT void quire_normed_linear(Type type, const Norm* norm, const Linear* linear, int64_t num_rows,
+                                      const void* x, int64_t row_stride, void* normed, void* output) {
+  quire_rms_norm(int64_t(type), x, row_stride, norm->type, norm->scales, float(norm->eps), num_rows, linear->width,
+                 normed);
+  (*linear)(type, normed, num_rows, nullptr, output);
+}
+
 // Runs layers over hidden states `x` [num_rows, width] of a type. The threads stay together for all kernels.
 QUIRE_EXPORT void quire_dense_layers(Type type, const DenseLayer* layers, int64_t num_layers, int64_t num_rows,
                                      const GroupStep* steps, const Rotation* rotations, const void* x,

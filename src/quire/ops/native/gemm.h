@@ -143,6 +143,15 @@ void multiply_tile(const Rows& a, const Panel& panel, int depth, float* c, int c
     for (int vector = 0; vector < kVectors; ++vector) store(c + row * c_stride + vector * kLanes, sums[row][vector]);
 }
 
+// Calls `body` with a number from 1 to `kMost` as a constant.
+template <int kMost, typename Body>
+QUIRE_INLINE void with_count(int count, Body body) {
+  if constexpr (kMost > 1) {
+    if (count < kMost) return with_count<kMost - 1>(count, body);
+  }
+  body(std::integral_constant<int, kMost>());
+}
+
 // Calls `tile(first row, number of rows)` for the rows [0, num_rows) in tiles; the number of rows is a constant.
 template <int kRows, typename Tile>
 QUIRE_INLINE void in_tiles(int num_rows, Tile tile) {
@@ -150,6 +159,16 @@ QUIRE_INLINE void in_tiles(int num_rows, Tile tile) {
   for (; num_rows - row >= kRows; row += kRows) tile(row, std::integral_constant<int, kRows>());
   if constexpr (kRows > 1) {
     if (num_rows > row) in_tiles<kRows - 1>(num_rows - row, [&](int idx, auto count) { tile(row + idx, count); });
+  }
+}
+
+// The same in tiles of about the same size, at most `kRows` rows: small tiles leave arithmetic units idle.
+template <int kRows, typename Tile>
+QUIRE_INLINE void in_even_tiles(int num_rows, Tile tile) {
+  for (int row = 0, left = (num_rows + kRows - 1) / kRows; left > 0; --left) {
+    const int count = (num_rows - row + left - 1) / left;
+    with_count<kRows>(count, [&](auto rows) { tile(row, rows); });
+    row += count;
   }
 }
 

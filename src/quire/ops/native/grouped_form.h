@@ -5,6 +5,7 @@
 // entry of a table. See quire/ops/quantized_weight.py.
 #pragma once
 
+#include "float8_form.h"
 #include "int8_activations.h"
 
 namespace {
@@ -28,7 +29,7 @@ template <int kBits_, int kGroup_, typename Scale_, bool kHasMins_ = false, bool
 struct Form {
   using Scale = Scale_;
   static constexpr int kBits = kBits_, kGroup = kGroup_;
-  static constexpr bool kHasMins = kHasMins_, kHasZeros = kHasZeros_, kHasLevels = kHasLevels_;
+  static constexpr bool kIsFloat8 = false, kHasMins = kHasMins_, kHasZeros = kHasZeros_, kHasLevels = kHasLevels_;
   static constexpr bool kIsTwoLevel = std::is_same_v<Scale, int8_t>;
 
   static constexpr int kSteps = kGroup / kStepBytes, kPairs = kSteps / 2;
@@ -129,6 +130,32 @@ struct Form {
     }
   }
 
+  // Stores the codes of a group of a vector of columns, a word of four codes for each step of a column.
+  static QUIRE_INLINE void put_steps(uint8_t* group, int column, const Words* steps) {
+    const int at = column * kStepBytes;
+    if constexpr (kBits == 8) {
+      for (int step = 0; step < kSteps; ++step)
+        store_bits(group + kCodes + step * kStepPanel + at, steps[step] ^ (kShift ? 0x80808080u : 0u));
+      return;
+    }
+    constexpr uint32_t kLow = 0x0f0f0f0f;
+    for (int pair = 0; pair < kPairs; ++pair)
+      store_bits(group + kCodes + pair * kStepPanel + at,
+                 (steps[2 * pair] & kLow) | (steps[2 * pair + 1] & kLow) << 4);
+    if constexpr (kBits == 5) {
+      Words tops{};
+      for (int step = 0; step < kSteps; ++step) tops |= ((steps[step] >> 4) & 0x01010101u) << step;
+      store_bits(group + kTops + at, tops);
+    }
+    if constexpr (kBits == 6) {
+      for (int first = 0; first < kSteps; first += 4) {
+        Words tops{};
+        for (int step = 0; step < 4; ++step) tops |= ((steps[first + step] >> 4) & 0x03030303u) << (4 + 2 * step) % 8;
+        store_bits(group + kTops + first / 4 * kStepPanel + at, tops);
+      }
+    }
+  }
+
   static int code_at(const uint8_t* group, int column, int idx) {
     const int step = idx / kStepBytes, at = column * kStepBytes + idx % kStepBytes;
     if constexpr (kBits == 8) return uint8_t(group[kCodes + step * kStepPanel + at] - kShift);
@@ -174,10 +201,13 @@ bool with_form(int64_t number, Body body) {
     QUIRE_FORM(21, 8, 32, float)
     QUIRE_FORM(22, 8, 32, float, false, true)
 #undef QUIRE_FORM
+    case 23: return call(static_cast<Float8Form<16>*>(nullptr));
+    case 24: return call(static_cast<Float8Form<32>*>(nullptr));
+    case 25: return call(static_cast<Float8Form<128>*>(nullptr));
     default: return false;
   }
 }
 
-constexpr int kNumForms = 23;
+constexpr int kNumForms = 26;
 
 }  // namespace

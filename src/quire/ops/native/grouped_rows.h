@@ -10,6 +10,9 @@ namespace {
 
 // Rows of a tile: their sums of a group and those of all groups stay in registers.
 constexpr int kGroupRows = 3;
+// Rows of a tile whose weights are unpacked and whose sums of a group are one vector of 16 bits: of 16 registers, the
+// sums of a group take eight, and those of all groups are in memory.
+constexpr int kShortGroupRows = 4;
 
 // Sums of a group's products, up to a whole number. kMaxCode: the largest code, 255 where codes may have a sign.
 template <int kMaxCode>
@@ -90,6 +93,63 @@ struct GroupedWeight {
   }
 };
 
+template <typename Form>
+using SumsOf = Sums<Form::kHasLevels ? 255 : (1 << Form::kBits) - 1>;
+
+// Returns whether the products of a group add up in 16 bits.
+template <typename Form>
+constexpr bool is_short() {
+  return !std::is_same_v<typename SumsOf<Form>::Sum, Ints> && SumsOf<Form>::kMostSteps >= Form::kSteps;
+}
+
+// Returns the start value of a lane's sum, which takes the offset of codes off, as those of its two sums of 16 bits.
+// Halves keep both in range at the end, which is all that counts: with codes up to c and an offset up to 2 c, neither
+// exceeds 127 c for each value.
+inline int32_t short_start(int32_t value) {
+  const int32_t low = value >> 1;
+  return int32_t(uint32_t(value - low) << 16 | (uint32_t(low) & 0xffff));
+}
+
+// Returns the number of rows up to which weights are unpacked as they are multiplied; codes of four bits cost least.
+template <typename Form>
+constexpr int packed_rows() {
+  if (is_short<Form>()) return 12;
+  return Form::kBits == 4 && !Form::kHasLevels ? kJobRows : 2 * kGroupRows;
+}
+
+// Adds up the products of a group's unpacked steps in 16 bits.
+//
+// starts: start values of the rows' sums, `start_stride` from row to row; see `short_start`.
+template <typename Form, int kRows>
+QUIRE_INLINE void add_short_group(const int8_t* values, int width, const uint8_t* steps, const int32_t* starts,
+                                  int start_stride, Ints (&products)[kRows][kTileVectors]) {
+  using Adder = SumsOf<Form>;
+  typename Adder::Sum parts[kRows][kTileVectors];
+#pragma GCC unroll 4
+  for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 4
+    for (int vector = 0; vector < kTileVectors; ++vector)
+      parts[row][vector] = bit_cast<typename Adder::Sum>(Ints{} + starts[row * start_stride]);
+  // Step by step: unrolled, the compiler moves products ahead and sums into memory.
+#pragma GCC unroll 1
+  for (int step = 0; step < Form::kSteps; ++step, steps += kStepPanel) {
+    Ints weights[kTileVectors];
+#pragma GCC unroll 4
+    for (int vector = 0; vector < kTileVectors; ++vector)
+      weights[vector] = load_bits<Ints>(steps + vector * kLanes * kStepBytes);
+#pragma GCC unroll 4
+    for (int row = 0; row < kRows; ++row) {
+      const Ints value = broadcast(values + row * width + step * kStepBytes);
+#pragma GCC unroll 4
+      for (int vector = 0; vector < kTileVectors; ++vector) Adder::add(parts[row][vector], weights[vector], value);
+    }
+  }
+#pragma GCC unroll 4
+  for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 4
+    for (int vector = 0; vector < kTileVectors; ++vector) products[row][vector] = Adder::total(parts[row][vector]);
+}
+
 // Unpacks groups to bytes, [groups, kSteps, kPanel] steps.
 template <typename Form>
 void unpack_groups(const uint8_t* from, int num_groups, const Levels& levels, uint8_t* steps) {
@@ -113,20 +173,22 @@ void unpack_groups(const uint8_t* from, int num_groups, const Levels& levels, ui
 // Adds the products of some groups to the sums [rows, kPanel].
 //
 // group_sums: [rows, all groups of a row], the sums of the rows' values.
+// starts: the same for `add_short_group`.
 // from: the groups, at the start of a super-group.
 // unpacked: their weights as bytes, if they are to be taken from there.
 // ahead: what is fetched meanwhile.
 template <typename Form, int kRows, bool kIsUnpacked>
-void multiply_groups(const int8_t* x, int width, const int32_t* group_sums, const uint8_t* from,
+void multiply_groups(const int8_t* x, int width, const int32_t* group_sums, const int32_t* starts, const uint8_t* from,
                      const uint8_t* unpacked, int num_groups, int offset, const Levels& levels, PanelPrefetch ahead,
                      float* sums) {
-  using Adder = Sums<Form::kHasLevels ? 255 : (1 << Form::kBits) - 1>;
+  using Adder = SumsOf<Form>;
   constexpr bool kIsShort = !std::is_same_v<typename Adder::Sum, Ints>;
+  constexpr bool kHasStarts = kIsUnpacked && is_short<Form>();
   constexpr int kFlushPairs = std::min(Form::kPairs, Adder::kMostSteps / 2);
   static_assert(kFlushPairs > 0 && Form::kPairs % kFlushPairs == 0);
   const int all_groups = width / Form::kGroup;
   Floats totals[kRows][kTileVectors];
-#pragma GCC unroll 3
+#pragma GCC unroll 4
   for (int row = 0; row < kRows; ++row)
 #pragma GCC unroll 4
     for (int vector = 0; vector < kTileVectors; ++vector)
@@ -138,24 +200,29 @@ void multiply_groups(const int8_t* x, int width, const int32_t* group_sums, cons
     if (Form::kIsTwoLevel && group % Form::kSuperGroups == 0) {
       super = from;
       from += Form::kSuperBytes;
-#pragma GCC unroll 3
+#pragma GCC unroll 4
       for (int row = 0; row < kRows; ++row)
 #pragma GCC unroll 4
         for (int vector = 0; vector < kTileVectors; ++vector) scaled[row][vector] = lowered[row][vector] = Floats{};
     }
     const int8_t* values = x + group * Form::kGroup;
     Ints products[kRows][kTileVectors];
+    if constexpr (kHasStarts) {
+      ahead.step();
+      add_short_group<Form, kRows>(values, width, unpacked + group * Form::kSteps * kStepPanel, starts + group,
+                                   all_groups, products);
+    }
     if constexpr (!kIsShort) {
-#pragma GCC unroll 3
+#pragma GCC unroll 4
       for (int row = 0; row < kRows; ++row)
 #pragma GCC unroll 4
         for (int vector = 0; vector < kTileVectors; ++vector)
           products[row][vector] = Ints{} - offset * group_sums[row * all_groups + group];
     }
 #pragma GCC unroll 1
-    for (int begin = 0; begin < Form::kPairs; begin += kFlushPairs) {
+    for (int begin = kHasStarts ? Form::kPairs : 0; begin < Form::kPairs; begin += kFlushPairs) {
       typename Adder::Sum parts[kRows][kTileVectors];
-#pragma GCC unroll 3
+#pragma GCC unroll 4
       for (int row = 0; row < kRows; ++row)
 #pragma GCC unroll 4
         for (int vector = 0; vector < kTileVectors; ++vector) {
@@ -184,7 +251,7 @@ void multiply_groups(const int8_t* x, int width, const int32_t* group_sums, cons
           }
         }
         ahead.step();
-#pragma GCC unroll 3
+#pragma GCC unroll 4
         for (int row = 0; row < kRows; ++row) {
 #pragma GCC unroll 2
           for (int step = 0; step < 2; ++step) {
@@ -195,7 +262,7 @@ void multiply_groups(const int8_t* x, int width, const int32_t* group_sums, cons
           }
         }
       }
-#pragma GCC unroll 3
+#pragma GCC unroll 4
       for (int row = 0; row < kRows; ++row)
 #pragma GCC unroll 4
         for (int vector = 0; vector < kTileVectors; ++vector) {
@@ -206,16 +273,16 @@ void multiply_groups(const int8_t* x, int width, const int32_t* group_sums, cons
 #pragma GCC unroll 4
     for (int vector = 0; vector < kTileVectors; ++vector) {
       const Floats scale = Form::scales(from, vector);
-#pragma GCC unroll 3
+#pragma GCC unroll 4
       for (int row = 0; row < kRows; ++row) {
         Ints whole = products[row][vector];
-        if constexpr (kIsShort) whole -= offset * group_sums[row * all_groups + group];
+        if constexpr (kIsShort && !kHasStarts) whole -= offset * group_sums[row * all_groups + group];
         if constexpr (Form::kHasZeros) whole -= Form::zero_points(from, vector) * group_sums[row * all_groups + group];
         (Form::kIsTwoLevel ? scaled : totals)[row][vector] += __builtin_convertvector(whole, Floats) * scale;
       }
       if constexpr (Form::kHasMins) {
         const Floats minimum = Form::mins(from, vector);
-#pragma GCC unroll 3
+#pragma GCC unroll 4
         for (int row = 0; row < kRows; ++row) {
           const Floats taken = minimum * float(group_sums[row * all_groups + group]);
           if constexpr (Form::kIsTwoLevel)
@@ -228,7 +295,7 @@ void multiply_groups(const int8_t* x, int width, const int32_t* group_sums, cons
     if (Form::kIsTwoLevel && group % Form::kSuperGroups == Form::kSuperGroups - 1) {
 #pragma GCC unroll 4
       for (int vector = 0; vector < kTileVectors; ++vector) {
-#pragma GCC unroll 3
+#pragma GCC unroll 4
         for (int row = 0; row < kRows; ++row) {
           totals[row][vector] += scaled[row][vector] * Form::super_scales(super, vector);
           if constexpr (Form::kHasMins) totals[row][vector] -= lowered[row][vector] * Form::super_mins(super, vector);
@@ -236,7 +303,7 @@ void multiply_groups(const int8_t* x, int width, const int32_t* group_sums, cons
       }
     }
   }
-#pragma GCC unroll 3
+#pragma GCC unroll 4
   for (int row = 0; row < kRows; ++row)
 #pragma GCC unroll 4
     for (int vector = 0; vector < kTileVectors; ++vector)
@@ -246,17 +313,19 @@ void multiply_groups(const int8_t* x, int width, const int32_t* group_sums, cons
 // Sums [num_rows, kPanel] of the rows from `first` on and the columns of one panel.
 //
 // rows: with the sums of groups as their starts.
+// starts: see `multiply_groups`; null unless rows are more than `packed_rows`.
 // kIsUnpacked: to unpack a code of more than four bits costs a tile more than its products do; for several tiles bytes
 // are made of them once.
 template <typename Form, bool kIsUnpacked>
-void multiply_panel(const Int8Rows<>& rows, const GroupedWeight& weight, const Levels& levels, const uint8_t* panel,
-                    int64_t first, int num_rows, float* sums) {
+void multiply_panel(const Int8Rows<>& rows, const int32_t* starts, const GroupedWeight& weight, const Levels& levels,
+                    const uint8_t* panel, int64_t first, int num_rows, float* sums) {
   constexpr int kUnpackedGroups = Form::kSuperGroups;
   alignas(64) uint8_t unpacked[kIsUnpacked ? kUnpackedGroups * Form::kSteps * kStepPanel : 1];
   std::fill_n(sums, num_rows * kPanel, 0.0f);
   const int8_t* x = rows.values.get() + first * rows.width;
-  const int32_t* group_sums = rows.starts.get() + first * rows.num_groups;
+  const int32_t* group_sums = rows.starts.get();
   const int offset = weight.whole_offset<Form>();
+  constexpr bool kHasStarts = kIsUnpacked && is_short<Form>();
   // Half the bytes a step, or about: twice the steps of a piece.
   const int piece =
       kIsUnpacked ? kUnpackedGroups : 2 * (num_rows <= kFewPieceRows ? kPieceSteps : kLongPieceSteps) / Form::kSteps;
@@ -264,11 +333,14 @@ void multiply_panel(const Int8Rows<>& rows, const GroupedWeight& weight, const L
     const int count = std::min(piece, rows.num_groups - group), num_bytes = int(Form::bytes_of(count));
     const uint8_t* from = panel + Form::bytes_of(group);
     if constexpr (kIsUnpacked) unpack_groups<Form>(from, count, levels, unpacked);
-    in_tiles<kGroupRows>(num_rows, [&](int row, auto tile_rows) {
-      const PanelPrefetch ahead(from + num_bytes, num_bytes, count * Form::kPairs, row, tile_rows.value, num_rows);
+    in_tiles<kHasStarts ? kShortGroupRows : kGroupRows>(num_rows, [&](int row, auto tile_rows) {
+      const int num_steps = kHasStarts ? count : count * Form::kPairs;
+      const PanelPrefetch ahead(from + num_bytes, num_bytes, num_steps, row, tile_rows.value, num_rows);
+      const int64_t place = (first + row) * rows.num_groups + group;
       multiply_groups<Form, tile_rows.value, kIsUnpacked>(x + row * rows.width + group * Form::kGroup, rows.width,
-                                                          group_sums + row * rows.num_groups + group, from, unpacked,
-                                                          count, offset, levels, ahead, sums + row * kPanel);
+                                                          group_sums + place, kHasStarts ? starts + place : nullptr,
+                                                          from, unpacked, count, offset, levels, ahead,
+                                                          sums + row * kPanel);
     });
   }
 }
@@ -278,14 +350,20 @@ template <typename Form, typename T>
 void multiply_grouped(const Operands& operands, int64_t num_rows, int width, const GroupedWeight& weight) {
   const Int8Rows<> rows(static_cast<const T*>(operands.x), operands.row_stride, num_rows, width, width / Form::kGroup,
                       -1);
+  std::unique_ptr<int32_t[]> starts;
+  if (is_short<Form>() && num_rows > packed_rows<Form>()) {
+    starts.reset(new int32_t[num_rows * rows.num_groups]);
+    for (int64_t idx = 0; idx < num_rows * rows.num_groups; ++idx)
+      starts[idx] = short_start(-weight.whole_offset<Form>() * rows.starts[idx]);
+  }
   const Levels levels(weight.levels);
   in_blocks<kPanel>(operands.num_columns, num_rows, [&](int number, int64_t first, int count) {
     alignas(64) float sums[kJobRows * kPanel];
     const uint8_t* panel = weight.panels + number * Form::panel_bytes(width);
-    if ((Form::kBits != 4 || Form::kHasLevels || QUIRE_LANES == 8) && count > 2 * kGroupRows)
-      multiply_panel<Form, true>(rows, weight, levels, panel, first, count, sums);
+    if (count > packed_rows<Form>())
+      multiply_panel<Form, true>(rows, starts.get(), weight, levels, panel, first, count, sums);
     else
-      multiply_panel<Form, false>(rows, weight, levels, panel, first, count, sums);
+      multiply_panel<Form, false>(rows, starts.get(), weight, levels, panel, first, count, sums);
     for (int row = 0; row < count; ++row) {
       float* products = sums + row * kPanel;
       for (int column = 0; column < kPanel; column += kLanes)

@@ -114,6 +114,19 @@ class PanelPrefetch {
   int num_lines_;  // number of lines for each step
 };
 
+// Widens rows to [num_rows, width] floats.
+template <typename T>
+void widen_rows(const T* x, int64_t row_stride, int64_t num_rows, int width, float* rows) {
+  quire::in_parallel(num_rows, 16, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const T* from = x + row * row_stride;
+      int step = 0;
+      for (; step + kLanes <= width; step += kLanes) store(rows + row * width + step, load(from + step));
+      for (; step < width; ++step) rows[row * width + step] = widen(from[step]);
+    }
+  });
+}
+
 // ---- weights of two bytes, plain or compressed: panels have the same number of columns on every level ----
 
 constexpr int kWeightPanel = 64;

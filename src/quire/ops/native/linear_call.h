@@ -19,9 +19,6 @@ struct Linear {
   const void* bias;
   Activation gate;
 
-  // Number of columns of the result.
-  int64_t num_outputs() const { return gate == Activation::kNone ? num_columns : num_columns / 2; }
-
   void operator()(Type type, const void* x, int64_t num_rows, const void* residual, void* output) const {
     kernel(type, x, width, num_rows, packed, num_columns, width, bias, residual, gate, output);
   }

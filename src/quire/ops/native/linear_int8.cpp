@@ -84,33 +84,33 @@ void multiply_vectors(const Value* x, int width, const uint8_t* steps, int depth
   Ints totals[kRows][kVectors];
 #pragma GCC unroll 6
   for (int row = 0; row < kRows; ++row)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int vector = 0; vector < kVectors; ++vector)
       totals[row][vector] = starts ? Ints{} + starts[row] : load_bits<Ints>(sums + row * kSumPanel + vector * kLanes);
 #pragma GCC unroll 1
   for (int step = 0; step < depth; ++step) {
     Ints columns[kVectors];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int vector = 0; vector < kVectors; ++vector)
       columns[vector] = load_weights(steps + step * kPanel * kStepBytes + vector * kVectorBytes);
     ahead.step();
 #pragma GCC unroll 6
     for (int row = 0; row < kRows; ++row) {
       const Ints values = load_values(x + row * width + step * kStepBytes);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int vector = 0; vector < kVectors; ++vector) add_products(totals[row][vector], columns[vector], values);
     }
   }
 #pragma GCC unroll 6
   for (int row = 0; row < kRows; ++row)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int vector = 0; vector < kVectors; ++vector)
       store_bits(sums + row * kSumPanel + vector * kLanes, totals[row][vector]);
 }
 
-// Scales the sums [rows, kSumPanel] of one panel, and adds bias and residual. Sums of a full panel without a gate go from
-// registers to the output: compared to the int8 products, a detour through memory takes a twentieth of the time of 16
-// rows.
+// Scales the sums [rows, kSumPanel] of one panel, and adds bias and residual. Sums of a full panel without a gate go
+// from registers to the output: compared to the int8 products, a detour through memory takes a twentieth of the time of
+// 16 rows.
 template <typename T>
 void finish_sums(const Int8Rows<Value>& rows, const float* scales, const Operands& operands, int panel, int64_t first,
                  int num_rows, const int32_t* sums) {
@@ -138,8 +138,8 @@ void finish_sums(const Int8Rows<Value>& rows, const float* scales, const Operand
 
 // Multiplies the rows [first, first + num_rows) by one panel.
 template <typename T>
-void multiply_rows(const Int8Rows<Value>& rows, const Int8Weight& weight, const Operands& operands, int panel, int64_t first,
-                   int num_rows) {
+void multiply_rows(const Int8Rows<Value>& rows, const Int8Weight& weight, const Operands& operands, int panel,
+                   int64_t first, int num_rows) {
   alignas(64) int32_t sums[kJobRows * kSumPanel];
   const Value* x = rows.values.get() + first * rows.width;
   const uint8_t* steps = weight.steps(panel);
@@ -147,7 +147,7 @@ void multiply_rows(const Int8Rows<Value>& rows, const Int8Weight& weight, const 
   for (int step = 0; step < weight.depth; step += piece) {
     const int depth = std::min(piece, weight.depth - step), num_bytes = depth * kPanel * kStepBytes;
     const uint8_t* from = steps + step * kPanel * kStepBytes;
-    in_tiles<kTileRows>(num_rows, [&](int row, auto count) {
+    in_even_tiles<kTileRows>(num_rows, [&](int row, auto count) {
       const PanelPrefetch ahead(from + num_bytes, num_bytes, depth, row, count.value, num_rows);
       // One or two rows leave registers for all vectors, so that the panel is read front to back.
       constexpr int kVectors = count.value <= 2 ? kSums * kTileVectors : kTileVectors;

@@ -66,7 +66,7 @@ using PlainWeight = PairedWeight;
 #else
 
 static_assert(kColumnGroup == sizeof(CodeBytes));  // the low bytes of a group fill one vector, as do the high ones
-static_assert(kDirectSteps % kBlockSteps == 0 && kWidenedSteps % kBlockSteps == 0);
+static_assert(kDirectSteps % kBlockSteps == 0);
 
 struct CodedColumns : CodedSteps {
   CodeBytes table;
@@ -97,6 +97,8 @@ struct CodedColumns : CodedSteps {
 // Remaining blocks of a panel.
 struct CodedPanel {
   static constexpr int kPieceSteps = kBlockSteps;
+  static constexpr int kUnpackedSteps = 64;  // 8 KiB, beside the codes
+  static constexpr int kDirectRows = 3;
 
   const uint8_t* data;
   const Table* tables;
@@ -112,6 +114,36 @@ struct CodedPanel {
       data += depth * kCodedStepBytes;
     }
     ++tables;
+  }
+
+  // Interface of `PlainPanel`: unpacks whole blocks to a buffer, and prefetches meanwhile.
+  const BFloat16* unpack(int depth, BFloat16* to, const uint8_t*& ahead, int& num_ahead) {
+    BFloat16* const buffer = to;
+    for (int step = 0; step < depth; step += kBlockSteps) {
+      const int count = std::min(kBlockSteps, depth - step);
+      if (tables->is_raw()) {
+        std::memcpy(to, data, count * kStepBytes);
+        to += count * kWeightPanel;
+        data += count * kStepBytes;
+      } else {
+        const CodeBytes table = table_bytes(tables->values);
+        for (int idx = 0; idx < count; ++idx, data += kCodedStepBytes, to += kWeightPanel) {
+          fetch(data + kUnpackedSteps * kCodedStepBytes);
+          fetch(data + kUnpackedSteps * kCodedStepBytes + kCodedStepBytes / 2);
+#pragma GCC unroll 2
+          for (int group = 0; group < 2; ++group) {
+            CodeBytes first, second;
+            CodedSteps{data}.take(0, table, group, first, second);
+            store_bits(to + group * kColumnGroup, first);
+            store_bits(to + group * kColumnGroup + kColumnGroup / 2, second);
+          }
+        }
+      }
+      ++tables;
+    }
+    ahead = data;
+    num_ahead = 0;
+    return buffer;
   }
 };
 

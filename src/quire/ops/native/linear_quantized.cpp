@@ -27,28 +27,67 @@ struct UnpackedRows {
   const uint16_t* super_mins;
 };
 
+// Packs what the groups of columns share: columns that follow each other, as rows do from `row` on.
 template <typename Form>
-void pack_column(const UnpackedRows& rows, int64_t row, int64_t width, int column, uint8_t* panel) {
+void pack_factors(const UnpackedRows& rows, int64_t row, int64_t width, int column, int num_columns, uint8_t* panel) {
   using Scale = typename Form::Scale;
-  const int num_groups = int(width / Form::kGroup);
-  for (int group = 0; group < num_groups; ++group) {
-    uint8_t* to = const_cast<uint8_t*>(Form::group_of(panel, group));
-    const int64_t idx = row * num_groups + group;
+  const int64_t num_groups = width / Form::kGroup;
+  for (int64_t group = 0; group < num_groups; ++group) {
+    auto* to = const_cast<uint8_t*>(Form::group_of(panel, int(group)));
+    const int64_t first = row * num_groups + group;
+    // Copies the value of each column's group, of which there are some in a row, to places that follow each other.
+    const auto copy = [&](const auto* from, int64_t idx, int64_t in_row, uint8_t* place) {
+      for (int lane = 0; lane < num_columns; ++lane)
+        std::memcpy(place + (column + lane) * sizeof(*from), from + idx + lane * in_row, sizeof(*from));
+    };
     if constexpr (Form::kIsTwoLevel) {
       if (group % Form::kSuperGroups == 0) {
-        auto* super = reinterpret_cast<uint16_t*>(const_cast<uint8_t*>(Form::super_of(panel, group)));
-        const int64_t super_idx = idx / Form::kSuperGroups;
-        super[column] = rows.super_scales[super_idx];
-        if constexpr (Form::kHasMins) super[kPanel + column] = rows.super_mins[super_idx];
+        auto* super = const_cast<uint8_t*>(Form::super_of(panel, int(group)));
+        const int64_t in_row = num_groups / Form::kSuperGroups;
+        copy(rows.super_scales, first / Form::kSuperGroups, in_row, super);
+        if constexpr (Form::kHasMins)
+          copy(rows.super_mins, first / Form::kSuperGroups, in_row, super + kPanel * sizeof(uint16_t));
       }
     }
-    reinterpret_cast<Scale*>(to)[column] = static_cast<const Scale*>(rows.scales)[idx];
-    if constexpr (Form::kHasMins)
-      reinterpret_cast<Scale*>(to + Form::kMins)[column] = static_cast<const Scale*>(rows.mins)[idx];
-    if constexpr (Form::kHasZeros) to[Form::kZeros + column] = rows.zero_points[idx];
-    const uint8_t* codes = rows.codes + row * width + group * Form::kGroup;
-    for (int value = 0; value < Form::kGroup; ++value) Form::put_code(to, column, value, codes[value]);
+    copy(static_cast<const Scale*>(rows.scales), first, num_groups, to);
+    if constexpr (Form::kHasMins) copy(static_cast<const Scale*>(rows.mins), first, num_groups, to + Form::kMins);
+    if constexpr (Form::kHasZeros) copy(rows.zero_points, first, num_groups, to + Form::kZeros);
   }
+}
+
+// Packs the codes of a column, from a group on.
+template <typename Form>
+void pack_column(const uint8_t* codes, int group, int num_groups, int column, uint8_t* panel) {
+  for (; group < num_groups; ++group) {
+    uint8_t* to = const_cast<uint8_t*>(Form::group_of(panel, group));
+    for (int value = 0; value < Form::kGroup; ++value)
+      Form::put_code(to, column, value, codes[group * Form::kGroup + value]);
+  }
+}
+
+// Packs the codes of a vector of columns, which follow each other: words of four codes are transposed.
+template <typename Form>
+void pack_columns_of_vector(const uint8_t* codes, int64_t width, int column, uint8_t* panel) {
+  constexpr int kWordsAtOnce = std::max(kLanes, Form::kGroup / 4), kGroups = kWordsAtOnce * 4 / Form::kGroup;
+  const int num_groups = int(width / Form::kGroup);
+  int group = 0;
+  for (; group + kGroups <= num_groups; group += kGroups) {
+    Words words[kWordsAtOnce];
+    for (int first = 0; first < kWordsAtOnce; first += kLanes) {
+      Words square[kLanes];
+#pragma GCC unroll 16
+      for (int lane = 0; lane < kLanes; ++lane)
+        square[lane] = load_bits<Words>(codes + lane * width + group * Form::kGroup + 4 * first);
+      transpose(square);
+#pragma GCC unroll 16
+      for (int lane = 0; lane < kLanes; ++lane) words[first + lane] = square[lane];
+    }
+    for (int idx = 0; idx < kGroups; ++idx)
+      Form::put_steps(const_cast<uint8_t*>(Form::group_of(panel, group + idx)), column,
+                      words + idx * Form::kGroup / 4);
+  }
+  for (int lane = 0; lane < kLanes; ++lane)
+    pack_column<Form>(codes + lane * width, group, num_groups, column + lane, panel);
 }
 
 // The weights of a column, in the order of operations that the form defines.
@@ -57,10 +96,10 @@ void dequantize_column(const Segment& segment, int64_t width, const uint8_t* pan
   using Scale = typename Form::Scale;
   for (int group = 0; group < width / Form::kGroup; ++group) {
     const uint8_t* from = Form::group_of(panel, group);
-    const auto* super = reinterpret_cast<const Float16*>(Form::super_of(panel, group));
     float scale = widen(reinterpret_cast<const Scale*>(from)[column]), minimum = 0.0f;
     if constexpr (Form::kHasMins) minimum = widen(reinterpret_cast<const Scale*>(from + Form::kMins)[column]);
     if constexpr (Form::kIsTwoLevel) {
+      const auto* super = reinterpret_cast<const Float16*>(Form::super_of(panel, group));
       scale = widen(super[column]) * scale;
       if constexpr (Form::kHasMins) minimum = widen(super[kPanel + column]) * minimum;
     }
@@ -68,8 +107,11 @@ void dequantize_column(const Segment& segment, int64_t width, const uint8_t* pan
     if constexpr (Form::kHasZeros) zero += from[Form::kZeros + column];
     for (int value = 0; value < Form::kGroup; ++value, ++to) {
       const int code = Form::code_at(from, column, value);
+      const float level = Form::kIsFloat8    ? kFloat8Values[code]
+                          : Form::kHasLevels ? float(segment.levels[code])
+                                             : float(code - zero);
       // Rounded by itself, as the form defines it: not part of a fused subtraction.
-      const volatile float product = scale * float(Form::kHasLevels ? segment.levels[code] : code - zero);
+      const volatile float product = scale * level;
       narrow(to, product - minimum);
     }
   }
@@ -78,9 +120,9 @@ void dequantize_column(const Segment& segment, int64_t width, const uint8_t* pan
 }  // namespace
 
 // The number of a form, -1 where there is no kernel for it. scale: 0 for bfloat16, 1 for float16, 2 for two levels, 3
-// for float32.
+// for float32. levels: 0 for codes less an offset, 1 for a table, 2 for e4m3.
 QUIRE_EXPORT int64_t quire_form_of(int64_t bits, int64_t group, int64_t scale, bool has_mins, bool has_zero_points,
-                                   bool has_levels) {
+                                   int64_t levels) {
   for (int64_t number = 0; number < kNumForms; ++number) {
     bool is_found = false;
     with_form(number, [&](auto* null) {
@@ -91,7 +133,7 @@ QUIRE_EXPORT int64_t quire_form_of(int64_t bits, int64_t group, int64_t scale, b
                        : std::is_same_v<Scale, float>   ? 3
                                                         : 0;
       is_found = Form::kBits == bits && Form::kGroup == group && kind == scale && Form::kHasMins == has_mins &&
-                 Form::kHasZeros == has_zero_points && Form::kHasLevels == has_levels;
+                 Form::kHasZeros == has_zero_points && (Form::kIsFloat8 ? 2 : Form::kHasLevels) == levels;
     });
     if (is_found) return number;
   }
@@ -107,17 +149,29 @@ QUIRE_EXPORT int64_t quire_bytes_quantized(int64_t form, int64_t num_columns, in
   return num_bytes;
 }
 
-// Packs unpacked rows [num_columns, width] into panels, from the first one of `panels` on.
-QUIRE_EXPORT void quire_pack_quantized(int64_t form, const UnpackedRows* rows, int64_t num_columns, int64_t width,
-                                       uint8_t* panels) {
+// Packs unpacked rows [num_rows, width] into panels. The columns of a panel from `offset` on, `count` of them, hold
+// rows that follow each other; the first one is row `first` of all that are packed so. Other columns are not written.
+QUIRE_EXPORT void quire_pack_quantized(int64_t form, const UnpackedRows* rows, int64_t first, int64_t num_rows,
+                                       int64_t width, int64_t offset, int64_t count, uint8_t* panels) {
   with_form(form, [&](auto* null) {
     using Form = std::remove_pointer_t<decltype(null)>;
-    quire::in_parallel(num_panels(int(num_columns)), 1, [&](int64_t begin, int64_t end) {
-      for (int64_t panel = begin; panel < end; ++panel) {
-        const int count = int(std::min<int64_t>(kPanel, num_columns - panel * kPanel));
+    const int64_t begin_panel = first / count, end_panel = (first + num_rows + count - 1) / count;
+    quire::in_parallel(end_panel - begin_panel, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t panel = begin_panel + begin; panel < begin_panel + end; ++panel) {
         uint8_t* to = panels + panel * Form::panel_bytes(width);
-        for (int column = 0; column < count; ++column)
-          pack_column<Form>(*rows, panel * kPanel + column, width, column, to);
+        const int64_t stop = std::min(first + num_rows, (panel + 1) * count);
+        for (int64_t row = std::max(first, panel * count); row < stop;) {
+          const int column = int(offset + row - panel * count);
+          const bool is_vector = column % kLanes == 0 && row + kLanes <= stop;
+          const uint8_t* codes = rows->codes + (row - first) * width;
+          if (is_vector)
+            pack_columns_of_vector<Form>(codes, width, column, to);
+          else
+            pack_column<Form>(codes, 0, int(width / Form::kGroup), column, to);
+          const int num_packed = is_vector ? kLanes : 1;
+          pack_factors<Form>(*rows, row - first, width, column, num_packed, to);
+          row += num_packed;
+        }
       }
     });
   });
@@ -139,8 +193,12 @@ QUIRE_EXPORT void quire_linear_quantized(Type type, const void* x, int64_t row_s
           x,    row_stride, from(bias), from(residual), static_cast<T*>(output) + column, int(segment.num_columns),
           gate, num_columns};
       with_form(segment.form, [&](auto* form) {
-        multiply_grouped<std::remove_pointer_t<decltype(form)>, T>(
-            operands, num_rows, int(width), {segment.panels, segment.levels, int(segment.offset)});
+        using Form = std::remove_pointer_t<decltype(form)>;
+        if constexpr (Form::kIsFloat8)
+          multiply_float8<Form, T>(operands, num_rows, int(width), segment.panels);
+        else
+          multiply_grouped<Form, T>(operands, num_rows, int(width),
+                                    {segment.panels, segment.levels, int(segment.offset)});
       });
       column += segment.num_columns;
     }

@@ -1,5 +1,5 @@
-// Linear layers whose weights are widened to floats as they are loaded: for few rows in registers, for more rows in a
-// piece by which all rows of a job are multiplied.
+// Linear layers whose weights are widened to floats as they are loaded: in registers for few rows and for tiles of rows
+// of bfloat16, for more rows of float16 in a piece by which all rows of a job are multiplied.
 #pragma once
 
 #include <memory>
@@ -8,10 +8,9 @@
 
 namespace {
 
-constexpr int kWidenedSteps = 256;  // steps of a piece that is widened for many rows: 16 KiB of each of its panels
-constexpr int kDirectSteps = 64;    // steps of a piece whose columns are processed in turns: 8 KiB
-constexpr int kDirectRows = 3;      // maximum number of rows that are multiplied directly from the weight
-constexpr int kColumnGroup = 32;    // unit of columns that are widened at once where weights may be compressed
+constexpr int kWidenedSteps = 64;  // steps of a piece that is widened for many rows: 16 KiB
+constexpr int kDirectSteps = 64;   // steps of a piece whose columns are processed in turns: 8 KiB
+constexpr int kColumnGroup = 32;   // unit of columns that are widened at once where weights may be compressed
 
 // Layout of two vectors of columns in memory, and their conversion.
 template <typename T>
@@ -75,6 +74,8 @@ void pack_pairs(const T* const* columns, int count, int width, T* panel) {
 template <typename T>
 struct PlainPanel {
   static constexpr int kPieceSteps = kDirectSteps;
+  static constexpr int kUnpackedSteps = 128;  // steps by which many rows are multiplied at once: 16 KiB
+  static constexpr int kDirectRows = std::is_same_v<T, BFloat16> ? 2 : 3;  // rows for `multiply_few`
 
   const T* columns;
 
@@ -83,6 +84,15 @@ struct PlainPanel {
   QUIRE_INLINE void take(int depth, Body body) {
     body(*this);
     columns += depth * kWeightPanel;
+  }
+
+  // Returns the next steps, and advances past them. `num_ahead`: number of bytes behind them that are read next.
+  const T* unpack(int depth, T*, const uint8_t*& ahead, int& num_ahead) {
+    const T* const from = columns;
+    columns += depth * kWeightPanel;
+    ahead = reinterpret_cast<const uint8_t*>(columns);
+    num_ahead = depth * kWeightPanel * int(sizeof(T));
+    return from;
   }
 
   // Widens vectors of columns of a step, and prefetches those of `kAhead` steps later.
@@ -168,28 +178,63 @@ void multiply_many(const float* x, Panel panel, int width, float* sums, int num_
   }
 }
 
+// Columns of steps as they are packed, widened as they are loaded.
+template <typename T>
+struct PackedColumns {
+  const T* data;
+
+  template <int kVectors>
+  QUIRE_INLINE void take(int step, Floats (&columns)[kVectors]) const {
+#pragma GCC unroll 4
+    for (int vector = 0; vector < kVectors; vector += 2)
+      ColumnPair<T>::load_both(data + step * kWeightPanel + vector * kLanes, columns[vector], columns[vector + 1]);
+  }
+};
+
+// For many rows of bfloat16. A shift and a mask for each tile of rows cost less than floats that are stored and loaded
+// again, which take twice the cache.
+template <typename Panel>
+void multiply_unpacked(const float* x, Panel panel, int width, float* sums, int num_rows) {
+  alignas(64) constexpr float kOnes[kTileRows] = {1, 1, 1, 1, 1, 1};
+  alignas(64) BFloat16 buffer[Panel::kUnpackedSteps * kWeightPanel];
+  for (int start = 0; start < width; start += Panel::kUnpackedSteps) {
+    const int depth = std::min(Panel::kUnpackedSteps, width - start);
+    const uint8_t* next;
+    int num_ahead;
+    const BFloat16* from = panel.unpack(depth, buffer, next, num_ahead);
+    num_ahead /= kWeightPanel / kPanel;
+    for (int column = 0; column < kWeightPanel; column += kPanel, next += num_ahead)
+      in_even_tiles<kTileRows>(num_rows, [&](int row, auto count) {
+        const PanelPrefetch ahead(next, num_ahead, depth, row, count.value, num_rows);
+        const StridedRows<SingleFloats> rows{x + int64_t(row) * width + start, width};
+        multiply_tile<SingleFloats, count.value, kTileVectors>(rows, PackedColumns<BFloat16>{from + column}, depth,
+                                                               sums + row * kWeightPanel + column, kWeightPanel, kOnes,
+                                                               ahead);
+      });
+  }
+}
+
 // Multiplies rows by a weight of type `T`; `panel_at(panel)` returns one of its panels.
 template <typename T, typename PanelAt>
 void multiply_widened(const Operands& operands, int64_t num_rows, int64_t num_columns, int width, PanelAt panel_at) {
   // The values of x are needed for each panel, so they are widened once.
   const std::unique_ptr<float[]> rows(new float[num_rows * width]);
-  quire::in_parallel(num_rows, 16, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-      const T* from = static_cast<const T*>(operands.x) + row * operands.row_stride;
-      int step = 0;
-      for (; step + kLanes <= width; step += kLanes) store(&rows[row * width + step], load(from + step));
-      for (; step < width; ++step) rows[row * width + step] = widen(from[step]);
-    }
-  });
+  widen_rows(static_cast<const T*>(operands.x), operands.row_stride, num_rows, width, rows.get());
   in_blocks(num_columns, num_rows, [&](int64_t panel, int64_t first, int count) {
     alignas(64) float sums[kJobRows * kWeightPanel];
     std::fill_n(sums, count * kWeightPanel, 0.0f);
     const float* x = &rows[first * width];
+    constexpr int kDirectRows = decltype(panel_at(panel))::kDirectRows;
     switch (count) {
       case 1: multiply_few<1>(x, panel_at(panel), width, sums); break;
       case 2: multiply_few<2>(x, panel_at(panel), width, sums); break;
-      case kDirectRows: multiply_few<kDirectRows>(x, panel_at(panel), width, sums); break;
-      default: multiply_many(x, panel_at(panel), width, sums, count);
+      default:
+        if (count <= kDirectRows)
+          multiply_few<kDirectRows>(x, panel_at(panel), width, sums);
+        else if constexpr (std::is_same_v<T, BFloat16>)
+          multiply_unpacked(x, panel_at(panel), width, sums, count);
+        else
+          multiply_many(x, panel_at(panel), width, sums, count);
     }
     finish_rows<T>(operands, panel, first, count, sums);
   });

@@ -16,35 +16,28 @@ class ToolFormat(Protocol):
     @property
     def name(self) -> str:
         """The format's name in options."""
-        ...
 
     @property
     def marker(self) -> str:
         """The marker that begins calls."""
-        ...
 
     @property
     def other_markers(self) -> tuple[str, ...]:
         """Further texts of the format for which a tokenizer may have single tokens."""
-        ...
 
     @property
     def may_be_bare(self) -> bool:
         """True where an output may begin with calls without a marker."""
-        ...
 
     @property
     def id_chars(self) -> int | None:
         """The length of call ids, of letters and digits, that templates require; None where they require none."""
-        ...
 
     def read_calls(self, incoming: Incoming, pos: int, reader: CallReader) -> Reading:
         """Read the calls after a marker, or at the beginning; return their end, None where there are none."""
-        ...
 
     def grammar(self, rules: CallRules) -> str:
         """Return the Lark grammar of outputs in which every call is well formed."""
-        ...
 
 
 class CallReader:

@@ -1,0 +1,31 @@
+"""Wrappers of an engine's parts, for measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from quire.execution.executor import Executor
+from quire.models.decoder import Decoder
+from quire.ops.interface import Ops
+from quire.scheduling.scheduler import Scheduler
+
+
+def _unwrapped(part: Any) -> Any:
+    return part
+
+
+class Wrappers(NamedTuple):
+    """Functions that return a part of the engine as it is used, given the one that was built.
+
+    Args:
+        ops: wrapper of the model's kernels.
+        decoder: wrapper of the model.
+        scheduler: wrapper of the scheduler.
+        executor: wrapper of the executor.
+    """
+
+    ops: Callable[[Ops], Ops] = _unwrapped
+    decoder: Callable[[Decoder], Decoder] = _unwrapped
+    scheduler: Callable[[Scheduler], Scheduler] = _unwrapped
+    executor: Callable[[Executor], Executor] = _unwrapped

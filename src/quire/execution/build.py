@@ -1,0 +1,60 @@
+"""Builds the model runner of a loaded model: its KV memory, and all else that a step takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from quire.execution.batch import BatchBuilder
+from quire.execution.embeddings import MultimodalEmbeddings
+from quire.execution.kv_storage import make_storages
+from quire.execution.runner import ModelRunner
+from quire.execution.sampling.sampler import Sampler
+from quire.kvstore.disk_blocks import DiskBlocks
+from quire.models.decoder import Decoder
+from quire.platform.host_probe import num_cores
+from quire.platform.prefault import Prefaulter
+from quire.structured.grammar_cache import GrammarCache
+from quire.structured.mask_filler import GrammarStates
+
+
+def build_runner(
+    decoder: Decoder,
+    *,
+    num_blocks: Sequence[int],
+    block_size: int,
+    device: str,
+    dtype: torch.dtype,
+    stored: str | None = None,
+    host_bytes: int = 0,
+    disk: DiskBlocks | None = None,
+    draft: Decoder | None = None,
+    grammars: GrammarCache | None = None,
+) -> ModelRunner:
+    """Give a loaded decoder its KV memory, and all else that a step takes.
+
+    Args:
+        decoder: decoder with all its weights.
+        num_blocks: B for each cache group, the null block included: all that its view of the shared memory has.
+        block_size: N.
+        device: the decoder's.
+        dtype: the decoder's.
+        stored: see `quire.execution.kv_storage.KVStorage`.
+        host_bytes: number of bytes of the host tier; 0 for none.
+        disk: the tier below that, if there is one.
+        draft: see `ModelRunner`, of the same dtype; its cache groups come last in `num_blocks`.
+        grammars: compiled ones; None where no output can be constrained.
+    """
+    torch_device = torch.device(device)
+    groups = (*decoder.cache_groups, *(() if draft is None else draft.cache_groups))
+    storages = make_storages(groups, num_blocks, block_size, dtype, torch_device, stored)
+    builder = BatchBuilder(block_size, torch_device, [group.cache for group in groups])
+    grammar_states = None
+    if grammars is not None:
+        uses_thread = torch_device.type != "cpu" or torch.get_num_threads() < num_cores()
+        grammar_states = GrammarStates(grammars, uses_thread=uses_thread)
+    sampler = Sampler(torch_device, grammar_states, decoder.ops.apply_token_bitmask)
+    prefaulter = Prefaulter.of([storage.data for storage in storages], builder.use)
+    media = MultimodalEmbeddings(torch_device)
+    return ModelRunner(decoder, storages, builder, sampler, media, host_bytes, disk, draft, prefaulter)

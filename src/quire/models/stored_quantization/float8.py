@@ -1,0 +1,138 @@
+"""Weights of 8-bit floating-point codes (e4m3) with scales of blocks, and the method fp8, which vendors publish.
+
+A layer of the method has `weight` e4m3 [N, K] and `weight_scale_inv` [N / 128, K / 128], rounded up, where
+`weight_block_size` is [128, 128]; without a block size, `weight_scale` or `weight_scale_inv` of one value for all or
+one for each output. Stacked experts have `<layer>` [E, N, K] and `<layer>_scale_inv`. A weight is code * scale.
+
+Scales of activations (`input_scale`, `activation_scale`) are not read: activations are not rounded to 8 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+from quire.errors import CheckpointError, shown
+from quire.models.families.hf_config import HFConfig
+from quire.models.stored_quantization.scheme import (
+    LayerTensors,
+    LayerWeight,
+    TensorSource,
+    contradiction,
+    is_plain,
+    refuse,
+)
+from quire.models.stored_quantization.unpacking import check_scales, repeat_groups
+from quire.models.stored_tensor import StoredTensor
+from quire.ops.quantized_weight import QuantizedRows, QuantizedWeight, WeightForm
+
+FLOAT8: Final = ("F8_E4M3",)
+SCALES: Final = ("F32", "BF16", "F16", "F8_E8M0", "U8")
+MAX_BLOCK: Final = 1 << 20
+# The value 2 ** (e - 127) of each E8M0 byte e; 255 is no number.
+_POWERS: Final = torch.tensor([2.0 ** (e - 127) for e in range(255)] + [float("nan")])
+
+
+class FP8:
+    """The layers of a checkpoint in this method.
+
+    Args:
+        config: its `quantization_config`.
+        stored: headers of the checkpoint's tensors.
+    """
+
+    def __init__(self, config: HFConfig, stored: Mapping[str, StoredTensor]) -> None:
+        self._stored = stored
+        self._block = read_block(config, "weight_block_size") if config.has("weight_block_size") else None
+        self._format = config.text("fmt", "e4m3")
+        self._excluded = (*config.texts("modules_to_not_convert"), *config.texts("ignored_layers"))
+
+    def suffixes(self, layer: str) -> tuple[str, ...] | None:
+        """Return the suffixes of the layer's tensors; see `StoredQuantization`."""
+        if is_plain(layer, self._stored):
+            return None
+        # Names are of whole parts: an exception "mlp.gate" is not one of "mlp.gate_proj".
+        if any(f".{name}." in f".{layer}." for name in self._excluded):
+            contradiction(layer, "modules_to_not_convert")
+        if self._format != "e4m3":
+            refuse(layer, f"fp8 of format {self._format}", "the format is not implemented")
+        is_stack = layer in self._stored
+        codes, scales = (
+            ("", ("_scale_inv", "_scale")) if is_stack else (".weight", (".weight_scale_inv", ".weight_scale"))
+        )
+        found = [suffix for suffix in scales if layer + suffix in self._stored]
+        return (codes, found[0] if found else scales[0])
+
+    def weight(self, layer: str, tensor: TensorSource) -> LayerWeight:
+        """Return the layer's weight; see `StoredQuantization`."""
+        suffixes = self.suffixes(layer)
+        assert suffixes is not None
+        tensors = LayerTensors(layer, self._stored, tensor)
+        *_, num_outputs, num_inputs = tensors.header(suffixes[0], FLOAT8, 2 if suffixes[0] else 3).shape
+        block = self._block
+        if block is None:
+            has_one = prod(tensors.header(suffixes[1], SCALES).shape) <= self._num_stacked(layer)
+            block = (num_outputs if has_one else 1, num_inputs)
+        return read_float8(tensors, suffixes[0], suffixes[1], block, "fp8")
+
+    def _num_stacked(self, layer: str) -> int:
+        return self._stored[layer].shape[0] if layer in self._stored else 1
+
+
+def read_block(config: HFConfig, name: str) -> tuple[int, int]:
+    """Read the numbers of outputs and inputs of a block, 128 where they are not stated."""
+    block = config.numbers(name, (128.0, 128.0))
+    if not all(size.is_integer() and size <= MAX_BLOCK for size in block):
+        raise CheckpointError(
+            f"config.json: {name} must be two integers from 1 to {MAX_BLOCK}, got {shown(list(block))}", field=name
+        )
+    return int(block[0]), int(block[1])
+
+
+def read_float8(tensors: LayerTensors, codes: str, scales: str, block: tuple[int, int], scheme: str) -> LayerWeight:
+    """Return a weight of e4m3 codes.
+
+    Args:
+        tensors: tensors of the layer.
+        codes: suffix of the codes, [N, K], of stacked experts "" for [E, N, K].
+        scales: suffix of the scales: one for each block, the last of which may be smaller.
+        block: numbers of outputs and inputs of a block.
+        scheme: name of the scheme, for errors.
+    """
+    shape = tensors.header(codes, FLOAT8, 2 if codes else 3).shape
+    num_outputs, num_inputs = shape[-2:]
+    block = max(1, min(block[0], num_outputs)), max(1, min(block[1], num_inputs))
+    grid = (*shape[:-2], -(-num_outputs // block[0]), -(-num_inputs // block[1]))
+    stored = tensors.header(scales, SCALES)
+    if [size for size in stored.shape if size != 1] != [size for size in grid if size != 1]:
+        tensors.fail(scales, f"is of shape {list(stored.shape)}; {list(grid)} is needed")
+    octets = tensors.take(codes, FLOAT8, *shape).view(torch.uint8).view(-1, num_inputs)
+    factors = _float_scales(tensors.take(scales, SCALES, *stored.shape)).view(-1, grid[-1])
+    form = WeightForm(8, _group(tensors, block[1], num_inputs, scheme), "float32", levels="e4m3")
+
+    def read(rows: slice | Tensor) -> QuantizedRows:
+        found = octets[rows]
+        if bool(((found & 127) == 127).any()):
+            raise CheckpointError(f"layer {shown(tensors.layer)} has codes that are no numbers")
+        index = torch.arange(len(octets))[rows]
+        blocks = index // num_outputs * grid[-2] + index % num_outputs // block[0]
+        row_scales = check_scales(tensors.layer, factors.index_select(0, blocks))
+        return QuantizedRows(found.contiguous(), repeat_groups(row_scales, block[1], num_inputs, form))
+
+    return LayerWeight(QuantizedWeight(form, (len(octets), num_inputs), read, tensors.num_bytes))
+
+
+def _group(tensors: LayerTensors, block_inputs: int, num_inputs: int, scheme: str) -> Literal[16, 32, 128]:
+    """Return the group of the form: the largest that divides the block and the number of inputs."""
+    if num_inputs and block_inputs % 128 == 0 and num_inputs % 128 == 0:
+        return 128
+    return tensors.group(block_inputs, num_inputs, scheme)
+
+
+def _float_scales(scales: Tensor) -> Tensor:
+    """Return scales in float32, in which all of them are exact."""
+    return _POWERS[scales.int()] if scales.dtype == torch.uint8 else scales.float()
