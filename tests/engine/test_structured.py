@@ -374,11 +374,7 @@ def test_a_bomb_is_refused_while_others_are_served() -> None:
 
 def test_samples_of_like_requests_keep_to_their_own_parameters(llm: LLM) -> None:
     """The same form, seed and length of prompt: one request has forced tokens appended, the other measures each."""
-    form = StructuredOutputs(json={"type": "array"})
-    each = [
-        SamplingParams(temperature=0.7, seed=3, max_tokens=40, n=2, structured_outputs=form, logprobs=logprobs)
-        for logprobs in (None, 1)
-    ]
+    each = [wild("json", temperature=0.7, max_tokens=40, n=2, logprobs=logprobs) for logprobs in (None, 1)]
     plain, measured = (output.outputs for output in run(llm, [STORY] * 2, each))
     assert [sample.token_ids for sample in plain] == [sample.token_ids for sample in measured]
     assert [len(sample.logprobs or ()) for sample in measured] == [len(sample.token_ids) for sample in measured]
