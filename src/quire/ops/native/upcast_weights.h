@@ -8,9 +8,10 @@
 
 namespace {
 
-constexpr int kWidenedSteps = 64;  // steps of a piece that is widened for many rows: 16 KiB
-constexpr int kDirectSteps = 64;   // steps of a piece whose columns are processed in turns: 8 KiB
-constexpr int kColumnGroup = 32;   // unit of columns that are widened at once where weights may be compressed
+constexpr int kWidenedSteps = 256;  // steps of a piece that is widened for many rows: 16 KiB of each of its panels
+constexpr int kDirectSteps = 64;    // steps of a piece whose columns are processed in turns: 8 KiB
+constexpr int kUnpackedRows = 32;   // maximum number of rows of bfloat16 whose tiles widen weights on their own
+constexpr int kColumnGroup = 32;    // unit of columns that are widened at once where weights may be compressed
 
 // Layout of two vectors of columns in memory, and their conversion.
 template <typename T>
@@ -229,12 +230,17 @@ void multiply_widened(const Operands& operands, int64_t num_rows, int64_t num_co
       case 1: multiply_few<1>(x, panel_at(panel), width, sums); break;
       case 2: multiply_few<2>(x, panel_at(panel), width, sums); break;
       default:
-        if (count <= kDirectRows)
+        if (count <= kDirectRows) {
           multiply_few<kDirectRows>(x, panel_at(panel), width, sums);
-        else if constexpr (std::is_same_v<T, BFloat16>)
-          multiply_unpacked(x, panel_at(panel), width, sums, count);
-        else
-          multiply_many(x, panel_at(panel), width, sums, count);
+          break;
+        }
+        if constexpr (std::is_same_v<T, BFloat16>) {
+          if (count <= kUnpackedRows) {
+            multiply_unpacked(x, panel_at(panel), width, sums, count);
+            break;
+          }
+        }
+        multiply_many(x, panel_at(panel), width, sums, count);
     }
     finish_rows<T>(operands, panel, first, count, sums);
   });
