@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.errors import UnsupportedModel
 from quire.models.stored_quantization import read_quantization
 from tests.models.stored_quantization.packers import Files, check_values, random_scales
 
@@ -110,6 +111,13 @@ def test_stacked_experts_follow_each_other_in_the_rows(block: list[int] | None) 
     found = files.weight(FP8 | {"weight_block_size": block}, layer)
     sizes = (8, 64) if block else (N, K)
     check_values(found, torch.cat([float8_values(*each, sizes) for each in zip(codes, scales, strict=True)]))
+
+
+@pytest.mark.parametrize("num_inputs", [8, 40])
+def test_inputs_that_groups_do_not_divide_are_refused(num_inputs: int) -> None:
+    tensors = {".weight": random_float8(N, num_inputs), ".weight_scale": torch.ones(1)}
+    with pytest.raises(UnsupportedModel, match=f"layer 'a' .*it has {num_inputs} inputs"):
+        Files().add("a", tensors).weight({"quant_method": "fp8"})
 
 
 def test_exceptions_are_names_of_whole_parts() -> None:

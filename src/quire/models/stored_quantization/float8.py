@@ -110,9 +110,9 @@ def read_float8(tensors: LayerTensors, codes: str, scales: str, block: tuple[int
     stored = tensors.header(scales, SCALES)
     if [size for size in stored.shape if size != 1] != [size for size in grid if size != 1]:
         tensors.fail(scales, f"is of shape {list(stored.shape)}; {list(grid)} is needed")
+    form = WeightForm(8, _group(tensors, block[1], num_inputs, scheme), "float32", levels="e4m3")
     octets = tensors.take(codes, FLOAT8, *shape).view(torch.uint8).view(-1, num_inputs)
     factors = _float_scales(tensors.take(scales, SCALES, *stored.shape)).view(-1, grid[-1])
-    form = WeightForm(8, _group(tensors, block[1], num_inputs, scheme), "float32", levels="e4m3")
 
     def read(rows: slice | Tensor) -> QuantizedRows:
         found = octets[rows]
