@@ -335,7 +335,7 @@ def test_a_configuration_that_cannot_be_read_names_the_field(
     ("changes", "words"),
     [
         ({"architectures": ["OddForCausalLM"]}, "the architecture 'OddForCausalLM' is not implemented"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "by the method 'fp8', which is not served"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "by the method 'hqq', which is not served"),
     ],
 )
 def test_a_model_that_the_engine_does_not_run_is_refused_as_by_the_engine(

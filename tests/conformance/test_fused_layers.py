@@ -22,7 +22,7 @@ from quire.ops.native_library import find_library
 from tests.conformance.checkpoints import FAMILIES, ragged_prompts, save_checkpoint
 
 # Families of attention and gated perceptrons alone.
-FUSED = ("bundled", "llama2", "llama3", "mistral", "mistral-window", "qwen2", "qwen2-window", "qwen3")
+FUSED = ("bundled", "llama2", "llama3", "mistral", "mistral-window", "phi3", "qwen2", "qwen2-window", "qwen3")
 # Norms of heads, a window, and weights that were trained; the others under every history are slow.
 REPRESENTATIVES = ("bundled", "mistral-window", "qwen3")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)

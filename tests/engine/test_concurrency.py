@@ -25,6 +25,7 @@ from quire.memory.capacity.sizing import ArenaSizing, most_bytes, sequence_bytes
 from quire.models.cache_layout import cache_specs
 from quire.models.checkpoint import read_config
 from quire.models.families import build
+from quire.models.quantization_config import without_quantization
 from quire.scheduling.plan import ItemResult, StepPlan, StepResult
 from quire.scheduling.scheduler import Scheduler
 from quire.sequences.params import SamplingParams
@@ -63,7 +64,7 @@ def most_running(scheduler: Scheduler, num_tokens: int, num_requests: int) -> in
 
 def specs_of(config: EngineConfig) -> tuple[KVCacheSpec, ...]:
     """Return the cache groups that the loader has for a model in bfloat16."""
-    spec, _ = build(read_config(config.model.model))
+    spec, _ = build(without_quantization(read_config(config.model.model)))
     return cache_specs(spec, config.cache.block_size, CACHE_DTYPES["bfloat16"], 2)
 
 

@@ -155,7 +155,6 @@ def test_layers_are_told_what_those_of_transformers_are(dtype: torch.dtype) -> N
 @pytest.mark.parametrize(
     ("field", "changes"),
     [
-        ("enable_moe_block", {"enable_moe_block": True}),
         ("use_bidirectional_attention", {"use_bidirectional_attention": "all"}),
         ("attention_bias", {"attention_bias": True}),
         ("hidden_activation", {"hidden_activation": "gelu"}),
@@ -175,6 +174,7 @@ def test_what_is_not_implemented_is_refused_by_name(field: str, changes: dict[st
 @pytest.mark.parametrize(
     ("field", "changes"),
     [
+        ("top_k_experts", {"enable_moe_block": True, "num_experts": 4}),
         ("num_kv_shared_layers", {"num_kv_shared_layers": 3}),
         ("num_kv_shared_layers", {"num_kv_shared_layers": 9}),
         ("num_kv_shared_layers", {"num_kv_shared_layers": -1}),
