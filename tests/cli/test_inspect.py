@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,18 @@ def test_a_file_and_its_fields(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert found["num_layers"] == 4
     assert sum(use["num_bytes"] for use in found["types"]) < path.stat().st_size
     assert {use["type"]: use["num_tensors"] for use in found["types"]} == {"Q4_1": 13, "Q8_0": 16, "F32": 9}
+
+
+def test_quantised_safetensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "int4"
+    assert main(["quantize", "bundled", str(target), "--to", "int4", "--method", "rounded"]) == 0
+    capsys.readouterr()
+    assert main(["inspect", str(target)]) == 0
+    out = capsys.readouterr().out
+    assert "format        safetensors, CompressedTensors\n" in out
+    assert re.search(r"I32 +28 .* parts of quantised layers, at the stored values\n", out)
+    assert re.search(r"BF16 +28 .* parts of quantised layers, at the stored values\n", out)
+    assert re.search(r"BF16 +10 .* as they are\n", out)
 
 
 def test_what_would_be_refused_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

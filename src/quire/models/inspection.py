@@ -12,9 +12,11 @@ from quire.models.families import build
 from quire.models.gguf.block_types import BLOCK_TYPES
 from quire.models.gguf.tensor_types import TENSOR_TYPES
 from quire.models.quantization_config import without_quantization
-from quire.models.stored_quantization import read_quantization
+from quire.models.stored_quantization import StoredQuantization, read_quantization
 from quire.models.stored_tensor import StoredTensor
 
+# Ending of the codes of stacked experts, which replaces that of a layer's weight.
+STACKED = "_blocks"
 FORMS = {kind.name: BLOCK_TYPES[kind.id].form for kind in TENSOR_TYPES.values() if kind.id in BLOCK_TYPES}
 
 
@@ -45,7 +47,7 @@ class Inspection:
         format: "GGUF" or "safetensors", with the method of quantisation.
         architecture: name of the model's family.
         num_layers, width, vocab_size, max_position: sizes of the model; 0 where no family reads it.
-        types: use of each type, the most bytes first.
+        types: use of each type, by quantised layers and by others, the most bytes first.
         metadata: fields of a GGUF file; arrays as their lengths.
         problem: reason why the checkpoint would be refused, "" where it would be served.
     """
@@ -79,10 +81,12 @@ def inspect(model: str, revision: str | None = None) -> Inspection:
     checkpoint = Checkpoint.open(model, revision)
     kind, problem = "safetensors" if checkpoint.gguf_fields is None else "GGUF", ""
     num_layers = width = vocab_size = max_position = 0
+    quantized: set[str] = set()
     try:
         quantization = read_quantization(checkpoint.config, checkpoint.tensors)
         if quantization is not None:
             kind += f", {type(quantization).__name__}"
+            quantized = _quantized_tensors(quantization, checkpoint)
         spec, _ = build(without_quantization(checkpoint.config))
         num_layers, width = len(spec.layers), spec.width
         vocab_size, max_position = spec.vocab_size, spec.max_position
@@ -95,18 +99,34 @@ def inspect(model: str, revision: str | None = None) -> Inspection:
         for key, value in (checkpoint.gguf_fields or {}).items()
     }
     return Inspection(
-        kind, architecture, num_layers, width, vocab_size, max_position, _types(checkpoint), metadata, problem
+        kind,
+        architecture,
+        num_layers,
+        width,
+        vocab_size,
+        max_position,
+        _types(checkpoint, quantized),
+        metadata,
+        problem,
     )
 
 
-def _types(checkpoint: Checkpoint) -> tuple[TypeUse, ...]:
-    tensors: dict[str, list[StoredTensor]] = {}
-    for tensor in checkpoint.tensors.values():
-        tensors.setdefault(tensor.dtype, []).append(tensor)
+def _quantized_tensors(quantization: StoredQuantization, checkpoint: Checkpoint) -> set[str]:
+    """Return the names of the tensors that store quantised layers: codes, scales, zero points and orders of inputs."""
+    layers = {name.rpartition(".")[0] for name in checkpoint.tensors}
+    layers |= {name.removesuffix(STACKED) for name in checkpoint.tensors if name.endswith(STACKED)}
+    return {layer + suffix for layer in layers for suffix in quantization.suffixes(layer) or ()}
+
+
+def _types(checkpoint: Checkpoint, quantized: set[str]) -> tuple[TypeUse, ...]:
+    tensors: dict[tuple[str, bool], list[StoredTensor]] = {}
+    for name, tensor in checkpoint.tensors.items():
+        tensors.setdefault((tensor.dtype, name in quantized), []).append(tensor)
     uses = []
-    for name, group in tensors.items():
+    for (dtype, is_quantized), group in tensors.items():
         num_values, num_bytes = sum(prod(each.shape) for each in group), sum(each.num_bytes for each in group)
-        uses.append(TypeUse(name, len(group), num_values, num_bytes, _served(name)))
+        served = "parts of quantised layers, at the stored values" if is_quantized else _served(dtype)
+        uses.append(TypeUse(dtype, len(group), num_values, num_bytes, served))
     return tuple(sorted(uses, key=lambda use: -use.num_bytes))
 
 
