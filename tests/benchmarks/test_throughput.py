@@ -30,6 +30,7 @@ def test_peers_that_are_not_there_are_left_out_and_said_so(
         vllm_preload="",
         # Environments of another: one without the package that converts, one that is no interpreter.
         openvino_python=Path(sys.executable),
+        ik_python=None,
         llamacpp_python=tmp_path / "python",
         converted=tmp_path / "converted",
     )

@@ -20,7 +20,7 @@ pytest.importorskip("llguidance", reason="the extra structured is not installed"
 from quire import LLM, SamplingParams
 from quire.engine.outputs.outputs import RequestOutput
 from quire.errors import RequestError
-from quire.execution.sampling import sampler
+from quire.execution.sampling import beam_sampling
 from quire.execution.sampling import sampling as draws
 from quire.execution.sampling.beam_candidates import find_candidates
 from tests.engine.sampling_world import PROMPTS, VALUES, Asked, asked, each_value, told
@@ -154,7 +154,7 @@ def loses_wide_searches(patch: pytest.MonkeyPatch) -> SamplingParams:
             raise RuntimeError("index lost")
         return find_candidates(logits, rows, groups, keep)
 
-    patch.setattr(sampler, "find_candidates", fail)
+    patch.setattr(beam_sampling, "find_candidates", fail)
     return SamplingParams(beam_width=7, max_tokens=5)
 
 

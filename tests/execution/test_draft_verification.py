@@ -13,8 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.execution.sampling import row_sampling
-from quire.execution.sampling import sampler as sampler_module
+from quire.execution.sampling import row_sampling, verification
 from quire.execution.sampling.row_sampling import BAD_LOGITS
 from quire.execution.sampling.sampler import Sampler
 from quire.execution.sampling.sampling import uniform
@@ -238,7 +237,7 @@ def accept_what_may_be_drawn(item: ScheduledSequence, drawn: Sequence[int]) -> t
 @pytest.mark.parametrize("rule", [draw_again_from_everything, accept_what_may_be_drawn])
 @pytest.mark.slow
 def test_wrong_rules_are_caught(rule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler_module, "_run", rule)
+    monkeypatch.setattr(verification, "run_of", rule)
     assert surprise(pairs_drawn((0, 0))) > CRITICAL
 
 

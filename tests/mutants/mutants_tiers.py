@@ -24,15 +24,14 @@ def is_between_tiers(copy: BlockCopy) -> bool:
 
 
 def with_copies(change: Callable[[list[BlockCopy]], list[BlockCopy]]) -> Bug:
-    """Return the bug that `take` changes the copies that it adds."""
+    """Return the bug that `apply_moves` changes the copies that it adds."""
 
-    def take(honest: Any, tables: BlockTables, *args: Any) -> Any:
+    def apply_moves(honest: Any, tables: BlockTables) -> None:
         start = len(tables.pending_copies)
-        block_ids = honest(tables, *args)
+        honest(tables)
         tables.pending_copies[start:] = change(tables.pending_copies[start:])
-        return block_ids
 
-    return take
+    return apply_moves
 
 
 def with_ops(change: Callable[[tuple[BlockCopy, ...]], Any]) -> Bug:
@@ -129,14 +128,14 @@ TIERS = (
     Mutant(
         "demoted_block_not_copied",
         BlockTables,
-        "take",
+        "apply_moves",
         with_copies(lambda copies: [copy for copy in copies if not is_between_tiers(copy)]),
         HOST,
     ),
     Mutant(
         "demoted_after_reuse",
         BlockTables,
-        "take",
+        "apply_moves",
         with_copies(lambda copies: sorted(copies, key=is_between_tiers)),
         (host_read_back,),
     ),
