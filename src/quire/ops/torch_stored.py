@@ -26,19 +26,21 @@ class TorchStoredLinear:
         device: device of the weight.
     """
 
-    __slots__ = ("_bias", "_dtype", "_parts")
+    __slots__ = ("_bias", "_dtype", "_parts", "_rounds")
 
     def __init__(self, weight: StoredWeight, bias: Tensor | None, device: torch.device) -> None:
         self._parts = [
             (part.form, part.read(slice(None)).apply(lambda field: field.to(device))) for part in weight.quantized
         ]
+        self._rounds = any(form.levels != "e4m3" for form, _ in self._parts)
         self._dtype, self._bias = weight.dtype, bias
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Round the rows, multiply and add."""
         plain = x.float()
-        rows, row_scales = round_rows(plain)
-        wide = rows.float()
+        if self._rounds:
+            rows, row_scales = round_rows(plain)
+            wide = rows.float()
         products = [
             functional.linear(plain, weights) if is_plain else functional.linear(wide, weights).mul_(row_scales)
             for is_plain, weights in self._dequantized()
