@@ -26,15 +26,13 @@ from quire.models.stored_quantization.scheme import (
     is_plain,
     refuse,
 )
-from quire.models.stored_quantization.unpacking import check_scales, repeat_groups
+from quire.models.stored_quantization.unpacking import E8M0_VALUES, check_scales, repeat_groups
 from quire.models.stored_tensor import StoredTensor
 from quire.ops.quantized_weight import QuantizedRows, QuantizedWeight, WeightForm
 
 FLOAT8: Final = ("F8_E4M3",)
 SCALES: Final = ("F32", "BF16", "F16", "F8_E8M0", "U8")
 MAX_BLOCK: Final = 1 << 20
-# The value 2 ** (e - 127) of each E8M0 byte e; 255 is no number.
-_POWERS: Final = torch.tensor([2.0 ** (e - 127) for e in range(255)] + [float("nan")])
 
 
 class FP8:
@@ -135,4 +133,4 @@ def _group(tensors: LayerTensors, block_inputs: int, num_inputs: int, scheme: st
 
 def _float_scales(scales: Tensor) -> Tensor:
     """Return scales in float32, in which all of them are exact."""
-    return _POWERS[scales.int()] if scales.dtype == torch.uint8 else scales.float()
+    return E8M0_VALUES[scales.int()] if scales.dtype == torch.uint8 else scales.float()

@@ -13,8 +13,9 @@ from quire.ops.quantized_weight import WeightForm
 # The values of 4-bit floating-point codes (E2M1), doubled, so that they are whole; their scales are halved.
 FP4_LEVELS: Final = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 MXFP4_FORM: Final = WeightForm(bits=4, group=32, scale="bfloat16", levels=FP4_LEVELS)
-# The halved scale 2 ** (e - 127) of each E8M0 byte e. All are exact in bfloat16; 255 is no number.
-_HALVED_SCALES: Final = torch.tensor([2.0 ** (e - 128) for e in range(255)] + [float("nan")]).bfloat16()
+# The value 2 ** (e - 127) of each E8M0 byte e, in float32; 255 is no number. Halves of all are exact in bfloat16.
+E8M0_VALUES: Final = torch.tensor([2.0 ** (e - 127) for e in range(255)] + [float("nan")])
+_HALVED_SCALES: Final = (E8M0_VALUES / 2).bfloat16()
 
 
 def unpack_rows(packed: Tensor, bits: int) -> Tensor:
