@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-import torch
-
-from quire.ops.weight_memory import HUGE_PAGE_BYTES, LINE_BYTES, SLAB_BYTES, WeightMemory
+from quire.ops.weight_memory import LINE_BYTES, SLAB_BYTES, WeightMemory
+from quire.platform.huge_pages import HUGE_PAGE_BYTES
 
 
 def test_parts_are_aligned_and_apart() -> None:
@@ -27,8 +25,3 @@ def test_slabs_start_at_a_huge_page_and_outlive_what_took_them() -> None:
     first.fill_(7)
     del memory, second, large
     assert (first == 7).all()
-
-
-def test_systems_without_such_pages_have_plain_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.ops.weight_memory.sys.platform", "darwin")
-    assert WeightMemory().take(100).dtype == torch.uint8

@@ -13,6 +13,7 @@ from quire.config import CACHE_DTYPES, CacheDtype
 from quire.models.cache_layout import state_bytes
 from quire.models.spec import LayerGroup, StateCacheShape, TokenCacheShape
 from quire.models.tensor_reader import DTYPES
+from quire.platform.huge_pages import empty_bytes
 
 # The torch dtypes of the names in `CACHE_DTYPES`.
 STORED: Final = {**DTYPES, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -140,7 +141,8 @@ def make_storages(
         count * _block_bytes(group, block_size, CACHE_DTYPES[name], dtype)
         for group, count in zip(groups, num_blocks, strict=True)
     ]
-    memory = torch.empty(max(sizes), dtype=torch.uint8, device=device)
+    is_on_cpu = torch.device(device).type == "cpu"
+    memory = empty_bytes(max(sizes)) if is_on_cpu else torch.empty(max(sizes), dtype=torch.uint8, device=device)
     storages: list[Storage] = []
     for (num_layers, cache), count in zip(groups, num_blocks, strict=True):
         match cache:

@@ -1,17 +1,15 @@
-"""Memory that packed weights lie in, on huge pages where the system leaves that choice to the program."""
+"""Memory that packed weights lie in."""
 
 from __future__ import annotations
 
-import contextlib
-import mmap
-import sys
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from quire.platform.huge_pages import empty_bytes
+
 SLAB_BYTES: Final = 256 << 20
-HUGE_PAGE_BYTES: Final = 2 << 20
 LINE_BYTES: Final = 64
 
 
@@ -31,17 +29,6 @@ class WeightMemory:
         """Return uint8 [num_bytes] that starts at a cache line."""
         start = -(-self._used // LINE_BYTES) * LINE_BYTES
         if start + num_bytes > len(self._slab):
-            self._slab, start = _new_slab(max(num_bytes, SLAB_BYTES)), 0
+            self._slab, start = empty_bytes(max(num_bytes, SLAB_BYTES)), 0
         self._used = start + num_bytes
         return self._slab[start : self._used]
-
-
-def _new_slab(num_bytes: int) -> Tensor:
-    if sys.platform != "linux":
-        return torch.empty(num_bytes, dtype=torch.uint8)
-    area = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without huge pages
-        area.madvise(mmap.MADV_HUGEPAGE)
-    slab = torch.frombuffer(area, dtype=torch.uint8)
-    first = -slab.data_ptr() % HUGE_PAGE_BYTES
-    return slab[first : first + num_bytes]

@@ -7,6 +7,7 @@ exactly those of the format: `QuantizedRows` keeps each scale and minimum as it 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -42,8 +43,11 @@ class BlockType(NamedTuple):
         return self.unpack_blocks(_rows(raw, self.type.block_bytes))
 
 
-# The 8 bits of each byte as bytes, the lowest bit first.
-_BITS = torch.tensor([[byte >> bit & 1 for bit in range(8)] for byte in range(256)], dtype=torch.uint8, device="cpu")
+@cache
+def _bits_of_bytes() -> Tensor:
+    """Return the 8 bits of each byte as bytes, the lowest bit first, uint8 [256, 8]."""
+    bits = [[byte >> bit & 1 for bit in range(8)] for byte in range(256)]
+    return torch.tensor(bits, dtype=torch.uint8, device="cpu")
 
 
 def _parts(blocks: Tensor, *sizes: int) -> list[Tensor]:
@@ -96,7 +100,7 @@ def _q5_1(blocks: Tensor) -> QuantizedRows:
 def _bits(packed: Tensor) -> Tensor:
     """Return the bits of bytes, the lowest bit of the first byte first: [..., P] to [..., P * 8]."""
     # A table of 8 bytes, each looked up as one number.
-    table = _BITS.view(torch.int64).squeeze(-1)
+    table = _bits_of_bytes().view(torch.int64).squeeze(-1)
     return (
         table.index_select(0, packed.flatten().int()).view(torch.uint8).view(*packed.shape[:-1], 8 * packed.shape[-1])
     )

@@ -26,7 +26,7 @@ from quire.models.stored_quantization.scheme import (
     is_plain,
     refuse,
 )
-from quire.models.stored_quantization.unpacking import E8M0_VALUES, check_scales, repeat_groups
+from quire.models.stored_quantization.unpacking import check_scales, e8m0_values, repeat_groups
 from quire.models.stored_tensor import StoredTensor
 from quire.ops.quantized_weight import QuantizedRows, QuantizedWeight, WeightForm
 
@@ -133,4 +133,4 @@ def _group(tensors: LayerTensors, block_inputs: int, num_inputs: int, scheme: st
 
 def _float_scales(scales: Tensor) -> Tensor:
     """Return scales in float32, in which all of them are exact."""
-    return E8M0_VALUES[scales.int()] if scales.dtype == torch.uint8 else scales.float()
+    return e8m0_values()[scales.int()] if scales.dtype == torch.uint8 else scales.float()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Final
 
 import torch
@@ -13,9 +14,18 @@ from quire.ops.quantized_weight import WeightForm
 # The values of 4-bit floating-point codes (E2M1), doubled, so that they are whole; their scales are halved.
 FP4_LEVELS: Final = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 MXFP4_FORM: Final = WeightForm(bits=4, group=32, scale="bfloat16", levels=FP4_LEVELS)
-# The value 2 ** (e - 127) of each E8M0 byte e, in float32; 255 is no number. Halves of all are exact in bfloat16.
-E8M0_VALUES: Final = torch.tensor([2.0 ** (e - 127) for e in range(255)] + [float("nan")])
-_HALVED_SCALES: Final = (E8M0_VALUES / 2).bfloat16()
+
+
+@cache
+def e8m0_values() -> Tensor:
+    """Return the value 2 ** (e - 127) of each E8M0 byte e, float32 [256]; 255 is no number."""
+    return torch.tensor([2.0 ** (e - 127) for e in range(255)] + [float("nan")], device="cpu")
+
+
+@cache
+def _halved_scales() -> Tensor:
+    """Return the halves of `e8m0_values`, all of which are exact in bfloat16."""
+    return (e8m0_values() / 2).bfloat16()
 
 
 def unpack_rows(packed: Tensor, bits: int) -> Tensor:
@@ -85,7 +95,7 @@ def check_scales(layer: str, scales: Tensor) -> Tensor:
 
 def mx_scales(layer: str, exponents: Tensor) -> Tensor:
     """Return the scales of `MXFP4_FORM` for E8M0 bytes."""
-    return check_scales(layer, _HALVED_SCALES[exponents.view(torch.uint8).int()])
+    return check_scales(layer, _halved_scales()[exponents.view(torch.uint8).int()])
 
 
 def sort_inputs(layer: str, groups: Tensor, group_size: int) -> Tensor | None:

@@ -1,0 +1,29 @@
+"""Memory on huge pages, where the system leaves that choice to the program."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import sys
+from typing import Final
+
+import torch
+from torch import Tensor
+
+HUGE_PAGE_BYTES: Final = 2 << 20
+
+
+def empty_bytes(num_bytes: int) -> Tensor:
+    """Return uint8 [num_bytes] that starts at a huge page; a page takes no memory before it is written to.
+
+    Torch has a switch for huge pages, which it reads at a process's first tensor: too early for an engine that is built
+    by a program which has made tensors before. What an engine reads in every step does not depend on that.
+    """
+    if sys.platform != "linux":
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    area = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        area.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(area, dtype=torch.uint8)
+    first = -memory.data_ptr() % HUGE_PAGE_BYTES
+    return memory[first : first + num_bytes]
