@@ -27,7 +27,7 @@ struct PairRows {
   void multiply(int step, const Panel& panel, int depth, const uint8_t* next, int next_bytes) const {
     alignas(64) constexpr float kOnes[kTileRows] = {1, 1, 1, 1, 1, 1};
     in_tiles<kTileRows>(count, [&](int row, auto tile_rows) {
-      const PanelPrefetch ahead(next, next_bytes, depth, row, tile_rows.value, count);
+      const PanelPrefetch ahead(next, next_bytes, depth, row, tile_rows.value, count, tile_rows.value == count);
       const StridedRows<Pairs> rows{x + int64_t(row) * stride + step * Pairs::kValues, stride};
       multiply_tile<Pairs, tile_rows.value, kTileVectors>(rows, panel, depth, sums + row * kWeightPanel, kWeightPanel,
                                                           is_begun ? kOnes : nullptr, ahead);

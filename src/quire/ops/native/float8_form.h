@@ -105,22 +105,22 @@ struct Float8Codes {
   }
 };
 
-// The layout, with the names of `Form`. A panel is a row of groups; a group: the float32 scales of [kPanel] columns,
-// then codes, those of `kFloat8StepValues` inputs of a column side by side.
+// The layout, with the names of `Form`. A panel is a row of groups; a group: codes, those of
+// `kFloat8StepValues` inputs of a column side by side, then the float32 scales of [kPanel] columns.
 template <int kGroup_>
 struct Float8Form {
   using Scale = float;
   static constexpr int kBits = 8, kGroup = kGroup_;
   static constexpr bool kIsFloat8 = true, kHasMins = false, kHasZeros = false, kHasLevels = false, kIsTwoLevel = false;
-  static constexpr int kCodes = kPanel * int(sizeof(float));
-  static constexpr int kGroupBytes = kCodes + kGroup * kPanel;
+  static constexpr int kScales = kGroup * kPanel;
+  static constexpr int kGroupBytes = kScales + kPanel * int(sizeof(float));
 
   static int64_t panel_bytes(int64_t width) { return width / kGroup * kGroupBytes; }
   static const uint8_t* group_of(const uint8_t* panel, int group) { return panel + int64_t(group) * kGroupBytes; }
 
   static int place_of(int column, int idx) {
     constexpr int kStep = kFloat8StepValues;
-    return kCodes + (idx / kStep * kPanel + column) * kStep + idx % kStep;
+    return (idx / kStep * kPanel + column) * kStep + idx % kStep;
   }
   static void put_code(uint8_t* group, int column, int idx, int code) { group[place_of(column, idx)] = uint8_t(code); }
   // Stores the codes of a group of a vector of columns, a word of four codes of a column for each four inputs.
@@ -165,7 +165,7 @@ void multiply_float8_panel(const typename Steps::Value* x, int stride, int width
   alignas(64) float parts[kTileRows * kPanel];
   std::fill_n(sums, num_rows * kPanel, 0.0f);
   for (int idx = 0; idx < width; idx += Form::kGroup, panel += Form::kGroupBytes) {
-    const Float8Codes<Steps> codes{panel + Form::kCodes};
+    const Float8Codes<Steps> codes{panel};
     const bool is_unpacked = num_rows > kTileRows;  // once for several tiles
     for (int step = 0; is_unpacked && step < kDepth; ++step) {
       Floats columns[kTileVectors];
@@ -183,7 +183,7 @@ void multiply_float8_panel(const typename Steps::Value* x, int stride, int width
         multiply(PanelSteps<Steps>{unpacked});
       else
         multiply(codes);
-      add_scaled<rows.value>(parts, reinterpret_cast<const float*>(panel), sums + row * kPanel);
+      add_scaled<rows.value>(parts, reinterpret_cast<const float*>(panel + Form::kScales), sums + row * kPanel);
     });
   }
 }

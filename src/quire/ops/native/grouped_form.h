@@ -18,12 +18,13 @@ constexpr int kStepPanel = kPanel * kStepBytes;  // bytes of a step of a panel, 
 // kHasMins: minima, of the dtype of scales, or uint8 of float16 super-minima. kHasZeros: zero points, a byte each.
 // kHasLevels: codes are indices of a table of 16 values.
 //
-// A panel is a row of groups; of two levels, the super-scales and super-minima of [kPanel] columns stand before the
-// groups of 256 inputs. A group: [kPanel] scales, minima, zero points; then its codes. For each pair of steps, the
+// A panel is a row of groups; of two levels, the super-scales and super-minima of [kPanel] columns stand behind the
+// groups of 256 inputs. A group: its codes; then [kPanel] scales, minima, zero points. For each pair of steps, the
 // lower four bits of the first in the lower halves of bytes, those of the second in the upper halves. Of five bits, the
 // fifth of step s is bit s of a byte. Of six bits, the upper two of four steps share a byte: the first step has them in
-// bits 4 and 5, where they are wanted, the second in 6 and 7, the third in 0 and 1, the fourth in 2 and 3. Codes of
-// eight bits lie step by step.
+// bits 4 and 5, where they are wanted, the second in 6 and 7, the third in 0 and 1, the fourth in 2 and 3. Upper bits
+// stand behind the first pair that they belong to. Codes of eight bits lie step by step. So a panel is read front to
+// back: hardware prefetches what is read in that order.
 template <int kBits_, int kGroup_, typename Scale_, bool kHasMins_ = false, bool kHasZeros_ = false,
           bool kHasLevels_ = false>
 struct Form {
@@ -35,13 +36,11 @@ struct Form {
   static constexpr int kSteps = kGroup / kStepBytes, kPairs = kSteps / 2;
   static constexpr int kSuperGroups = kSuperGroup / kGroup;
   static constexpr int kSuperBytes = kIsTwoLevel ? kPanel * int(sizeof(Float16)) * (kHasMins ? 2 : 1) : 0;
-  static constexpr int kMins = kPanel * int(sizeof(Scale));
-  static constexpr int kZeros = kMins * (kHasMins ? 2 : 1);
-  static constexpr int kCodes = kZeros + (kHasZeros ? kPanel : 0);
-  static constexpr int kTops = kCodes + (kBits == 8 ? kSteps : kPairs) * kStepPanel;
-  static constexpr int kGroupBytes = kTops + (kBits == 5   ? kSteps * kStepPanel / 8
-                                              : kBits == 6 ? kSteps * kStepPanel / 4
-                                                           : 0);
+  static constexpr int kTopBlocks = kBits == 5 ? 1 : kBits == 6 ? kSteps / 4 : 0;
+  static constexpr int kScales = ((kBits == 8 ? kSteps : kPairs) + kTopBlocks) * kStepPanel;
+  static constexpr int kMins = kScales + kPanel * int(sizeof(Scale));
+  static constexpr int kZeros = kMins + (kHasMins ? kPanel * int(sizeof(Scale)) : 0);
+  static constexpr int kGroupBytes = kZeros + (kHasZeros ? kPanel : 0);
   static_assert(kBits != 5 || kSteps == 8);
 
   // Codes are bytes without a sign; where bytes of the instruction set have one, those of eight bits lose 128.
@@ -51,18 +50,24 @@ struct Form {
     return width / kGroup * kGroupBytes + (kIsTwoLevel ? width / kSuperGroup * kSuperBytes : 0);
   }
 
+  // Where the lower four bits of a pair of steps lie in a group, and its upper bits.
+  static constexpr int codes_of(int pair) {
+    const int tops_before = kBits == 5 ? pair > 0 : kBits == 6 ? (pair + 1) / 2 : 0;
+    return (pair + tops_before) * kStepPanel;
+  }
+  static constexpr int tops_of(int pair) { return codes_of(kBits == 6 ? pair / 2 * 2 : 0) + kStepPanel; }
+
   // Bytes of groups, a whole number of super-groups.
   static int64_t bytes_of(int num_groups) {
     return int64_t(num_groups) * kGroupBytes + (kIsTwoLevel ? num_groups / kSuperGroups * kSuperBytes : 0);
   }
 
-  // Where the super-scales of a group lie, and the group.
-  static const uint8_t* super_of(const uint8_t* panel, int group) {
-    return panel + int64_t(group / kSuperGroups) * bytes_of(kSuperGroups);
-  }
+  // Where a group lies, and its super-scales.
   static const uint8_t* group_of(const uint8_t* panel, int group) {
-    if constexpr (!kIsTwoLevel) return panel + int64_t(group) * kGroupBytes;
-    return super_of(panel, group) + kSuperBytes + group % kSuperGroups * kGroupBytes;
+    return panel + int64_t(group) * kGroupBytes + group / kSuperGroups * kSuperBytes;
+  }
+  static const uint8_t* super_of(const uint8_t* panel, int group) {
+    return panel + int64_t(group / kSuperGroups) * bytes_of(kSuperGroups) + kSuperGroups * kGroupBytes;
   }
 
   // ---- vectors of columns ----
@@ -72,27 +77,27 @@ struct Form {
     constexpr int32_t kLow = 0x0f0f0f0f, kFifth = 0x01010101, kTop = 0x30303030;
     const int at = vector * kLanes * kStepBytes;
     if constexpr (kBits == 8) {
-      first = load_bits<Ints>(group + kCodes + 2 * pair * kStepPanel + at);
-      second = load_bits<Ints>(group + kCodes + (2 * pair + 1) * kStepPanel + at);
+      first = load_bits<Ints>(group + 2 * pair * kStepPanel + at);
+      second = load_bits<Ints>(group + (2 * pair + 1) * kStepPanel + at);
       return;
     }
-    const Ints both = load_bits<Ints>(group + kCodes + pair * kStepPanel + at);
+    const Ints both = load_bits<Ints>(group + codes_of(pair) + at);
     first = both & kLow;
     second = (both >> 4) & kLow;
     if constexpr (kBits == 5) {
-      const Ints tops = load_bits<Ints>(group + kTops + at) >> (2 * pair);
+      const Ints tops = load_bits<Ints>(group + tops_of(pair) + at) >> (2 * pair);
       first |= (tops & kFifth) << 4;
       second |= ((tops >> 1) & kFifth) << 4;
     }
     if constexpr (kBits == 6) {
-      const Ints tops = load_bits<Ints>(group + kTops + pair / 2 * kStepPanel + at) << (pair % 2 * 4);
+      const Ints tops = load_bits<Ints>(group + tops_of(pair) + at) << (pair % 2 * 4);
       first |= tops & kTop;
       second |= (tops >> 2) & kTop;
     }
   }
 
   static QUIRE_INLINE Floats scales(const uint8_t* group, int vector) {
-    return load(reinterpret_cast<const Scale*>(group) + vector * kLanes);
+    return load(reinterpret_cast<const Scale*>(group + kScales) + vector * kLanes);
   }
   // Minima of two levels are bytes below 128.
   static QUIRE_INLINE Floats mins(const uint8_t* group, int vector) {
@@ -115,17 +120,17 @@ struct Form {
   static void put_code(uint8_t* group, int column, int idx, int code) {
     const int step = idx / kStepBytes, at = column * kStepBytes + idx % kStepBytes;
     if constexpr (kBits == 8) {
-      group[kCodes + step * kStepPanel + at] = uint8_t(code + kShift);
+      group[step * kStepPanel + at] = uint8_t(code + kShift);
       return;
     }
-    uint8_t& low = group[kCodes + step / 2 * kStepPanel + at];
+    uint8_t& low = group[codes_of(step / 2) + at];
     low = uint8_t(step % 2 ? low | code << 4 : code & 15);
     if constexpr (kBits == 5) {
-      uint8_t& top = group[kTops + at];
+      uint8_t& top = group[tops_of(0) + at];
       top = uint8_t((step ? top : 0) | (code >> 4) << step);
     }
     if constexpr (kBits == 6) {
-      uint8_t& top = group[kTops + step / 4 * kStepPanel + at];
+      uint8_t& top = group[tops_of(step / 2) + at];
       top = uint8_t((step % 4 ? top : 0) | (code >> 4) << (4 + 2 * step) % 8);
     }
   }
@@ -135,33 +140,33 @@ struct Form {
     const int at = column * kStepBytes;
     if constexpr (kBits == 8) {
       for (int step = 0; step < kSteps; ++step)
-        store_bits(group + kCodes + step * kStepPanel + at, steps[step] ^ (kShift ? 0x80808080u : 0u));
+        store_bits(group + step * kStepPanel + at, steps[step] ^ (kShift ? 0x80808080u : 0u));
       return;
     }
     constexpr uint32_t kLow = 0x0f0f0f0f;
     for (int pair = 0; pair < kPairs; ++pair)
-      store_bits(group + kCodes + pair * kStepPanel + at,
+      store_bits(group + codes_of(pair) + at,
                  (steps[2 * pair] & kLow) | (steps[2 * pair + 1] & kLow) << 4);
     if constexpr (kBits == 5) {
       Words tops{};
       for (int step = 0; step < kSteps; ++step) tops |= ((steps[step] >> 4) & 0x01010101u) << step;
-      store_bits(group + kTops + at, tops);
+      store_bits(group + tops_of(0) + at, tops);
     }
     if constexpr (kBits == 6) {
       for (int first = 0; first < kSteps; first += 4) {
         Words tops{};
         for (int step = 0; step < 4; ++step) tops |= ((steps[first + step] >> 4) & 0x03030303u) << (4 + 2 * step) % 8;
-        store_bits(group + kTops + first / 4 * kStepPanel + at, tops);
+        store_bits(group + tops_of(first / 2) + at, tops);
       }
     }
   }
 
   static int code_at(const uint8_t* group, int column, int idx) {
     const int step = idx / kStepBytes, at = column * kStepBytes + idx % kStepBytes;
-    if constexpr (kBits == 8) return uint8_t(group[kCodes + step * kStepPanel + at] - kShift);
-    const int low = group[kCodes + step / 2 * kStepPanel + at] >> (step % 2 * 4) & 15;
-    if constexpr (kBits == 5) return low | (group[kTops + at] >> step & 1) << 4;
-    if constexpr (kBits == 6) return low | (group[kTops + step / 4 * kStepPanel + at] >> (4 + 2 * step) % 8 & 3) << 4;
+    if constexpr (kBits == 8) return uint8_t(group[step * kStepPanel + at] - kShift);
+    const int low = group[codes_of(step / 2) + at] >> (step % 2 * 4) & 15;
+    if constexpr (kBits == 5) return low | (group[tops_of(0) + at] >> step & 1) << 4;
+    if constexpr (kBits == 6) return low | (group[tops_of(step / 2) + at] >> (4 + 2 * step) % 8 & 3) << 4;
     return low;
   }
 };

@@ -10,6 +10,8 @@ namespace {
 
 // Rows of a tile: their sums of a group and those of all groups stay in registers.
 constexpr int kGroupRows = 3;
+// Number of rows up to which a tile is faster than memory.
+constexpr int kStreamedRows = 2;
 // Rows of a tile whose weights are unpacked and whose sums of a group are one vector of 16 bits: of 16 registers, the
 // sums of a group take eight, and those of all groups are in memory.
 constexpr int kShortGroupRows = 4;
@@ -193,13 +195,10 @@ void multiply_groups(const int8_t* x, int width, const int32_t* group_sums, cons
 #pragma GCC unroll 4
     for (int vector = 0; vector < kTileVectors; ++vector)
       totals[row][vector] = load(sums + row * kPanel + vector * kLanes);
-  const uint8_t* super = from;
   // Of two levels, the sums of a super-group, before its super-scale and super-minimum.
   [[maybe_unused]] Floats scaled[kRows][kTileVectors], lowered[kRows][kTileVectors];
   for (int group = 0; group < num_groups; ++group, from += Form::kGroupBytes) {
     if (Form::kIsTwoLevel && group % Form::kSuperGroups == 0) {
-      super = from;
-      from += Form::kSuperBytes;
 #pragma GCC unroll 4
       for (int row = 0; row < kRows; ++row)
 #pragma GCC unroll 4
@@ -293,6 +292,8 @@ void multiply_groups(const int8_t* x, int width, const int32_t* group_sums, cons
       }
     }
     if (Form::kIsTwoLevel && group % Form::kSuperGroups == Form::kSuperGroups - 1) {
+      const uint8_t* super = from + Form::kGroupBytes;
+      from += Form::kSuperBytes;
 #pragma GCC unroll 4
       for (int vector = 0; vector < kTileVectors; ++vector) {
 #pragma GCC unroll 4
@@ -335,7 +336,8 @@ void multiply_panel(const Int8Rows<>& rows, const int32_t* starts, const Grouped
     if constexpr (kIsUnpacked) unpack_groups<Form>(from, count, levels, unpacked);
     in_tiles<kHasStarts ? kShortGroupRows : kGroupRows>(num_rows, [&](int row, auto tile_rows) {
       const int num_steps = kHasStarts ? count : count * Form::kPairs;
-      const PanelPrefetch ahead(from + num_bytes, num_bytes, num_steps, row, tile_rows.value, num_rows);
+      const PanelPrefetch ahead(from + num_bytes, num_bytes, num_steps, row, tile_rows.value, num_rows,
+                                num_rows <= kStreamedRows);
       const int64_t place = (first + row) * rows.num_groups + group;
       multiply_groups<Form, tile_rows.value, kIsUnpacked>(x + row * rows.width + group * Form::kGroup, rows.width,
                                                           group_sums + place, kHasStarts ? starts + place : nullptr,

@@ -51,7 +51,7 @@ void pack(Type type, const void* weight, int64_t num_columns, int64_t width, boo
           uint8_t* to = static_cast<uint8_t*>(packed) + panel * Form::panel_bytes(width);
           for (int64_t idx = 0; idx < width; idx += Form::kGroup, to += Form::kGroupBytes) {
             int8_t values[Form::kGroup];
-            reinterpret_cast<BFloat16*>(to)[column] = round_group<kBits>(row + idx, values);
+            reinterpret_cast<BFloat16*>(to + Form::kScales)[column] = round_group<kBits>(row + idx, values);
             for (int value = 0; value < Form::kGroup; ++value)
               Form::put_code(to, column, value, values[value] + kOffset<kBits>);
           }

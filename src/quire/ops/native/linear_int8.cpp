@@ -148,9 +148,10 @@ void multiply_rows(const Int8Rows<Value>& rows, const Int8Weight& weight, const 
     const int depth = std::min(piece, weight.depth - step), num_bytes = depth * kPanel * kStepBytes;
     const uint8_t* from = steps + step * kPanel * kStepBytes;
     in_even_tiles<kTileRows>(num_rows, [&](int row, auto count) {
-      const PanelPrefetch ahead(from + num_bytes, num_bytes, depth, row, count.value, num_rows);
       // One or two rows leave registers for all vectors, so that the panel is read front to back.
       constexpr int kVectors = count.value <= 2 ? kSums * kTileVectors : kTileVectors;
+      const bool is_streamed = count.value == num_rows && kVectors == kSums * kTileVectors;
+      const PanelPrefetch ahead(from + num_bytes, num_bytes, depth, row, count.value, num_rows, is_streamed);
       for (int vector = 0; vector < kSums * kTileVectors; vector += kVectors)
         multiply_vectors<count.value, kVectors>(x + row * rows.width + step * kStepBytes, rows.width,
                                                 from + vector * kVectorBytes, depth,

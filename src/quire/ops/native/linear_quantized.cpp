@@ -49,7 +49,7 @@ void pack_factors(const UnpackedRows& rows, int64_t row, int64_t width, int colu
           copy(rows.super_mins, first / Form::kSuperGroups, in_row, super + kPanel * sizeof(uint16_t));
       }
     }
-    copy(static_cast<const Scale*>(rows.scales), first, num_groups, to);
+    copy(static_cast<const Scale*>(rows.scales), first, num_groups, to + Form::kScales);
     if constexpr (Form::kHasMins) copy(static_cast<const Scale*>(rows.mins), first, num_groups, to + Form::kMins);
     if constexpr (Form::kHasZeros) copy(rows.zero_points, first, num_groups, to + Form::kZeros);
   }
@@ -96,7 +96,7 @@ void dequantize_column(const Segment& segment, int64_t width, const uint8_t* pan
   using Scale = typename Form::Scale;
   for (int group = 0; group < width / Form::kGroup; ++group) {
     const uint8_t* from = Form::group_of(panel, group);
-    float scale = widen(reinterpret_cast<const Scale*>(from)[column]), minimum = 0.0f;
+    float scale = widen(reinterpret_cast<const Scale*>(from + Form::kScales)[column]), minimum = 0.0f;
     if constexpr (Form::kHasMins) minimum = widen(reinterpret_cast<const Scale*>(from + Form::kMins)[column]);
     if constexpr (Form::kIsTwoLevel) {
       const auto* super = reinterpret_cast<const Float16*>(Form::super_of(panel, group));

@@ -103,7 +103,7 @@ struct PlainPanel {
 #pragma GCC unroll 8
     for (int vector = 0; vector < kVectors; vector += 2) {
       ColumnPair<T>::load_both(from + vector * kLanes, values[vector], values[vector + 1]);
-      if (vector * kLanes % (64 / int(sizeof(T))) == 0) fetch(from + kAhead * kWeightPanel + vector * kLanes);
+      if (kVectors * kLanes < kWeightPanel && vector * kLanes % (64 / int(sizeof(T))) == 0) fetch(from + kAhead * kWeightPanel + vector * kLanes);
     }
   }
 };
