@@ -130,7 +130,7 @@ def test_states_are_read_where_there_are_some_and_changed_by_every_token() -> No
 def test_the_bundled_model_is_counted_whole() -> None:
     checkpoint = Checkpoint.open("bundled", None)
     decoder = load_decoder(checkpoint, device="cpu", dtype=torch.float32)
-    model = ModelShape.of(decoder.spec, decoder.weight_shapes(), 4)
+    model = ModelShape.of(decoder.spec, decoder.weights.shapes(), 4)
     config = json.loads((Path(checkpoint.folder) / "config.json").read_text())
     width, inner, num_layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
     # Queries and output, keys and values of half as many heads, three matrices of the FFN; norms.

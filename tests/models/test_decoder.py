@@ -49,7 +49,7 @@ def test_every_weight_has_a_source_of_its_shape(name: str) -> None:
     """Ours and the checkpoint's parameters are the same numbers, each exactly once."""
     tiny = make_tiny(name)
     tensors = stored_tensors(tiny.reference)
-    shapes = tiny.decoder.weight_shapes()
+    shapes = tiny.decoder.weights.shapes()
     assert shapes.keys() == tiny.weight_map.keys()
     for weight, shape in shapes.items():
         parts = [tensors[source] for source in tiny.weight_map[weight]]
@@ -59,7 +59,7 @@ def test_every_weight_has_a_source_of_its_shape(name: str) -> None:
     # Keys and values may be made of the same.
     used = [source for sources in tiny.weight_map.values() for source in dict.fromkeys(sources)]
     assert sorted(used) == sorted(tensors)
-    assert tiny.decoder.missing_weights == ()
+    assert tiny.decoder.weights.missing == ()
 
 
 def test_layers_of_one_shape_share_a_cache_group() -> None:
@@ -96,13 +96,13 @@ def test_groups_of_states_come_after_those_of_tokens() -> None:
 def test_a_delta_net_keeps_a_matrix_of_each_value_head() -> None:
     spec = spec_of(SMALL, GatedDeltaNet(2, 6, 8, 16, 4, NORM))
     assert spec.cache_groups[1] == LayerGroup(1, StateCacheShape(3, 2 * 2 * 8 + 6 * 16, (6, 8, 16)))
-    shapes = decoder_of(spec).weight_shapes()
+    shapes = decoder_of(spec).weights.shapes()
     assert shapes["layers.1.mixer.input.weight"] == (2 * 2 * 8 + 6 * 16 + 6 * 16 + 6 + 6, 32)
     assert shapes["layers.1.mixer.conv.weight"] == (2 * 2 * 8 + 6 * 16, 1, 4)
 
 
 def test_gates_are_stored_with_the_queries() -> None:
-    shapes = decoder_of(spec_of(replace(SMALL, output_gate=True, qkv_bias=True))).weight_shapes()
+    shapes = decoder_of(spec_of(replace(SMALL, output_gate=True, qkv_bias=True))).weights.shapes()
     assert shapes["layers.0.mixer.qkv.weight"] == ((2 * 4 + 2 * 2) * 16, 32)
     assert shapes["layers.0.mixer.qkv.bias"] == ((2 * 4 + 2 * 2) * 16,)
     assert shapes["layers.0.mixer.output.weight"] == (32, 4 * 16)
@@ -136,7 +136,7 @@ def test_a_layer_is_in_the_cache_group_of_each_of_its_parts() -> None:
     assert spec.cache_positions == (((2, 0), (0, 0)), ((0, 1),), ((2, 1), (0, 2)), ((0, 3), (1, 0)))
     decoder = decoder_of(spec)
     assert decoder.cache_groups == spec.cache_groups
-    shapes = decoder.weight_shapes()
+    shapes = decoder.weights.shapes()
     assert shapes["layers.0.mixer.1.qkv.weight"] == shapes["layers.1.mixer.qkv.weight"] == (8 * 16, 32)
     assert shapes["layers.0.mixer.0.A_log"] == (2,)
 
@@ -155,20 +155,20 @@ def test_a_cache_of_another_shape_cannot_be_read(other: Attention) -> None:
 
 
 def test_a_tied_head_is_no_weight_of_its_own() -> None:
-    assert "head.weight" in decoder_of(spec_of(SMALL)).weight_shapes()
-    assert "head.weight" not in decoder_of(spec_of(SMALL, tied_head=True)).weight_shapes()
+    assert "head.weight" in decoder_of(spec_of(SMALL)).weights.shapes()
+    assert "head.weight" not in decoder_of(spec_of(SMALL, tied_head=True)).weights.shapes()
 
 
 def test_a_wrong_weight_is_refused() -> None:
     decoder = decoder_of(spec_of(SMALL))
     with pytest.raises(CheckpointError, match=r"no weight 'layers\.9\.ffn\.down\.weight'"):
-        decoder.load_weight("layers.9.ffn.down.weight", torch.zeros(32, 48))
+        decoder.weights.load("layers.9.ffn.down.weight", torch.zeros(32, 48))
     with pytest.raises(CheckpointError, match=r"ffn.down.weight must be of shape \[32, 48\].*got \[48, 32\]"):
-        decoder.load_weight("layers.0.ffn.down.weight", torch.zeros(48, 32))
+        decoder.weights.load("layers.0.ffn.down.weight", torch.zeros(48, 32))
     with pytest.raises(CheckpointError, match=r"torch.float32, got .*torch.bfloat16"):
-        decoder.load_weight("layers.0.ffn.down.weight", torch.zeros(32, 48, dtype=torch.bfloat16))
-    assert "layers.0.ffn.down.weight" in decoder.missing_weights
-    decoder.load_weight("layers.0.ffn.down.weight", torch.zeros(32, 48))
-    assert "layers.0.ffn.down.weight" not in decoder.missing_weights
+        decoder.weights.load("layers.0.ffn.down.weight", torch.zeros(32, 48, dtype=torch.bfloat16))
+    assert "layers.0.ffn.down.weight" in decoder.weights.missing
+    decoder.weights.load("layers.0.ffn.down.weight", torch.zeros(32, 48))
+    assert "layers.0.ffn.down.weight" not in decoder.weights.missing
     with pytest.raises(CheckpointError, match="loaded before"):
-        decoder.load_weight("layers.0.ffn.down.weight", torch.zeros(32, 48))
+        decoder.weights.load("layers.0.ffn.down.weight", torch.zeros(32, 48))

@@ -11,7 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from quire.errors import CheckpointError, UnsupportedModel
 from quire.models.families import FAMILIES, build
-from quire.models.rope import inverse_frequencies
+from quire.models.frequencies import inverse_frequencies
 from quire.models.rotations import LinearScaling, Llama3Scaling, Rope
 from quire.models.spec import ModelSpec
 from tests.models.tiny import LLAMA3_ROPE, YARN_ROPE

@@ -74,5 +74,5 @@ def test_embeddings_are_scaled_as_those_of_transformers(dtype: torch.dtype) -> N
     theirs = Gemma3TextScaledWordEmbedding(20, 3072, 0, embed_scale=3072**0.5).to(dtype)
     token_ids = torch.arange(20)
     with torch.inference_mode():
-        decoder.load_weight("embedding.weight", theirs.weight.clone())
+        decoder.weights.load("embedding.weight", theirs.weight.clone())
         assert torch.equal(decoder(token_ids, token_ids, (), ()), theirs(token_ids))

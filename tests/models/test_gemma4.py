@@ -57,7 +57,7 @@ def test_layers_that_share_keep_nothing() -> None:
     assert decoder.cache_groups == (LayerGroup(3, TokenCacheShape(2, 16, 9)), LayerGroup(1, TokenCacheShape(2, 32)))
     assert [layer.mixer.source for layer in decoder.spec.layers] == [None, None, None, None, 3, 3, 2, 2]
     assert [layer.ffn.width for layer in decoder.spec.layers] == [96] * 4 + [192] * 4
-    assert "layers.4.mixer.qkv.weight" not in decoder.weight_shapes()
+    assert "layers.4.mixer.qkv.weight" not in decoder.weights.shapes()
 
 
 @pytest.mark.parametrize("is_kv_same", [False, True])

@@ -13,8 +13,9 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextRotaryEmbedding
 from quire.errors import CheckpointError, UnsupportedModel
 from quire.models.checkpoint import Checkpoint
 from quire.models.families import build
+from quire.models.head_order import turning_order
 from quire.models.loading import load_decoder
-from quire.models.rope import RotaryEmbedding, query_scales, turning_order
+from quire.models.rope import RotaryEmbedding, query_scales
 from quire.models.rotations import Llama3Scaling, Rope, Temperature
 from quire.models.spec import Attention, Experts, GatedMLP, ModelSpec, RMSNorm
 from quire.ops.reference import rotary

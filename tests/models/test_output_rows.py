@@ -128,8 +128,8 @@ def test_layers_side_by_side_of_which_one_keeps_nothing() -> None:
     spec = ModelSpec(SHAPE["vocab_size"], 32, layers, NORM, True, 64)
     decoder = Decoder(spec, ops=make_ops(CPU), dtype=torch.float32, device=CPU)
     torch.manual_seed(0)
-    for name, shape in decoder.weight_shapes().items():
-        decoder.load_weight(name, torch.randn(shape) * 0.2)
+    for name, shape in decoder.weights.shapes().items():
+        decoder.weights.load(name, torch.randn(shape) * 0.2)
     assert spec.last_cached_layer == 1
     for found, expected in run_both(decoder):
         assert found.isfinite().all()

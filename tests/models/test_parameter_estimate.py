@@ -56,7 +56,7 @@ def test_published_counts(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_families(name: str) -> None:
     tiny = make_tiny(name)
-    shapes = tiny.decoder.weight_shapes()
+    shapes = tiny.decoder.weights.shapes()
     # All experts of a layer may be one tensor. What else has three dimensions are the taps of convolutions.
     matrices = [shape for name, shape in shapes.items() if len(shape) == 2 or (len(shape) == 3 and ".ffn." in name)]
     assert num_parameters(tiny.config) == sum(map(math.prod, matrices))

@@ -15,8 +15,8 @@ from quire import LLM, SamplingParams
 from quire.errors import CheckpointError, UnsupportedModel
 from quire.models.checkpoint import Checkpoint
 from quire.models.families import build
+from quire.models.frequencies import inverse_frequencies
 from quire.models.loading import load_decoder
-from quire.models.rope import inverse_frequencies
 from quire.models.rotations import LongRopeScaling, Rope
 from quire.models.spec import ModelSpec
 from tests.models.published import CONFIGS

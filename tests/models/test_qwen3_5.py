@@ -14,8 +14,9 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedd
 from quire.errors import CheckpointError, UnsupportedModel
 from quire.models.checkpoint import Checkpoint
 from quire.models.families import build
+from quire.models.head_order import turning_order
 from quire.models.loading import load_decoder
-from quire.models.rope import RotaryEmbedding, turning_order
+from quire.models.rope import RotaryEmbedding
 from quire.models.rotations import Rope, YarnScaling
 from quire.models.spec import Attention, GatedDeltaNet, ModelSpec, RMSNorm
 from quire.ops.reference import rotary

@@ -19,6 +19,7 @@ from quire.errors import CheckpointError
 from quire.models.checkpoint import Checkpoint
 from quire.models.decoder import Decoder
 from quire.models.families import build
+from quire.models.weight_slots import WeightTable
 from quire.models.weights import choose_dtype, load_weights
 from quire.ops import make_ops
 from quire.ops.quantized_weight import StoredWeight
@@ -29,17 +30,25 @@ Tensors = dict[str, torch.Tensor]
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 
 
+class RecordingTable(WeightTable):
+    """A table of weights that remembers what it was given."""
+
+    loaded: Tensors
+
+    def load(self, name: str, tensor: torch.Tensor | StoredWeight) -> None:
+        assert isinstance(tensor, torch.Tensor)
+        self.loaded[name] = tensor
+        super().load(name, tensor)
+
+
 class Recorder(Decoder):
     """A decoder that remembers what it was given."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.loaded: Tensors = {}
-
-    def load_weight(self, name: str, tensor: torch.Tensor | StoredWeight) -> None:
-        assert isinstance(tensor, torch.Tensor)
-        self.loaded[name] = tensor
-        super().load_weight(name, tensor)
+        self.weights = table = RecordingTable(self.weights.slots, self.dtype, self.device, lambda: None)
+        table.loaded = self.loaded
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +99,7 @@ def test_every_weight_is_the_stored_ones_joined_and_cast(folder: Path, dtype: to
     stored = load_file(folder / "model.safetensors")
     decoder = load(folder, dtype)
     _, weight_map = build(Checkpoint.open(str(folder)).config)
-    assert decoder.missing_weights == ()
+    assert decoder.weights.missing == ()
     assert set(decoder.loaded) == set(weight_map)
     assert max(len(sources) for sources in weight_map.values()) == 3
     for name, sources in weight_map.items():
@@ -127,7 +136,7 @@ def test_nothing_that_is_kept_lies_in_the_file(folder: Path, dtype: torch.dtype,
     load_weights(checkpoint, weight_map, decoder)
     gc.collect()
     assert str(folder / "model.safetensors") not in MAPS.read_text()
-    assert decoder.missing_weights == ()
+    assert decoder.weights.missing == ()
 
 
 def drop(name: str) -> Callable[[Tensors], object]:

@@ -290,9 +290,9 @@ def stored_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 def fill(decoder: Decoder, weight_map: WeightMap, tensors: dict[str, torch.Tensor]) -> None:
     """Load every weight through the map."""
-    for name, shape in decoder.weight_shapes().items():
+    for name, shape in decoder.weights.shapes().items():
         joined = torch.cat([tensors[source] for source in weight_map[name]]).view(shape)
-        decoder.load_weight(name, joined.to(decoder.weight_dtype(name)))
+        decoder.weights.load(name, joined.to(decoder.weights.dtype(name)))
 
 
 class PagedRun:

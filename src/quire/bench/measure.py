@@ -176,7 +176,7 @@ class EngineBench:
         decoder, config = self._observer.plain_decoder, self._engine.config
         model = ModelShape.of(
             decoder.spec,
-            decoder.weight_shapes(),
+            decoder.weights.shapes(),
             decoder.dtype.itemsize,
             config.quantization,
             CACHE_DTYPES[config.kv_cache_dtype].element_bytes,

@@ -178,11 +178,8 @@ class KVCacheManager:
         self.tables.version += 1
         state = SequenceBlocks(chain, len(self.groups), is_publishing=self.enable_prefix_caching)
         self.tables.share(state, hit)
-        state.num_published = hit.num_tokens // self.block_size
         state.next_publish_at = next_publish_at(self.groups, self.windowed_groups, state)
         state.snapshot_points = self._snapshots.snapshot_points_of(chain, hit, self.block_size)
-        state.branch_points = ((len(chain.tokens) - 1) // self.block_size, hit.diverged_at // self.block_size)
-        state.opened_on = hit.num_tokens
         self.sequences[seq_id] = state
         if hit.loads:
             swap.load_hit(self.tables, state, hit.loads)
@@ -231,18 +228,7 @@ class KVCacheManager:
             ValueError: the child is live already, the parent is swapped out, or it has slots that are not written yet
                 (both would write to them).
         """
-        parent = self.tables.resident(parent_id)
-        if child_id in self.sequences:
-            raise ValueError(f"child_id must not be the ID of a live sequence, got {child_id}")
-        if parent.num_slots != parent.num_computed:
-            raise ValueError(f"sequence {parent_id} has {parent.num_slots - parent.num_computed} unwritten slots")
-        self.tables.version += 1
-        child = parent.fork(parent.chain.fork(child_tokens))
-        # The parent's chain may be encoded past its computed tokens; the child's tokens part from there.
-        child.chain.truncate(parent.num_computed)
-        for group, table, num_skipped in zip(self.groups, parent.tables, parent.num_skipped, strict=True):
-            group.pool.retain(table[num_skipped:])
-        self.sequences[child_id] = child
+        child = self.tables.fork(parent_id, child_id, child_tokens)
         if self.tables.observer is not None:
             self.tables.observer.forked(parent_id, child_id, child.num_slots)
         return child.chain
@@ -357,13 +343,8 @@ class KVCacheManager:
         Live sequences keep their blocks and stop publishing, since their later blocks depend on the earlier ones. Pins
         are removed, too.
         """
-        self.tables.version += 1
-        self.arena.retention.clear()
-        for group in (*self.groups, *(self.host.groups if self.host is not None else ())):
-            group.pool.reset()
+        self.tables.unpublish_all()
         self.tree.clear()
-        for state in self.sequences.values():
-            state.is_publishing = False
         if self.archive is not None:
             self.archive.forget_saves()
         self.pins.clear()

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from quire.models import spec
+from quire.models.head_order import turning_order
 from quire.models.norms import scale_slot, unit_scale
 from quire.models.projections import Projection, ResidualAdd, ResidualProjection
-from quire.models.rope import turning_order
 from quire.models.weight_slots import WeightSlot, WeightSlots, nested
 from quire.ops.fused_layers import DenseAttention, DenseMLP
 from quire.ops.interface import HeadNorms, Ops, Rotation, StepAttention

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quire.errors import CheckpointError
 from quire.models.blocks import GatedMLPBlock, SelectedRows
 from quire.models.layers import Layer, dense_layers, input_kind, make_input, make_layer
 from quire.models.norms import Norm
@@ -18,7 +17,7 @@ from quire.models.per_layer_inputs import PerLayerEmbedding
 from quire.models.projections import Projection
 from quire.models.rope import RotaryEmbedding, query_scales
 from quire.models.spec import LayerGroup, ModelSpec
-from quire.models.weight_slots import WeightSlot, WeightSlots, nested
+from quire.models.weight_slots import WeightSlot, WeightTable, nested
 from quire.ops.fused_layers import FusedLayers, FusesExperts, FusesLayers
 from quire.ops.interface import AttentionBatch, KeepsRows, Ops, PagedKV, PagedStates, StateBatch
 from quire.ops.quantized_weight import StoredWeight
@@ -50,6 +49,7 @@ class Decoder:
 
     Attributes:
         ops, spec, dtype, device: the arguments of these names.
+        weights: the weights to load; the decoder runs when none is missing.
     """
 
     def __init__(self, spec: ModelSpec, *, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
@@ -94,8 +94,7 @@ class Decoder:
         slots |= nested(norm=self._norm.slots)
         if not spec.tied_head:
             slots |= nested(head=self._head.slots)
-        self._slots: WeightSlots = slots
-        self._missing = dict.fromkeys(slots)
+        self.weights = WeightTable(slots, dtype, device, self._fuse)
 
     def _embedding_slot(self) -> WeightSlot:
         shape = self.spec.vocab_size, self.spec.width
@@ -110,48 +109,6 @@ class Decoder:
     def kernels(self) -> str:
         """Name of the kernels."""
         return self.ops.name
-
-    @property
-    def missing_weights(self) -> tuple[str, ...]:
-        """Names of the weights that were not loaded yet; the decoder runs when there is none."""
-        return tuple(self._missing)
-
-    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every weight, in the order in which a checkpoint usually stores them."""
-        return {name: slot.shape for name, slot in self._slots.items()}
-
-    def weight_dtype(self, name: str) -> torch.dtype:
-        """Return the dtype that `load_weight` takes a weight in."""
-        return self._slots[name].dtype or self.dtype
-
-    def load_weight(self, name: str, tensor: Tensor | StoredWeight) -> None:
-        """Take one weight.
-
-        Args:
-            name: one of `weight_shapes()`.
-            tensor: tensor of that shape and of the dtype of `weight_dtype`; it is read before this returns, and not
-                retained. One that is stored quantised is dequantised where no linear layer takes it.
-
-        Raises:
-            CheckpointError: another name, shape or dtype, or a weight that was loaded before.
-        """
-        slot = self._slots.get(name)
-        if slot is None:
-            raise CheckpointError(f"the model has no weight {name!r}")
-        dtype = self.weight_dtype(name)
-        if tuple(tensor.shape) != slot.shape or tensor.dtype != dtype:
-            raise CheckpointError(
-                f"{name} must be of shape {list(slot.shape)} and {dtype}, got {list(tensor.shape)} and {tensor.dtype}"
-            )
-        if name not in self._missing:
-            raise CheckpointError(f"{name} was loaded before")
-        del self._missing[name]
-        if isinstance(tensor, StoredWeight) and slot.fill_stored is not None:
-            slot.fill_stored(tensor)
-        else:
-            slot.fill((tensor.dequantize() if isinstance(tensor, StoredWeight) else tensor).to(self.device))
-        if not self._missing:
-            self._fuse()
 
     def _fuse(self) -> None:
         """Have the backend run layers, the end of the model, or the experts of a layer by one call where it can."""

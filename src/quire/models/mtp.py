@@ -11,7 +11,7 @@ from quire.models.decoder import Decoder, OutputRows
 from quire.models.norms import Norm
 from quire.models.projections import Projection
 from quire.models.spec import ModelSpec
-from quire.models.weight_slots import nested
+from quire.models.weight_slots import WeightTable, nested
 from quire.ops.interface import AttentionBatch, PagedKV, PagedStates, StateBatch
 
 
@@ -46,9 +46,8 @@ class MTPHead(Decoder):
         own = nested(
             embedding_norm=self._embedding_norm.slots, hidden_norm=self._hidden_norm.slots, input=self._input.slots
         )
-        own |= {name: slot for name, slot in self._slots.items() if name != "embedding.weight"}
-        self._slots = nested(mtp=own)
-        self._missing = dict.fromkeys(self._slots)
+        own |= {name: slot for name, slot in self.weights.slots.items() if name != "embedding.weight"}
+        self.weights = WeightTable(nested(mtp=own), target.dtype, device, self._fuse)
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Return hidden states of the target [T, E] after its last norm: so the head reads them."""

@@ -70,7 +70,7 @@ def load_weights(checkpoint: Checkpoint, weight_map: WeightMap, decoder: Decoder
     Raises:
         CheckpointError: a tensor is missing, of a wrong shape or dtype, or not all numbers; the message names it.
     """
-    shapes = decoder.weight_shapes()
+    shapes = decoder.weights.shapes()
     weight_map = {name: tuple(checkpoint.sources_of(sources)) for name, sources in weight_map.items()}
     reader = TensorReader(checkpoint)
     for name, shape in shapes.items():
@@ -80,7 +80,7 @@ def load_weights(checkpoint: Checkpoint, weight_map: WeightMap, decoder: Decoder
         parts = [_as_rows(reader.read(source), len(shape)) for source in weight_map[name]]
         for source, part in zip(weight_map[name], parts, strict=True):
             check_finite(checkpoint, source, part, most=MOST_BROKEN_ROWS if name == EMBEDDING else 0.0)
-        decoder.load_weight(name, join_parts(parts, shape, decoder.weight_dtype(name)))
+        decoder.weights.load(name, join_parts(parts, shape, decoder.weights.dtype(name)))
         reader.let_go(weight_map[name])
 
 

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from quire.ops.fused_layers import DenseLayer, RowNorm
-from quire.ops.interface import HeadNorms, Linear, Rotation
+from quire.ops.interface import Rotation
 from quire.ops.native_attention import NativeStepAttention, reads_cache
-from quire.ops.native_library import TYPES, DenseLayerCall, LinearCall, NativeLibrary, NormScales
+from quire.ops.native_layer_calls import layer_call, norm_scales
+from quire.ops.native_library import TYPES, DenseLayerCall, NativeLibrary
 from quire.ops.native_linear import NativeLinear
 
 # Steps of more rows take so long that the time of their calls is not measurable.
@@ -38,7 +39,7 @@ class NativeDenseLayers:
     def __init__(self, library: NativeLibrary, layers: Sequence[DenseLayer], deterministic: bool = False) -> None:
         self._library, self._is_deterministic = library, deterministic
         self._layers = layers  # the structures point into their tensors
-        self._calls = (DenseLayerCall * len(layers))(*map(_layer_call, layers))
+        self._calls = (DenseLayerCall * len(layers))(*map(layer_call, layers))
         self._num_heads = {layer.group_idx: layer.attention.num_heads for layer in layers}
         # Columns of the buffers: rows that are normed or attended, products, queries, and rows between the halves.
         columns = (
@@ -93,7 +94,7 @@ class NativeNormedLinear:
     def __init__(self, library: NativeLibrary, norm: RowNorm, linear: NativeLinear) -> None:
         self._run, self._num_outputs = library.normed_linear, linear.num_outputs
         self._parts = norm, linear  # the structures point into their tensors
-        self._norm, self._linear = _norm_scales(norm), linear.as_call()
+        self._norm, self._linear = norm_scales(norm), linear.as_call()
 
     def __call__(self, x: Tensor) -> Tensor:
         """Norm and multiply rows [R, E], which may lie apart."""
@@ -109,34 +110,3 @@ def can_fuse(layers: Sequence[DenseLayer]) -> bool:
     heads = {(layer.group_idx, layer.attention.num_heads) for layer in layers}
     products = [part for layer in layers for part in (layer.attention.qkv, layer.attention.output, *layer.mlp)]
     return len(heads) == len(dict(heads)) and all(isinstance(part, NativeLinear) for part in products)
-
-
-def _layer_call(layer: DenseLayer) -> DenseLayerCall:
-    """Return the structure of a layer."""
-    attention, mlp = layer.attention, layer.mlp
-    return DenseLayerCall(
-        mixer_norm=_norm_scales(layer.mixer_norm),
-        qkv=_linear_call(attention.qkv),
-        head_norms=_norm_scales(attention.head_norms),
-        rotation_idx=layer.rotation_idx,
-        group_idx=layer.group_idx,
-        layer_idx=attention.layer_idx,
-        num_heads=attention.num_heads,
-        score_scale=attention.score_scale,
-        sinks=None if attention.sinks is None else attention.sinks.data_ptr(),
-        output=_linear_call(attention.output),
-        ffn_norm=_norm_scales(layer.ffn_norm),
-        gate_up=_linear_call(mlp.gate_up),
-        down=_linear_call(mlp.down),
-    )
-
-
-def _linear_call(linear: Linear) -> LinearCall:
-    assert isinstance(linear, NativeLinear)
-    return linear.as_call()
-
-
-def _norm_scales(norm: RowNorm | HeadNorms | None) -> NormScales:
-    if norm is None:
-        return NormScales()
-    return NormScales(TYPES[norm.scales.dtype], norm.scales.data_ptr(), len(norm.scales), norm.eps)

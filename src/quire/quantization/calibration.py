@@ -172,9 +172,9 @@ class Calibration:
         spec = replace(self._spec, layers=(self._spec.layers[idx],), vocab_size=1, tied_head=True)
         has_experts = experts_of(spec.layers[0].ffn) is not None
         decoder = Decoder(spec, ops=ops, dtype=torch.float32, device=CPU)
-        for name, shape in decoder.weight_shapes().items():
+        for name, shape in decoder.weights.shapes().items():
             if not name.startswith("layers."):
-                decoder.load_weight(name, torch.zeros(shape))
+                decoder.weights.load(name, torch.zeros(shape))
                 continue
             whole = f"layers.{idx}.{name.removeprefix('layers.0.')}"
             if isinstance(ops, ObservingOps):
@@ -182,7 +182,7 @@ class Calibration:
                 is_shared = ".ffn.shared." in whole or ".ffn.mlp." in whole
                 ops.is_paired = is_shared or not (has_experts and ".ffn." in whole)
             tensor = self._read(whole, replaced)
-            decoder.load_weight(name, tensor.view(shape) if isinstance(tensor, Tensor) else tensor)
+            decoder.weights.load(name, tensor.view(shape) if isinstance(tensor, Tensor) else tensor)
             self._reader.let_go(self._weight_map[whole])
         return decoder
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from quire.errors import ConfigError, UnsupportedModel, shown
 from quire.models.families import build
+from quire.models.frequencies import inverse_frequencies
 from quire.models.gguf.architectures import ARCHITECTURES, AxisSwap, read_architecture
 from quire.models.gguf.architectures.common import ENDS, LLAMA
-from quire.models.rope import inverse_frequencies
 from quire.models.rotations import LinearScaling, Llama3Scaling, Rope, YarnScaling
 from quire.models.spec import Attention, GatedMLP, ModelSpec
 from quire.quantization.gguf_header import FieldValue

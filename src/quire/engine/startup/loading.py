@@ -223,7 +223,7 @@ def _facts(
         max_position=decoder.spec.max_position,
         bytes_per_token=tokens_bytes(groups) // config.cache.block_size,
         vocab_size=decoder.spec.vocab_size,
-        num_parameters=sum(math.prod(shape) for shape in decoder.weight_shapes().values()),
+        num_parameters=sum(math.prod(shape) for shape in decoder.weights.shapes().values()),
         dtype=_name(decoder.dtype),
         kernels=decoder.kernels,
         most_bytes=most_bytes(groups, max_model_len, config.scheduler.max_num_seqs, interval),

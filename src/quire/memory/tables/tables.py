@@ -70,8 +70,36 @@ class BlockTables:
             live = shared[num_skipped:]
             group.pool.retain([block_id for block_id in live if block_id != NULL_BLOCK] if hit.loads else live)
             state.tables[idx] = list(shared)
-        state.num_slots = state.num_computed = hit.num_tokens
+        state.num_slots = state.num_computed = state.opened_on = hit.num_tokens
         state.tail_is_private = not hit.num_copied
+        size = self.groups[0].spec.block_size
+        state.num_published = hit.num_tokens // size
+        state.branch_points = ((len(state.chain.tokens) - 1) // size, hit.diverged_at // size)
+
+    def unpublish_all(self) -> None:
+        """Remove all blocks from the prefix index, on both tiers; sequences keep theirs and publish no more."""
+        self.version += 1
+        self.arena.retention.clear()
+        for group in (*self.groups, *(self.host.groups if self.host is not None else ())):
+            group.pool.reset()
+        for state in self.sequences.values():
+            state.is_publishing = False
+
+    def fork(self, parent_id: int, child_id: int, child_tokens: list[int]) -> SequenceBlocks:
+        """Open a child on all blocks of its parent; see `KVCacheManager.fork`."""
+        parent = self.resident(parent_id)
+        if child_id in self.sequences:
+            raise ValueError(f"child_id must not be the ID of a live sequence, got {child_id}")
+        if parent.num_slots != parent.num_computed:
+            raise ValueError(f"sequence {parent_id} has {parent.num_slots - parent.num_computed} unwritten slots")
+        self.version += 1
+        child = parent.fork(parent.chain.fork(child_tokens))
+        # The parent's chain may be encoded past its computed tokens; the child's tokens part from there.
+        child.chain.truncate(parent.num_computed)
+        for group, table, num_skipped in zip(self.groups, parent.tables, parent.num_skipped, strict=True):
+            group.pool.retain(table[num_skipped:])
+        self.sequences[child_id] = child
+        return child
 
     def grow(
         self, state: SequenceBlocks, end: int, *, is_lookahead: bool = False, may_copy_published: bool = True
