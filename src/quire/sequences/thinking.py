@@ -48,6 +48,11 @@ class ThinkingTokens:
     boundary_ids: frozenset[int] = frozenset()
     has_headers: bool = False
 
+    @property
+    def all_ids(self) -> tuple[int, ...]:
+        """The tokens of all markers, each once."""
+        return tuple({*self.start_ids, *self.end_ids, *self.close_ids})
+
     def state_after_prompt(self, prompt_ids: Sequence[int]) -> ThinkingState:
         """Return the state at the beginning of the output: the markers of the last turn decide."""
         begin = next((idx for idx in range(len(prompt_ids), 0, -1) if prompt_ids[idx - 1] in self.boundary_ids), 0)

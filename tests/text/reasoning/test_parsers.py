@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -81,7 +83,7 @@ def test_outputs_are_split_wherever_they_are_cut(
 def test_no_cut_changes_a_split(name: str, phase: ThinkingPhase, words: list[str], cuts: list[int]) -> None:
     text = "".join(words)
     ends = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
-    pieces = [text[start:end] for start, end in zip(ends, ends[1:], strict=False)]
+    pieces = [text[start:end] for start, end in pairwise(ends)]
     whole = split(name, phase, [text])
     assert split(name, phase, pieces) == split(name, phase, list(text)) == whole
     # Nothing is invented or reordered: what is left out are markers and white space.

@@ -150,6 +150,8 @@ class RequestBuilder:
             raise UnsupportedFeature("speculative", "this engine guesses no tokens; see speculative_method")
         num_prompt, limit = len(tokens.token_ids), self._config.max_model_len
         grammar = None
+        if params.thinking_token_budget is not None and self._grammars is None:
+            raise UnsupportedFeature("thinking_token_budget", "this engine runs without a tokenizer or an end token")
         if params.structured_outputs is not None:
             if self._grammars is None:
                 raise UnsupportedFeature("structured_outputs", "this engine runs without a tokenizer or an end token")
