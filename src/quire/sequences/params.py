@@ -221,9 +221,7 @@ class SamplingParams:
                 put(self, name, integer(name, getattr(self, name), 0, MAX_LOGPROBS))
         if self.stop and not self.detokenize:
             raise InvalidParameter("stop", self.stop, "empty when detokenize is false (stop strings need text)")
-        _check_thinking(self.thinking, self.thinking_token_budget)
-        if self.structured_outputs is not None and self.ignore_eos:
-            raise InvalidParameter("ignore_eos", True, "false with structured_outputs, which say where the output ends")
+        _check_form(self)
         put(self, "penalizes_tokens", _penalties(self) != (1.0, 0.0, 0.0))
         needs_history = self.penalizes_tokens or self.dry_multiplier or self.bad_words or self.logits_processors
         put(self, "needs_history", bool(needs_history))
@@ -286,7 +284,12 @@ def _penalties(params: SamplingParams) -> tuple[float, float, float]:
     return params.repetition_penalty, params.presence_penalty, params.frequency_penalty
 
 
-def _check_thinking(thinking: object, budget: object) -> None:
+def _check_form(params: SamplingParams) -> None:
+    """Check the parameters that say what belongs to an output, and where it ends."""
+    if params.structured_outputs is not None and params.ignore_eos:
+        raise InvalidParameter("ignore_eos", True, "false with structured_outputs, which say where the output ends")
+    thinking: object = params.thinking
+    budget: object = params.thinking_token_budget
     if thinking is not None and not isinstance(thinking, ThinkingTokens):
         raise InvalidParameter("thinking", thinking, "ThinkingTokens or None")
     if budget is not None:
