@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire.engine.llm import LLM
 from quire.engine.outputs.outputs import CompletionOutput
-from quire.errors import InvalidParameter
+from quire.errors import InvalidParameter, UnsupportedFeature
 from quire.sequences.params import SamplingParams
 from quire.sequences.structured import StructuredOutputs
 from quire.sequences.thinking import ThinkingTokens
+from tests.server import reasoning_checkpoint
+from tests.server.tool_answers import PARIS, WEATHER
 
 STORY = "Once upon a time, a small fox found a red kite in the forest. "
 OTHERS = [STORY + "Then", STORY + "But", "Tom and the fox went", STORY * 2]
-START, END = (90,), (91, 92)
+START, END = 90, (91, 92)
 OPEN = ThinkingTokens(START, END, (89, *END))
 # The prompt's last token opens thinking.
 BUDGETS = (0, 1, 7, 24)
@@ -37,7 +41,7 @@ def llm() -> Iterator[LLM]:
 
 
 def prompts(llm: LLM, texts: list[str]) -> list[list[int]]:
-    return [[*llm.get_tokenizer().encode(text), *START] for text in texts]
+    return [[*llm.get_tokenizer().encode(text), START] for text in texts]
 
 
 def thinking(budget: int | None, **more: Any) -> SamplingParams:
@@ -141,6 +145,17 @@ def test_a_grammar_begins_where_thinking_ends(llm: LLM, drafts: dict[str, Any]) 
         assert samples[0].finish_reason == "stop"
 
 
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_beams_think_within_the_budget_and_answer_in_form(llm: LLM, budget: int) -> None:
+    pytest.importorskip("llguidance", reason="the extra structured is not installed")
+    params: dict[str, Any] = {"temperature": 1.0, "beam_width": 3, "n": 3, "max_tokens": 120, "seed": None}
+    (samples,) = run(llm, [thinking(budget, structured_outputs=ANSWER, **params)])
+    assert len({tuple(sample.token_ids) for sample in samples}) == 3
+    for sample in samples:
+        assert sample.token_ids[budget : budget + 3] == list(OPEN.close_ids)
+        assert json.loads(answer_of(llm, sample.token_ids))["n"] in (1, 2)
+
+
 def test_an_output_may_think_first_or_answer_at_once(llm: LLM) -> None:
     pytest.importorskip("llguidance", reason="the extra structured is not installed")
     prompt = llm.get_tokenizer().encode(STORY)
@@ -148,10 +163,10 @@ def test_an_output_may_think_first_or_answer_at_once(llm: LLM) -> None:
     (plain,) = llm.generate([prompt], thinking(5, **params), use_tqdm=False)
     assert json.loads(plain.outputs[0].text)["n"] in (1, 2)
     # With this bias, the marker is the likeliest first token; it is no part of the grammar.
-    biased = thinking(5, **params, logit_bias={START[0]: 100.0})
+    biased = thinking(5, **params, logit_bias={START: 100.0})
     (thought,) = llm.generate([prompt], biased, use_tqdm=False)
     token_ids = thought.outputs[0].token_ids
-    assert token_ids[0] == START[0]
+    assert token_ids[0] == START
     assert token_ids[6:9] == list(OPEN.close_ids)
     assert json.loads(answer_of(llm, token_ids))["n"] in (1, 2)
 
@@ -171,6 +186,29 @@ def test_a_budget_is_a_number_of_tokens(bad: Any) -> None:
         thinking(bad)
 
 
-def test_a_budget_needs_markers() -> None:
-    with pytest.raises(InvalidParameter, match="thinking_token_budget"):
-        SamplingParams(thinking_token_budget=5)
+def test_a_budget_needs_markers(llm: LLM) -> None:
+    with pytest.raises(UnsupportedFeature, match="thinking_token_budget"):
+        llm.generate(STORY, SamplingParams(thinking_token_budget=5), use_tqdm=False)
+
+
+def test_chats_in_python_tell_reasoning_and_content(tmp_path: Path) -> None:
+    model = str(reasoning_checkpoint.save(tmp_path / "model", "think"))
+    messages = [{"role": "user", "content": "hi"}]
+    with LLM(model, num_kv_blocks=64, max_model_len=512, num_threads=1) as thinker:
+        params = SamplingParams(temperature=0, max_tokens=50)
+        (sample,) = thinker.chat(messages, params, use_tqdm=False)[0].outputs
+        assert (sample.reasoning, sample.content) == ("Hm, so it is", "Yes!")
+        assert sample.text == "<think>Hm, so it is</think>Yes!"
+        short = SamplingParams(temperature=0, max_tokens=50, thinking_token_budget=1)
+        (sample,) = thinker.chat([messages], short, use_tqdm=False)[0].outputs
+        assert (sample.reasoning, sample.content) == ("Hm", "Yes!")
+        (sample,) = thinker.chat(messages, params, use_tqdm=False, reasoning_parser="none")[0].outputs
+        assert (sample.reasoning, sample.content) == (None, None)
+        with pytest.raises(InvalidParameter, match="reasoning_parser"):
+            thinker.chat(messages, params, use_tqdm=False, reasoning_parser="other")
+        if importlib.util.find_spec("llguidance") is not None:
+            roomy = SamplingParams(temperature=0, max_tokens=200)
+            (output,) = thinker.chat(messages, roomy, use_tqdm=False, tools=[WEATHER], tool_choice="required")
+            assert output.outputs[0].reasoning == "Hm, so it is"
+            assert output.outputs[0].content == ""
+            assert [(call.name, call.arguments) for call in output.outputs[0].tool_calls] == [("get_weather", PARIS)]

@@ -276,7 +276,7 @@ def check(max_num_seqs: int = 4, **params: Any) -> None:
         ({"stop_token_ids": (49,)}, {"stop_token_ids": (50,)}),
         ({"kept_special_ids": (49,)}, {"kept_special_ids": (50,)}),
         ({"logit_bias": {49: 1.0}}, {"logit_bias": {50: 1.0}}),
-        ({"thinking": ThinkingTokens((1,), (49,), (49,))}, {"thinking": ThinkingTokens((1,), (2,), (50, 2))}),
+        ({"thinking": ThinkingTokens(1, (49,), (49,))}, {"thinking": ThinkingTokens(1, (2,), (50, 2))}),
         ({"logprobs": 50}, {"logprobs": 51}),
         ({"prompt_logprobs": 50}, {"prompt_logprobs": 51}),
     ],

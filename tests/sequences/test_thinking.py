@@ -15,9 +15,9 @@ def ids(text: str) -> tuple[int, ...]:
     return tuple(map(ord, text))
 
 
-TAGS = ThinkingTokens(ids("("), ids(")"), ids(".)"), frozenset(ids("|")))
+TAGS = ThinkingTokens(ord("("), ids(")"), ids(".)"), frozenset(ids("|")))
 # Channels: "c" and "m" begin and end a header, "f" is the final channel, "e" and "s" end and begin a message.
-CHANNELS = ThinkingTokens(ids("m"), ids("cfm"), ids("escfm"), frozenset(ids("s")), has_headers=True)
+CHANNELS = ThinkingTokens(ord("m"), ids("cfm"), ids("escfm"), frozenset(ids("s")), has_headers=True)
 
 
 def after(tokens: ThinkingTokens, text: str) -> ThinkingState:
@@ -52,17 +52,25 @@ def test_phases_and_counts(tokens: ThinkingTokens, text: str, phase: ThinkingPha
         (TAGS, "u|a(", INSIDE),
         (TAGS, "u|a()", AFTER),
         (TAGS, "u|a()(", INSIDE),
+        (TAGS, "u|a)b", AFTER),
         (TAGS, "u(|a", BEFORE),
         (TAGS, "(x)|", BEFORE),
         (TAGS, "", BEFORE),
         (CHANNELS, "scfmxesa", BEFORE),
         (CHANNELS, "sacam", INSIDE),
         (CHANNELS, "sacfm", AFTER),
+        (CHANNELS, "m", INSIDE),
     ],
 )
 def test_the_last_turn_of_the_prompt_decides(tokens: ThinkingTokens, prompt: str, phase: ThinkingPhase) -> None:
     state = tokens.state_after_prompt(ids(prompt))
     assert (state.phase, state.num_tokens) == (phase, 0)
+
+
+def test_a_marker_that_the_prompt_begins_is_completed_by_the_output() -> None:
+    state = CHANNELS.state_after_prompt(ids("sac"))
+    assert CHANNELS.advance_all(state, ids("fmxyz")) == ThinkingState(AFTER)
+    assert CHANNELS.advance_all(state, ids("amxyz"))[:2] == (INSIDE, 3)
 
 
 @given(st.sampled_from([TAGS, CHANNELS]), st.text("()|.cfmesx", max_size=20))

@@ -99,7 +99,7 @@ class SamplingParams:
         thinking: markers of the model's thinking, as `ReasoningModel.sampling` returns them: `structured_outputs` then
             apply from the end of thinking on. None treats the whole output alike.
         thinking_token_budget: maximum number of thinking tokens, after which the tokens that end thinking are forced;
-            needs `thinking`, which chats set.
+            needs `thinking`, which chats set where the model's chat template shows its markers.
         logits_processors: functions (prompt token ids, output token ids, logits [V]) -> logits [V], called in order
             for each token, from Python only; they block the engine's thread. One that raises ends its own request.
         speculative: False verifies no drafts for this request; True refuses it where the engine makes none.
@@ -294,8 +294,6 @@ def _check_form(params: SamplingParams) -> None:
         raise InvalidParameter("thinking", thinking, "ThinkingTokens or None")
     if budget is not None:
         integer("thinking_token_budget", budget, 0, 2**31 - 1)
-        if thinking is None:
-            raise InvalidParameter("thinking_token_budget", budget, "absent where the model's thinking is not known")
 
 
 def _check_kind(kind: object) -> None:

@@ -35,14 +35,14 @@ class ThinkingTokens:
     """The markers of a model's thinking as token ids.
 
     Args:
-        start_ids: marker after which thinking begins.
+        start_id: marker after which thinking begins.
         end_ids: marker after which thinking has ended.
         close_ids: tokens that end thinking in the middle of a message; they end with `end_ids`.
         boundary_ids: tokens after which a new turn begins; markers before them belong to earlier turns.
         has_headers: True where answers have a marker too, so that nothing before `end_ids` is a part of the answer.
     """
 
-    start_ids: tuple[int, ...]
+    start_id: int
     end_ids: tuple[int, ...]
     close_ids: tuple[int, ...]
     boundary_ids: frozenset[int] = frozenset()
@@ -51,30 +51,44 @@ class ThinkingTokens:
     @property
     def all_ids(self) -> tuple[int, ...]:
         """The tokens of all markers, each once."""
-        return tuple({*self.start_ids, *self.end_ids, *self.close_ids})
+        return tuple({self.start_id, *self.end_ids, *self.close_ids})
 
     def state_after_prompt(self, prompt_ids: Sequence[int]) -> ThinkingState:
-        """Return the state at the beginning of the output: the markers of the last turn decide."""
-        begin = next((idx for idx in range(len(prompt_ids), 0, -1) if prompt_ids[idx - 1] in self.boundary_ids), 0)
-        state = ThinkingState(ThinkingPhase.BEFORE)
-        for token_id in prompt_ids[begin:]:
-            state = self.advance(state, token_id)
-            if state.phase is ThinkingPhase.AFTER and token_id == self.start_ids[-1] and not self.has_headers:
-                state = ThinkingState(ThinkingPhase.INSIDE)
-        return state._replace(num_tokens=0)
+        """Return the state at the beginning of the output: the last marker of the last turn decides."""
+        phase, begin = ThinkingPhase.BEFORE, 0
+        # Backwards: what follows the last marker is short, and a prompt may be long.
+        for end in range(len(prompt_ids), 0, -1):
+            token_id = prompt_ids[end - 1]
+            if (
+                token_id == self.end_ids[-1]
+                and tuple(prompt_ids[max(end - len(self.end_ids), 0) : end]) == self.end_ids
+            ):
+                return ThinkingState(ThinkingPhase.AFTER)
+            if token_id in self.boundary_ids:
+                begin = end
+                break
+            if token_id == self.start_id:
+                phase, begin = ThinkingPhase.INSIDE, end
+                break
+        return ThinkingState(phase, 0, tuple(prompt_ids[begin:])[-self._longest :])
+
+    @property
+    def _longest(self) -> int:
+        """Length of the longest marker."""
+        return max(len(self.close_ids), len(self.end_ids))
 
     def advance(self, state: ThinkingState, token_id: int) -> ThinkingState:
         """Return the state after one more token."""
         phase, num_tokens, tail = state
         if phase is ThinkingPhase.AFTER:
             return state
-        tail = (*tail, token_id)[-max(len(self.close_ids), len(self.start_ids)) :]
+        tail = (*tail, token_id)[-self._longest :]
         if _ends_with(tail, self.end_ids) and (phase is ThinkingPhase.INSIDE or self.has_headers):
             length = len(self.close_ids if _ends_with(tail, self.close_ids) else self.end_ids)
             return ThinkingState(ThinkingPhase.AFTER, max(num_tokens + 1 - length, 0))
         if phase is ThinkingPhase.INSIDE:
             return ThinkingState(phase, num_tokens + 1, tail)
-        if _ends_with(tail, self.start_ids):
+        if token_id == self.start_id:
             return ThinkingState(ThinkingPhase.INSIDE)
         return ThinkingState(phase, 0, tail)
 

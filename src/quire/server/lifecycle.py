@@ -24,7 +24,7 @@ from quire.server.listener import accept_connections, bind, read_max_connections
 from quire.server.settings import ServerConfig
 from quire.server.state import ServerState
 from quire.server.throughput_log import log_throughput
-from quire.text.reasoning import ReasoningModel, choose_reasoning_format
+from quire.text.reasoning import ReasoningModel
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_calls import ToolFormat, choose_format
 
@@ -86,15 +86,11 @@ def _tool_format(tokenizer: Tokenizer | None, wanted: str) -> ToolFormat | None:
 
 def _reasoning(tokenizer: Tokenizer | None, wanted: str, end_token_ids: frozenset[int]) -> ReasoningModel | None:
     """Return and log the model's thinking; None where its format is not known."""
-    template = None if tokenizer is None else tokenizer.chat_template
-    if tokenizer is None or template is None:
+    model = ReasoningModel.find(wanted, tokenizer, end_token_ids)
+    if model is None:
         return None
-    form = choose_reasoning_format(wanted, template.source)
-    if form is None:
-        return None
-    model = ReasoningModel.of(form, tokenizer, end_token_ids)
     found = "as the chat template shows" if wanted == "auto" else "as --reasoning-parser says"
-    logger.info("Reasoning: read in the format %s, %s", form.name, found)
+    logger.info("Reasoning: read in the format %s, %s", model.form.name, found)
     if model.tokens is None:
         logger.warning("Reasoning: its markers are no tokens of the model, so grammars and budgets cannot follow it")
     return model

@@ -96,7 +96,7 @@ class ThinkingMatcher:
 
     def _consume(self, token_id: int) -> bool:
         state, tokens = self.state, self._grammar.tokens
-        is_inner = state.phase is ThinkingPhase.AFTER or (self._has_choice and token_id != tokens.start_ids[0])
+        is_inner = state.phase is ThinkingPhase.AFTER or (self._has_choice and token_id != tokens.start_id)
         if is_inner:
             if self.inner is not None and self.inner.try_consume_tokens([token_id]) != 1:
                 return False
@@ -145,7 +145,7 @@ class ThinkingMatcher:
         if self.inner is not None and (self._has_choice or self.state.phase is ThinkingPhase.AFTER):
             self.inner.unsafe_compute_mask_ptr(pointer, num_bytes)
             if self._has_choice:
-                start_id = self._grammar.tokens.start_ids[0]
+                start_id = self._grammar.tokens.start_id
                 byte = ctypes.c_uint8.from_address(pointer + (start_id >> 3))
                 byte.value |= 1 << (start_id & 7)
         else:

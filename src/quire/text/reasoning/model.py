@@ -6,7 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from quire.errors import InvalidParameter
 from quire.sequences.thinking import ThinkingPhase, ThinkingTokens
+from quire.text.reasoning.formats import REASONING_FORMATS, choose_reasoning_format
 from quire.text.reasoning.parser import ReasoningFormat, ReasoningSplit
 from quire.text.tokenizer import Tokenizer
 
@@ -29,6 +31,25 @@ class ReasoningModel:
     tokens: ThinkingTokens | None
 
     @classmethod
+    def find(cls, name: str, tokenizer: Tokenizer | None, end_token_ids: Iterable[int]) -> ReasoningModel | None:
+        """Return a model's properties; None where the format of its thinking is not known.
+
+        Args:
+            name: a format of `REASONING_FORMATS`, "auto" for the one in the chat template, or "none".
+            tokenizer: the model's tokenizer.
+            end_token_ids: tokens that end the model's turns.
+
+        Raises:
+            InvalidParameter: no such format.
+        """
+        if name not in ("auto", "none", *REASONING_FORMATS):
+            raise InvalidParameter("reasoning_parser", name, f"one of auto, none, {', '.join(REASONING_FORMATS)}")
+        if tokenizer is None or tokenizer.chat_template is None:
+            return None
+        form = choose_reasoning_format(name, tokenizer.chat_template.source)
+        return None if form is None else cls.of(form, tokenizer, end_token_ids)
+
+    @classmethod
     def of(cls, form: ReasoningFormat, tokenizer: Tokenizer, end_token_ids: Iterable[int]) -> ReasoningModel:
         """Return a model's properties.
 
@@ -43,7 +64,7 @@ class ReasoningModel:
         tokens = None
         # Other tokens could spell a marker of several ordinary tokens, so only added ones delimit thinking.
         if start_ids and end_ids and close_ids and len(start_ids) == 1:
-            tokens = ThinkingTokens(start_ids, end_ids, close_ids, boundary_ids, form.has_headers)
+            tokens = ThinkingTokens(start_ids[0], end_ids, close_ids, boundary_ids, form.has_headers)
         return cls(form, tokenizer, tokens)
 
     def sampling(self) -> dict[str, Any]:
