@@ -146,7 +146,7 @@ def test_earlier_reasoning_reaches_the_template(thinker: ServerProcess, name: st
     turns[1][name] = 1  # type: ignore[assignment]
     error = thinker.post(CHAT, {**ASK, "messages": turns}).json()["error"]
     assert error["code"] == "invalid_parameter"
-    assert error["param"].startswith("messages[1].reasoning")
+    assert error["param"] == f"messages[1].{name}"
 
 
 def test_a_budget_ends_thinking(thinker: ServerProcess) -> None:

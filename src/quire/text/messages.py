@@ -56,16 +56,16 @@ def _normalise(message: object, where: str) -> dict[str, Any]:
     }
     if calls is not None:
         normal["tool_calls"] = _tool_calls(calls, f"{where}.tool_calls")
-    # Templates read one or the other.
-    reasoning = message.get("reasoning")
-    reasoning = message.get("reasoning_content") if reasoning is None else reasoning
-    both = {**message, "reasoning": reasoning, "reasoning_content": reasoning}
-    for name in ("name", "tool_call_id", "reasoning", "reasoning_content"):
-        value = both.get(name)
+    for name in ("name", "tool_call_id", "reasoning_content", "reasoning"):
+        value = message.get(name)
         if value is not None:
             if not isinstance(value, str):
                 raise InvalidParameter(f"{where}.{name}", value, "a string")
             normal[name] = value
+    reasoning = normal.get("reasoning", normal.get("reasoning_content"))
+    if reasoning is not None:
+        # Templates read one or the other.
+        normal |= {"reasoning": reasoning, "reasoning_content": reasoning}
     return normal
 
 
