@@ -42,7 +42,7 @@ def state(name: str | None, budget: int | None, last: int) -> GrammarState:
 def twin_allowed(name: str | None, budget: int | None, last: int, output: list[int]) -> set[int]:
     """Return the tokens that may come after an output, found by looking at all of it."""
     grammar = None if name is None else grammar_state(name)
-    inside = [] if last == START else None
+    inside: list[int] | None = [] if last == START else None
     answer: list[int] | None = [] if last == STOP else None
     for token_id in output:
         if answer is not None:
