@@ -169,6 +169,8 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Submit a request, once its texts are tokens, and yield its outputs; see `generate` and `Stream`."""
         arrival_s = time.monotonic()
+        if isinstance(params, SamplingParams):  # else it is refused below
+            params = params.clone()
 
         def submit(engine: Engine) -> None:
             engine.add_request(name, prompt, params, arrival_s=arrival_s, **options)
