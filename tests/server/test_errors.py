@@ -139,7 +139,7 @@ UNSUPPORTED: list[Case] = [
         for route in (CHAT, "/tokenize", "/pin_prefix")
         for name in ("unused", "self")
     ),
-    (CHAT, {"messages": USER, "store": True}, "store"),
+    (CHAT, {"messages": USER, "echo": True}, "echo"),
     (
         CHAT,
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a"}}]}]},

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     from quire.engine.llm import LLM
 
     with contextlib.closing(LLM(**engine_options(args))) as llm:
-        params = replace(llm.default_sampling_params(), **{"max_tokens": None, **given})
+        params = replace(llm.get_default_sampling_params(), **{"max_tokens": None, **given})
         conversation = Conversation(llm, params, args.system)
         if sys.stdin.isatty():
             _talk(llm, conversation)

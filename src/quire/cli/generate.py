@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         for line in llm.resolved.lines():
             print(line, file=sys.stderr)
         defaults = {"max_tokens": DEFAULT_MAX_TOKENS, **(NO_CHOICE if "beam_width" in given else {})}
-        params = replace(llm.default_sampling_params(), **{**defaults, **given})
+        params = replace(llm.get_default_sampling_params(), **{**defaults, **given})
         if args.stream:
             return _print_stream(llm, prompts, params, is_json=args.json)
         logging.getLogger("quire.engine.llm").addHandler(logging.NullHandler())  # `_report_errors` reports them

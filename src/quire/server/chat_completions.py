@@ -34,6 +34,7 @@ OWN_FIELDS = (
     "max_completion_tokens",
     "top_logprobs",
     "add_generation_prompt",
+    "continue_final_message",
     "chat_template_kwargs",
     *TOOL_FIELDS,
 )
@@ -43,15 +44,9 @@ UNSUPPORTED: Mapping[str, Refusal] = {
     "function_call": (("none",), USE_TOOLS),
     "audio": ((), "the model writes text only"),
     "modalities": ((["text"],), "the model writes text only"),
-    "prediction": ((), "predicted outputs are not used"),
     "reasoning_effort": (("none",), "use chat_template_kwargs, where the model's template has such a switch"),
-    "verbosity": (("medium",), "request it in a message"),
     "web_search_options": ((), "the server connects to no other one"),
-    "store": ((False,), "nothing is stored"),
-    "metadata": (({},), "nothing is stored"),
-    "prompt_cache_retention": ((), "cached blocks stay until their memory is needed; retain_cache evicts them last"),
     "chat_template": ((), "templates come with the model, never from requests"),
-    "continue_final_message": ((False,), "use /v1/completions to continue a text"),
     "documents": (([],), "put them into a message"),
     "echo": ((False,), "use /v1/completions"),
     "mm_processor_kwargs": (({},), "the model reads text only"),
@@ -125,7 +120,7 @@ def read_chat(state: ServerState, fields: Fields) -> tuple[GenerationRequest, Ch
         "structured_outputs": wanted,
     }
     if tool_use is not None:
-        own |= tool_use.sampling()
+        own |= tool_use.sampling(wanted)
         field_aliases["structured_outputs.grammar"] = "tools"
     params = sampling.read_sampling(fields, state.llm.default_sampling_params(), own, field_aliases)
     definitions = () if tool_use is None else tool_use.definitions
@@ -153,9 +148,11 @@ async def render_chat(
     kwargs = fields.get("chat_template_kwargs")
     if kwargs is not None and not isinstance(kwargs, dict):
         raise InvalidParameter("chat_template_kwargs", kwargs, "an object")
+    continues = fields.flag("continue_final_message")
     return await state.llm.texts.render(
         fields.get("messages"),
-        add_generation_prompt=fields.flag("add_generation_prompt", add_generation_prompt),
+        add_generation_prompt=fields.flag("add_generation_prompt", add_generation_prompt and not continues),
+        continue_final_message=continues,
         tools=tools,
         variables=kwargs,
     )

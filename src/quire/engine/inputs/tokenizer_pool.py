@@ -92,7 +92,8 @@ class TokenizerPool:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
     ) -> str:
@@ -103,9 +104,9 @@ class TokenizerPool:
             RequestError: the engine has no tokenizer or no template, or the template refuses the conversation.
         """
         template = require_chat_template(self._known_tokenizer.chat_template)
-        render = partial(template.render, messages, add_generation_prompt=add_generation_prompt)
+        turn = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         with self._waiting(_chat_length(messages)):
-            text = await self._chats.run(partial(render, tools=tools, variables=variables))
+            text = await self._chats.run(partial(template.render, messages, tools=tools, variables=variables, **turn))
         if len(text) > MANY_CHARS:
             self._chats.give_back_soon()
         return text
