@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from quire.config.speculative import SpeculativeConfig
     from quire.decoding.strategies import Sampling
     from quire.engine.async_llm import AsyncEngineArgs, AsyncLLM, AsyncLLMEngine
-    from quire.engine.beam_search import BeamSearchParams
     from quire.engine.llm import LLM
+    from quire.engine.outputs.beam_search import BeamSearchParams
     from quire.engine.outputs.logprobs import Logprob
     from quire.engine.outputs.outputs import CompletionOutput, RequestOutput
     from quire.errors import (
@@ -96,7 +96,7 @@ _EXPORTS = {
     "config.speculative": ("SpeculativeConfig",),
     "decoding.strategies": ("Sampling",),
     "engine.async_llm": ("AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine"),
-    "engine.beam_search": ("BeamSearchParams",),
+    "engine.outputs.beam_search": ("BeamSearchParams",),
     "engine.llm": ("LLM",),
     "engine.outputs.logprobs": ("Logprob",),
     "engine.outputs.outputs": ("CompletionOutput", "RequestOutput"),

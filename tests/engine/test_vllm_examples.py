@@ -98,12 +98,12 @@ def test_structured_outputs(llm: LLM) -> None:
     schema = {"type": "object", "properties": {"kind": {"enum": ["fox", "owl"]}}, "required": ["kind"]}
     texts = []
     for wanted in (
-        StructuredOutputsParams(choice=["Positive", "Negative"]),
+        StructuredOutputsParams(choice=["Positive", "Negative"]),  # type: ignore[arg-type]
         StructuredOutputsParams(regex=r"\w+@\w+\.com\n"),
         StructuredOutputsParams(json={**schema, "additionalProperties": False}),
         StructuredOutputsParams(grammar='root ::= "SELECT " column " from table_1"\ncolumn ::= "col_1" | "col_2"\n'),
     ):
-        params = SamplingParams(structured_outputs=wanted, stop=["\n"], max_tokens=50, seed=2)
+        params = SamplingParams(structured_outputs=wanted, stop=["\n"], max_tokens=50, seed=2)  # type: ignore[arg-type]
         texts.append(llm.generate(prompts="An answer:", sampling_params=params)[0].outputs[0].text)
     assert texts[0] in ("Positive", "Negative")
     assert set(json.loads(texts[2])) == {"kind"}

@@ -9,12 +9,12 @@ from os import PathLike
 from typing import Any
 
 from quire.config import EngineConfig, ResolvedConfig
-from quire.engine.beam_search import BeamSearchOutput, BeamSearchParams, beam_outputs
 from quire.engine.engine import Engine
 from quire.engine.exporters.kv_report import KvReport
 from quire.engine.inputs.prompts import Prompt
 from quire.engine.kv.pinning import ONE_TOKEN
 from quire.engine.metrics.stats import EngineStats
+from quire.engine.outputs.beam_search import BeamSearchOutput, BeamSearchParams, beam_outputs
 from quire.engine.outputs.outputs import OutputCollector, RequestOutput
 from quire.engine.outputs.progress import ProgressBar
 from quire.engine.outputs.tool_calls import add_calls, as_tools_error, with_calls

@@ -235,8 +235,7 @@ class SamplingParams:
         if self.structured_outputs is not None and self.ignore_eos:
             raise InvalidParameter("ignore_eos", True, "false with structured_outputs, which say where the output ends")
         put(self, "penalizes_tokens", _penalties(self) != (1.0, 0.0, 0.0))
-        needs_history = self.penalizes_tokens or self.dry_multiplier or self.bad_words or self.logits_processors
-        put(self, "needs_history", bool(needs_history))
+        put(self, "needs_history", _needs_history(self))
         put(self, "length_penalty", _check_beams(self))
         put(self, "is_checked", True)
 
@@ -302,6 +301,10 @@ def _unknown(name: str) -> UnknownParameter:
 
 def _penalties(params: SamplingParams) -> tuple[float, float, float]:
     return params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+
+
+def _needs_history(params: SamplingParams) -> bool:
+    return bool(params.penalizes_tokens or params.dry_multiplier or params.bad_words or params.logits_processors)
 
 
 def _check_kind(kind: object) -> None:

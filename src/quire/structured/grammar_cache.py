@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 from weakref import WeakValueDictionary
 
-from quire.errors import UnsupportedFeature
+from quire.errors import UnsupportedFeature, describe
 from quire.sequences.structured import GrammarSource
 from quire.structured.grammar_budget import GrammarBudget
 
@@ -231,4 +231,4 @@ def _as_lark(text: str) -> str:
     try:
         return str(convert(text))
     except Exception as error:  # the converter raises plain exceptions
-        raise ValueError(f"read as GBNF: {error or type(error).__name__}") from error
+        raise ValueError(f"read as GBNF: {describe(error)}") from error

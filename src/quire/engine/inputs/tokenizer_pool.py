@@ -104,9 +104,16 @@ class TokenizerPool:
             RequestError: the engine has no tokenizer or no template, or the template refuses the conversation.
         """
         template = require_chat_template(self._known_tokenizer.chat_template)
-        turn = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+        render = partial(
+            template.render,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            variables=variables,
+        )
         with self._waiting(_chat_length(messages)):
-            text = await self._chats.run(partial(template.render, messages, tools=tools, variables=variables, **turn))
+            text = await self._chats.run(render)
         if len(text) > MANY_CHARS:
             self._chats.give_back_soon()
         return text
