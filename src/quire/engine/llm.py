@@ -224,7 +224,9 @@ class LLM:
         try:
             outputs = self.generate(prompts, each if use is None else [with_calls(one, use) for one in each], **options)
         except InvalidParameter as error:
-            raise (error if use is None else as_tools_error(error)) from error
+            if use is None:
+                raise
+            raise as_tools_error(error) from error
         for output, text in zip(outputs, texts, strict=True):
             output.prompt = text
         if use is not None:
@@ -266,6 +268,10 @@ class LLM:
         self._check_open()
         if self.tokenizer is None:
             raise UnsupportedFeature("messages", "this engine runs without a tokenizer")
+        if not isinstance(chat_template_kwargs, Mapping | None):
+            raise InvalidParameter("chat_template_kwargs", chat_template_kwargs, "a mapping or None")
+        if not isinstance(chat_template, str | None):
+            raise InvalidParameter("chat_template", chat_template, "the text of a Jinja template, or None")
         template = self.tokenizer.chat_template
         if chat_template is not None:
             template = self.tokenizer.make_chat_template(chat_template)
