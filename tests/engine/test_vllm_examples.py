@@ -71,7 +71,7 @@ def test_chat_with_a_template_of_the_caller_and_its_variables(llm: LLM) -> None:
     assert output.prompt == "![user] Hello\n"
     for name in ("chat_template", "chat_template_kwargs"):
         with pytest.raises(InvalidParameter, match=f"{name} must be"):
-            llm.chat(messages, **{name: ["x"]})
+            llm.chat(messages, **{name: ["x"]})  # type: ignore[arg-type]
 
     messages.append({"role": "assistant", "content": "Once upon a "})
     (output,) = llm.chat(messages, SamplingParams(max_tokens=2), continue_final_message=True, **options)
