@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from quire.config.options import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
     from quire.config.speculative import SpeculativeConfig
     from quire.decoding.strategies import Sampling
-    from quire.engine.async_llm import AsyncLLM
+    from quire.engine.async_llm import AsyncEngineArgs, AsyncLLM, AsyncLLMEngine
     from quire.engine.llm import LLM
+    from quire.engine.outputs.beam_search import BeamSearchParams
     from quire.engine.outputs.logprobs import Logprob
     from quire.engine.outputs.outputs import CompletionOutput, RequestOutput
     from quire.errors import (
@@ -41,14 +42,17 @@ if TYPE_CHECKING:
     from quire.sequences.params import RequestOutputKind, SamplingParams
     from quire.sequences.status import FinishReason
     from quire.sequences.strategy import Append, Fail, Finish, Fork, Strategy, Truncate
-    from quire.sequences.structured import StructuredOutputs
+    from quire.sequences.structured import StructuredOutputs, StructuredOutputsParams
     from quire.text.tool_calls import ToolCall
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "Append",
+    "AsyncEngineArgs",
     "AsyncLLM",
+    "AsyncLLMEngine",
+    "BeamSearchParams",
     "CacheConfig",
     "CheckpointError",
     "CompletionOutput",
@@ -76,6 +80,7 @@ __all__ = [
     "SpeculativeConfig",
     "Strategy",
     "StructuredOutputs",
+    "StructuredOutputsParams",
     "ToolCall",
     "Truncate",
     "UnknownParameter",
@@ -90,7 +95,8 @@ _EXPORTS = {
     "config.options": ("CacheConfig", "EngineConfig", "ModelConfig", "SchedulerConfig"),
     "config.speculative": ("SpeculativeConfig",),
     "decoding.strategies": ("Sampling",),
-    "engine.async_llm": ("AsyncLLM",),
+    "engine.async_llm": ("AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine"),
+    "engine.outputs.beam_search": ("BeamSearchParams",),
     "engine.llm": ("LLM",),
     "engine.outputs.logprobs": ("Logprob",),
     "engine.outputs.outputs": ("CompletionOutput", "RequestOutput"),
@@ -113,7 +119,7 @@ _EXPORTS = {
     "sequences.params": ("RequestOutputKind", "SamplingParams"),
     "sequences.status": ("FinishReason",),
     "sequences.strategy": ("Append", "Fail", "Finish", "Fork", "Strategy", "Truncate"),
-    "sequences.structured": ("StructuredOutputs",),
+    "sequences.structured": ("StructuredOutputs", "StructuredOutputsParams"),
     "text.tool_calls": ("ToolCall",),
 }
 _HOMES = {name: f"quire.{module}" for module, names in _EXPORTS.items() for name in names}

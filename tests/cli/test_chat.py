@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.cli.chat import Conversation
+from quire.cli.chat import Conversation, talk
 from quire.cli.main import main
 from quire.engine.llm import LLM
 from quire.errors import PromptTooLong
@@ -81,3 +81,17 @@ def test_a_pipe_has_a_question_on_each_line(
         monkeypatch.setattr("sys.stdin", pipe)
         assert main(["chat", *flags]) == 0
     assert capsys.readouterr().out == expected
+
+
+def test_commands_are_answered_here_and_unknown_ones_are_not_sent(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    conversation = Conversation(llm, GREEDY, None)
+    lines = iter(["/help", "/nwe x", "//etc is a folder", "/bye", "never read"])
+    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+    talk(llm, conversation)
+    said = capsys.readouterr().out
+    assert said.count("/new starts a new conversation, /bye ends") == 2
+    assert "unknown command /nwe" in said
+    assert [message["content"] for message in conversation.messages[::2]] == ["/etc is a folder"]
+    assert next(lines) == "never read"

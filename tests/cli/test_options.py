@@ -155,15 +155,40 @@ def test_the_help_is_there_without_docstrings() -> None:
     assert 'order in which idle blocks are evicted: "lru"' in words
 
 
-@pytest.mark.parametrize("flags", [["--tensor-parallel-size", "2"], ["--tensor-parallel-size=2"]])
+@pytest.mark.parametrize("flags", [["--tensor-parallel-size", "2"], ["--tensor-parallel-size=2"], ["-tp", "2"]])
 def test_a_flag_that_only_vllm_has_is_refused_with_a_hint(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    hint = OPTION_HINTS["tensor_parallel_size"][1]
+    assert main(["generate", "--prompt", "Hello", *flags]) == 2
+    assert capsys.readouterr().err == f"quire: error: tensor_parallel_size must be 1 or absent, got 2: {hint}\n"
+    # Commands with some of the options know their names too.
     with pytest.raises(SystemExit) as exit_:
-        parse_args(["serve", *flags, "--colour"])
+        parse_args(["plan", *flags])
     assert exit_.value.code == 2
-    words = capsys.readouterr().err
-    assert "unrecognized arguments: --tensor-parallel-size" in words
-    assert f"; --tensor-parallel-size: {OPTION_HINTS['tensor_parallel_size']}" in words
-    assert words.count(";") == 1, "nothing is said about the flag that nobody knows"
+    assert ("-tp" in flags) or f"; --tensor-parallel-size: {hint}" in capsys.readouterr().err
+
+
+def test_flags_of_vllm_that_change_nothing_are_taken(caplog: pytest.LogCaptureFixture) -> None:
+    flags = "--enforce-eager --load-format auto --disable-log-requests -tp 1 --no-enable-lora --max-logprobs 20"
+    args = parse_args(["serve", "--model", "some/model", *flags.split(), "--limit-mm-per-prompt", '{"image": 0}'])
+    config = EngineConfig.from_options(**engine_options(args))
+    assert config == EngineConfig.from_options(model="some/model")
+    assert parse_args(["serve", "--enforce-eager", "some/model"]).model == "some/model"
+    (record,) = caplog.records
+    assert record.getMessage().endswith(
+        "disable_log_requests, enable_lora, enforce_eager, limit_mm_per_prompt, load_format, max_logprobs, "
+        "tensor_parallel_size"
+    )
+
+
+def test_a_misspelt_flag_is_refused_in_one_line_with_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        parse_args(["generate", "--temprature=0", "--colour"])
+    assert exit_.value.code == 2
+    error = "quire: error: unrecognized arguments: --temprature=0 --colour; did you mean --temperature?\n"
+    assert capsys.readouterr().err == error
+    with pytest.raises(SystemExit):
+        parse_args(["serve", "--port", "many"])
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_a_swap_space_without_a_unit_is_refused_before_loading(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +14,39 @@ from quire.config.hints import OPTION_HINTS, SAMPLING_HINTS
 
 
 @pytest.mark.parametrize("name", OPTION_HINTS)
-def test_a_well_known_option_is_refused_with_its_hint(name: str) -> None:
+def test_a_well_known_option_is_refused_with_its_hint_unless_its_value_is_neutral(name: str) -> None:
     assert name not in option_sections()
-    with pytest.raises(ConfigError, match="unknown option") as caught:
-        EngineConfig.from_options(**{name: True})
-    assert caught.value.field == name
-    assert f"{name!r}; {OPTION_HINTS[name]}; known options are block_size" in str(caught.value)
+    neutral, hint = OPTION_HINTS[name]
+    for value in (None, *(["whatever"] if neutral is None else neutral)):
+        assert EngineConfig.from_options(**{name: value}) == EngineConfig()
+    if neutral is not None:
+        with pytest.raises(ConfigError) as caught:
+            EngineConfig.from_options(**{name: "another"})
+        assert caught.value.field == name
+        assert str(caught.value).startswith(f"{name} must be ")
+        assert str(caught.value).endswith(f"or absent, got 'another': {hint}" if neutral else f"'another': {hint}")
+
+
+def test_one_warning_names_all_neutral_options(caplog: pytest.LogCaptureFixture) -> None:
+    config = EngineConfig.from_options(
+        tensor_parallel_size=1, trust_remote_code=True, hf_overrides=None, enforce_eager=True, dtype="half"
+    )
+    assert config.model.dtype == "float16"
+    (record,) = caplog.records
+    assert record.getMessage().endswith("here: enforce_eager, hf_overrides, tensor_parallel_size, trust_remote_code")
+    for name, value in (("tensor_parallel_size", 2), ("tensor_parallel_size", True), ("enable_lora", True)):
+        with pytest.raises(ConfigError, match=f"{name} must be (1|False) or absent, got {value}"):
+            EngineConfig.from_options(**{name: value})
+
+
+def test_names_of_models_and_folders_may_be_paths() -> None:
+    config = EngineConfig.from_options(
+        model=Path("a/model"), tokenizer=Path("t"), prefix_cache_dir=Path("d"), record_memory=Path("log")
+    )
+    names = (config.model.model, config.model.tokenizer, config.cache.prefix_cache_dir, config.cache.record_memory)
+    assert names == ("a/model", "t", "d", "log")
+    draft = EngineConfig.from_options(speculative_config={"method": "draft_model", "model": Path("small")}).speculative
+    assert (draft.speculative_method, draft.draft_model) == ("draft", "small")
 
 
 @pytest.mark.parametrize("name", SAMPLING_HINTS)

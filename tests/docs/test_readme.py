@@ -39,7 +39,8 @@ def server_address() -> Iterator[str]:
 
 
 OFFLINE = [block for block in blocks(README, "python") if "LLM(" in block]
-INTERFACE = [block for page in ("decoding.md", "python.md") for block in blocks(ROOT / "docs" / page, "python")]
+PAGES_RUN = ("decoding.md", "from-vllm.md", "python.md")
+INTERFACE = [block for page in PAGES_RUN for block in blocks(ROOT / "docs" / page, "python")]
 # Runs examples one after the other, each in a namespace of its own; ends at the first one that fails.
 RUN_ALL = """
 import contextlib, io, json, sys

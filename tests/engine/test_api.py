@@ -55,7 +55,8 @@ def test_importing_quire_imports_nothing_of_it() -> None:
 def test_the_errors_and_options_are_had_without_torch() -> None:
     script = """
 import sys, quire
-engine = {"LLM", "AsyncLLM", "CompletionOutput", "Logprob", "RequestOutput", "ToolCall"}
+engine = {"LLM", "AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine", "BeamSearchParams"}
+engine |= {"CompletionOutput", "Logprob", "RequestOutput", "ToolCall"}
 for name in {*quire.__all__} - engine:
     getattr(quire, name)
 print("torch" in sys.modules)

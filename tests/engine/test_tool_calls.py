@@ -306,11 +306,12 @@ def test_a_strict_schema_that_cannot_be_held_to_is_the_tools_fault(hermes: LLM) 
     assert caught.value.field == "tools"
 
 
-@pytest.mark.parametrize("params", [{"structured_outputs": {"regex": "a"}}, {"detokenize": False}])
+@pytest.mark.parametrize("params", [{"structured_outputs": {"grammar": "start: /a/"}}, {"detokenize": False}])
 def test_what_contradicts_tools_is_refused(hermes: LLM, params: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedFeature) as caught:
         only(hermes, SamplingParams(**params))
-    assert [caught.value.field] == list(params)
+    assert caught.value.field is not None
+    assert [caught.value.field.partition(".")[0]] == list(params)
 
 
 def test_what_are_no_parameters_is_named(hermes: LLM) -> None:

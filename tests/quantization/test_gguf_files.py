@@ -98,7 +98,7 @@ def test_the_bundled_model_is_served_with_its_tokenizer(tmp_path: Path) -> None:
     quantize("bundled", out, QuantizeOptions("bf16"))
     messages = [{"role": "user", "content": "Where do penguins live?"}]
     with LLM("bundled", num_kv_blocks=64, max_model_len=256) as llm:
-        expected = llm.chat(messages, llm.default_sampling_params())[0]
+        expected = llm.chat(messages, llm.get_default_sampling_params())[0]
         greedy = llm.generate("Once upon a time")[0].outputs[0].token_ids
     with LLM(str(out), num_kv_blocks=64, max_model_len=256) as llm:
         found = llm.chat(messages)[0]

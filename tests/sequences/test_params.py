@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import pickle
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.errors import InvalidParameter
+from quire.errors import InvalidParameter, UnknownParameter
 from quire.sequences import SamplingParams
 from quire.sequences.param_checks import MAX_LOGIT_BIAS, MAX_STRING_CHARS, MAX_STRINGS
 from quire.sequences.params import MAX_ALLOWED_IDS, MAX_BAD_WORDS, MAX_LOGPROBS, MAX_N, MAX_SEED, MAX_STOP_IDS
@@ -155,7 +156,8 @@ def test_bad_words_and_breakers_are_strings_too() -> None:
 
 def test_processors_are_functions() -> None:
     assert kept("logits_processors", [max]) == (max,)
-    for value in (max, "max", [1], None, {max: 1}):
+    assert kept("logits_processors", None) == ()
+    for value in (max, "max", [1], {max: 1}):
         assert refused(logits_processors=value).field == "logits_processors"
 
 
@@ -235,10 +237,27 @@ def test_parameters_are_values() -> None:
     assert pickle.loads(pickle.dumps(params)) == params
     changed = dataclasses.replace(params, repetition_penalty=2)
     assert (changed.n, changed.needs_history) == (2, True)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        params.n = 3  # type: ignore[misc]
+    assert copy.copy(params) == copy.deepcopy(params) == params.clone() == params
     with pytest.raises(TypeError):
         SamplingParams(temprature=1.0)  # type: ignore[call-arg]
+
+
+def test_assigned_values_are_checked_and_derived_ones_follow() -> None:
+    params = SamplingParams(stop=("a",))
+    before = params.clone()
+    params.stop, params.repetition_penalty = ["b"], 2  # type: ignore[assignment]
+    assert (params.stop, params.repetition_penalty, params.needs_history) == (("b",), 2.0, True)
+    assert (before.stop, before.needs_history) == (("a",), False)
+    for name, value, error in (
+        ("temperature", -1, InvalidParameter),
+        ("min_tokens", 17, InvalidParameter),
+        ("needs_history", False, UnknownParameter),
+        ("temprature", 1, UnknownParameter),
+    ):
+        now = params.clone()
+        with pytest.raises(error):
+            setattr(params, name, value)
+        assert params == now
 
 
 @given(

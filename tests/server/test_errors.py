@@ -134,7 +134,7 @@ UNSUPPORTED: list[Case] = [
     (CHAT, {"messages": USER, "modalities": ["text", "audio"]}, "modalities"),
     (CHAT, {"messages": USER, "audio": {"voice": "alloy"}}, "audio"),
     (CHAT, {"messages": USER, "chat_template": "{{ 1 }}"}, "chat_template"),
-    (CHAT, {"messages": USER, "store": True}, "store"),
+    (CHAT, {"messages": USER, "echo": True}, "echo"),
     (
         CHAT,
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a"}}]}]},

@@ -84,4 +84,4 @@ def test_every_neutral_value_passes_and_anything_else_is_refused(table: Any) -> 
 
 def test_a_zero_is_not_a_false() -> None:
     with pytest.raises(UnsupportedFeature):
-        Fields({"store": 0}).refuse(chat_completions.UNSUPPORTED)
+        Fields({"echo": 0}).refuse(chat_completions.UNSUPPORTED)

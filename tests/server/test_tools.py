@@ -259,13 +259,32 @@ def test_a_bad_tool_is_a_400_that_names_it(hermes: ServerProcess, body: dict[str
         assert (error["param"], error["code"]) == (field, "invalid_parameter")
 
 
+@needs_grammars
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [("response_format", {"type": "json_object"}), ("structured_outputs", {"regex": "a"}), ("guided_choice", ["a"])],
+    ("field", "value", "texts"),
+    [
+        ("response_format", {"type": "json_object"}, None),
+        ("structured_outputs", {"regex": "a/b|c"}, ("a/b", "c")),
+        ("guided_choice", ['a"b'], ('a"b',)),
+    ],
 )
-def test_another_grammar_beside_that_of_the_tools_is_refused(hermes: ServerProcess, field: str, value: Any) -> None:
-    error = hermes.post(CHAT, {**ASK, field: value}).json()["error"]
-    assert (error["param"], error["code"]) == (field, "unsupported_feature")
+def test_text_beside_tools_has_the_form_that_the_request_wants(
+    hermes: ServerProcess, field: str, value: Any, texts: tuple[str, ...] | None
+) -> None:
+    found = []
+    for seed in range(8):
+        choice = ask(hermes, **{field: value}, temperature=100, seed=seed, max_tokens=40)
+        if "tool_calls" not in choice["message"] and choice["finish_reason"] == "stop":
+            found.append(choice["message"]["content"])
+    assert found
+    for text in found:
+        assert isinstance(json.loads(text), dict) if texts is None else text in texts
+
+
+@needs_grammars
+def test_a_lark_grammar_beside_that_of_the_tools_is_refused(hermes: ServerProcess) -> None:
+    error = hermes.post(CHAT, {**ASK, "guided_grammar": 'start: "a"'}).json()["error"]
+    assert (error["param"], error["code"]) == ("structured_outputs.grammar", "unsupported_feature")
 
 
 @pytest.mark.parametrize("field", ["functions", "function_call"])

@@ -8,7 +8,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from quire.bench.workloads import NAMES, SyntheticWorkload, Workload, workload
-from quire.cli.options import add_engine_options, engine_options
+from quire.cli.early_checks import checked_engine_options
+from quire.cli.options import add_engine_options
 from quire.cli.workload import add_shape_options, given_shape
 from quire.errors import ConfigError
 
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{flag} applies to custom workloads only, not to --workload {args.workload}")
     shape = SyntheticWorkload(**given)
     name = "W5-cold" if args.workload == "W5" else args.workload
-    options: dict[str, Any] = {"skip_tokenizer_init": True, **engine_options(args)}
+    options: dict[str, Any] = {"skip_tokenizer_init": True, **checked_engine_options(args)}
     if name == WITHOUT_CACHE and options.setdefault("enable_prefix_caching", False):
         raise ConfigError(f"{name} is the workload without prefix caching", field="enable_prefix_caching")
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from quire.cli.options import add_engine_options, add_sampling_options, engine_options, sampling_options
+from quire.cli.early_checks import checked_engine_options
+from quire.cli.options import add_engine_options, add_sampling_options, sampling_options
 from quire.cli.structured_options import add_structured_options, structured_options
 from quire.errors import ConfigError, RequestError
 from quire.sequences.params import SamplingParams
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from quire.engine.llm import LLM
 
 NEW_COMMAND = "/new"
+END_COMMANDS = ("/bye", "/exit", "/quit")
+HELP = f"{NEW_COMMAND} starts a new conversation, {END_COMMANDS[0]} ends; a line that begins with // is sent with one /"
 
 
 def register(subparsers: Subparsers) -> None:
@@ -56,20 +59,21 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"{name} has no place in a chat; leave it out", field=name)
     SamplingParams(**given)  # validates the parameters before a model is loaded
 
+    options = checked_engine_options(args)
     from quire.engine.llm import LLM
 
-    with contextlib.closing(LLM(**engine_options(args))) as llm:
-        params = replace(llm.default_sampling_params(), **{"max_tokens": None, **given})
+    with contextlib.closing(LLM(**options)) as llm:
+        params = replace(llm.get_default_sampling_params(), **{"max_tokens": None, **given})
         conversation = Conversation(llm, params, args.system)
         if sys.stdin.isatty():
-            _talk(llm, conversation)
+            talk(llm, conversation)
         else:
             for line in filter(None, map(str.strip, sys.stdin)):
                 conversation.take(line)
     return 0
 
 
-def _talk(llm: LLM, conversation: Conversation) -> None:
+def talk(llm: LLM, conversation: Conversation) -> None:
     """Read lines from a terminal until its end."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - gives input() a line editor
@@ -84,9 +88,14 @@ def _talk(llm: LLM, conversation: Conversation) -> None:
             return
         except KeyboardInterrupt:
             continue
+        if line in END_COMMANDS:
+            return
+        if line.startswith("/") and line != NEW_COMMAND and not line.startswith("//"):
+            print(HELP if line == "/help" else f"unknown command {line.split()[0]}: {HELP}")
+            continue
         try:
             if line:
-                conversation.take(line)
+                conversation.take(line.removeprefix("/") if line.startswith("//") else line)
         except RequestError as error:
             print(f"quire: error: {error} ({NEW_COMMAND} starts a new conversation)", file=sys.stderr)
 

@@ -44,7 +44,7 @@ def run(llm: LLM, given: dict[str, Any]) -> int:
     if "beam_width" in given:
         raise ConfigError("the demonstration shows samples; leave beam_width out", field="beam_width")
     console = Console(highlight=False)
-    params = replace(llm.default_sampling_params(), **{"max_tokens": DEFAULT_MAX_TOKENS, **given})
+    params = replace(llm.get_default_sampling_params(), **{"max_tokens": DEFAULT_MAX_TOKENS, **given})
     for line in llm.resolved.lines():
         console.print(Text(line, style="dim"), soft_wrap=True)
     watch = MemoryWatch(llm)

@@ -13,7 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.options import add_engine_options, add_sampling_options, engine_options, sampling_options
+from quire.cli.early_checks import checked_engine_options
+from quire.cli.options import add_engine_options, add_sampling_options, sampling_options
 from quire.cli.structured_options import add_structured_options, structured_options
 from quire.errors import ConfigError
 from quire.sequences.params import NO_CHOICE, SamplingParams
@@ -73,9 +74,10 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("the demonstration has neither --json nor --stream; give a prompt", field="prompt")
     SamplingParams(**given)  # validates the parameters before a model is loaded
 
+    options = checked_engine_options(args)
     from quire.engine.llm import LLM
 
-    with LLM(**engine_options(args)) as llm:
+    with LLM(**options) as llm:
         if not prompts:
             from quire.cli import demo
 
@@ -83,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         for line in llm.resolved.lines():
             print(line, file=sys.stderr)
         defaults = {"max_tokens": DEFAULT_MAX_TOKENS, **(NO_CHOICE if "beam_width" in given else {})}
-        params = replace(llm.default_sampling_params(), **{**defaults, **given})
+        params = replace(llm.get_default_sampling_params(), **{**defaults, **given})
         if args.stream:
             return _print_stream(llm, prompts, params, is_json=args.json)
         logging.getLogger("quire.engine.llm").addHandler(logging.NullHandler())  # `_report_errors` reports them

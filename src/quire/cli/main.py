@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from quire import __version__
 from quire.cli import bench, bench_serve, chat, doctor, generate, inspect, plan, quantize, replay, serve
@@ -16,9 +17,16 @@ EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line: the usage of `serve` has thirty."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USER_ERROR, f"{self.prog}: error: {message}; {self.prog} --help has the options\n")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command and its subcommands; each sets `handler`."""
-    parser = argparse.ArgumentParser(prog="quire", description="Serve large language models from paged memory.")
+    parser = _Parser(prog="quire", description="Serve large language models from paged memory.")
     parser.add_argument("--version", action="version", version=f"quire {__version__}")
     subparsers = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
     for command in (generate, chat, serve, bench, bench_serve, plan, inspect, quantize, doctor, replay):
@@ -35,7 +43,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = build_parser()
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
-        refuse_unknown(parser, unknown)
+        (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+        actions = commands.choices[args.command]._option_string_actions
+        refuse_unknown(unknown, [flag for flag, action in actions.items() if action.help is not argparse.SUPPRESS])
+    if hasattr(args, "model_flag"):
+        args.model = args.model_flag
     return args
 
 

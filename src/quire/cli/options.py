@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
+import json
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from functools import cache
 from typing import Any, Literal, NoReturn, TypeAlias, get_args, get_origin, get_type_hints
 
@@ -22,6 +24,8 @@ Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 RENAMED = {("SamplingParams", "seed"): "request_seed"}
 # Fields in bytes whose names do not end with "_bytes".
 SIZES = frozenset({"swap_space"})
+# Short forms of vLLM's flags.
+FOREIGN_SHORT = {"tensor_parallel_size": ("-tp",), "pipeline_parallel_size": ("-pp",), "data_parallel_size": ("-dp",)}
 GROUPS = {ModelConfig: "model", CacheConfig: "cache", SchedulerConfig: "scheduler", SpeculativeConfig: "speculative"}
 
 
@@ -61,6 +65,20 @@ def add_engine_options(parser: argparse.ArgumentParser, names: Collection[str] |
         for flag in _flags(config):
             if flag.field != "model" and (names is None or flag.field in names):
                 _add(group, flag)
+    if names is None:
+        _add_foreign(parser)
+
+
+def _add_foreign(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of vLLM that do not exist here, unseen in the help; the configuration ignores or refuses them."""
+    parser.add_argument("--model", dest="model_flag", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    for name, (neutral, _) in OPTION_HINTS.items():
+        options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        flags = ["--" + name.replace("_", "-"), *FOREIGN_SHORT.get(name, ())]
+        if neutral is not None and {*map(type, neutral)} == {bool}:
+            parser.add_argument(*flags, action=argparse.BooleanOptionalAction, **options)
+        else:
+            parser.add_argument(*flags, type=_json_or_text, **options)
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +90,8 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the given flags of the configuration as the flat options of `EngineConfig.from_options`."""
-    return {name: value for config in GROUPS for name, value in _given(args, config).items()}
+    given = {name: value for config in GROUPS for name, value in _given(args, config).items()}
+    return given | {name: getattr(args, name) for name in OPTION_HINTS if hasattr(args, name)}
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -88,11 +107,23 @@ def parse_size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def refuse_unknown(parser: argparse.ArgumentParser, unknown: list[str]) -> NoReturn:
-    """End the command because of unknown arguments, with a hint for well-known ones of vLLM."""
-    names = [word.partition("=")[0].removeprefix("--").replace("-", "_") for word in unknown]
-    hints = [f"; --{name.replace('_', '-')}: {OPTION_HINTS[name]}" for name in names if name in OPTION_HINTS]
-    parser.error(f"unrecognized arguments: {' '.join(unknown)}{''.join(hints)}")
+def refuse_unknown(unknown: list[str], known: Collection[str]) -> NoReturn:
+    """End the command because of unknown arguments, with the nearest known flag, or a hint for one of vLLM's.
+
+    Args:
+        unknown: arguments that no flag takes.
+        known: flags of the command.
+    """
+    hints = ""
+    for flag in (word.partition("=")[0] for word in unknown if word.startswith("--")):
+        name = flag.removeprefix("--").replace("-", "_")
+        near = get_close_matches(flag, known, n=1)
+        if name in OPTION_HINTS:
+            hints += f"; {flag}: {OPTION_HINTS[name][1]}"
+        elif near:
+            hints += f"; did you mean {near[0]}?"
+    print(f"quire: error: unrecognized arguments: {' '.join(unknown)}{hints}", file=sys.stderr)
+    sys.exit(2)
 
 
 def integers(text: str) -> tuple[int, ...]:
@@ -152,6 +183,13 @@ def _reader(flag: Flag) -> tuple[Callable[[str], Any], str]:
 
 def _or_none(read: Callable[[str], Any]) -> Callable[[str], Any]:
     return lambda text: None if text.lower() == "none" else read(text)
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None if text == "None" else text
 
 
 def _integer(text: str) -> int:

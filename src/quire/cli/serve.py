@@ -6,6 +6,7 @@ import argparse
 import os
 
 from quire.cli import options
+from quire.cli.early_checks import check_files
 from quire.server.settings import REASONING_PARSERS, TOOL_CALL_PARSERS, ServerConfig
 
 DEFAULT_MAX_QUEUE_LEN = 1024
@@ -152,6 +153,7 @@ def run(args: argparse.Namespace) -> int:
     # Offline the queue is the user's own and unlimited; a server's is limited.
     given = {"max_queue_len": DEFAULT_MAX_QUEUE_LEN, **options.engine_options(args)}
     engine_config = EngineConfig.from_options(**given)
+    check_files(engine_config)
     # Imports the engine, so only after the checks of the options.
     from quire.server.lifecycle import serve
 

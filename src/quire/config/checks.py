@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import fields
 from math import inf
@@ -82,6 +83,21 @@ def parse_size(text: str) -> int:
         raise ValueError(f"{shown(text)} is not a size; write bytes, or a number with K, M, G, KiB, MiB, GiB")
     number, unit = match[1], UNITS[match[2].upper()]
     return int(number) * unit if number.isdigit() else int(float(number) * unit)
+
+
+def put_path(config: Any, name: str, *, optional: bool = False) -> None:
+    """Check a name or a path, and replace a `pathlib.Path` by its text.
+
+    Args:
+        config: frozen dataclass instance.
+        name: field of `config`.
+        optional: True to allow None.
+    """
+    value = getattr(config, name)
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+        object.__setattr__(config, name, value)
+    check_text(name, value, optional=optional)
 
 
 def put_size(config: Any, name: str, low: int, *, optional: bool = False) -> None:

@@ -1,11 +1,21 @@
-"""Hints for well-known names of vLLM, transformers and OpenAI that do not exist here."""
+"""Names of vLLM, transformers and OpenAI that do not exist here: their neutral values, and hints for all others."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import logging
+from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
-from typing import Final
+from typing import Any, Final
 
+from quire.errors import ConfigError, shown
+
+logger = logging.getLogger(__name__)
+
+# The neutral values of a name, which ask for nothing and are ignored, and the reason why others are refused. None is
+# always neutral; where the neutral values are None, all values are: they change speed or logs at most.
+Foreign = tuple[Iterable[Any] | None, str]
+
+_FLAGS: Final = (False, True)
 _ONE_DEVICE: Final = "an engine runs in one process, on one device"
 _NO_GRAPHS: Final = "there are no CUDA graphs and no compilation to configure"
 _CHUNKS: Final = "prompts are always computed in chunks; use max_num_batched_tokens and max_inter_token_ms"
@@ -13,51 +23,115 @@ _NO_CODE: Final = "no code of a checkpoint is run; the architectures that run ar
 _NO_LORA: Final = "adapters are not supported; merge them into the checkpoint"
 _GRAMMARS: Final = "llguidance compiles all structured outputs; use grammar_timeout_s and grammar_memory_bytes"
 _TEXT_ONLY: Final = "prompts are text or token ids, with embeddings of media at most"
+_GENERATES: Final = "this option selects pooling models, and LLM() generates"
+_FILES: Final = "weights are read from the folder or file of the model, in the formats of docs/checkpoints.md"
+_LOGS: Final = "the server's --log-level and --log-interval decide what is logged"
+_TEMPLATE: Final = "the template comes with the model; LLM.chat takes another one"
+_PROXY: Final = "a proxy before the server does that"
 
-OPTION_HINTS: Final[Mapping[str, str]] = {
-    "trust_remote_code": _NO_CODE,
-    "hf_overrides": "a config.json is used as it is; change it in a copy of the folder",
-    "hf_token": "set HF_TOKEN in the environment",
-    "download_dir": "set HF_HOME in the environment",
-    "load_format": "weights are read from safetensors files",
-    "tokenizer_mode": "there is one kind of tokenizer, that of tokenizer.json",
-    "tokenizer_revision": "revision is the model's; give a local folder for another version of a tokenizer",
-    "code_revision": _NO_CODE,
-    "runner": "an engine generates; there are no embeddings and no pooling",
-    "task": "an engine generates; there are no embeddings and no pooling",
-    "generation_config": "the model's own is read where it exists; give SamplingParams to override it",
-    "override_generation_config": "give SamplingParams to each request",
-    "enforce_eager": _NO_GRAPHS,
-    "compilation_config": _NO_GRAPHS,
-    "max_seq_len_to_capture": _NO_GRAPHS,
-    "tensor_parallel_size": _ONE_DEVICE,
-    "pipeline_parallel_size": _ONE_DEVICE,
-    "data_parallel_size": _ONE_DEVICE,
-    "enable_expert_parallel": _ONE_DEVICE,
-    "distributed_executor_backend": _ONE_DEVICE,
-    "disable_custom_all_reduce": _ONE_DEVICE,
-    "num_gpu_blocks_override": "use num_kv_blocks",
-    "cpu_offload_gb": "weights stay on the device; quantization makes them smaller",
-    "kv_offloading_size": "use swap_space, which also keeps evicted prefixes",
-    "calculate_kv_scales": "an fp8 cache has no scales; int8 has one for each token and head",
-    "prefix_caching_hash_algo": "prefixes are found in a tree of tokens, without hashes",
-    "disable_sliding_window": "windows are part of the model",
-    "disable_log_stats": "only the server logs statistics; use --log-interval",
-    "enable_log_requests": "the server's --log-level decides what is logged",
-    "enable_chunked_prefill": _CHUNKS,
-    "max_num_partial_prefills": _CHUNKS,
-    "max_long_partial_prefills": _CHUNKS,
-    "long_prefill_token_threshold": _CHUNKS,
-    "async_scheduling": "steps are planned one after the other",
-    "max_logprobs": "a request may ask for 64; the server's --max-request-logprobs bounds an answer",
-    "enable_lora": _NO_LORA,
-    "max_loras": _NO_LORA,
-    "max_lora_rank": _NO_LORA,
-    "guided_decoding_backend": _GRAMMARS,
-    "structured_outputs_config": _GRAMMARS,
-    "limit_mm_per_prompt": _TEXT_ONLY,
-    "mm_processor_kwargs": _TEXT_ONLY,
-    "logits_processors": "give them to SamplingParams",
+OPTION_HINTS: Final[Mapping[str, Foreign]] = {
+    # Neither value runs code: a model either has a built-in architecture or is refused.
+    "trust_remote_code": (_FLAGS, _NO_CODE),
+    "code_revision": ((), _NO_CODE),
+    "hf_overrides": (({},), "a config.json is used as it is; change it in a copy of the folder"),
+    "hf_config_path": ((), "config.json is read from the model's folder"),
+    "hf_token": ((), "set HF_TOKEN in the environment"),
+    "download_dir": ((), "set HF_HOME in the environment"),
+    "load_format": (("auto", "safetensors", "gguf"), _FILES),
+    "config_format": (("auto", "hf"), _FILES),
+    "model_loader_extra_config": (({},), _FILES),
+    "ignore_patterns": (([],), _FILES),
+    "safetensors_load_strategy": (("lazy",), _FILES),
+    "use_tqdm_on_load": (_FLAGS, "loading shows no progress bar"),
+    "tokenizer_mode": (("auto", "hf", "slow", "fast"), "there is one kind of tokenizer, that of tokenizer.json"),
+    "tokenizer_revision": ((), "revision is the model's; give a local folder for another version of a tokenizer"),
+    "skip_mm_profiling": (_FLAGS, _TEXT_ONLY),
+    "runner": (("auto", "generate"), _GENERATES),
+    "convert": (("auto", "none"), _GENERATES),
+    "task": (("auto", "generate"), _GENERATES),
+    "pooler_config": ((), _GENERATES),
+    "generation_config": (("auto",), "the model's own is read where it exists; give SamplingParams to override it"),
+    "override_generation_config": (({},), "give SamplingParams to each request"),
+    "chat_template": ((), _TEMPLATE),
+    "chat_template_content_format": (("auto", "string"), _TEMPLATE),
+    "trust_request_chat_template": ((False,), _TEMPLATE),
+    "default_chat_template_kwargs": (({},), "give chat_template_kwargs to each request"),
+    "response_role": (("assistant",), "answers have the role assistant"),
+    "enable_auto_tool_choice": (_FLAGS, "calls are allowed wherever the model's template knows tools"),
+    "exclude_tools_when_tool_choice_none": ((False,), "tools stay in the prompt, so that its prefix stays cached"),
+    "enforce_eager": (_FLAGS, _NO_GRAPHS),
+    "compilation_config": (None, _NO_GRAPHS),
+    "cudagraph_capture_sizes": (None, _NO_GRAPHS),
+    "max_seq_len_to_capture": (None, _NO_GRAPHS),
+    "tensor_parallel_size": ((1,), _ONE_DEVICE),
+    "pipeline_parallel_size": ((1,), _ONE_DEVICE),
+    "data_parallel_size": ((1,), _ONE_DEVICE),
+    "decode_context_parallel_size": ((1,), _ONE_DEVICE),
+    "prefill_context_parallel_size": ((1,), _ONE_DEVICE),
+    "api_server_count": ((1,), _ONE_DEVICE),
+    "nnodes": ((1,), _ONE_DEVICE),
+    "node_rank": ((0,), _ONE_DEVICE),
+    "enable_expert_parallel": ((False,), _ONE_DEVICE),
+    "enable_eplb": ((False,), _ONE_DEVICE),
+    "headless": ((False,), _ONE_DEVICE),
+    "distributed_executor_backend": (("uni", "mp"), _ONE_DEVICE),
+    "worker_cls": (("auto",), _ONE_DEVICE),
+    "disable_custom_all_reduce": (_FLAGS, _ONE_DEVICE),
+    "disable_frontend_multiprocessing": (_FLAGS, _ONE_DEVICE),
+    "num_gpu_blocks_override": ((), "use num_kv_blocks"),
+    "cpu_offload_gb": ((0, 0.0), "weights stay on the device; quantization makes them smaller"),
+    "kv_offloading_size": ((0, 0.0), "use swap_space, which also keeps evicted prefixes"),
+    "kv_transfer_config": ((), "the KV cache stays in this process"),
+    "kv_events_config": ((), "record_memory and the metrics show what blocks do"),
+    "calculate_kv_scales": ((False,), "an fp8 cache has no scales; int8 has one for each token and head"),
+    "prefix_caching_hash_algo": (None, "prefixes are found in a tree of tokens, without hashes"),
+    "disable_sliding_window": ((False,), "windows are part of the model"),
+    "disable_cascade_attn": (_FLAGS, "the attention kernels read shared blocks once where that is faster"),
+    "attention_backend": (("auto",), "use kernels"),
+    "disable_log_stats": (_FLAGS, _LOGS),
+    "disable_log_requests": (_FLAGS, _LOGS),
+    "enable_log_requests": ((False,), _LOGS),
+    "max_log_len": (None, _LOGS),
+    "disable_uvicorn_access_log": (_FLAGS, _LOGS),
+    "uvicorn_log_level": (None, _LOGS),
+    "aggregate_engine_logging": (_FLAGS, _LOGS),
+    "otlp_traces_endpoint": ((), "there are no traces; /metrics and /kv have the numbers"),
+    "enable_prompt_tokens_details": (_FLAGS, "usage always has the cached tokens"),
+    "enable_server_load_tracking": (_FLAGS, "/load always answers"),
+    "enable_request_id_headers": (_FLAGS, "every answer has its x-request-id"),
+    "enable_force_include_usage": ((False,), "a client asks for it with stream_options.include_usage"),
+    "return_tokens_as_token_ids": ((False,), "a request asks for it"),
+    "enable_chunked_prefill": ((True,), _CHUNKS),
+    "max_num_partial_prefills": (None, _CHUNKS),
+    "max_long_partial_prefills": (None, _CHUNKS),
+    "long_prefill_token_threshold": ((0,), _CHUNKS),
+    "disable_chunked_mm_input": ((False,), _CHUNKS),
+    "async_scheduling": (_FLAGS, "steps are planned one after the other"),
+    "scheduler_cls": ((), "use scheduling_policy"),
+    "stream_interval": ((1,), "each step's tokens are sent at once"),
+    "max_logprobs": (range(65), "a request may ask for 64; the server's --max-request-logprobs bounds an answer"),
+    "enable_lora": ((False,), _NO_LORA),
+    "max_loras": ((1,), _NO_LORA),
+    "max_lora_rank": ((16,), _NO_LORA),
+    "lora_modules": (([],), _NO_LORA),
+    "guided_decoding_backend": (("auto", "guidance", "xgrammar", "outlines"), _GRAMMARS),
+    "structured_outputs_config": (({}, {"backend": "auto"}, {"backend": "guidance"}), _GRAMMARS),
+    "limit_mm_per_prompt": (({}, {"image": 0}, {"image": 0, "video": 0}), _TEXT_ONLY),
+    "mm_processor_kwargs": (({},), _TEXT_ONLY),
+    "mm_processor_cache_gb": (None, _TEXT_ONLY),
+    "disable_mm_preprocessor_cache": (_FLAGS, _TEXT_ONLY),
+    "enable_prompt_embeds": ((False,), _TEXT_ONLY),
+    "logits_processors": (([],), "give them to SamplingParams"),
+    "enable_sleep_mode": ((False,), "an engine frees its memory when it is closed"),
+    "additional_config": (({},), "it belongs to extensions of another engine"),
+    "model_impl": (("auto",), "the architectures that run are built in"),
+    "middleware": (([],), _PROXY),
+    "root_path": (("",), _PROXY),
+    "ssl_keyfile": ((), _PROXY),
+    "ssl_certfile": ((), _PROXY),
+    "uds": ((), _PROXY),
+    "allowed_origins": (([],), "use --allow-origin"),
+    "config": ((), "write the options on the command line"),
 }
 
 SAMPLING_HINTS: Final[Mapping[str, str]] = {
@@ -76,6 +150,38 @@ SAMPLING_HINTS: Final[Mapping[str, str]] = {
     "max_completion_tokens": "use max_tokens",
     "top_logprobs": "use logprobs",
 }
+
+
+def is_neutral(value: object, row: Foreign) -> bool:
+    """Return whether a value of a name that does not exist here asks for nothing.
+
+    Args:
+        value: the value.
+        row: the name's row of a table.
+    """
+    neutral, _ = row
+    # The type counts too: 0 and False are equal in Python.
+    return value is None or neutral is None or any(type(value) is type(one) and value == one for one in neutral)
+
+
+def drop_neutral(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options without those of vLLM whose values ask for nothing; one warning names these.
+
+    Args:
+        options: options by name.
+
+    Raises:
+        ConfigError: a name of `OPTION_HINTS` has another value.
+    """
+    foreign = [name for name in options if name in OPTION_HINTS]
+    for name in foreign:
+        neutral, hint = OPTION_HINTS[name]
+        if not is_neutral(options[name], OPTION_HINTS[name]):
+            allowed = " or ".join([*map(shown, [*(neutral or ())][:4]), "absent"])
+            raise ConfigError(f"{name} must be {allowed}, got {shown(options[name])}: {hint}", field=name)
+    if foreign:
+        logger.warning("ignored options of vLLM that change nothing here: %s", ", ".join(sorted(foreign)))
+    return {name: value for name, value in options.items() if name not in OPTION_HINTS}
 
 
 def hint_for(name: str, hints: Mapping[str, str], known: Collection[str]) -> str:

@@ -14,13 +14,16 @@ from quire.config.checks import (
     check_share,
     check_text,
     check_whole,
+    put_path,
     put_size,
 )
-from quire.config.hints import OPTION_HINTS, hint_for
+from quire.config.hints import drop_neutral, hint_for
 from quire.config.speculative import SpeculativeConfig, flatten
 from quire.errors import ConfigError, shown
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+# Other names of vLLM and torch.
+DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 KV_CACHE_DTYPES = ("auto", *CACHE_DTYPES)
 DEVICES = ("auto", "cpu", "cuda")
 KERNELS = ("auto", "native", "torch")
@@ -85,9 +88,11 @@ class ModelConfig:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", DTYPE_ALIASES.get(self.dtype, self.dtype))
         check_choices(self)
-        check_text("model", self.model)
-        for name in ("tokenizer", "revision", "served_model_name"):
+        put_path(self, "model")
+        put_path(self, "tokenizer", optional=True)
+        for name in ("revision", "served_model_name"):
             check_text(name, getattr(self, name), optional=True)
         check_flag("skip_tokenizer_init", self.skip_tokenizer_init)
         check_flag("deterministic", self.deterministic)
@@ -178,14 +183,14 @@ class CacheConfig:
                 f'swap_space="{self.swap_space}GiB" (on the command line: --swap-space {self.swap_space}GiB)',
                 field="swap_space",
             )
-        check_text("prefix_cache_dir", self.prefix_cache_dir, optional=True)
+        put_path(self, "prefix_cache_dir", optional=True)
         put_size(self, "prefix_cache_disk_bytes", 1)
         if self.prefix_cache_dir is not None and not self.enable_prefix_caching:
             raise ConfigError(
                 f"prefix_cache_dir ({self.prefix_cache_dir}) needs enable_prefix_caching, which is off",
                 field="prefix_cache_dir",
             )
-        check_text("record_memory", self.record_memory, optional=True)
+        put_path(self, "record_memory", optional=True)
 
     @property
     def host_bytes(self) -> int:
@@ -284,14 +289,15 @@ class EngineConfig:
             options: fields of the parts; `speculative_config` is a mapping of fields of `SpeculativeConfig`.
 
         Raises:
-            ConfigError: an unknown option (the message lists the known ones), or a value that is not allowed.
+            ConfigError: an unknown option (the message lists the known ones), or a value that is not allowed. Options
+                of vLLM that do not exist here may have their neutral values; see `OPTION_HINTS`.
         """
         sections = option_sections()
         parts: dict[str, dict[str, Any]] = {part: {} for part in PARTS}
-        for name, value in flatten(options).items():
+        for name, value in drop_neutral(flatten(options)).items():
             if name not in sections:
                 raise ConfigError(
-                    f"unknown option {shown(name)}{hint_for(name, OPTION_HINTS, sections)}; known options are "
+                    f"unknown option {shown(name)}{hint_for(name, {}, sections)}; known options are "
                     f"{', '.join(sorted(sections))}",
                     field=name,
                 )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from quire.config.checks import check_choices, check_text, check_whole, put_size
+from quire.config.checks import check_choices, check_whole, put_path, put_size
 from quire.errors import ConfigError, shown
 
 METHODS = ("off", "ngram", "suffix", "draft", "mtp")
@@ -59,7 +59,7 @@ class SpeculativeConfig:
         check_whole("prompt_lookup_min", self.prompt_lookup_min, 1, MAX_LOOKUP, optional=True)
         check_whole("prompt_lookup_max", self.prompt_lookup_max, 1, MAX_LOOKUP, optional=True)
         put_size(self, "suffix_cache_bytes", 1 << 16, optional=True)
-        check_text("draft_model", self.draft_model, optional=True)
+        put_path(self, "draft_model", optional=True)
         for name, methods in METHODS_OF.items():
             if getattr(self, name) is not None and method not in methods:
                 raise ConfigError(
@@ -116,6 +116,8 @@ def flatten(options: Mapping[str, Any]) -> dict[str, Any]:
             f"speculative_config must be a mapping or None, got {shown(given)}", field="speculative_config"
         )
     names = {KEY_ALIASES.get(key, key): value for key, value in given.items()}
+    if names.get("speculative_method") == "draft_model":  # vLLM's name of the method
+        names["speculative_method"] = "draft"
     if "draft_model" in names:
         names.setdefault("speculative_method", "draft")
     twice = next((name for name in names if name in flat), None)

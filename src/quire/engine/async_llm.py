@@ -33,6 +33,17 @@ from quire.text.tokenizer import Tokenizer
 STUCK_AFTER_S = 60.0
 
 
+class AsyncEngineArgs:
+    """Options of an engine under vLLM's name.
+
+    Args:
+        options: options of `LLM(...)`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+
+
 class AsyncLLM:
     """Serves requests concurrently; every public method is called from event loops, the engine from its own thread.
 
@@ -81,6 +92,11 @@ class AsyncLLM:
         """Load a model from flat options, those of `LLM(...)`, and start its engine."""
         return cls.from_config(EngineConfig.from_options(model=model, **options))
 
+    @classmethod
+    def from_engine_args(cls, engine_args: AsyncEngineArgs) -> AsyncLLM:
+        """Load a model from vLLM's form of the options, and start its engine."""
+        return cls.from_options(**engine_args.options)
+
     async def __aenter__(self) -> AsyncLLM:
         return self
 
@@ -117,8 +133,8 @@ class AsyncLLM:
         self,
         prompt: Prompt | PreparedRequest,
         sampling_params: SamplingParams,
-        *,
         request_id: str | None = None,
+        *,
         priority: int = 0,
         flow: str | None = None,
         place: SlotReservation | None = None,
@@ -169,6 +185,8 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Submit a request, once its texts are tokens, and yield its outputs; see `generate` and `Stream`."""
         arrival_s = time.monotonic()
+        if isinstance(params, SamplingParams):  # else it is refused below
+            params = params.clone()
 
         def submit(engine: Engine) -> None:
             engine.add_request(name, prompt, params, arrival_s=arrival_s, **options)
@@ -331,3 +349,7 @@ class AsyncLLM:
         self._is_draining = self._is_closed = True
         self._thread.shutdown(timeout_s=30)
         self.texts.close()
+
+
+# vLLM's name of the class.
+AsyncLLMEngine = AsyncLLM

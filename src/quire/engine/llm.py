@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from os import PathLike
 from typing import Any
 
 from quire.config import EngineConfig, ResolvedConfig
@@ -14,7 +14,9 @@ from quire.engine.exporters.kv_report import KvReport
 from quire.engine.inputs.prompts import Prompt
 from quire.engine.kv.pinning import ONE_TOKEN
 from quire.engine.metrics.stats import EngineStats
+from quire.engine.outputs.beam_search import BeamSearchOutput, BeamSearchParams, beam_outputs
 from quire.engine.outputs.outputs import OutputCollector, RequestOutput
+from quire.engine.outputs.progress import ProgressBar
 from quire.engine.outputs.reasoning import add_reasoning, with_reasoning
 from quire.engine.outputs.tool_calls import add_calls, as_tools_error, with_calls
 from quire.engine.startup.loading import load
@@ -47,7 +49,7 @@ class LLM:
         ConfigError: an option or a checkpoint that cannot be honoured.
     """
 
-    def __init__(self, model: str = "bundled", **options: Any) -> None:
+    def __init__(self, model: str | PathLike[str] = "bundled", **options: Any) -> None:
         loaded = load(EngineConfig.from_options(model=model, **options))
         self.engine: Engine = loaded.engine
         self.model_name = loaded.name
@@ -133,7 +135,7 @@ class LLM:
         self._check_open()
         self.engine.pins.unpin(name, tenant)
 
-    def default_sampling_params(self) -> SamplingParams:
+    def get_default_sampling_params(self) -> SamplingParams:
         """Return the sampling parameters of the model's generation config."""
         return SamplingParams(**self._default_params)
 
@@ -165,7 +167,7 @@ class LLM:
         Raises:
             RequestError: a prompt or parameter that is refused; then nothing runs.
         """
-        with _Progress(is_shown=use_tqdm) as progress:
+        with ProgressBar(is_shown=use_tqdm) as progress:
             whole: dict[str, RequestOutput] = {}
             options = {"cache_salt": cache_salt, "tenant": tenant, "retain_cache": retain_cache}
             for output in self._run(prompts, sampling_params, progress.start, **options):
@@ -209,7 +211,8 @@ class LLM:
             tool_call_parser: format of the model's calls, a name of `FORMATS`; "auto" finds it in the chat template.
             reasoning_parser: format of the model's thinking, a name of `REASONING_FORMATS`; "auto" finds it in the chat
                 template, "none" leaves thinking in the text only. Outputs then have `reasoning` and `content`.
-            template_args: `add_generation_prompt`, and other variables of the model's chat template.
+            template_args: arguments of `render_chat`: `add_generation_prompt`, `continue_final_message`,
+                `chat_template`, `chat_template_kwargs`, and other variables of the model's chat template.
 
         Raises:
             RequestError: messages that the template refuses, a model without a template, or unsupported tools.
@@ -218,44 +221,72 @@ class LLM:
         if use is not None:
             template_args["tools"] = use.definitions
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts = [self.render_chat(conversation, **template_args) for conversation in conversations]  # type: ignore[arg-type]
+        texts = [self._chat_text(conversation, **template_args) for conversation in conversations]  # type: ignore[arg-type]
+        prompts = [self.get_tokenizer().encode(text, add_special_tokens=False) for text in texts]
         options: dict[str, Any] = {"use_tqdm": use_tqdm, "cache_salt": cache_salt, "tenant": tenant}
         options["retain_cache"] = retain_cache
         thinking = ReasoningModel.find(reasoning_parser, self.tokenizer, self.engine.requests.end_token_ids)
         each = with_reasoning(self._params_of(sampling_params, len(prompts)), thinking)
-        if use is not None:
-            each = [with_calls(params, use) for params in each]
         try:
-            outputs = self.generate(prompts, each, **options)
+            outputs = self.generate(prompts, each if use is None else [with_calls(one, use) for one in each], **options)
         except InvalidParameter as error:
             raise (error if use is None else as_tools_error(error)) from error
+        for output, text in zip(outputs, texts, strict=True):
+            output.prompt = text
         add_reasoning(outputs, thinking)
         if use is not None:
             add_calls(outputs, use)
         return outputs
 
-    def render_chat(
-        self,
-        messages: Messages,
-        *,
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **template_args: Any,
-    ) -> list[int]:
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = False
+    ) -> list[BeamSearchOutput]:
+        """Search for the most likely outputs of each prompt, best first.
+
+        Raises:
+            RequestError: a prompt or parameter that is refused, or a request that failed.
+        """
+        return beam_outputs(self.generate(prompts, params.as_sampling(), use_tqdm=use_tqdm))
+
+    def render_chat(self, messages: Messages, **template_args: Any) -> list[int]:
         """Return the token ids of a conversation, by default ready for the assistant's turn.
 
         Args:
-            tools: functions for the template to list.
-            template_args: variables of the model's chat template.
+            template_args: arguments of `ChatTemplate.render`: `add_generation_prompt`, `continue_final_message` and
+                `tools`; `chat_template`, the source of a template that replaces the model's; `chat_template_kwargs`, a
+                mapping of variables of the template; or such variables themselves.
         """
+        text = self._chat_text(messages, **template_args)
+        return self.get_tokenizer().encode(text, add_special_tokens=False)
+
+    def _chat_text(
+        self,
+        messages: Messages,
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **variables: Any,
+    ) -> str:
         self._check_open()
         if self.tokenizer is None:
             raise UnsupportedFeature("messages", "this engine runs without a tokenizer")
-        template = require_chat_template(self.tokenizer.chat_template)
-        text = template.render(
-            messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=template_args
+        if not isinstance(chat_template_kwargs, Mapping | None):
+            raise InvalidParameter("chat_template_kwargs", chat_template_kwargs, "a mapping or None")
+        if not isinstance(chat_template, str | None):
+            raise InvalidParameter("chat_template", chat_template, "the text of a Jinja template, or None")
+        template = self.tokenizer.chat_template
+        if chat_template is not None:
+            template = self.tokenizer.make_chat_template(chat_template)
+        return require_chat_template(template).render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            variables={**(chat_template_kwargs or {}), **variables},
         )
-        return self.tokenizer.encode(text, add_special_tokens=False)
 
     def stream(
         self,
@@ -334,57 +365,13 @@ class LLM:
     def _params_of(self, params: Params, count: int) -> Sequence[SamplingParams]:
         """Return one set of parameters for each prompt."""
         if params is None:
-            return [self.default_sampling_params()] * count
+            return [self.get_default_sampling_params()] * count
         if isinstance(params, SamplingParams):
             return [params] * count
         if not isinstance(params, list | tuple) or len(params) != count:
             allowed = f"SamplingParams, or a list of one for each of {count} prompts"
             raise InvalidParameter("sampling_params", params, allowed)
         return params
-
-
-class _Progress:
-    """A progress bar over finished sequences, or nothing."""
-
-    def __init__(self, *, is_shown: bool) -> None:
-        self._bar: Any = None
-        self._num_tokens = 0
-        self._task: Any = None
-        # Standard output is the program's own; without a terminal, a bar is noise.
-        if is_shown and sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-            self._bar = Progress(
-                TextColumn("Generating"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[num_tokens]} tokens"),
-                TimeElapsedColumn(),
-                console=Console(stderr=True),
-                transient=True,
-            )
-
-    def __enter__(self) -> _Progress:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def start(self, total: int) -> None:
-        """Start the bar with the number of sequences."""
-        if self._bar is not None:
-            self._task = self._bar.add_task("", total=total, num_tokens=0)
-
-    def advance(self, delta: RequestOutput) -> None:
-        """Add the delta of one request."""
-        if self._bar is not None:
-            self._num_tokens += sum(len(output.token_ids) for output in delta.outputs)
-            finished = sum(output.finished for output in delta.outputs)
-            self._bar.update(self._task, advance=finished, num_tokens=self._num_tokens)
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

@@ -38,6 +38,13 @@ MAX_CONFIG_BYTES = 4 << 20
 MAX_INDEX_BYTES = 64 << 20
 MAX_TOKEN_ID = 2**31 - 1
 GGUF_SUFFIX = ".gguf"
+# Errors of the hub's client in the user's words; their own texts are long.
+HUB_ERRORS = {
+    "LocalEntryNotFoundError": "the hub cannot be reached, and the local cache has no copy",
+    "RepositoryNotFoundError": "the hub has no such model, or it needs HF_TOKEN",
+    "GatedRepoError": "the model's owner must grant access, and HF_TOKEN must be set",
+    "RevisionNotFoundError": "the model has no such revision",
+}
 _QUANTIZATION = re.compile(r"[A-Za-z0-9_.-]{2,32}")
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -142,6 +149,11 @@ def read_config(model: str, revision: str | None = None) -> Mapping[str, Any]:
     return _read_object(path)
 
 
+def is_local(model: str) -> bool:
+    """Return whether a model is not fetched from the hub: it is a file, a folder or bundled, or no hub id either."""
+    return model == BUNDLED or Path(model).expanduser().exists() or not _HUB_ID.fullmatch(model.partition(":")[0])
+
+
 def locate(model: str, revision: str | None = None, only: str | None = None) -> Path:
     """Return the folder that holds a model's files, fetching it from the hub where it is a hub id.
 
@@ -228,10 +240,11 @@ def _download(model: str, revision: str | None, patterns: Sequence[str], ignored
         )
     # The hub client lets errors of its HTTP and cache layers through; whichever it was, the model is not here.
     except Exception as error:
+        name = type(error).__name__
+        why = HUB_ERRORS.get(name) or f"{name}: {' '.join(str(error).split())[:100]}"
         raise CheckpointError(
-            f"model {model!r} is no local folder and could not be fetched from the hub "
-            f"({type(error).__name__}: {error}); check the name, the revision and the network, or download it first "
-            "and name the folder",
+            f"model {model!r} is no local folder and could not be fetched from the hub ({why}); check the name, the "
+            "revision and the network, or download it first and name the folder",
             field="model",
         ) from error
     return Path(folder)

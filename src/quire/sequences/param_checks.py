@@ -76,7 +76,9 @@ def logit_bias(value: object) -> Mapping[int, float] | None:
 
 
 def processors(value: object) -> tuple[Callable[..., Any], ...]:
-    """Return logits processors."""
+    """Return logits processors; None is an empty list."""
+    if value is None:
+        return ()
     if not isinstance(value, list | tuple) or not all(callable(processor) for processor in value):
         raise InvalidParameter("logits_processors", value, "a list of functions")
     return tuple(value)

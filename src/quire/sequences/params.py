@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, Final
 
@@ -47,11 +47,12 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2  # whole output, once, when the request has finished
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, unsafe_hash=True)
 class SamplingParams:
     """Sampling parameters of one request, with vLLM's names and defaults.
 
-    Every instance is valid: construction runs the validator. Limits that depend on the model (vocabulary, context
+    Every instance is valid: construction and assignment run the validator, and the engine copies the parameters of a
+    request. Limits that depend on the model (vocabulary, context
     length, `max_num_seqs`) are checked by `check_for_model` when the engine gets the request.
 
     Args:
@@ -156,16 +157,33 @@ class SamplingParams:
     output_kind: RequestOutputKind = field(default=RequestOutputKind.DELTA, metadata={"has_flag": False})
     penalizes_tokens: bool = field(init=False, default=False, repr=False)
     needs_history: bool = field(init=False, default=False, repr=False)
+    # The last field, so that copying and unpickling set all others without a check.
+    is_checked: bool = field(init=False, default=False, repr=False, compare=False)
 
     def __new__(cls, *_: Any, **given: Any) -> SamplingParams:
         """Refuse unknown fields with a typed error; the generated `__init__` would raise a bare `TypeError`."""
         for name in given:
             if name not in _FIELD_NAMES:
-                raise UnknownParameter(
-                    f"unknown sampling parameter {shown(name)}{hint_for(name, SAMPLING_HINTS, _FIELD_NAMES)}",
-                    field=name,
-                )
+                raise _unknown(name)
         return object.__new__(cls)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Assign a field; values that are not allowed raise the errors of the constructor and change nothing."""
+        if not getattr(self, "is_checked", False):
+            object.__setattr__(self, name, value)
+            return
+        if name not in _FIELD_NAMES:
+            raise _unknown(name)
+        checked = replace(self, **{name: value})
+        for item in fields(self):
+            object.__setattr__(self, item.name, getattr(checked, item.name))
+
+    def clone(self) -> SamplingParams:
+        """Return a copy that later assignments do not change."""
+        new = object.__new__(SamplingParams)
+        for name in _SLOT_NAMES:
+            object.__setattr__(new, name, getattr(self, name))
+        return new
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -223,9 +241,9 @@ class SamplingParams:
             raise InvalidParameter("stop", self.stop, "empty when detokenize is false (stop strings need text)")
         _check_form(self)
         put(self, "penalizes_tokens", _penalties(self) != (1.0, 0.0, 0.0))
-        needs_history = self.penalizes_tokens or self.dry_multiplier or self.bad_words or self.logits_processors
-        put(self, "needs_history", bool(needs_history))
+        put(self, "needs_history", _needs_history(self))
         put(self, "length_penalty", _check_beams(self))
+        put(self, "is_checked", True)
 
     @property
     def num_sequences(self) -> int:
@@ -280,6 +298,14 @@ class SamplingParams:
 _FIELD_NAMES: Final = frozenset(item.name for item in fields(SamplingParams) if item.init)
 
 
+_SLOT_NAMES: Final = tuple(item.name for item in fields(SamplingParams))
+
+
+def _unknown(name: str) -> UnknownParameter:
+    hint = hint_for(name, SAMPLING_HINTS, _FIELD_NAMES)
+    return UnknownParameter(f"unknown sampling parameter {shown(name)}{hint}", field=name)
+
+
 def _penalties(params: SamplingParams) -> tuple[float, float, float]:
     return params.repetition_penalty, params.presence_penalty, params.frequency_penalty
 
@@ -294,6 +320,10 @@ def _check_form(params: SamplingParams) -> None:
         raise InvalidParameter("thinking", thinking, "ThinkingTokens or None")
     if budget is not None:
         integer("thinking_token_budget", budget, 0, 2**31 - 1)
+
+
+def _needs_history(params: SamplingParams) -> bool:
+    return bool(params.penalizes_tokens or params.dry_multiplier or params.bad_words or params.logits_processors)
 
 
 def _check_kind(kind: object) -> None:

@@ -18,7 +18,7 @@ class GrammarSource(NamedTuple):
     """Source of a grammar, which identifies it.
 
     Args:
-        kind: "json" (a schema), "regex", "choice" (a JSON list of strings) or "grammar" (Lark).
+        kind: "json" (a schema), "regex", "choice" (a JSON list of strings) or "grammar" (Lark or GBNF).
         text: text of the grammar.
         has_whitespace: True where JSON may have whitespace between its parts.
     """
@@ -38,7 +38,8 @@ class StructuredOutputs:
         regex: regular expression that matches the whole output, in the syntax of Rust's `regex`: without lookaround and
             backreferences.
         choice: allowed outputs.
-        grammar: grammar in the Lark dialect of `llguidance`; its rule `start` matches the output.
+        grammar: grammar in the Lark dialect of `llguidance`, whose rule `start` matches the output, or in GBNF
+            (llama.cpp's form of EBNF), whose rule `root` does.
         disable_any_whitespace: no whitespace between the parts of JSON; else one space, or a new line with indentation.
 
     Raises:
@@ -89,6 +90,10 @@ class StructuredOutputs:
         """Name of the given field in error messages."""
         kind = next(name for name in KINDS if getattr(self, name) not in (None, False))
         return f"structured_outputs.{kind}"
+
+
+# vLLM's name of the class.
+StructuredOutputsParams = StructuredOutputs
 
 
 def structured_outputs(value: object) -> StructuredOutputs | None:

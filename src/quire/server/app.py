@@ -27,11 +27,15 @@ Handler = Callable[[ServerState, Request], Awaitable[ASGIApp]]
 
 ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/health", monitoring.health),
+    ("GET", "/ping", monitoring.health),
+    ("POST", "/ping", monitoring.health),
+    ("GET", "/load", monitoring.load),
     ("GET", "/version", monitoring.version),
     ("GET", "/v1/models", models.list_models),
     ("GET", "/v1/models/{model_id:path}", models.show_model),
     ("POST", "/v1/completions", completions.completions),
     ("POST", "/v1/chat/completions", chat_completions.chat_completions),
+    ("GET", "/tokenizer_info", tokens.tokenizer_info),
     ("POST", "/tokenize", tokens.tokenize),
     ("POST", "/detokenize", tokens.detokenize),
 )
@@ -56,7 +60,8 @@ def build_app(state: ServerState) -> Starlette:
             CORSMiddleware,
             allow_origins=state.config.allow_origins,
             allow_methods=("GET", "POST"),
-            allow_headers=("authorization", "content-type"),
+            # Clients send headers of their own, nine for example; none of them can do harm without a key.
+            allow_headers=("*",),
             expose_headers=("retry-after", "x-request-id"),
         )
         # Preflight requests have no key, so CORS precedes the guard.

@@ -13,9 +13,11 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.server.errors import IS_OPERATOR, REQUEST_ID, TASK_ENDING_ERRORS, ApiError, error_response
+from quire.server.errors import IS_OPERATOR, REQUEST_ID, SHOWN_ID, TASK_ENDING_ERRORS, ApiError, error_response
 
-OPEN_PATH = "/health"
+OPEN_PATHS = frozenset({"/health", "/ping"})
+# A request id of the client: visible characters, so that it can stand in a header and a line of a log.
+CLIENT_ID = re.compile(r"[!-~]{1,128}")
 # A name or an address, or an IPv6 address in brackets; with an optional port.
 HOST = re.compile(r"(?:\[(?P<address>[^\[\]]*:[^\[\]]*)\]|(?P<name>[^\[\]:]*))(?::[0-9]*)?")
 
@@ -40,7 +42,11 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = scope[REQUEST_ID] = uuid.uuid4().hex
+        headers = Headers(scope=scope)
+        scope[REQUEST_ID] = uuid.uuid4().hex
+        # Several requests of a client may have one id, so the answer's id is the server's own.
+        given = headers.get("x-request-id", "")
+        request_id = scope[SHOWN_ID] = given if CLIENT_ID.fullmatch(given) else scope[REQUEST_ID]
         has_begun = False
 
         async def send_with_id(message: Message) -> None:
@@ -51,10 +57,9 @@ class Guard:
             await send(message)
 
         try:
-            headers = Headers(scope=scope)
-            presented = _presented_key(headers.get("authorization", ""))
+            presented = _presented_key(headers)
             scope[IS_OPERATOR] = self._operator_key is not None and hmac.compare_digest(presented, self._operator_key)
-            is_open = scope[IS_OPERATOR] or scope["path"] == OPEN_PATH
+            is_open = scope[IS_OPERATOR] or scope["path"] in OPEN_PATHS
             refusal = None if is_open else self._refusal(headers, presented)
             handler = self._app if refusal is None else refusal.response()
             await handler(scope, receive, send_with_id)
@@ -89,7 +94,7 @@ def check_operator(request: Request, *, has_operators: bool) -> None:
     """
     if request.scope[IS_OPERATOR] or not has_operators:
         return
-    if not request.headers.get("authorization"):
+    if not _presented_key(request.headers):
         raise invalid_key("operator's")
     raise ApiError(403, "this route needs the operator's key", code="operator_only")
 
@@ -98,7 +103,7 @@ def invalid_key(whose: str) -> ApiError:
     """Return the refusal of a request without a key or with a wrong one; a browser then prompts for the key."""
     return ApiError(
         401,
-        f"the {whose} key is missing or wrong; send it as Authorization: Bearer KEY",
+        f"the {whose} key is missing or wrong; send it as Authorization: Bearer KEY, or as x-api-key",
         code="invalid_api_key",
         headers={"WWW-Authenticate": 'Basic realm="quire", charset="UTF-8"'},
     )
@@ -119,7 +124,11 @@ def is_local_host(host: str) -> bool:
     return True
 
 
-def _presented_key(authorization: str) -> bytes:
+def _presented_key(headers: Headers) -> bytes:
+    """Return the key of a request, in OpenAI's header or in Anthropic's."""
+    authorization = headers.get("authorization", "")
+    if not authorization:
+        return headers.get("x-api-key", "").strip().encode("latin-1")
     scheme, _, value = authorization.partition(" ")
     value = value.strip()
     if scheme.lower() == "basic":

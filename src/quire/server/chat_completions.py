@@ -36,6 +36,7 @@ OWN_FIELDS = (
     "max_completion_tokens",
     "top_logprobs",
     "add_generation_prompt",
+    "continue_final_message",
     "chat_template_kwargs",
     *TOOL_FIELDS,
     *REASONING_FIELDS,
@@ -46,14 +47,8 @@ UNSUPPORTED: Mapping[str, Refusal] = {
     "function_call": (("none",), USE_TOOLS),
     "audio": ((), "the model writes text only"),
     "modalities": ((["text"],), "the model writes text only"),
-    "prediction": ((), "predicted outputs are not used"),
-    "verbosity": (("medium",), "request it in a message"),
     "web_search_options": ((), "the server connects to no other one"),
-    "store": ((False,), "nothing is stored"),
-    "metadata": (({},), "nothing is stored"),
-    "prompt_cache_retention": ((), "cached blocks stay until their memory is needed; retain_cache evicts them last"),
     "chat_template": ((), "templates come with the model, never from requests"),
-    "continue_final_message": ((False,), "use /v1/completions to continue a text"),
     "documents": (([],), "put them into a message"),
     "echo": ((False,), "use /v1/completions"),
     "mm_processor_kwargs": (({},), "the model reads text only"),
@@ -130,7 +125,7 @@ def read_chat(state: ServerState, fields: Fields) -> tuple[GenerationRequest, Ch
         **read_thinking(state, fields),
     }
     if tool_use is not None:
-        calls = tool_use.sampling()
+        calls = tool_use.sampling(wanted)
         calls["kept_special_ids"] += own.get("kept_special_ids", ())
         own |= calls
         field_aliases["structured_outputs.grammar"] = "tools"
@@ -160,9 +155,11 @@ async def render_chat(
     kwargs = fields.get("chat_template_kwargs")
     if kwargs is not None and not isinstance(kwargs, dict):
         raise InvalidParameter("chat_template_kwargs", kwargs, "an object")
+    continues = fields.flag("continue_final_message")
     return await state.llm.texts.render(
         fields.get("messages"),
-        add_generation_prompt=fields.flag("add_generation_prompt", add_generation_prompt),
+        add_generation_prompt=fields.flag("add_generation_prompt", add_generation_prompt and not continues),
+        continue_final_message=continues,
         tools=tools,
         variables=kwargs,
         hints=read_effort(fields),

@@ -18,7 +18,7 @@ import h11
 from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from quire.server.errors import REQUEST_ID, ApiError, too_many_connections
+from quire.server.errors import SHOWN_ID, ApiError, too_many_connections
 
 logger = logging.getLogger(__name__)
 
@@ -301,7 +301,7 @@ class Connection(H11Protocol):
         headers = {
             "content-type": "application/json",
             "content-length": str(len(body)),
-            "x-request-id": scope.get(REQUEST_ID) or uuid.uuid4().hex,
+            "x-request-id": scope.get(SHOWN_ID) or uuid.uuid4().hex,
             "connection": "close",
             **error.headers,
         }

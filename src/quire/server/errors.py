@@ -17,8 +17,10 @@ from quire.errors import QueueFull, QuireError, RequestError
 
 logger = logging.getLogger(__name__)
 
-# Keys of the ASGI scope that the guard sets: the request's id, and whether the request has the operator's key.
+# Keys of the ASGI scope that the guard sets: the request's id; the one in its answer's header and in logs, which may be
+# the client's; and whether the request has the operator's key.
 REQUEST_ID = "quire.request_id"
+SHOWN_ID = "quire.shown_id"
 IS_OPERATOR = "quire.is_operator"
 # nginx's status for a client that has left; it is never read.
 CLIENT_GONE = 499
@@ -116,5 +118,7 @@ async def handle_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     reason = {404: "there is no such route", 405: "the route has no such method"}.get(error.status_code)
     message = str(error.detail) if reason is None else f"{reason}: {request.method} {request.scope['path'][:200]}"
+    if request.method == "OPTIONS" and "origin" in request.headers:
+        message += "; pages of other origins need --allow-origin"
     code = HTTPStatus(error.status_code).name.lower()
     return ApiError(error.status_code, message, code=code, headers=error.headers).response()

@@ -6,9 +6,15 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from quire.config.hints import hint_for
 from quire.errors import InvalidParameter, UnsupportedFeature
 
 logger = logging.getLogger(__name__)
+
+# Unknown names that were logged; clients may send any number of them, of any length.
+_warned: set[str] = set()
+MAX_WARNED = 256
+MAX_NAME = 64
 
 
 # The neutral values of a field, and the reason why all others are refused.
@@ -98,9 +104,9 @@ class Fields:
                 raise UnsupportedFeature(self.name(field), why)
 
     def log_unknown(self, known: Iterable[str]) -> None:
-        """Log unknown fields; they are ignored, since OpenAI's clients send new fields before servers know them."""
-        if not logger.isEnabledFor(logging.DEBUG):
-            return
-        unknown = self._values.keys() - set(known)
-        if unknown:
-            logger.debug("ignored %d unknown fields, among them %.200r", len(unknown), sorted(unknown)[:5])
+        """Warn of unknown fields, once a name; clients send new fields before servers know them, so none is refused."""
+        names = set(known)
+        for field in sorted(self._values.keys() - names - _warned)[: MAX_WARNED - len(_warned)]:
+            _warned.add(field)
+            short = field[:MAX_NAME]
+            logger.warning("ignored the unknown field %r%s", self.name(short), hint_for(short, {}, names))

@@ -17,7 +17,7 @@ from quire.engine.outputs.outputs import RequestOutput
 from quire.errors import InvalidParameter, RequestError, RequestFailed
 from quire.sequences.params import SamplingParams
 from quire.server import sse
-from quire.server.errors import CLIENT_GONE, REQUEST_ID, api_error, stopping
+from quire.server.errors import CLIENT_GONE, REQUEST_ID, SHOWN_ID, api_error, stopping
 from quire.server.json_stream import JsonAnswer, JsonWriter, paced
 from quire.server.sampling import Options
 from quire.server.state import InFlightRequest, ServerState
@@ -107,7 +107,7 @@ async def answer(
             at_error.callback(tracked.release)
             answer: ASGIApp
             if job.options.stream:
-                events = _events(state, job, reply, tracked, batches, request.scope[REQUEST_ID])
+                events = _events(state, job, reply, tracked, batches, request.scope[SHOWN_ID])
                 # An error before the first event still determines the status.
                 answer = sse.EventStream(await anext(events), events)
             else:

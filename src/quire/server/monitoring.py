@@ -56,6 +56,11 @@ async def metrics(state: ServerState, request: Request) -> Response:  # noqa: AR
     return Response(state.llm.metrics.render(), headers={"content-type": METRICS_TYPE})
 
 
+async def load(state: ServerState, request: Request) -> Response:  # noqa: ARG001 - a route's signature
+    """Answer `GET /load`: the number of requests in progress."""
+    return json_response({"server_load": len(state.in_flight)})
+
+
 async def version(state: ServerState, request: Request) -> Response:  # noqa: ARG001 - a route's signature
     """Answer `GET /version`."""
     return json_response({"version": state.version})

@@ -45,8 +45,12 @@ SAMPLING_FIELDS = (
     "skip_special_tokens",
     "speculative",
 )
-# Labels for the client's own records; the server ignores them.
-LABEL_FIELDS = ("user", "safety_identifier", "prompt_cache_key")
+# Labels for the client's own records, and hints that change no output; the server ignores them.
+TEXT_LABELS = (
+    *("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+    *("service_tier", "verbosity"),
+)
+LABEL_FIELDS = (*TEXT_LABELS, "metadata", "store", "prediction")
 OPTION_FIELDS = (
     "model",
     "max_tokens",
@@ -71,7 +75,6 @@ UNSUPPORTED: Mapping[str, Refusal] = {
     "kv_transfer_params": ((), "the KV cache stays on this server"),
     "vllm_xargs": (({},), "it names another engine's internals"),
     "tenant": ((), "a header of the operator's gateway names the tenant; cache_salt is the client's own"),
-    "service_tier": (("auto", "default"), "there is one tier"),
 }
 
 
@@ -110,8 +113,11 @@ def read_options(fields: Fields, scheduling_policy: str) -> Options:
     Raises:
         InvalidParameter: naming the field.
     """
-    for label in LABEL_FIELDS:
+    for label in TEXT_LABELS:
         fields.text(label)
+    fields.object("metadata")
+    fields.flag("store")
+    fields.object("prediction")
     stream = fields.flag("stream")
     stream_options = fields.object("stream_options")
     include_usage = continuous_usage = False

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.errors import InvalidParameter, UnsupportedFeature
+from quire.sequences.closed_schema import close_objects
 from quire.sequences.structured import StructuredOutputs
 from quire.server.fields import Fields, Refusal
 
@@ -16,16 +17,23 @@ STRUCTURED_FIELDS = (
     "guided_regex",
     "guided_choice",
     "guided_grammar",
+    "format",
+    "json_schema",
+    "grammar",
+    "ebnf",
+    "regex",
 )
+# Fields of llama.cpp and SGLang, by the kind of their constraint; `format` is Ollama's.
+FOREIGN_KINDS: Mapping[str, str] = {"json_schema": "json", "grammar": "grammar", "ebnf": "grammar", "regex": "regex"}
 UNSUPPORTED: Mapping[str, Refusal] = {
     "guided_decoding_backend": (("auto", "guidance"), "all grammars go through llguidance"),
     "guided_whitespace_pattern": ((), "set structured_outputs.disable_any_whitespace, or write a grammar"),
 }
 OWN_FIELDS = ("json", "json_object", "regex", "choice", "grammar", "disable_any_whitespace")
+CLOSES = "disable_additional_properties"
 UNSUPPORTED_OWN: Mapping[str, Refusal] = {
     "structural_tag": ((), "write a Lark grammar"),
     "disable_fallback": ((False, True), "there is nothing to fall back to"),
-    "disable_additional_properties": ((False,), "set it in the schema"),
     "whitespace_pattern": ((), "set disable_any_whitespace, or write a grammar"),
 }
 
@@ -61,8 +69,14 @@ def _read(fields: Fields, name: str) -> tuple[dict[str, Any], dict[str, str]] | 
         return _response_format(fields)
     if name == "structured_outputs":
         return _own(fields), {}
-    kind = name.removeprefix("guided_")
-    return {kind: fields.get(name)}, {f"structured_outputs.{kind}": name, "structured_outputs": name}
+    value, kind = fields.get(name), FOREIGN_KINDS.get(name, name.removeprefix("guided_"))
+    if name == "format":
+        if value == "json":
+            return {"json_object": True}, {"structured_outputs.json_object": name}
+        kind = "json"
+        if not isinstance(value, dict):
+            raise InvalidParameter(name, value, '"json" or a JSON schema')
+    return {kind: value}, {f"structured_outputs.{kind}": name, "structured_outputs": name}
 
 
 def _response_format(fields: Fields) -> tuple[dict[str, Any], dict[str, str]] | None:
@@ -71,15 +85,18 @@ def _response_format(fields: Fields) -> tuple[dict[str, Any], dict[str, str]] | 
     kind = response_format.text("type")
     if kind == "text":
         return None
-    if kind == "json_object":
+    described = response_format
+    if kind == "json_object" and response_format.get("schema") is None:
         return {"json_object": True}, {"structured_outputs.json_object": "response_format"}
     if kind == "structural_tag":
         raise UnsupportedFeature("response_format.type", "structural tags are not read; use structured_outputs.grammar")
-    if kind != "json_schema":
+    if kind not in ("json_object", "json_schema"):
         raise InvalidParameter("response_format.type", kind, "text, json_object or json_schema")
-    described = response_format.object("json_schema")
-    if described is None:
-        raise InvalidParameter("response_format.json_schema", None, "an object")
+    if kind == "json_schema":
+        inner = response_format.object("json_schema")
+        if inner is None:
+            raise InvalidParameter("response_format.json_schema", None, "an object")
+        described = inner
     for name in ("name", "description"):
         described.text(name)
     described.flag("strict")  # the schema is enforced either way
@@ -89,12 +106,27 @@ def _response_format(fields: Fields) -> tuple[dict[str, Any], dict[str, str]] | 
     name = described.name("schema")
     if not isinstance(schema, dict):
         raise InvalidParameter(name, schema, "an object")
-    return {"json": schema}, {"structured_outputs.json": name}
+    return {"json": _close(schema, name)}, {"structured_outputs.json": name}
+
+
+def _close(schema: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a schema without further keys; see `close_objects`.
+
+    Raises:
+        InvalidParameter: it nests too deeply.
+    """
+    try:
+        return close_objects(schema)
+    except RecursionError as error:
+        raise InvalidParameter(name, "a deeply nested schema", "nested less deeply") from error
 
 
 def _own(fields: Fields) -> dict[str, Any]:
     own = fields.object("structured_outputs")
     assert own is not None
     own.refuse(UNSUPPORTED_OWN)
-    own.log_unknown((*OWN_FIELDS, *UNSUPPORTED_OWN))
-    return {name: own.get(name) for name in OWN_FIELDS if own.get(name) is not None}
+    own.log_unknown((*OWN_FIELDS, *UNSUPPORTED_OWN, CLOSES))
+    wanted = {name: own.get(name) for name in OWN_FIELDS if own.get(name) is not None}
+    if own.flag(CLOSES) and isinstance(wanted.get("json"), dict):
+        wanted["json"] = _close(wanted["json"], own.name("json"))
+    return wanted

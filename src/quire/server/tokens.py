@@ -1,4 +1,4 @@
-"""`POST /tokenize` and `POST /detokenize`, as vLLM has them."""
+"""`POST /tokenize`, `POST /detokenize` and `GET /tokenizer_info`, as vLLM has them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from quire.text.tool_calls import read_tools
 PART = 1 << 16
 UNSUPPORTED: dict[str, Refusal] = {
     "chat_template": ((), "templates come with the model, never from requests"),
-    "continue_final_message": ((False,), "tokenize the text as a prompt"),
     "mm_processor_kwargs": (({},), "the model reads text only"),
 }
 KNOWN_FIELDS = (
@@ -33,6 +32,7 @@ KNOWN_FIELDS = (
     "tokens",
     "add_special_tokens",
     "add_generation_prompt",
+    "continue_final_message",
     "chat_template_kwargs",
     "reasoning_effort",
     "return_token_strs",
@@ -62,6 +62,21 @@ async def tokenize(state: ServerState, request: Request) -> Response:
         return _in_parts([part.encode() for part in parts])
 
     return await llm.texts.run(len(ids), respond)
+
+
+async def tokenizer_info(state: ServerState, request: Request) -> Response:  # noqa: ARG001 - a route's signature
+    """Answer `GET /tokenizer_info`: the special tokens and the chat template, as evaluation programs read them."""
+    tokenizer = _tokenizer(state)
+    special = {"bos_token": tokenizer.bos_token_id, "eos_token": tokenizer.eos_token_id, "pad_token": None}
+    template = tokenizer.chat_template
+    return json_response(
+        {name: None if token_id is None else tokenizer.token_text(token_id) for name, token_id in special.items()}
+        | {
+            "chat_template": None if template is None else template.source,
+            "vocab_size": tokenizer.vocab_size,
+            "model_max_length": state.llm.resolved.max_model_len,
+        }
+    )
 
 
 async def detokenize(state: ServerState, request: Request) -> Response:
@@ -108,6 +123,10 @@ async def _read(state: ServerState, request: Request) -> tuple[Fields, Tokenizer
     fields.refuse(UNSUPPORTED)
     fields.log_unknown(KNOWN_FIELDS)
     check_model(state, fields)
+    return fields, _tokenizer(state)
+
+
+def _tokenizer(state: ServerState) -> Tokenizer:
     if state.llm.tokenizer is None:
         raise UnsupportedFeature("prompt", "this server runs without a tokenizer")
-    return fields, state.llm.tokenizer
+    return state.llm.tokenizer

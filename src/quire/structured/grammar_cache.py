@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 from weakref import WeakValueDictionary
 
-from quire.errors import UnsupportedFeature
+from quire.errors import UnsupportedFeature, describe
 from quire.sequences.structured import GrammarSource
 from quire.structured.grammar_budget import GrammarBudget
 
@@ -207,7 +207,7 @@ def _definition(llguidance: ModuleType, source: GrammarSource) -> str:
     """Return a grammar as `llguidance` reads it.
 
     Raises:
-        ValueError: a schema that is not JSON.
+        ValueError: a schema that is not JSON, or a grammar that is not GBNF.
     """
     kind, text, has_whitespace = source
     make = llguidance.LLMatcher
@@ -221,5 +221,14 @@ def _definition(llguidance: ModuleType, source: GrammarSource) -> str:
         choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
         definition = make.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
     else:
-        definition = make.grammar_from_lark(text)
+        definition = make.grammar_from_lark(_as_lark(text) if "::=" in text else text)
     return str(definition)
+
+
+def _as_lark(text: str) -> str:
+    """Return a grammar in GBNF, llama.cpp's form of EBNF, as Lark; one in Lark as it is."""
+    convert = import_module("llguidance.gbnf_to_lark").any_to_lark
+    try:
+        return str(convert(text))
+    except Exception as error:  # the converter raises plain exceptions
+        raise ValueError(f"read as GBNF: {describe(error)}") from error

@@ -13,7 +13,12 @@ from quire.structured.grammar_cache import Grammar, GrammarCache, import_llguida
 
 # More than one, so that a slow grammar does not delay all others. Each process holds the vocabulary.
 MAX_SANDBOXES = 2
-WANTED = {"json": "a JSON schema", "regex": "a regular expression", "choice": "choices", "grammar": "a Lark grammar"}
+WANTED = {
+    "json": "a JSON schema",
+    "regex": "a regular expression",
+    "choice": "choices",
+    "grammar": "a grammar in Lark or GBNF",
+}
 
 
 class GrammarCompiler:

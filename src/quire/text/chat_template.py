@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 
 # Names come from clients, so the number of warnings is limited.
 MAX_WARNINGS = 32
+# A text that no conversation has by chance; it ends the final message where that is to be continued.
+END_MARK = "[[end-of-the-message-to-continue]]"
 RESERVED = GLOBALS | {"messages", "tools", "add_generation_prompt", "continue_final_message"}
 
 
@@ -67,7 +69,8 @@ class ChatTemplate:
         self,
         messages: Sequence[Message],
         *,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
@@ -75,7 +78,10 @@ class ChatTemplate:
 
         Args:
             messages: conversation in the form of `normalise_messages`.
-            add_generation_prompt: True where the prompt ends with the beginning of the assistant's next message.
+            add_generation_prompt: True where the prompt ends with the beginning of the assistant's next message; None
+                is True unless the final message is continued.
+            continue_final_message: True where the prompt ends with the content of the final message, for the model to
+                continue.
             tools: definitions of the functions that the model may call, as JSON schemas.
             variables: variables of this model's template, for example `{"enable_thinking": False}`.
 
@@ -87,11 +93,21 @@ class ChatTemplate:
         """
         if tools and self.for_tools is not self:
             return self.for_tools.render(
-                messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                variables=variables,
             )
-        context: dict[str, Any] = {"messages": normalise_messages(messages), **self._special_tokens}
+        if add_generation_prompt and continue_final_message:
+            raise InvalidParameter("continue_final_message", True, "false with add_generation_prompt")
+        normal = normalise_messages(messages)
+        if continue_final_message:
+            _mark_end(normal)
+        context: dict[str, Any] = {"messages": normal, **self._special_tokens}
         # Templates test whether tools and documents are none, so both are always defined.
-        context |= {"add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
+        begins = not continue_final_message if add_generation_prompt is None else add_generation_prompt
+        context |= {"add_generation_prompt": begins, "tools": None, "documents": None}
         if tools:
             self.require_tools()
             context["tools"] = [dict(tool) for tool in tools]
@@ -101,7 +117,8 @@ class ChatTemplate:
             self._require(name)
             context[name] = value
         try:
-            return self._renderer.render(self.source, context, self._clock())
+            text = self._renderer.render(self.source, context, self._clock())
+            return _cut_at_mark(text) if continue_final_message else text
         except (TypeError, ValueError, RecursionError) as error:
             allowed = f"messages, tools and variables that JSON can hold ({error})"
             raise InvalidParameter("chat_template_kwargs", variables, allowed) from error
@@ -127,6 +144,14 @@ class ChatTemplate:
                 self._unused.add(name)
                 logger.warning("the model's chat template does not use %r; it is ignored", name[:MAX_SHOWN])
         return used
+
+    def with_source(self, source: str) -> ChatTemplate:
+        """Return another template with this one's special tokens and processes."""
+        tokens = dict(self._special_tokens)
+        bos, eos = tokens.pop("bos_token"), tokens.pop("eos_token")
+        return ChatTemplate(
+            source, bos_token=bos, eos_token=eos, special_tokens=tokens, clock=self._clock, renderer=self._renderer
+        )
 
     @property
     def supports_tools(self) -> bool:
@@ -157,6 +182,25 @@ class ChatTemplate:
     def _require(self, name: str) -> None:
         if name not in self._variables:
             raise UnsupportedFeature(name[:MAX_SHOWN], "the model's chat template does not use it")
+
+
+def _mark_end(messages: list[dict[str, Any]]) -> None:
+    """Put the mark behind the content of the final message; a template may trim white space, but not before a mark."""
+    final = messages[-1]
+    if final["role"] != "assistant" or final.get("tool_calls"):
+        allowed = "false unless the final message is the assistant's, without calls"
+        raise InvalidParameter("continue_final_message", True, allowed)
+    if any(END_MARK in message["content"] for message in messages):
+        raise InvalidParameter("messages", END_MARK, "without this text where continue_final_message is true")
+    final["content"] += END_MARK
+
+
+def _cut_at_mark(text: str) -> str:
+    before, mark, _ = text.rpartition(END_MARK)
+    if not mark:
+        why = "the model's chat template does not write the final message as it is"
+        raise UnsupportedFeature("continue_final_message", why)
+    return before
 
 
 def require_chat_template(template: ChatTemplate | None) -> ChatTemplate:

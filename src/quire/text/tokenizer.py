@@ -105,6 +105,12 @@ class Tokenizer:
         self.bos_token_id = None if bos_token is None else library.token_to_id(bos_token)
         self.eos_token_id = None if eos_token is None else library.token_to_id(eos_token)
         self.chat_template = chat_template
+        # Its processes render the callers' templates where the model has none.
+        self._base_template = chat_template or ChatTemplate("", bos_token=bos_token or "", eos_token=eos_token or "")
+
+    def make_chat_template(self, source: str) -> ChatTemplate:
+        """Return a chat template with the model's special tokens, from a Jinja source of the caller."""
+        return self._base_template.with_source(source)
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Tokenizer:
@@ -197,8 +203,7 @@ class Tokenizer:
 
     def close(self) -> None:
         """End the processes that render chats."""
-        if self.chat_template is not None:
-            self.chat_template.close()
+        self._base_template.close()
 
     def to_json(self) -> str:
         """Return the tokenizer as the text of a `tokenizer.json`."""

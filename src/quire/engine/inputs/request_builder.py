@@ -104,9 +104,9 @@ class RequestBuilder:
         if params.stop and tokenizer is None:
             raise UnsupportedFeature("stop", "this engine runs without a tokenizer; use stop_token_ids")
         read_params, words = self._last_words
-        if read_params is not params:
+        if read_params != params:
             words = tokenize_params(params, tokenizer, config.vocab_size)
-            self._last_words = params, words
+            self._last_words = params.clone(), words
         return PreparedRequest(self._prompts.read(prompt, add_special_tokens=add_special_tokens), words)
 
     def read(
@@ -160,7 +160,7 @@ class RequestBuilder:
         request = Request(
             request_id=request_id,
             prompt_token_ids=tokens.token_ids,
-            params=params,
+            params=params.clone(),  # the caller may assign to theirs
             max_total_tokens=limit if params.max_tokens is None else min(limit, num_prompt + params.max_tokens),
             end_token_ids=frozenset() if params.ignore_eos else self.end_token_ids,
             arrival=arrival,

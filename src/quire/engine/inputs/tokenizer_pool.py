@@ -97,7 +97,8 @@ class TokenizerPool:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
         hints: Mapping[str, Any] | None = None,
@@ -115,7 +116,13 @@ class TokenizerPool:
 
         def render() -> str:
             used = form.used_variables(variables or {}, hints or {})
-            return form.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=used)
+            return form.render(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                variables=used,
+            )
 
         with self._waiting(_chat_length(messages)):
             text = await self._chats.run(render)

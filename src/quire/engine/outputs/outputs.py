@@ -91,7 +91,7 @@ class RequestOutput:
 
     Args:
         request_id: the caller's or the engine's name for the request.
-        prompt: the prompt's text, None when it came as token ids.
+        prompt: the prompt's text, of `LLM.chat` the rendered conversation; None when it came as token ids.
         prompt_token_ids: the prompt's token ids; one list for all outputs of the request, not to be changed.
         outputs: whole: the sequences by index, all `n` unless the request failed before it forked, or a beam search
             found fewer. Delta: only the sequences with new tokens or an end; in a beam search, and where `best_of`

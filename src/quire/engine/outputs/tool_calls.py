@@ -9,23 +9,20 @@ from quire.engine.outputs.outputs import RequestOutput
 from quire.errors import InvalidParameter, UnsupportedFeature
 from quire.sequences.params import SamplingParams
 from quire.text.tool_calls import SampleCalls, ToolUse
-from quire.text.tool_calls.use import ONE_GRAMMAR
 
 
 def with_calls(params: SamplingParams, use: ToolUse) -> SamplingParams:
     """Return sampling parameters under which an output is text, calls, or both.
 
     Raises:
-        UnsupportedFeature: the parameters have a grammar of their own, or disable the text that calls are read from.
+        UnsupportedFeature: the parameters have a grammar of their own, or no text to read calls from.
         InvalidParameter: not `SamplingParams`; tools that are too large, or parameters that contradict their grammar.
     """
     if not isinstance(params, SamplingParams):
         raise InvalidParameter("sampling_params", params, "SamplingParams")
-    if params.structured_outputs is not None:
-        raise UnsupportedFeature("structured_outputs", ONE_GRAMMAR)
     if not params.detokenize:
         raise UnsupportedFeature("detokenize", "calls are read from text; leave it true with tools")
-    needed = use.sampling()
+    needed = use.sampling(params.structured_outputs)
     kept = (*params.kept_special_ids, *needed.pop("kept_special_ids"))
     return replace(params, kept_special_ids=kept, **needed)
 

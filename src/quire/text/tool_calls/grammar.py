@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from quire.errors import UnsupportedFeature
+from quire.sequences.closed_schema import close_objects
+from quire.sequences.structured import StructuredOutputs
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_calls.calls import Function
 
@@ -46,6 +49,30 @@ def whole(lines: Iterable[str]) -> str:
     return "\n".join(["%llguidance {}", *lines, ""])
 
 
+def calls_or_answer(calls: str, answer: StructuredOutputs) -> str:
+    """Return the grammar of outputs that are either calls, or an answer with a structure of its own.
+
+    Args:
+        calls: grammar of calls only; its first rule is `start`.
+        answer: the structure.
+
+    Raises:
+        UnsupportedFeature: the structure is a grammar, whose rules could have the names of those of the calls.
+    """
+    kind, text, _ = answer.source
+    if kind == "json":
+        schema = json.loads(text)
+        schema = {**schema, "x-guidance": LAYOUT} if isinstance(schema, dict) else schema
+        rule = f"answer: %json {json.dumps(schema, ensure_ascii=False)}"
+    elif kind == "choice":
+        rule = f"answer: {' | '.join(map(literal, json.loads(text)))}"
+    elif kind == "regex":
+        rule = f"answer: /{text.replace('/', chr(92) + '/')}/"
+    else:
+        raise UnsupportedFeature(answer.field, 'a grammar has no tools beside it; set tool_choice to "none"')
+    return calls.replace("\nstart: ", "\nstart: only_calls | answer\nonly_calls: ", 1) + f"{rule}\n"
+
+
 def literal(text: str) -> str:
     """Return the terminal of a literal text."""
     return json.dumps(text)
@@ -58,7 +85,9 @@ def marker(text: str, tokens: Mapping[str, int]) -> str:
 
 def object_calls(rules: CallRules, key: str) -> list[str]:
     """Return the rules of `object`: a JSON object with a name and, under a key, arguments that match the schema."""
-    heads = (literal(f'{{"name": "{function.name}", "{key}": ') for function in rules.functions)
+    # Lexemes are those of JSON: the lexer takes the longest one, which would exclude other objects beside the calls.
+    parts = [["{", '"name"', ": ", f'"{function.name}"', ", ", f'"{key}"', ": "] for function in rules.functions]
+    heads = (" ".join(map(literal, each)) for each in parts)
     options = (f'{head} args_{idx} "}}"' for idx, head in enumerate(heads))
     return [f"object: {' | '.join(options)}", *arguments(rules)]
 
@@ -129,7 +158,7 @@ def _ranges(ids: Sequence[int]) -> Iterator[str]:
 
 def _schema(function: Function) -> str:
     # The type makes the arguments an object where the schema has no type; the layout overrides the schema's.
-    schema = {"type": "object", **bare_schema(function.parameters)}
+    schema = {"type": "object", **close_objects(bare_schema(function.parameters))}
     return json.dumps({**schema, "x-guidance": {**LAYOUT, "lenient": not function.is_strict}}, ensure_ascii=False)
 
 

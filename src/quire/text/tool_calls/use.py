@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.errors import InvalidParameter, UnsupportedFeature
 from quire.sequences.structured import StructuredOutputs
 from quire.text.chat_template import require_chat_template
 from quire.text.tokenizer import Tokenizer
-from quire.text.tool_calls.grammar import CallRules, text_tokens
+from quire.text.tool_calls.grammar import CallRules, calls_or_answer, text_tokens
 from quire.text.tool_calls.parser import ToolFormat
 from quire.text.tool_calls.tools import read_choice, read_tools
-
-ONE_GRAMMAR = 'an output has one grammar, that of its tools; set tool_choice to "none"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +41,24 @@ class ToolUse:
         """The names of the functions that may be called."""
         return frozenset(function.name for function in self.rules.functions)
 
-    def sampling(self) -> dict[str, Any]:
+    def sampling(self, answer: StructuredOutputs | None = None) -> dict[str, Any]:
         """Return the sampling parameters that calls need.
+
+        Args:
+            answer: structure of an output without calls; None for any text.
 
         Raises:
             InvalidParameter: the grammar is too large.
+            UnsupportedFeature: the structure is a grammar.
         """
         params: dict[str, Any] = {"kept_special_ids": self.marker_ids}
         if self.is_forced:
             try:
-                params["structured_outputs"] = StructuredOutputs(grammar=self.form.grammar(self.rules))
+                if answer is None or self.rules.is_required:
+                    text = self.form.grammar(self.rules)
+                else:
+                    text = calls_or_answer(self.form.grammar(replace(self.rules, is_required=True)), answer)
+                params["structured_outputs"] = StructuredOutputs(grammar=text)
             except (InvalidParameter, RecursionError) as error:
                 raise InvalidParameter("tools", f"{len(self.definitions)} tools", f"smaller ({error})") from error
         return params
