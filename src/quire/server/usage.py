@@ -33,6 +33,11 @@ class TokenCount:
         """Number of tokens of the prompts that have outputs."""
         return sum(num_tokens for num_tokens, _ in self._prompts.values())
 
+    @property
+    def num_cached(self) -> int:
+        """Number of tokens of these prompts that were found in the prefix cache."""
+        return sum(num_cached for _, num_cached in self._prompts.values())
+
     def add(self, prompt_idx: int, delta: RequestOutput) -> None:
         """Count the tokens of a delta of one prompt."""
         num_prompt = len(delta.prompt_token_ids)
@@ -61,7 +66,7 @@ class TokenCount:
             "total_tokens": num_prompt + self.num_output,
             **({"completion_tokens_details": {"pruned_tokens": self.num_pruned}} if self.num_pruned else {}),
             "prompt_tokens_details": {
-                "cached_tokens": sum(num_cached for _, num_cached in self._prompts.values()),
+                "cached_tokens": self.num_cached,
                 "by_source": account.sources._asdict(),
                 "computed_by_reason": account.by_reason(),
             },

@@ -1,0 +1,166 @@
+"""What the adapters of other protocols share: a chat in this server's own form, and a sample split into its parts.
+
+An adapter converts a request to the form that `chat_completions.read_chat` reads, which is the form of messages and
+tools in the whole engine, so every bound and every constraint of chats applies to it; and it renames the fields of
+errors to its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from quire.engine.outputs.outputs import CompletionOutput
+from quire.errors import InvalidParameter, RequestError, UnsupportedFeature, shown
+from quire.server.chat_completions import ChatExtras, read_chat
+from quire.server.fields import Fields
+from quire.server.generation import Reply, renamed, run
+from quire.server.state import ServerState
+from quire.text.messages import MAX_MESSAGES
+from quire.text.tool_calls import CallDelta, SampleCalls
+from quire.text.tool_calls.calls import Piece, merge
+
+# Quire's own options, which every protocol takes.
+OWN_OPTIONS = ("cache_salt", "priority", "retain_cache")
+
+
+async def answer_chat(
+    state: ServerState,
+    request: Request,
+    chat: Mapping[str, Any],
+    make_reply: Callable[[ChatExtras], Reply],
+    answer_id: str,
+    rename: Callable[[str], str],
+) -> ASGIApp:
+    """Run a chat of another protocol and return its response.
+
+    Args:
+        state: state of the server.
+        request: HTTP request, whose body was read.
+        chat: the chat in the form of `/v1/chat/completions`.
+        make_reply: function that makes the protocol's reply.
+        answer_id: id of the answer.
+        rename: function that returns the protocol's name of a field of `chat`.
+
+    Raises:
+        RequestError: naming the protocol's field.
+        ApiError: as in `generation.run`.
+    """
+    try:
+        job, extras = read_chat(state, Fields(chat))
+        return await run(state, request, job, make_reply(extras), answer_id)
+    except RequestError as error:
+        raise renamed(error, None if error.field is None else rename(error.field)) from None
+
+
+class SampleParts:
+    """Splits the output of a chat's one sample into content and calls, in the order in which the model wrote them.
+
+    A model's reasoning will be split off here, before the calls are read, for all protocols but chat completions.
+
+    Args:
+        extras: contents of the answer.
+    """
+
+    def __init__(self, extras: ChatExtras) -> None:
+        self._calls = None if extras.tool_use is None else SampleCalls(extras.tool_use)
+        self._is_after_call = False
+
+    def add(self, output: CompletionOutput) -> list[Piece]:
+        """Return the pieces that a delta of the output, or the whole of it, completes."""
+        if self._calls is None:
+            return [output.text] if output.text else []
+        pieces = merge(self._calls.pieces(output.text, is_finished=output.finished))
+        for piece in pieces:
+            if isinstance(piece, CallDelta):
+                self._is_after_call = piece.is_last
+        return pieces
+
+    def new_id(self) -> str:
+        """Return an id for a call, in a form that the model's template accepts."""
+        assert self._calls is not None
+        return self._calls.new_id()
+
+    def finish_reason(self, output: CompletionOutput) -> str | None:
+        """Return "tool_calls" where the output stopped after a complete call, a named one too; else the engine's."""
+        return "tool_calls" if output.finish_reason == "stop" and self._is_after_call else output.finish_reason
+
+
+def read_list(value: object, name: str, what: str) -> list[Any]:
+    """Return a field that is a list of a chat's messages or items.
+
+    Args:
+        value: value of the field.
+        name: name of the field.
+        what: its items, for the message.
+
+    Raises:
+        InvalidParameter: it is not a list, is empty, or is longer than a conversation may be.
+    """
+    if not isinstance(value, list):
+        raise InvalidParameter(name, value, f"a list of {what}")
+    if not 0 < len(value) <= MAX_MESSAGES:
+        raise InvalidParameter(name, f"{len(value)} {what}", f"from 1 to {MAX_MESSAGES} {what}")
+    return value
+
+
+def read_object(value: object, name: str) -> Fields:
+    """Return an object with typed access.
+
+    Raises:
+        InvalidParameter: it is none.
+    """
+    if not isinstance(value, dict):
+        raise InvalidParameter(name, value, "an object")
+    return Fields(value, f"{name}.")
+
+
+def required_text(fields: Fields, field: str) -> str:
+    """Return a string that must be there.
+
+    Raises:
+        InvalidParameter: it is absent, or not a string.
+    """
+    value = fields.text(field)
+    if value is None:
+        raise InvalidParameter(fields.name(field), None, "a string")
+    return value
+
+
+def read_text(value: object, name: str, kinds: tuple[str, ...]) -> str:
+    """Return text that is a string or a list of text parts.
+
+    Args:
+        value: value of the field.
+        name: name of the field.
+        kinds: the protocol's types of text parts.
+
+    Raises:
+        InvalidParameter: it is neither.
+        UnsupportedFeature: a part is not text.
+    """
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise InvalidParameter(name, value, "a string or a list of text parts")
+    texts = []
+    for idx, part in enumerate(value):
+        fields = read_object(part, f"{name}[{idx}]")
+        kind = required_text(fields, "type")
+        if kind not in kinds:
+            raise UnsupportedFeature(fields.name("type"), f"parts of type {shown(kind)} cannot be read, only text")
+        texts.append(required_text(fields, "text"))
+    return "".join(texts)
+
+
+def arguments_object(arguments: str) -> dict[str, Any] | None:
+    """Return the arguments of a call, None where they are not a whole JSON object: the output ended inside the call."""
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
