@@ -139,6 +139,16 @@ def test_a_call_can_be_required(hermes: ServerProcess, choice: dict[str, Any], n
     assert message["stop_reason"] == "tool_use"
 
 
+def test_thinking_is_a_wish_that_a_template_may_know(hermes: ServerProcess, server: ServerProcess) -> None:
+    kinds = (None, {"type": "disabled"}, {"type": "enabled", "budget_tokens": 1024}, {"type": "adaptive"})
+    with_switch, without = (
+        [each.post(COUNT, {"messages": USER, "thinking": kind}).json()["input_tokens"] for kind in kinds]
+        for each in (hermes, server)
+    )
+    assert [count - with_switch[0] for count in with_switch] == [0, len("no"), len("think"), len("think")]
+    assert len(set(without)) == 1
+
+
 @needs_grammars
 def test_a_call_that_is_cut_off_is_left_out(hermes: ServerProcess) -> None:
     reasons = set()

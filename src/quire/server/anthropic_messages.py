@@ -23,6 +23,7 @@ from quire.server.chat_protocols import (
     read_object,
     read_text,
     required_text,
+    thinking_switch,
 )
 from quire.server.errors import REQUEST_ID, ApiError
 from quire.server.fields import Fields, Refusal
@@ -69,7 +70,7 @@ async def messages(state: ServerState, request: Request) -> ASGIApp:
     return await answer_chat(
         state,
         request,
-        read_chat_fields(fields),
+        read_chat_fields(state, fields),
         lambda extras: MessageReply(answer_id, name, extras),
         answer_id,
         rename,
@@ -80,7 +81,7 @@ async def count_tokens(state: ServerState, request: Request) -> Response:
     """Answer `POST /v1/messages/count_tokens`: the length of the prompt, as `usage` would have it."""
     fields = await _read(state, request)
     try:
-        chat = Fields(read_chat_fields(fields))
+        chat = Fields(read_chat_fields(state, fields))
         use = read_tool_use(state, chat)
         text = await render_chat(state, chat, () if use is None else use.definitions)
         ids = await state.llm.texts.encode(text, add_special_tokens=False)
@@ -104,7 +105,7 @@ def rename(field: str) -> str:
     return field
 
 
-def read_chat_fields(fields: Fields) -> dict[str, Any]:
+def read_chat_fields(state: ServerState, fields: Fields) -> dict[str, Any]:
     """Convert a request to the fields of a chat.
 
     Raises:
@@ -130,8 +131,7 @@ def read_chat_fields(fields: Fields) -> dict[str, Any]:
         kind = thinking.get("type")
         if kind not in ("enabled", "adaptive", "disabled"):
             raise InvalidParameter("thinking.type", kind, '"enabled", "adaptive" or "disabled"')
-        # The variable of templates that know a switch; others ignore it.
-        chat["chat_template_kwargs"] = {"enable_thinking": kind != "disabled"}
+        chat |= thinking_switch(state, kind != "disabled")
     return chat
 
 

@@ -18,7 +18,7 @@ from quire.engine.outputs.outputs import CompletionOutput
 from quire.errors import InvalidParameter, RequestError, UnsupportedFeature, shown
 from quire.server.chat_completions import ChatExtras, read_chat
 from quire.server.fields import Fields
-from quire.server.generation import Reply, renamed, run
+from quire.server.generation import GenerationRequest, Reply, renamed, run
 from quire.server.state import ServerState
 from quire.text.messages import MAX_MESSAGES
 from quire.text.tool_calls import CallDelta, SampleCalls
@@ -35,6 +35,7 @@ async def answer_chat(
     make_reply: Callable[[ChatExtras], Reply],
     answer_id: str,
     rename: Callable[[str], str],
+    read: Callable[[ServerState, Fields], tuple[GenerationRequest, ChatExtras]] = read_chat,
 ) -> ASGIApp:
     """Run a chat of another protocol and return its response.
 
@@ -45,16 +46,32 @@ async def answer_chat(
         make_reply: function that makes the protocol's reply.
         answer_id: id of the answer.
         rename: function that returns the protocol's name of a field of `chat`.
+        read: reader of `chat`.
 
     Raises:
         RequestError: naming the protocol's field.
         ApiError: as in `generation.run`.
     """
     try:
-        job, extras = read_chat(state, Fields(chat))
+        job, extras = read(state, Fields(chat))
         return await run(state, request, job, make_reply(extras), answer_id)
     except RequestError as error:
         raise renamed(error, None if error.field is None else rename(error.field)) from None
+
+
+def thinking_switch(state: ServerState, is_on: bool | None) -> dict[str, Any]:
+    """Return the field of a chat that switches thinking; none where the model's template has no switch.
+
+    Clients of other protocols name a wish for all models, so a model without thinking ignores it.
+
+    Args:
+        state: state of the server.
+        is_on: the client's wish; None has none.
+    """
+    template = None if state.llm.tokenizer is None else state.llm.tokenizer.chat_template
+    if is_on is None or template is None or not template.reads("enable_thinking"):
+        return {}
+    return {"chat_template_kwargs": {"enable_thinking": is_on}}
 
 
 class SampleParts:

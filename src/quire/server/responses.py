@@ -24,6 +24,7 @@ from quire.server.chat_protocols import (
     read_object,
     read_text,
     required_text,
+    thinking_switch,
 )
 from quire.server.errors import REQUEST_ID, ApiError
 from quire.server.fields import Fields, Refusal
@@ -72,7 +73,7 @@ async def responses(state: ServerState, request: Request) -> ASGIApp:
     fields.log_unknown(KNOWN_FIELDS)
     check_model(state, fields)
     reader = InputReader()
-    chat = read_chat_fields(fields, reader)
+    chat = read_chat_fields(state, fields, reader)
     answer_id = f"resp_{request.scope[REQUEST_ID]}"
     make_reply = partial(ResponseReply, response_head(fields, answer_id, state.llm.model_name))
     return await answer_chat(state, request, chat, make_reply, answer_id, reader.rename)
@@ -147,7 +148,7 @@ class InputReader:
         calls.append(call)
 
 
-def read_chat_fields(fields: Fields, reader: InputReader) -> dict[str, Any]:
+def read_chat_fields(state: ServerState, fields: Fields, reader: InputReader) -> dict[str, Any]:
     """Convert a request to the fields of a chat.
 
     Raises:
@@ -174,8 +175,7 @@ def read_chat_fields(fields: Fields, reader: InputReader) -> dict[str, Any]:
     reasoning = fields.object("reasoning")
     effort = None if reasoning is None else reasoning.text("effort")
     if effort is not None:
-        # The variable of templates that know a switch; others ignore it.
-        chat["chat_template_kwargs"] = {"enable_thinking": effort != "none"}
+        chat |= thinking_switch(state, effort != "none")
     return chat
 
 
