@@ -44,7 +44,9 @@ def test_a_chat_is_answered_as_by_openais_route(server: ServerProcess) -> None:
     assert answer["message"] == {"role": "assistant", "content": text}
     assert (answer["model"], answer["done"], answer["done_reason"]) == ("tiny", True, "length")
     assert (answer["prompt_eval_count"], answer["eval_count"]) == (chat["usage"]["prompt_tokens"], 20)
-    assert answer["total_duration"] == answer["prompt_eval_duration"] + answer["eval_duration"] > 0
+    durations = [answer[f"{name}_duration"] for name in ("prompt_eval", "eval", "total")]
+    assert durations[0] > 0 < durations[1]
+    assert durations[0] + durations[1] == durations[2]
     assert datetime.fromisoformat(answer["created_at"]).tzinfo is not None
 
     *parts, last = lines(server, CHAT, PLAIN)

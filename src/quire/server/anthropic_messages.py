@@ -16,6 +16,7 @@ from quire.server import sse
 from quire.server.chat_completions import ChatExtras, render_chat
 from quire.server.chat_protocols import (
     OWN_OPTIONS,
+    REFUSED,
     SampleParts,
     answer_chat,
     arguments_object,
@@ -36,6 +37,7 @@ from quire.text.tool_calls import CallDelta
 
 SAME_FIELDS = ("max_tokens", "temperature", "top_p", "top_k", "stream", *OWN_OPTIONS)
 UNSUPPORTED: Mapping[str, Refusal] = {
+    **REFUSED,
     "container": ((), "the server runs no code"),
     "mcp_servers": (([],), "the server connects to no other one"),
     "speed": (("standard",), "there is one speed"),

@@ -19,6 +19,7 @@ from quire.server import sse
 from quire.server.chat_completions import ChatExtras
 from quire.server.chat_protocols import (
     OWN_OPTIONS,
+    REFUSED,
     SampleParts,
     answer_chat,
     arguments_object,
@@ -38,6 +39,7 @@ from quire.text.tool_calls import CallDelta
 
 NO_IMAGES: Refusal = (([],), "the model reads text only")
 UNSUPPORTED: Mapping[str, Refusal] = {
+    **REFUSED,
     "images": NO_IMAGES,
     "logprobs": ((False,), "use /v1/chat/completions for log probabilities"),
     "suffix": (("",), "the models served here continue a text, they do not fill one in"),
@@ -236,9 +238,6 @@ class ChatLines:
         self._name = ""
         self._arguments: list[str] = []
         self._finish_reason: str | None = None
-        # Times of the request, and of its first and last outputs.
-        self._start_ns = time.monotonic_ns()
-        self._first_ns = self._last_ns = 0
 
     def chunks(self, prompt_idx: int, delta: RequestOutput, count: TokenCount) -> Iterator[dict[str, Any]]:  # noqa: ARG002
         """Yield the lines of a delta."""
@@ -261,8 +260,6 @@ class ChatLines:
 
     def _add(self, output: CompletionOutput) -> Iterator[tuple[str, dict[str, Any] | None]]:
         """Yield the text, or the whole call, of each piece that new output completes."""
-        self._last_ns = time.monotonic_ns()
-        self._first_ns = self._first_ns or self._last_ns
         self._finish_reason = output.finish_reason
         for piece in self._parts.add(output):
             if isinstance(piece, str):
@@ -290,12 +287,12 @@ class ChatLines:
             return line
         return line | {
             "done_reason": "length" if self._finish_reason == "length" else "stop",
-            "total_duration": self._last_ns - self._start_ns,
+            "total_duration": count.last_ns - count.begin_ns,
             "load_duration": 0,
             "prompt_eval_count": count.num_prompt,
-            "prompt_eval_duration": self._first_ns - self._start_ns,
+            "prompt_eval_duration": count.first_ns - count.begin_ns,
             "eval_count": count.num_output,
-            "eval_duration": self._last_ns - self._first_ns,
+            "eval_duration": count.last_ns - count.first_ns,
         }
 
 

@@ -18,6 +18,7 @@ from quire.server import sse
 from quire.server.chat_completions import ChatExtras
 from quire.server.chat_protocols import (
     OWN_OPTIONS,
+    REFUSED,
     SampleParts,
     answer_chat,
     read_list,
@@ -36,6 +37,7 @@ from quire.server.usage import TokenCount
 NOT_STORED = "the server stores no responses; send the whole conversation as input"
 SAME_FIELDS = ("temperature", "top_p", "stream", "parallel_tool_calls", *LABEL_FIELDS, *OWN_OPTIONS)
 UNSUPPORTED: Mapping[str, Refusal] = {
+    **REFUSED,
     "previous_response_id": ((), NOT_STORED),
     "conversation": ((), NOT_STORED),
     "prompt": ((), "the server stores no prompts; send instructions and input"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import reduce
 from typing import Any
 
@@ -27,6 +28,8 @@ class TokenCount:
         self._drafts: dict[tuple[int, int], tuple[int, int]] = {}
         self.num_output = 0
         self.num_pruned = 0
+        # Times of the request, and of its first and last outputs, in nanoseconds of the monotonic clock.
+        self.begin_ns = self.first_ns = self.last_ns = time.monotonic_ns()
 
     @property
     def num_prompt(self) -> int:
@@ -40,6 +43,9 @@ class TokenCount:
 
     def add(self, prompt_idx: int, delta: RequestOutput) -> None:
         """Count the tokens of a delta of one prompt."""
+        self.last_ns = time.monotonic_ns()
+        if not self._prompts:
+            self.first_ns = self.last_ns
         num_prompt = len(delta.prompt_token_ids)
         if num_prompt:
             # At least one token of a prompt is always computed.
