@@ -54,10 +54,7 @@ class Guard:
 
         try:
             headers = Headers(scope=scope)
-            presented = (
-                _presented_key(headers.get("authorization", "")),
-                headers.get("x-api-key", "").encode("latin-1"),
-            )
+            presented = _presented_keys(headers)
             scope[IS_OPERATOR] = self._operator_key is not None and _has_key(presented, self._operator_key)
             is_open = scope[IS_OPERATOR] or scope["path"] == OPEN_PATH
             refusal = None if is_open else self._refusal(headers, presented)

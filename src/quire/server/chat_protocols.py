@@ -1,4 +1,4 @@
-"""What the adapters of other protocols share: a chat in this server's own form, and a sample split into its parts.
+"""Parts of the adapters of other protocols: a chat in this server's own form, and a sample split into its parts.
 
 An adapter converts a request to the form that `chat_completions.read_chat` reads, which is the form of messages and
 tools in the whole engine, so every bound and every constraint of chats applies to it; and it renames the fields of

@@ -47,7 +47,7 @@ UNSUPPORTED: Mapping[str, Refusal] = {
     "truncation": (("disabled",), "the conversation is used whole or refused"),
     "service_tier": (("auto", "default"), "there is one tier"),
 }
-# What `include` may list: it belongs to the items of reasoning, which have no encrypted content here.
+# Values of `include` without effect: items of reasoning have no encrypted content here.
 INCLUDABLE = ("reasoning.encrypted_content",)
 KNOWN_FIELDS = (
     *SAME_FIELDS,
