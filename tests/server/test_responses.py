@@ -190,6 +190,13 @@ def test_bad_input_is_a_400_that_names_it(hermes: ServerProcess, body: dict[str,
         assert error["message"].startswith(f"{field} ")
 
 
+@pytest.mark.parametrize("field", ["metadata", "reasoning", "text"])
+def test_what_an_answer_repeats_can_be_written(server: ServerProcess, field: str) -> None:
+    body = f'{{"input": "hi", "{field}": {{"a": 1e999}}}}'
+    response = server.http.post(RESPONSES, content=body, headers={"content-type": "application/json"})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, field)
+
+
 def test_what_is_not_stored_is_said(server: ServerProcess) -> None:
     error = server.post(RESPONSES, {**PLAIN, "previous_response_id": "resp_1"}).json()["error"]
     assert error["code"] == "unsupported_feature"

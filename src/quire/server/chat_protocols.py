@@ -14,6 +14,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
+from quire.bounded.json_text import BadJSON, parse
 from quire.engine.outputs.outputs import CompletionOutput
 from quire.errors import InvalidParameter, RequestError, UnsupportedFeature, shown
 from quire.server import sampling
@@ -178,9 +179,15 @@ def read_text(value: object, name: str, kinds: tuple[str, ...]) -> str:
 
 
 def arguments_object(arguments: str) -> dict[str, Any] | None:
-    """Return the arguments of a call, None where they are not a whole JSON object: the output ended inside the call."""
+    """Return the arguments of a call as an object that can be written again.
+
+    Returns:
+        The object; None where the text is not a whole one, since the output ended inside the call, or where it has
+        what JSON cannot write: a number that a double cannot hold, half of a surrogate pair, or too great a depth.
+    """
     try:
-        value = json.loads(arguments)
-    except (ValueError, RecursionError):
+        value = parse(arguments.encode())
+        json.dumps(value, allow_nan=False)
+    except (BadJSON, ValueError):
         return None
     return value if isinstance(value, dict) else None

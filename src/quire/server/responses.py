@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 import time
@@ -212,8 +213,17 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def response_head(fields: Fields, answer_id: str, model: str) -> dict[str, Any]:
-    """Return the fields of a response that are known before its output."""
+    """Return the fields of a response that are known before its output.
+
+    Raises:
+        InvalidParameter: a field that the response repeats has a number that JSON cannot write.
+    """
     echoed = ("instructions", "max_output_tokens", "reasoning", "temperature", "top_p", "user", "text")
+    for name in (*echoed, "metadata", "tools", "tool_choice"):
+        try:
+            json.dumps(fields.get(name), allow_nan=False)
+        except ValueError as error:
+            raise InvalidParameter(name, fields.get(name), "without numbers that a double cannot hold") from error
     return {
         "id": answer_id,
         "object": "response",
