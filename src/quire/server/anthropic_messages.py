@@ -17,6 +17,7 @@ from quire.server.chat_completions import ChatExtras, render_chat
 from quire.server.chat_protocols import (
     OWN_OPTIONS,
     REFUSED,
+    Reasoning,
     SampleParts,
     answer_chat,
     arguments_object,
@@ -34,6 +35,7 @@ from quire.server.state import ServerState
 from quire.server.tool_use import read_tool_use
 from quire.server.usage import TokenCount
 from quire.text.tool_calls import CallDelta
+from quire.text.tool_calls.calls import Piece
 
 SAME_FIELDS = ("max_tokens", "temperature", "top_p", "top_k", "stream", *OWN_OPTIONS)
 UNSUPPORTED: Mapping[str, Refusal] = {
@@ -244,9 +246,9 @@ class MessageReply:
         self._head = {"id": answer_id, "type": "message", "role": "assistant", "model": model}
         self._parts = SampleParts(extras)
         self._has_begun = False
-        # Index of the content block, -1 before the first, and the call that it shows; None for text.
+        # Index of the content block, -1 before the first; and its kind of pieces, or the index of its call.
         self._block = -1
-        self._call: int | None = None
+        self._kind: object = None
 
     def chunks(self, prompt_idx: int, delta: RequestOutput, count: TokenCount) -> Iterator[dict[str, Any]]:  # noqa: ARG002
         """Yield the events of a delta."""
@@ -255,7 +257,7 @@ class MessageReply:
             unknown: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
             yield {"type": "message_start", "message": {**self._head, **unknown, "usage": _usage(count)}}
         for output in delta.outputs:
-            for piece in self._parts.add(output):
+            for piece in self._parts.add(output, delta.prompt_token_ids):
                 yield from self._piece(piece)
             if output.finished:
                 if self._block >= 0:
@@ -274,26 +276,34 @@ class MessageReply:
         """Return the answer in one piece; a call whose input was cut off is left out."""
         (sample,) = outputs[0].outputs
         content: list[dict[str, Any]] = []
-        for piece in self._parts.add(sample):
+        for piece in self._parts.add(sample, outputs[0].prompt_token_ids):
             if isinstance(piece, str):
                 content.append({"type": "text", "text": piece})
+            elif isinstance(piece, Reasoning):
+                content.append({"type": "thinking", "thinking": piece.text, "signature": ""})
             elif (given := arguments_object(piece.arguments)) is not None:
                 content.append(self._tool_use(piece) | {"input": given})
         return {**self._head, "content": content, **self._ending(sample), "usage": _usage(count)}
 
-    def _piece(self, piece: str | CallDelta) -> Iterator[dict[str, Any]]:
-        call = None if isinstance(piece, str) else piece.index
-        if self._block < 0 or call != self._call:
+    def _piece(self, piece: Piece | Reasoning) -> Iterator[dict[str, Any]]:
+        kind = piece.index if isinstance(piece, CallDelta) else type(piece)
+        if kind != self._kind:
             if self._block >= 0:
                 yield {"type": "content_block_stop", "index": self._block}
             self._block += 1
-            self._call = call
-            block = {"type": "text", "text": ""} if isinstance(piece, str) else self._tool_use(piece)
+            self._kind = kind
+            block: dict[str, Any] = {"type": "text", "text": ""}
+            if isinstance(piece, Reasoning):
+                block = {"type": "thinking", "thinking": "", "signature": ""}
+            elif isinstance(piece, CallDelta):
+                block = self._tool_use(piece)
             yield {"type": "content_block_start", "index": self._block, "content_block": block}
-        if isinstance(piece, str):
-            delta = {"type": "text_delta", "text": piece}
-        else:
+        if isinstance(piece, Reasoning):
+            delta = {"type": "thinking_delta", "thinking": piece.text}
+        elif isinstance(piece, CallDelta):
             delta = {"type": "input_json_delta", "partial_json": piece.arguments}
+        else:
+            delta = {"type": "text_delta", "text": piece}
         yield {"type": "content_block_delta", "index": self._block, "delta": delta}
 
     def _tool_use(self, piece: CallDelta) -> dict[str, Any]:

@@ -8,8 +8,8 @@ errors to its own.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.types import ASGIApp
@@ -21,6 +21,7 @@ from quire.server import sampling
 from quire.server.chat_completions import ChatExtras, read_chat
 from quire.server.fields import Fields
 from quire.server.generation import GenerationRequest, Reply, renamed, run
+from quire.server.reasoning import ReasoningSplitter
 from quire.server.state import ServerState
 from quire.text.messages import MAX_MESSAGES
 from quire.text.tool_calls import CallDelta, SampleCalls
@@ -78,10 +79,18 @@ def thinking_switch(state: ServerState, is_on: bool | None) -> dict[str, Any]:
     return {"chat_template_kwargs": {"enable_thinking": is_on}}
 
 
-class SampleParts:
-    """Splits the output of a chat's one sample into content and calls, in the order in which the model wrote them.
+class Reasoning(NamedTuple):
+    """A piece of a model's reasoning.
 
-    A model's reasoning will be split off here, before the calls are read, for all protocols but chat completions.
+    Args:
+        text: the new text.
+    """
+
+    text: str
+
+
+class SampleParts:
+    """Splits the output of a chat's one sample into reasoning, content and calls, in the order of the output.
 
     Args:
         extras: contents of the answer.
@@ -89,16 +98,24 @@ class SampleParts:
 
     def __init__(self, extras: ChatExtras) -> None:
         self._calls = None if extras.tool_use is None else SampleCalls(extras.tool_use)
+        self._splitter = ReasoningSplitter(extras.reasoning)
         self._is_after_call = False
 
-    def add(self, output: CompletionOutput) -> list[Piece]:
-        """Return the pieces that a delta of the output, or the whole of it, completes."""
+    def add(self, output: CompletionOutput, prompt_ids: Sequence[int]) -> list[Piece | Reasoning]:
+        """Return the pieces that a delta of the output, or the whole of it, completes.
+
+        Args:
+            output: the new output.
+            prompt_ids: tokens of the prompt, which tell whether the output begins inside reasoning.
+        """
+        reasoning, text = self._splitter.add(output.index, prompt_ids, output.text, is_finished=output.finished)
+        pieces: list[Piece | Reasoning] = [Reasoning(reasoning)] if reasoning else []
         if self._calls is None:
-            return [output.text] if output.text else []
-        pieces = merge(self._calls.pieces(output.text, is_finished=output.finished))
-        for piece in pieces:
+            return [*pieces, text] if text else pieces
+        for piece in merge(self._calls.pieces(text, is_finished=output.finished)):
             if isinstance(piece, CallDelta):
                 self._is_after_call = piece.is_last
+            pieces.append(piece)
         return pieces
 
     def new_id(self) -> str:

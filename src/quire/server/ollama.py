@@ -20,6 +20,7 @@ from quire.server.chat_completions import ChatExtras
 from quire.server.chat_protocols import (
     OWN_OPTIONS,
     REFUSED,
+    Reasoning,
     SampleParts,
     answer_chat,
     arguments_object,
@@ -242,12 +243,12 @@ class ChatLines:
     def chunks(self, prompt_idx: int, delta: RequestOutput, count: TokenCount) -> Iterator[dict[str, Any]]:  # noqa: ARG002
         """Yield the lines of a delta."""
         for output in delta.outputs:
-            for text, call in self._add(output):
-                yield self._line(self._body(text, [] if call is None else [call]))
+            for piece in self._add(output, delta.prompt_token_ids):
+                yield self._line(self._body([piece]))
 
     def last_chunks(self, count: TokenCount) -> Iterator[dict[str, Any]]:
         """Yield the line that ends the stream."""
-        yield self._line(self._body("", []), count)
+        yield self._line(self._body([]), count)
 
     def error(self, error: ApiError) -> dict[str, Any]:
         """Return the line that ends a stream with an error."""
@@ -255,17 +256,16 @@ class ChatLines:
 
     def whole(self, outputs: Sequence[RequestOutput], count: TokenCount) -> dict[str, Any]:
         """Return the answer in one piece; a call that was cut off is left out."""
-        added = list(self._add(outputs[0].outputs[0]))
-        return self._line(self._body("".join(text for text, _ in added), [call for _, call in added if call]), count)
+        return self._line(self._body(list(self._add(outputs[0].outputs[0], outputs[0].prompt_token_ids))), count)
 
-    def _add(self, output: CompletionOutput) -> Iterator[tuple[str, dict[str, Any] | None]]:
-        """Yield the text, or the whole call, of each piece that new output completes."""
+    def _add(self, output: CompletionOutput, prompt_ids: Sequence[int]) -> Iterator[str | Reasoning | dict[str, Any]]:
+        """Yield the text, the reasoning, or the whole call, of each piece that new output completes."""
         self._finish_reason = output.finish_reason
-        for piece in self._parts.add(output):
-            if isinstance(piece, str):
-                yield piece, None
+        for piece in self._parts.add(output, prompt_ids):
+            if not isinstance(piece, CallDelta):
+                yield piece
             elif (call := self._add_call(piece)) is not None:
-                yield "", call
+                yield call
 
     def _add_call(self, piece: CallDelta) -> dict[str, Any] | None:
         if piece.name is not None:
@@ -276,8 +276,9 @@ class ChatLines:
             return None
         return {"id": self._parts.new_id(), "function": {"name": self._name, "arguments": given}}
 
-    def _body(self, text: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text}
+    def _body(self, pieces: Sequence[str | Reasoning | dict[str, Any]]) -> dict[str, Any]:
+        message = {"role": "assistant", "content": _joined(pieces), **_thinking(pieces)}
+        calls = [piece for piece in pieces if isinstance(piece, dict)]
         return {"message": message | ({"tool_calls": calls} if calls else {})}
 
     def _line(self, body: dict[str, Any], count: TokenCount | None = None) -> dict[str, Any]:
@@ -299,8 +300,17 @@ class ChatLines:
 class TextLines(ChatLines):
     """Turns outputs into the lines of `/api/generate`."""
 
-    def _body(self, text: str, calls: list[dict[str, Any]]) -> dict[str, Any]:  # noqa: ARG002 - there are none
-        return {"response": text}
+    def _body(self, pieces: Sequence[str | Reasoning | dict[str, Any]]) -> dict[str, Any]:
+        return {"response": _joined(pieces), **_thinking(pieces)}
+
+
+def _joined(pieces: Sequence[object]) -> str:
+    return "".join(piece for piece in pieces if isinstance(piece, str))
+
+
+def _thinking(pieces: Sequence[object]) -> dict[str, str]:
+    text = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
+    return {"thinking": text} if text else {}
 
 
 def _loaded(state: ServerState, body: Mapping[str, Any]) -> Response:

@@ -20,6 +20,7 @@ from quire.server.chat_completions import ChatExtras
 from quire.server.chat_protocols import (
     OWN_OPTIONS,
     REFUSED,
+    Reasoning,
     SampleParts,
     answer_chat,
     read_list,
@@ -268,7 +269,7 @@ class ResponseReply:
             for name in ("created", "in_progress"):
                 yield self._event(f"response.{name}", response=self._response("in_progress", None))
         for output in delta.outputs:
-            yield from self._add(output)
+            yield from self._add(output, delta.prompt_token_ids)
 
     def last_chunks(self, count: TokenCount) -> Iterator[dict[str, Any]]:
         """Yield the event of the whole response."""
@@ -281,7 +282,7 @@ class ResponseReply:
 
     def whole(self, outputs: Sequence[RequestOutput], count: TokenCount) -> dict[str, Any]:
         """Return the answer in one piece."""
-        for _ in self._add(outputs[0].outputs[0]):
+        for _ in self._add(outputs[0].outputs[0], outputs[0].prompt_token_ids):
             pass
         return self.body(count)
 
@@ -298,8 +299,10 @@ class ResponseReply:
         self._num_events += 1
         return {"type": kind, "sequence_number": self._num_events - 1, **fields}
 
-    def _add(self, output: CompletionOutput) -> Iterator[dict[str, Any]]:
-        for piece in self._parts.add(output):
+    def _add(self, output: CompletionOutput, prompt_ids: Sequence[int]) -> Iterator[dict[str, Any]]:
+        for piece in self._parts.add(output, prompt_ids):
+            if isinstance(piece, Reasoning):  # counted in the usage; OpenAI's own responses do not show it either
+                continue
             call = None if isinstance(piece, str) else piece.index
             if not self._items or call != self._call:
                 yield from self._close("completed")
@@ -365,6 +368,6 @@ def _usage(count: TokenCount) -> dict[str, Any]:
         "input_tokens": count.num_prompt,
         "input_tokens_details": {"cached_tokens": count.num_cached, "cache_write_tokens": 0},
         "output_tokens": count.num_output,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": count.num_reasoning},
         "total_tokens": count.num_prompt + count.num_output,
     }
