@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from quire.cli.main import build_parser, parse_args
@@ -26,7 +27,7 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def server_address() -> Iterator[str]:
     """A server on the bundled model, and its address."""
     command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--log-level", "warning", "--num-threads", "1"]
@@ -86,6 +87,17 @@ def test_the_client_example_runs_against_a_server(server_address: str) -> None:
     code = code.replace(DEFAULT_ADDRESS, server_address)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("command", blocks(ROOT / "docs" / "protocols.md", "console"))
+def test_a_request_of_each_protocol_is_answered(command: str, server_address: str) -> None:
+    words = shlex.split(command)
+    assert words[:2] == ["$", "curl"]
+    assert words[2].startswith(DEFAULT_ADDRESS)
+    header, body = (words[words.index(flag) + 1] for flag in ("-H", "-d"))
+    url = words[2].replace(DEFAULT_ADDRESS, server_address)
+    answer = httpx.post(url, content=body, headers=dict([header.split(": ")]), timeout=60)
+    assert answer.status_code == 200, answer.text
 
 
 def quire_commands() -> list[str]:

@@ -18,6 +18,19 @@ def events_of(raw: str) -> list[str]:
     return [block.removeprefix("data: ") for block in blocks if not block.startswith(":")]
 
 
+def named_events(server: ServerProcess, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the objects of a whole stream whose events are named by the type of their object."""
+    response = server.post(path, {**body, "stream": True})
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    events = []
+    for block in response.text.removesuffix("\n\n").split("\n\n"):
+        name, _, data = block.partition("\ndata: ")
+        events.append(json.loads(data))
+        assert name == f"event: {events[-1]['type']}"
+    return events
+
+
 def stream(server: ServerProcess, path: str, body: dict[str, Any]) -> tuple[httpx.Response, list[dict[str, Any]]]:
     """Return the response and the chunks of a whole stream; `[DONE]` ends it, once."""
     response = server.post(path, {**body, "stream": True})

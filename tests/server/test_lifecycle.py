@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -163,6 +163,33 @@ def test_shutdown_ends_unfinished_streams_with_an_error(folder: Path, tmp_path: 
         assert check_form(error, 503)["code"] == "stopping"
         assert server.process.wait(PATIENCE_S) == 0
         assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+USER = [{"role": "user", "content": "a"}]
+PROTOCOLS: dict[str, dict[str, Any]] = {
+    "/v1/messages": {"messages": USER, "max_tokens": 4000, "stream": True},
+    "/v1/responses": {"input": "a", "max_output_tokens": 4000, "stream": True},
+    "/api/chat": {"messages": USER, "options": {"num_predict": 4000}},
+}
+
+
+def test_shutdown_ends_streams_of_other_protocols_with_errors_of_theirs(folder: Path, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        server = stack.enter_context(running(folder, tmp_path / "log", *FLAGS, "--drain-timeout", "0.1"))
+        streams = [server.http.stream("POST", path, json=body) for path, body in PROTOCOLS.items()]
+        responses = [stack.enter_context(stream) for stream in streams]
+        os.kill(server.process.pid, signal.SIGINT)
+        raw = [response.read().decode() for response in responses]
+        last = [json.loads(text.strip().split("\n")[-1].removeprefix("data: ")) for text in raw]
+        why = "the server is stopping"
+        number = json.loads(raw[1].split("\n\n")[-3].partition("data: ")[2])["sequence_number"] + 1
+        assert last == [
+            {"type": "error", "error": {"type": "overloaded_error", "message": why}},
+            {"type": "error", "code": "stopping", "message": why, "param": None, "sequence_number": number},
+            {"error": why},
+        ]
+        assert raw[0].split("\n")[-4] == raw[1].split("\n")[-4] == "event: error"
+        assert server.process.wait(PATIENCE_S) == 0
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from quire.server.settings import REASONING_PARSERS
 from quire.text.reasoning import REASONING_FORMATS
 from tests.server import reasoning_checkpoint
 from tests.server.process import PATIENCE_S, ServerProcess, running
-from tests.server.streams import stream, text_of
+from tests.server.streams import named_events, stream, text_of
 from tests.server.tool_answers import CHAT, PARIS, USER, WEATHER, joined, names_and_arguments, needs_grammars
 
 ASK: dict[str, Any] = {"messages": USER, "temperature": 0, "max_tokens": 100}
@@ -212,3 +213,38 @@ def test_without_a_format_thinking_is_content(tmp_path: Path) -> None:
         assert message(server) == whole
         error = server.post(CHAT, {**ASK, "thinking_token_budget": 3}).json()["error"]
         assert (error["param"], error["code"]) == ("thinking_token_budget", "unsupported_feature")
+
+
+def test_messages_have_a_thinking_block(thinker: ServerProcess) -> None:
+    body = {"messages": USER, "temperature": 0, "max_tokens": 100}
+    answer = thinker.post("/v1/messages", body).json()
+    thinking = {"type": "thinking", "thinking": THOUGHT, "signature": ""}
+    assert answer["content"] == [thinking, {"type": "text", "text": YES}]
+    assert answer["stop_reason"] == "end_turn"
+    events = named_events(thinker, "/v1/messages", body)
+    begun = [event["content_block"]["type"] for event in events if event["type"] == "content_block_start"]
+    assert begun == ["thinking", "text"]
+    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    assert "".join(delta.get("thinking", "") for delta in deltas) == THOUGHT
+    assert "".join(delta.get("text", "") for delta in deltas) == YES
+    # The answer goes back as it is; what the template makes of earlier thinking is its own affair.
+    turns = [*USER, {"role": "assistant", "content": answer["content"]}, *USER]
+    assert thinker.post("/v1/messages", {**body, "messages": turns}).status_code == 200
+
+
+def test_responses_count_reasoning_and_show_the_answer(thinker: ServerProcess) -> None:
+    body = {"input": "hi", "temperature": 0, "max_output_tokens": 100}
+    whole = thinker.post("/v1/responses", body).json()
+    for response in (whole, named_events(thinker, "/v1/responses", body)[-1]["response"]):
+        assert [item["content"][0]["text"] for item in response["output"]] == [YES]
+        assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": 3}
+
+
+@pytest.mark.parametrize(("path", "body"), [("/api/chat", {"messages": USER}), ("/api/generate", {"prompt": "hi"})])
+def test_ollamas_answers_have_a_field_of_thinking(thinker: ServerProcess, path: str, body: dict[str, Any]) -> None:
+    body = {**body, "options": {"temperature": 0, "num_predict": 100}}
+    lines = [json.loads(line) for line in thinker.post(path, body).text.splitlines()]
+    for answers in (lines, [thinker.post(path, {**body, "stream": False}).json()]):
+        parts = [answer.get("message", answer) for answer in answers]
+        assert "".join(part.get("thinking", "") for part in parts) == THOUGHT
+        assert "".join(part.get("content", part.get("response", "")) for part in parts) == YES

@@ -16,14 +16,14 @@ SEPARATORS = "a\nb\r\nc\rd\u2028e\u2029f\x85g\x0bh\x0ci"
 
 
 def test_an_event_is_one_line_for_every_kind_of_line_end() -> None:
-    framed = sse.event({"text": SEPARATORS}).decode()
+    framed = sse.OPENAI_EVENTS.one({"text": SEPARATORS}).decode()
     assert framed.splitlines() == [framed.removesuffix("\n\n"), ""]
     assert json.loads(framed.removeprefix("data: ")) == {"text": SEPARATORS}
 
 
 def test_numbers_that_json_lacks_are_never_sent() -> None:
     with pytest.raises(ValueError, match="JSON"):
-        sse.event({"logprob": float("-inf")})
+        sse.OPENAI_EVENTS.one({"logprob": float("-inf")})
 
 
 def test_a_response_sends_each_piece_at_once_and_ends() -> None:

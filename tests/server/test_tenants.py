@@ -82,6 +82,41 @@ def test_nobody_is_let_in_without_one_tenant(
     )
 
 
+CONVERSATION = "a conversation of sixteen tokens and more, of another protocol"
+TURN = {"messages": [{"role": "user", "content": CONVERSATION}]}
+PROTOCOLS: dict[str, dict[str, Any]] = {
+    "/v1/messages": {**TURN, "max_tokens": 1},
+    "/v1/responses": {"input": CONVERSATION, "max_output_tokens": 1},
+    "/api/chat": {**TURN, "options": {"num_predict": 1}, "stream": False},
+    "/api/generate": {"prompt": CONVERSATION, "options": {"num_predict": 1}, "stream": False},
+}
+
+
+def hits(server: ServerProcess) -> int:
+    lines = server.http.get("/metrics").text.splitlines()
+    (line,) = (line for line in lines if line.startswith("vllm:prefix_cache_hits_total"))
+    return int(float(line.split()[-1]))
+
+
+@pytest.mark.parametrize("path", PROTOCOLS)
+def test_other_protocols_have_tenants_and_salts_too(gated: ServerProcess, path: str) -> None:
+    body = PROTOCOLS[path]
+    refused = ask(gated, path, body)
+    assert refused.status_code == 400
+    assert f"the header {HEADER} must be there once" in refused.text
+    found = []
+    for number, tenant in enumerate((f"a{path}", f"b{path}", f"a{path}", f"a{path}")):
+        before = hits(gated)
+        answer = ask(gated, path, {**body, "cache_salt": "salt"} if number == 3 else body, tenant)
+        assert answer.status_code == 200, answer.text
+        found.append(hits(gated) > before)
+    assert found == [False, False, True, False]
+    for field in ("tenant", "media"):
+        refused = ask(gated, path, {**body, field: "acme"}, "acme")
+        assert refused.status_code == 400
+        assert f"{field} is not supported" in refused.text
+
+
 @pytest.mark.parametrize("value", [b" \t", b" a\xc2\xa0\t"])
 def test_only_what_is_blank_in_a_header_is_no_name(value: bytes) -> None:
     request = Request({"type": "http", "headers": [(HEADER.lower().encode(), value)]})

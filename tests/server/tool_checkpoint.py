@@ -35,6 +35,7 @@ TEMPLATE = (
     "{% for call in message.tool_calls or [] %}{{ call.function.name }}:{{ call.function.arguments.city }}{% endfor %}"
     "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     "{% if style is defined %}{{ style }}{% endif %}"
+    "{% if enable_thinking is defined %}{{ 'think' if enable_thinking else 'no' }}{% endif %}"
 )
 
 

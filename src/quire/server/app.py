@@ -17,7 +17,17 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from quire.server import chat_completions, completions, models, monitoring, pins, tokens
+from quire.server import (
+    anthropic_messages,
+    chat_completions,
+    completions,
+    models,
+    monitoring,
+    ollama,
+    pins,
+    responses,
+    tokens,
+)
 from quire.server.auth import Guard, check_operator
 from quire.server.errors import handle_http_exception
 from quire.server.intake import Intake
@@ -35,6 +45,14 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/v1/models/{model_id:path}", models.show_model),
     ("POST", "/v1/completions", completions.completions),
     ("POST", "/v1/chat/completions", chat_completions.chat_completions),
+    ("POST", "/v1/responses", responses.responses),
+    ("POST", "/v1/messages", anthropic_messages.messages),
+    ("POST", "/v1/messages/count_tokens", anthropic_messages.count_tokens),
+    ("POST", "/api/chat", ollama.chat),
+    ("POST", "/api/generate", ollama.generate),
+    ("GET", "/api/tags", ollama.tags),
+    ("POST", "/api/show", ollama.show),
+    ("GET", "/api/version", ollama.version),
     ("GET", "/tokenizer_info", tokens.tokenizer_info),
     ("POST", "/tokenize", tokens.tokenize),
     ("POST", "/detokenize", tokens.detokenize),

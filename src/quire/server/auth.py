@@ -8,6 +8,7 @@ import hmac
 import ipaddress
 import re
 import uuid
+from collections.abc import Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
@@ -27,8 +28,9 @@ class Guard:
 
     Args:
         app: application after the guard.
-        api_key: key of the clients, as a bearer token or as the password of basic authentication (which a browser can
-            send for the page). None admits every request whose host is a local name or an address.
+        api_key: key of the clients, as a bearer token, in the header `x-api-key` (Anthropic's clients), or as the
+            password of basic authentication (which a browser can send for the page). None admits every request whose
+            host is a local name or an address.
         operator_key: key of the operators; None where clients may use the routes of operation.
     """
 
@@ -57,21 +59,21 @@ class Guard:
             await send(message)
 
         try:
-            presented = _presented_key(headers)
-            scope[IS_OPERATOR] = self._operator_key is not None and hmac.compare_digest(presented, self._operator_key)
+            presented = _presented_keys(headers)
+            scope[IS_OPERATOR] = self._operator_key is not None and _has_key(presented, self._operator_key)
             is_open = scope[IS_OPERATOR] or scope["path"] in OPEN_PATHS
             refusal = None if is_open else self._refusal(headers, presented)
-            handler = self._app if refusal is None else refusal.response()
+            handler = self._app if refusal is None else refusal.response(scope["path"])
             await handler(scope, receive, send_with_id)
         except TASK_ENDING_ERRORS:
             raise
         except BaseException as error:  # a panic of a Rust library is not an Exception
             # An answer that has begun stays incomplete, which ends the connection.
-            answer = error_response(error, request_id)
+            answer = error_response(error, request_id, scope["path"])
             if not has_begun:
                 await answer(scope, receive, send_with_id)
 
-    def _refusal(self, headers: Headers, presented: bytes) -> ApiError | None:
+    def _refusal(self, headers: Headers, presented: Sequence[bytes]) -> ApiError | None:
         if self._api_key is None:
             host = headers.get("host", "")
             if is_local_host(host):
@@ -79,7 +81,7 @@ class Guard:
             # DNS rebinding: a page of another site whose name resolves to this machine would count as the server's.
             why = f"without an API key the host must be localhost or an address, got {host[:100]!r}"
             return ApiError(403, why, code="host_not_allowed")
-        return None if hmac.compare_digest(presented, self._api_key) else invalid_key("API")
+        return None if _has_key(presented, self._api_key) else invalid_key("API")
 
 
 def check_operator(request: Request, *, has_operators: bool) -> None:
@@ -94,7 +96,7 @@ def check_operator(request: Request, *, has_operators: bool) -> None:
     """
     if request.scope[IS_OPERATOR] or not has_operators:
         return
-    if not _presented_key(request.headers):
+    if not (request.headers.get("authorization") or request.headers.get("x-api-key")):
         raise invalid_key("operator's")
     raise ApiError(403, "this route needs the operator's key", code="operator_only")
 
@@ -124,11 +126,15 @@ def is_local_host(host: str) -> bool:
     return True
 
 
-def _presented_key(headers: Headers) -> bytes:
-    """Return the key of a request, in OpenAI's header or in Anthropic's."""
-    authorization = headers.get("authorization", "")
-    if not authorization:
-        return headers.get("x-api-key", "").strip().encode("latin-1")
+def _has_key(presented: Sequence[bytes], key: bytes) -> bool:
+    return any(hmac.compare_digest(one, key) for one in presented)
+
+
+def _presented_keys(headers: Headers) -> tuple[bytes, bytes]:
+    return _presented_key(headers.get("authorization", "")), headers.get("x-api-key", "").encode("latin-1")
+
+
+def _presented_key(authorization: str) -> bytes:
     scheme, _, value = authorization.partition(" ")
     value = value.strip()
     if scheme.lower() == "basic":

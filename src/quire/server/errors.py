@@ -1,4 +1,5 @@
-"""Errors in OpenAI's form at every status: `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors at every status, in the form of the route's protocol; OpenAI's is
+`{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
@@ -32,6 +33,9 @@ TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
+# Anthropic's types where they differ from OpenAI's.
+ANTHROPIC_TYPES = {404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}
+ANTHROPIC_PATH, OLLAMA_PATH = "/v1/messages", "/api/"
 
 
 class ApiError(Exception):
@@ -65,10 +69,30 @@ class ApiError(Exception):
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> Response:
-        """Return the answer."""
+    def anthropic_body(self) -> dict[str, Any]:
+        """Return the error in Anthropic's form."""
+        kind = ANTHROPIC_TYPES.get(self.status) or TYPES.get(self.status)
+        kind = kind or ("invalid_request_error" if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": str(self)}}
+
+    def ollama_body(self) -> dict[str, Any]:
+        """Return the error in Ollama's form."""
+        return {"error": str(self)}
+
+    def body_for(self, path: str) -> dict[str, Any]:
+        """Return the error in the form of a route's protocol."""
+        if path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/"):
+            return self.anthropic_body()
+        return self.ollama_body() if path.startswith(OLLAMA_PATH) else self.body()
+
+    def response(self, path: str = "") -> Response:
+        """Return the answer.
+
+        Args:
+            path: path of the request, whose protocol determines the error's form.
+        """
         return Response(
-            json.dumps(self.body()).encode(),
+            json.dumps(self.body_for(path)).encode(),
             status_code=self.status,
             headers=self.headers,
             media_type="application/json",
@@ -105,12 +129,12 @@ def api_error(error: BaseException, request_id: str) -> ApiError:
     return ApiError(500, f"the server failed; its log has the reason for request {request_id}", code="internal_error")
 
 
-def error_response(error: BaseException, request_id: str) -> Response:
-    """Return the answer to a request whose handler raised."""
+def error_response(error: BaseException, request_id: str, path: str) -> Response:
+    """Return the answer to a request for a path whose handler raised."""
     if isinstance(error, ClientDisconnect):
         logger.debug("the client of request %s left while it was sending", request_id)
         return Response(status_code=CLIENT_GONE)
-    return api_error(error, request_id).response()
+    return api_error(error, request_id).response(path)
 
 
 async def handle_http_exception(request: Request, error: Exception) -> Response:
@@ -121,4 +145,4 @@ async def handle_http_exception(request: Request, error: Exception) -> Response:
     if request.method == "OPTIONS" and "origin" in request.headers:
         message += "; pages of other origins need --allow-origin"
     code = HTTPStatus(error.status_code).name.lower()
-    return ApiError(error.status_code, message, code=code, headers=error.headers).response()
+    return ApiError(error.status_code, message, code=code, headers=error.headers).response(request.scope["path"])

@@ -41,6 +41,10 @@ class Fields:
         """Return a field's value, None when it is absent or null."""
         return self._values.get(field)
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return the whole object."""
+        return dict(self._values)
+
     def flag(self, field: str, default: bool = False) -> bool:
         """Return a boolean.
 

@@ -1,4 +1,4 @@
-"""Runs a request on the engine and sends its answer, whole or as a stream; shared by completions and chat."""
+"""Runs a request on the engine and sends its answer, whole or as a stream; shared by all protocols."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quire.engine.outputs.outputs import RequestOutput
 from quire.errors import InvalidParameter, RequestError, RequestFailed
 from quire.sequences.params import SamplingParams
 from quire.server import sse
-from quire.server.errors import CLIENT_GONE, REQUEST_ID, SHOWN_ID, api_error, stopping
+from quire.server.errors import CLIENT_GONE, REQUEST_ID, SHOWN_ID, ApiError, api_error, stopping
 from quire.server.json_stream import JsonAnswer, JsonWriter, paced
 from quire.server.sampling import Options
 from quire.server.state import InFlightRequest, ServerState
@@ -29,8 +29,35 @@ if TYPE_CHECKING:  # the server starts before the engine is imported
     from quire.engine.inputs.request_builder import PreparedRequest
 
 
+class Reply(Protocol):
+    """Turns the engine's outputs into the answer of a protocol.
+
+    Attributes:
+        stream_format: form of its streams.
+    """
+
+    stream_format: sse.StreamFormat
+
+    def chunks(self, prompt_idx: int, delta: RequestOutput, count: TokenCount) -> Iterable[dict[str, Any]]:
+        """Yield the chunks of a delta, whose tokens are counted already."""
+
+    def last_chunks(self, count: TokenCount) -> Iterable[dict[str, Any]]:
+        """Yield the chunks after all deltas."""
+
+    def error(self, error: ApiError) -> dict[str, Any]:
+        """Return the chunk that ends a stream with an error."""
+
+    def whole(self, outputs: Sequence[RequestOutput], count: TokenCount) -> dict[str, Any]:
+        """Return the answer in one piece.
+
+        Args:
+            outputs: output of each prompt.
+            count: number of their tokens.
+        """
+
+
 class ResponseBuilder(Protocol):
-    """Turns the engine's outputs into a route's JSON, without `usage`."""
+    """Turns the engine's outputs into the JSON of a route of OpenAI's, without `usage`."""
 
     def chunks(self, prompt_idx: int, delta: RequestOutput) -> Iterable[dict[str, Any]]:
         """Yield the chunks of a delta."""
@@ -86,9 +113,49 @@ def response_header(state: ServerState, request: Request, prefix: str, kind: str
     }
 
 
+class OpenAIReply:
+    """The answer of completions and chat completions: JSON with `usage`.
+
+    Args:
+        builder: builder of the JSON.
+        options: the request's options on usage.
+    """
+
+    stream_format = sse.OPENAI_EVENTS
+
+    def __init__(self, builder: ResponseBuilder, options: Options) -> None:
+        self._builder = builder
+        self._options = options
+
+    def chunks(self, prompt_idx: int, delta: RequestOutput, count: TokenCount) -> Iterator[dict[str, Any]]:
+        """Yield the chunks of a delta."""
+        for chunk in self._builder.chunks(prompt_idx, delta):
+            if self._options.include_usage:
+                chunk["usage"] = count.as_json() if self._options.continuous_usage else None
+            yield chunk
+
+    def last_chunks(self, count: TokenCount) -> Iterator[dict[str, Any]]:
+        """Yield the chunk of the usage where the client requests it."""
+        if self._options.include_usage:
+            yield {**self._builder.last_chunk(), "usage": count.as_json()}
+
+    def error(self, error: ApiError) -> dict[str, Any]:
+        """Return the chunk that ends a stream with an error."""
+        return error.body()
+
+    def whole(self, outputs: Sequence[RequestOutput], count: TokenCount) -> dict[str, Any]:
+        """Return the answer in one piece."""
+        return {**self._builder.whole(outputs), "usage": count.as_json()}
+
+
 async def answer(
-    state: ServerState, request: Request, job: GenerationRequest, reply: ResponseBuilder, answer_id: str
+    state: ServerState, request: Request, job: GenerationRequest, builder: ResponseBuilder, answer_id: str
 ) -> ASGIApp:
+    """Run a request and return its response in OpenAI's form; see `run`."""
+    return await run(state, request, job, OpenAIReply(builder, job.options), answer_id)
+
+
+async def run(state: ServerState, request: Request, job: GenerationRequest, reply: Reply, answer_id: str) -> ASGIApp:
     """Run a request and return its response.
 
     Raises:
@@ -107,9 +174,9 @@ async def answer(
             at_error.callback(tracked.release)
             answer: ASGIApp
             if job.options.stream:
-                events = _events(state, job, reply, tracked, batches, request.scope[SHOWN_ID])
+                events = _events(state, reply, tracked, batches, request.scope[SHOWN_ID])
                 # An error before the first event still determines the status.
-                answer = sse.EventStream(await anext(events), events)
+                answer = sse.EventStream(await anext(events), events, reply.stream_format.media_type)
             else:
                 answer = JsonAnswer(await _whole(job, reply, count, batches), state.writing, tracked.release)
             # From here on the answer releases its reservation.
@@ -120,11 +187,15 @@ async def answer(
     except RequestError as error:
         if state.is_draining:
             raise stopping() from error
-        field = job.field_aliases.get(error.field or "", error.field)
-        if isinstance(error, InvalidParameter) and field != error.field:
-            raise InvalidParameter(field or "", error.value, error.allowed) from error
-        error.field = field
-        raise
+        raise renamed(error, job.field_aliases.get(error.field or "", error.field)) from None
+
+
+def renamed(error: RequestError, field: str | None) -> RequestError:
+    """Return an error that names a field as the client does."""
+    if isinstance(error, InvalidParameter) and field != error.field:
+        return InvalidParameter(field or "", error.value, error.allowed)
+    error.field = field
+    return error
 
 
 async def _generate(
@@ -171,7 +242,7 @@ def _check(delta: RequestOutput) -> None:
 
 
 async def _whole(
-    job: GenerationRequest, reply: ResponseBuilder, count: TokenCount, batches: AsyncGenerator[list[Delta], None]
+    job: GenerationRequest, reply: Reply, count: TokenCount, batches: AsyncGenerator[list[Delta], None]
 ) -> dict[str, Any]:
     outputs: dict[int, RequestOutput] = {}
     async with aclosing(batches):
@@ -179,47 +250,44 @@ async def _whole(
             for idx, delta in batch:
                 count.add(idx, delta)
                 merge(outputs, idx, delta)
-    body = reply.whole([outputs[idx] for idx in range(job.num_prompts)])
-    return {**body, "usage": count.as_json()}
+    return reply.whole([outputs[idx] for idx in range(job.num_prompts)], count)
 
 
 async def _events(
     state: ServerState,
-    job: GenerationRequest,
-    reply: ResponseBuilder,
+    reply: Reply,
     tracked: InFlightRequest,
     batches: AsyncGenerator[list[Delta], None],
     request_id: str,
 ) -> AsyncGenerator[bytes, None]:
     """Yield the events of a stream; the events of one batch are joined into one piece unless they are long."""
-    options, count = job.options, tracked.count
+    form, count = reply.stream_format, tracked.count
     writer = JsonWriter(ascii_only=True)
     has_begun = False
 
     def events(batch: list[Delta]) -> Iterator[str]:
         for idx, delta in batch:
             count.add(idx, delta)
-            for chunk in reply.chunks(idx, delta):
-                if options.include_usage:
-                    chunk["usage"] = count.as_json() if options.continuous_usage else None
-                yield from sse.framed(writer.parts(chunk))
+            for chunk in reply.chunks(idx, delta, count):
+                yield from form.framed(chunk, writer)
 
     try:
         async with aclosing(batches):
             async for batch in batches:
-                async with aclosing(paced(events(batch) if batch else [sse.PING], state.writing)) as pieces:
+                async with aclosing(paced(events(batch) if batch else [form.ping], state.writing)) as pieces:
                     async for piece in pieces:
                         yield piece
                         has_begun = True
-        if options.include_usage:
-            yield sse.event({**reply.last_chunk(), "usage": count.as_json()})
-        yield sse.DONE
+        for chunk in reply.last_chunks(count):
+            yield form.one(chunk)
+        if form.end:
+            yield form.end
     except ClientGone:
         if not has_begun:
             raise
     except Exception as error:
         if not has_begun:
             raise
-        yield sse.event(api_error(error, request_id).body()) + sse.DONE
+        yield form.one(reply.error(api_error(error, request_id))) + form.end
     finally:
         tracked.release()

@@ -13,7 +13,9 @@ from quire.server.errors import unavailable
 from quire.server.state import ServerState
 
 # Requests to these paths take a queue slot.
-GENERATING = frozenset({"/v1/completions", "/v1/chat/completions"})
+GENERATING = frozenset(
+    {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat", "/api/generate"}
+)
 # Bytes of a body that are not counted: a connection reads this many ahead, and most bodies are shorter.
 FREE_BYTES = 64 << 10
 

@@ -1,9 +1,10 @@
-"""Server-sent events: their framing and their response."""
+"""Streams of JSON objects: server-sent events, JSON lines, and their response."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
@@ -12,28 +13,49 @@ from quire.server.json_stream import JsonWriter
 
 DONE = b"data: [DONE]\n\n"
 PING = ": ping\n\n"
-HEADERS = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    # nginx and similar proxies buffer streams otherwise.
-    (b"x-accel-buffering", b"no"),
-)
+EVENTS = "text/event-stream; charset=utf-8"
 
 
-def event(data: Mapping[str, Any]) -> bytes:
-    """Return one event."""
-    return "".join(framed(JsonWriter(ascii_only=True).parts(data))).encode()
-
-
-def framed(parts: Iterable[str]) -> Iterator[str]:
-    """Yield the text of one event.
+@dataclass(frozen=True, slots=True)
+class StreamFormat:
+    """The form of a protocol's streams.
 
     Args:
-        parts: parts of its JSON, which is ASCII only: some clients split lines at U+2028 and U+0085 too.
+        media_type: content type of the response.
+        is_named: True where each event has a name, the `type` of its object.
+        is_bare: True where each object is a line without a frame.
+        ping: text that keeps a silent connection open; empty where the protocol has none.
+        end: text at the end of every stream.
     """
-    yield "data: "
-    yield from parts
-    yield "\n\n"
+
+    media_type: str = EVENTS
+    is_named: bool = False
+    is_bare: bool = False
+    ping: str = PING
+    end: bytes = b""
+
+    def framed(self, chunk: Mapping[str, Any], writer: JsonWriter) -> Iterator[str]:
+        """Yield the text of one object in parts.
+
+        Args:
+            chunk: the object.
+            writer: its writer, which writes ASCII only: some clients split lines at U+2028 and U+0085 too.
+        """
+        if self.is_named:
+            yield f"event: {chunk['type']}\n"
+        if not self.is_bare:
+            yield "data: "
+        yield from writer.parts(chunk)
+        yield "\n" if self.is_bare else "\n\n"
+
+    def one(self, chunk: Mapping[str, Any]) -> bytes:
+        """Return the text of one short object."""
+        return "".join(self.framed(chunk, JsonWriter(ascii_only=True))).encode()
+
+
+OPENAI_EVENTS = StreamFormat(end=DONE)
+NAMED_EVENTS = StreamFormat(is_named=True)
+JSON_LINES = StreamFormat(media_type="application/x-ndjson", is_bare=True, ping="")
 
 
 class EventStream:
@@ -42,16 +64,23 @@ class EventStream:
     Args:
         first: first events; their existence determines the status 200.
         rest: further events; the generator is closed however the response ends.
+        media_type: content type.
     """
 
-    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None], media_type: str = EVENTS) -> None:
         self._first = first
         self._rest = rest
+        self._headers = [
+            (b"content-type", media_type.encode()),
+            (b"cache-control", b"no-cache"),
+            # nginx and similar proxies buffer streams otherwise.
+            (b"x-accel-buffering", b"no"),
+        ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's signature
         """Send the response."""
         async with aclosing(self._rest) as rest:
-            await send({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})
+            await send({"type": "http.response.start", "status": 200, "headers": self._headers})
             await send({"type": "http.response.body", "body": self._first, "more_body": True})
             async for events in rest:
                 await send({"type": "http.response.body", "body": events, "more_body": True})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import reduce
 from typing import Any
 
@@ -33,14 +34,29 @@ class TokenCount:
         self._states: dict[tuple[int, int], ThinkingState] = {}
         self.num_output = 0
         self.num_pruned = 0
+        # Times of the request, and of its first and last outputs, in nanoseconds of the monotonic clock.
+        self.begin_ns = self.first_ns = self.last_ns = time.monotonic_ns()
 
     @property
     def num_prompt(self) -> int:
         """Number of tokens of the prompts that have outputs."""
         return sum(num_tokens for num_tokens, _ in self._prompts.values())
 
+    @property
+    def num_cached(self) -> int:
+        """Number of tokens of these prompts that were found in the prefix cache."""
+        return sum(num_cached for _, num_cached in self._prompts.values())
+
+    @property
+    def num_reasoning(self) -> int:
+        """Number of tokens of reasoning among the outputs."""
+        return sum(state.num_tokens for state in self._states.values())
+
     def add(self, prompt_idx: int, delta: RequestOutput) -> None:
         """Count the tokens of a delta of one prompt."""
+        self.last_ns = time.monotonic_ns()
+        if not self._prompts:
+            self.first_ns = self.last_ns
         num_prompt = len(delta.prompt_token_ids)
         if num_prompt:
             # At least one token of a prompt is always computed.
@@ -72,14 +88,14 @@ class TokenCount:
         account = reduce(TokenAccount.plus, self._accounts.values(), NO_TOKENS)
         details = {"pruned_tokens": self.num_pruned} if self.num_pruned else {}
         if self._thinking is not None:
-            details["reasoning_tokens"] = sum(state.num_tokens for state in self._states.values())
+            details["reasoning_tokens"] = self.num_reasoning
         counts: dict[str, Any] = {
             "prompt_tokens": num_prompt,
             "completion_tokens": self.num_output,
             "total_tokens": num_prompt + self.num_output,
             **({"completion_tokens_details": details} if details else {}),
             "prompt_tokens_details": {
-                "cached_tokens": sum(num_cached for _, num_cached in self._prompts.values()),
+                "cached_tokens": self.num_cached,
                 "by_source": account.sources._asdict(),
                 "computed_by_reason": account.by_reason(),
             },

@@ -11,15 +11,23 @@ from multiprocessing import get_context
 from random import Random
 from typing import Any, NamedTuple
 
-from quire.server import chat_completions, completions, pins, tokens
+from quire.server import anthropic_messages, chat_completions, completions, ollama, pins, responses, tokens
 from tests.server.hostile import forms, http_cases, values
 
 MAX_BODY = 8 << 20
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGES, OLLAMA = "/v1/messages", "/api/chat"
+USER = [{"role": "user", "content": "hi"}]
 # Each POST route with its fields, of which some are sent at random, and what makes a body whole.
 ROUTES: dict[str, tuple[Sequence[str], dict[str, Any]]] = {
     COMPLETIONS: (completions.KNOWN_FIELDS, {"prompt": "Z", "max_tokens": 4}),
-    CHAT: (chat_completions.KNOWN_FIELDS, {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}),
+    CHAT: (chat_completions.KNOWN_FIELDS, {"messages": USER, "max_tokens": 4}),
+    MESSAGES: (anthropic_messages.KNOWN_FIELDS, {"messages": USER, "max_tokens": 4}),
+    "/v1/messages/count_tokens": (anthropic_messages.KNOWN_FIELDS, {"messages": USER}),
+    "/v1/responses": (responses.KNOWN_FIELDS, {"input": "hi", "max_output_tokens": 4}),
+    OLLAMA: (ollama.KNOWN_FIELDS, {"messages": USER, "options": {"num_predict": 4}}),
+    "/api/generate": (ollama.KNOWN_FIELDS, {"prompt": "hi", "options": {"num_predict": 4}}),
+    "/api/show": (ollama.KNOWN_FIELDS, {"model": "tiny"}),
     "/tokenize": (tokens.KNOWN_FIELDS, {"prompt": "Z"}),
     "/detokenize": (tokens.KNOWN_FIELDS, {"tokens": [5, 6]}),
     "/pin_prefix": (pins.KNOWN_FIELDS, {"name": "p", "prompt": [5] * 40}),
@@ -144,13 +152,17 @@ def formed(rng: Random) -> tuple[str, Any]:
 
 def armed(rng: Random) -> tuple[str, Any]:
     """Tools."""
-    path, body = whole(rng, rng.choice([CHAT] * 4 + ["/tokenize", "/pin_prefix"]))
+    path, body = whole(
+        rng, rng.choice([CHAT] * 4 + [MESSAGES, OLLAMA, "/v1/messages/count_tokens", "/tokenize", "/pin_prefix"])
+    )
     return path, body | forms.tools(rng)
 
 
 def conversing(rng: Random) -> tuple[str, Any]:
     """Conversations."""
-    path, body = whole(rng, rng.choice([CHAT] * 4 + ["/tokenize", "/pin_prefix"]))
+    path, body = whole(
+        rng, rng.choice([CHAT] * 4 + [MESSAGES, OLLAMA, "/v1/messages/count_tokens", "/tokenize", "/pin_prefix"])
+    )
     body.pop("prompt", None)
     return path, body | {"messages": forms.messages(rng)}
 

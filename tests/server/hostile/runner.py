@@ -23,6 +23,10 @@ HANG_S = 10.0
 PAUSE_S = 0.02
 # What clients may be told of a server that has too much to do.
 BUSY = {"too_many_uploads", "too_many_connections", "stopping"}
+# Beginnings of the messages of faults of the server, in protocols without codes.
+FAILED = ("the server failed", "the engine failed")
+# Types of the events that end the streams of Anthropic's Messages and of OpenAI's Responses.
+LAST = ("message_stop", "response.completed", "response.incomplete", "error")
 FLAGS = (
     *("--num-kv-blocks", "600", "--max-num-seqs", "32", "--max-model-len", "512", "--max-queue-len", "256"),
     *("--max-body-bytes", str(MAX_BODY), "--pin-limit", "0.1", "--swap-space", "4MiB", "--grammar-timeout-s", "1"),
@@ -285,11 +289,13 @@ def _problem(status: int, headers: Mapping[str, str], body: str, *, has_body: bo
     """Return what is wrong with an answer, None where nothing is."""
     kind = {name.lower(): value for name, value in headers.items()}.get("content-type", "")
     try:
-        if kind.startswith("text/event-stream"):
-            events = [line[6:] for line in body.splitlines() if line.startswith("data: ")]
-            if events[-1:] != ["[DONE]"]:
+        if kind.startswith(("text/event-stream", "application/x-ndjson")):
+            lines = body.splitlines() if "ndjson" in kind else [x[6:] for x in body.splitlines() if x[:6] == "data: "]
+            events = [json.loads(line) for line in lines if line != "[DONE]"]
+            last = events[-1] if events else {}
+            if lines[-1:] != ["[DONE]"] and not (last.get("type") in LAST or last.get("done") or "error" in last):
                 return f"a stream without an end: {body[-200:]!r}"
-            failed = [event for event in map(json.loads, events[:-1]) if "error" in event]
+            failed = [event for event in events if "error" in event]
             return next((f"an error in a stream: {event}" for event in failed if _is_our_fault(event)), None)
         if status < 400:
             if kind.startswith("application/json") and body:
@@ -300,14 +306,25 @@ def _problem(status: int, headers: Mapping[str, str], body: str, *, has_body: bo
         answer = json.loads(body)
     except ValueError:
         return f"{status} with what is not JSON: {body[:200]!r}"
-    error = answer.get("error") if isinstance(answer, dict) else None
-    if not isinstance(error, dict) or set(error) != {"message", "type", "param", "code"} or not error["message"]:
+    if not isinstance(answer, dict) or not _has_form(answer):
         return f"{status} in another form: {body[:200]!r}"
     if "Traceback" in body or '.py"' in body:
         return f"{status} that shows the inside: {body[:500]!r}"
     return f"{status}: {body[:300]}" if status >= 500 and _is_our_fault(answer) else None
 
 
+def _has_form(answer: Mapping[str, Any]) -> bool:
+    """Return whether an error has the form of OpenAI, Anthropic or Ollama."""
+    error = answer.get("error")
+    if isinstance(error, str):
+        return set(answer) == {"error"} and error != ""
+    keys = {"message", "type"} if answer.get("type") == "error" else {"message", "type", "param", "code"}
+    return isinstance(error, dict) and set(error) == keys and error["message"] != ""
+
+
 def _is_our_fault(answer: Mapping[str, Any]) -> bool:
     error = answer["error"]
-    return error.get("code") not in BUSY and error.get("type") in ("server_error", "service_unavailable_error")
+    if not isinstance(error, dict):
+        return str(error).startswith(FAILED)
+    ours = ("server_error", "service_unavailable_error")
+    return error.get("code") not in BUSY and (error.get("type") in ours or error["message"].startswith(FAILED))

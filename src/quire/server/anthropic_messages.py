@@ -1,0 +1,327 @@
+"""`POST /v1/messages` and `POST /v1/messages/count_tokens`: conversations in Anthropic's form."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from quire.engine.outputs.outputs import CompletionOutput, RequestOutput
+from quire.errors import InvalidParameter, RequestError, UnsupportedFeature, shown
+from quire.server import sse
+from quire.server.chat_completions import ChatExtras, render_chat
+from quire.server.chat_protocols import (
+    OWN_OPTIONS,
+    REFUSED,
+    Reasoning,
+    SampleParts,
+    answer_chat,
+    arguments_object,
+    read_list,
+    read_object,
+    read_text,
+    required_text,
+    thinking_switch,
+)
+from quire.server.errors import REQUEST_ID, ApiError
+from quire.server.fields import Fields, Refusal
+from quire.server.generation import json_response, renamed
+from quire.server.models import check_model
+from quire.server.state import ServerState
+from quire.server.tool_use import read_tool_use
+from quire.server.usage import TokenCount
+from quire.text.tool_calls import CallDelta
+from quire.text.tool_calls.calls import Piece
+
+SAME_FIELDS = ("max_tokens", "temperature", "top_p", "top_k", "stream", *OWN_OPTIONS)
+UNSUPPORTED: Mapping[str, Refusal] = {
+    **REFUSED,
+    "container": ((), "the server runs no code"),
+    "mcp_servers": (([],), "the server connects to no other one"),
+    "speed": (("standard",), "there is one speed"),
+    "service_tier": (("auto", "standard_only"), "there is one tier"),
+}
+KNOWN_FIELDS = (
+    *SAME_FIELDS,
+    *UNSUPPORTED,
+    *("model", "system", "messages", "tools", "tool_choice", "stop_sequences"),
+    *("thinking", "output_config", "metadata", "cache_control"),
+)
+# Patterns of a chat's fields, and the protocol's names in place of them.
+NAMES: Sequence[tuple[str, str]] = (
+    (r"^stop\b", "stop_sequences"),
+    (r"^parallel_tool_calls$", "tool_choice.disable_parallel_tool_use"),
+    (r"^response_format(\.json_schema)?", "output_config.format"),
+    (r"\.function\.parameters", ".input_schema"),
+    (r"\.function\b", ""),
+)
+CHOICES: Mapping[str, Any] = {"auto": "auto", "any": "required", "none": "none"}
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+FORMAT = sse.StreamFormat(is_named=True, ping='event: ping\ndata: {"type":"ping"}\n\n')
+
+
+async def messages(state: ServerState, request: Request) -> ASGIApp:
+    """Answer `POST /v1/messages`."""
+    fields = await _read(state, request)
+    if fields.get("max_tokens") is None:
+        raise InvalidParameter("max_tokens", None, "an integer of at least 1")
+    answer_id = f"msg_{request.scope[REQUEST_ID]}"
+    name = state.llm.model_name
+    return await answer_chat(
+        state,
+        request,
+        read_chat_fields(state, fields),
+        lambda extras: MessageReply(answer_id, name, extras),
+        answer_id,
+        rename,
+    )
+
+
+async def count_tokens(state: ServerState, request: Request) -> Response:
+    """Answer `POST /v1/messages/count_tokens`: the length of the prompt, as `usage` would have it."""
+    fields = await _read(state, request)
+    try:
+        chat = Fields(read_chat_fields(state, fields))
+        use = read_tool_use(state, chat)
+        text = await render_chat(state, chat, () if use is None else use.definitions)
+        ids = await state.llm.texts.encode(text, add_special_tokens=False)
+    except RequestError as error:
+        raise renamed(error, None if error.field is None else rename(error.field)) from None
+    return json_response({"input_tokens": len(ids)})
+
+
+async def _read(state: ServerState, request: Request) -> Fields:
+    fields = Fields(await state.bodies.read_object(request))
+    fields.refuse(UNSUPPORTED)
+    fields.log_unknown(KNOWN_FIELDS)
+    check_model(state, fields)
+    return fields
+
+
+def rename(field: str) -> str:
+    """Return the protocol's name of a field of a chat."""
+    for pattern, name in NAMES:
+        field = re.sub(pattern, name, field, count=1)
+    return field
+
+
+def read_chat_fields(state: ServerState, fields: Fields) -> dict[str, Any]:
+    """Convert a request to the fields of a chat.
+
+    Raises:
+        RequestError: naming the field.
+    """
+    chat = {name: fields.get(name) for name in SAME_FIELDS}
+    chat["messages"] = [*_read_system(fields), *_read_messages(fields)]
+    stop = fields.get("stop_sequences")
+    if stop is not None and not isinstance(stop, list):
+        raise InvalidParameter("stop_sequences", stop, "a list of strings")
+    chat["stop"] = stop
+    chat["tools"] = _read_tools(fields.get("tools"))
+    chat |= _read_choice(fields)
+    config = fields.object("output_config")
+    form = None if config is None else config.object("format")
+    if form is not None:
+        if form.get("type") != "json_schema":
+            raise InvalidParameter(form.name("type"), form.get("type"), '"json_schema"')
+        schema = read_object(form.get("schema"), form.name("schema"))
+        chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema.as_dict()}}
+    thinking = fields.object("thinking")
+    if thinking is not None:
+        kind = thinking.get("type")
+        if kind not in ("enabled", "adaptive", "disabled"):
+            raise InvalidParameter("thinking.type", kind, '"enabled", "adaptive" or "disabled"')
+        chat |= thinking_switch(state, kind != "disabled")
+    return chat
+
+
+def _read_system(fields: Fields) -> list[dict[str, Any]]:
+    system = fields.get("system")
+    return [] if system is None else [{"role": "system", "content": read_text(system, "system", ("text",))}]
+
+
+def _read_messages(fields: Fields) -> Iterator[dict[str, Any]]:
+    """Yield the messages of a chat; a message with results of tools becomes several."""
+    given = read_list(fields.get("messages"), "messages", "messages")
+    for idx, value in enumerate(given):
+        message = read_object(value, f"messages[{idx}]")
+        role = message.get("role")
+        if role not in ("user", "assistant", "system"):
+            raise InvalidParameter(message.name("role"), role, "user, assistant or system")
+        content = message.get("content")
+        if isinstance(content, str):
+            yield {"role": role, "content": content}
+        elif isinstance(content, list):
+            yield from _read_blocks(content, message.name("content"), role)
+        else:
+            raise InvalidParameter(message.name("content"), content, "a string or a list of blocks")
+    if role == "assistant":
+        why = "an answer begins a new turn; use /v1/completions to continue a text"
+        raise UnsupportedFeature(f"messages[{len(given) - 1}].role", f"the last message is the assistant's: {why}")
+
+
+def _read_blocks(blocks: list[Any], name: str, role: str) -> Iterator[dict[str, Any]]:
+    texts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    reasoning: list[str] = []
+    for idx, value in enumerate(blocks):
+        block = read_object(value, f"{name}[{idx}]")
+        kind = required_text(block, "type")
+        if kind == "text":
+            texts.append(required_text(block, "text"))
+        elif kind == "tool_use" and role == "assistant":
+            function = {"name": required_text(block, "name"), "arguments": _input(block)}
+            calls.append({"id": required_text(block, "id"), "type": "function", "function": function})
+        elif kind == "thinking" and role == "assistant":
+            reasoning.append(required_text(block, "thinking"))
+        elif kind == "tool_result" and role == "user":
+            if texts:
+                yield {"role": "user", "content": "".join(texts)}
+                texts = []
+            content = block.get("content")
+            text = "" if content is None else read_text(content, block.name("content"), ("text",))
+            yield {"role": "tool", "tool_call_id": required_text(block, "tool_use_id"), "content": text}
+        else:
+            why = f"blocks of type {shown(kind)} cannot be read in a message of the role {role}"
+            raise UnsupportedFeature(block.name("type"), why)
+    if role == "assistant":
+        yield {"role": role, "content": "".join(texts), "tool_calls": calls} | (
+            {"reasoning_content": "".join(reasoning)} if reasoning else {}
+        )
+    elif texts or not blocks:
+        yield {"role": role, "content": "".join(texts)}
+
+
+def _input(block: Fields) -> dict[str, Any]:
+    return read_object(block.get("input"), block.name("input")).as_dict()
+
+
+def _read_tools(given: object) -> object:
+    """Return tools in a chat's form; what is malformed stays, for the chat's own reader to refuse."""
+    if not isinstance(given, list):
+        return given
+    tools = []
+    for idx, value in enumerate(given):
+        tool = read_object(value, f"tools[{idx}]")
+        kind = tool.get("type")
+        if kind not in (None, "custom"):
+            why = f"{shown(kind)} runs on Anthropic's servers or clients; only tools with an input_schema are known"
+            raise UnsupportedFeature(tool.name("type"), why)
+        schema = read_object(tool.get("input_schema"), tool.name("input_schema")).as_dict()
+        function = {"name": tool.get("name"), "description": tool.get("description"), "strict": tool.get("strict")}
+        tools.append({"type": "function", "function": {**function, "parameters": schema}})
+    return tools
+
+
+def _read_choice(fields: Fields) -> dict[str, Any]:
+    choice = fields.object("tool_choice")
+    if choice is None:
+        return {}
+    kind = choice.get("type")
+    if kind == "tool":
+        chosen: object = {"type": "function", "function": {"name": choice.get("name")}}
+    elif isinstance(kind, str) and kind in CHOICES:
+        chosen = CHOICES[kind]
+    else:
+        raise InvalidParameter("tool_choice.type", kind, '"auto", "any", "tool" or "none"')
+    return {"tool_choice": chosen, "parallel_tool_calls": not choice.flag("disable_parallel_tool_use")}
+
+
+class MessageReply:
+    """Turns outputs into messages and their events.
+
+    Args:
+        answer_id: id of the message.
+        model: name of the model.
+        extras: contents of the answer.
+    """
+
+    stream_format = FORMAT
+
+    def __init__(self, answer_id: str, model: str, extras: ChatExtras) -> None:
+        self._head = {"id": answer_id, "type": "message", "role": "assistant", "model": model}
+        self._parts = SampleParts(extras)
+        self._has_begun = False
+        # Index of the content block, -1 before the first; and its kind of pieces, or the index of its call.
+        self._block = -1
+        self._kind: object = None
+
+    def chunks(self, prompt_idx: int, delta: RequestOutput, count: TokenCount) -> Iterator[dict[str, Any]]:  # noqa: ARG002
+        """Yield the events of a delta."""
+        if not self._has_begun:
+            self._has_begun = True
+            unknown: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
+            yield {"type": "message_start", "message": {**self._head, **unknown, "usage": _usage(count)}}
+        for output in delta.outputs:
+            for piece in self._parts.add(output, delta.prompt_token_ids):
+                yield from self._piece(piece)
+            if output.finished:
+                if self._block >= 0:
+                    yield {"type": "content_block_stop", "index": self._block}
+                yield {"type": "message_delta", "delta": self._ending(output), "usage": _usage(count)}
+
+    def last_chunks(self, count: TokenCount) -> Iterator[dict[str, Any]]:  # noqa: ARG002 - the delta had it
+        """Yield the event that ends the stream."""
+        yield {"type": "message_stop"}
+
+    def error(self, error: ApiError) -> dict[str, Any]:
+        """Return the event that ends a stream with an error."""
+        return error.anthropic_body()
+
+    def whole(self, outputs: Sequence[RequestOutput], count: TokenCount) -> dict[str, Any]:
+        """Return the answer in one piece; a call whose input was cut off is left out."""
+        (sample,) = outputs[0].outputs
+        content: list[dict[str, Any]] = []
+        for piece in self._parts.add(sample, outputs[0].prompt_token_ids):
+            if isinstance(piece, str):
+                content.append({"type": "text", "text": piece})
+            elif isinstance(piece, Reasoning):
+                content.append({"type": "thinking", "thinking": piece.text, "signature": ""})
+            elif (given := arguments_object(piece.arguments)) is not None:
+                content.append(self._tool_use(piece) | {"input": given})
+        return {**self._head, "content": content, **self._ending(sample), "usage": _usage(count)}
+
+    def _piece(self, piece: Piece | Reasoning) -> Iterator[dict[str, Any]]:
+        kind = piece.index if isinstance(piece, CallDelta) else type(piece)
+        if kind != self._kind:
+            if self._block >= 0:
+                yield {"type": "content_block_stop", "index": self._block}
+            self._block += 1
+            self._kind = kind
+            block: dict[str, Any] = {"type": "text", "text": ""}
+            if isinstance(piece, Reasoning):
+                block = {"type": "thinking", "thinking": "", "signature": ""}
+            elif isinstance(piece, CallDelta):
+                block = self._tool_use(piece)
+            yield {"type": "content_block_start", "index": self._block, "content_block": block}
+        if isinstance(piece, Reasoning):
+            delta = {"type": "thinking_delta", "thinking": piece.text}
+        elif isinstance(piece, CallDelta):
+            delta = {"type": "input_json_delta", "partial_json": piece.arguments}
+        else:
+            delta = {"type": "text_delta", "text": piece}
+        yield {"type": "content_block_delta", "index": self._block, "delta": delta}
+
+    def _tool_use(self, piece: CallDelta) -> dict[str, Any]:
+        return {"type": "tool_use", "id": self._parts.new_id(), "name": piece.name, "input": {}}
+
+    def _ending(self, output: CompletionOutput) -> dict[str, Any]:
+        reason = self._parts.finish_reason(output)
+        # A number is the id of a stop token.
+        if reason == "stop" and isinstance(output.stop_reason, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": output.stop_reason}
+        return {"stop_reason": STOP_REASONS[reason or "stop"], "stop_sequence": None}
+
+
+def _usage(count: TokenCount) -> dict[str, int]:
+    """Return the counts so far; tokens of the prompt that were cached are not among `input_tokens`."""
+    return {
+        "input_tokens": count.num_prompt - count.num_cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": count.num_cached,
+        "output_tokens": count.num_output,
+    }
