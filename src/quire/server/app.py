@@ -17,15 +17,18 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from quire.server import chat_completions, completions, models, monitoring, pins, tokens
+from quire.server import block_routes, chat_completions, completions, models, monitoring, pins, tokens
 from quire.server.auth import Guard, check_operator
 from quire.server.errors import handle_http_exception
 from quire.server.intake import Intake
+from quire.server.page import page
 from quire.server.state import ServerState
 
 Handler = Callable[[ServerState, Request], Awaitable[ASGIApp]]
 
 ROUTES: tuple[tuple[str, str, Handler], ...] = (
+    ("GET", "/", page),
+    ("GET", "/page/{name}", page),
     ("GET", "/health", monitoring.health),
     ("GET", "/version", monitoring.version),
     ("GET", "/v1/models", models.list_models),
@@ -37,10 +40,12 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
 )
 # Routes that show all clients' requests, or act on shared state.
 OPERATION: tuple[tuple[str, str, Handler], ...] = (
-    ("GET", "/", monitoring.page),
     ("GET", "/metrics", monitoring.metrics),
     ("GET", "/status", monitoring.status),
     ("GET", "/kv", monitoring.kv),
+    ("GET", "/kv/map", block_routes.watch_map),
+    ("GET", "/kv/block", block_routes.show_block),
+    ("GET", "/kv/request", block_routes.show_request),
     ("POST", "/reset_prefix_cache", monitoring.reset_prefix_cache),
     ("POST", "/pin_prefix", pins.pin_prefix),
     ("POST", "/unpin_prefix", pins.unpin_prefix),

@@ -15,7 +15,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server.errors import IS_OPERATOR, REQUEST_ID, TASK_ENDING_ERRORS, ApiError, error_response
 
-OPEN_PATH = "/health"
+# The page is the same for all, and asks for the key itself.
+OPEN_PATH = re.compile(r"/health|/|/page/[^/]*")
 # A name or an address, or an IPv6 address in brackets; with an optional port.
 HOST = re.compile(r"(?:\[(?P<address>[^\[\]]*:[^\[\]]*)\]|(?P<name>[^\[\]:]*))(?::[0-9]*)?")
 
@@ -54,7 +55,7 @@ class Guard:
             headers = Headers(scope=scope)
             presented = _presented_key(headers.get("authorization", ""))
             scope[IS_OPERATOR] = self._operator_key is not None and hmac.compare_digest(presented, self._operator_key)
-            is_open = scope[IS_OPERATOR] or scope["path"] == OPEN_PATH
+            is_open = scope[IS_OPERATOR] or OPEN_PATH.fullmatch(scope["path"]) is not None
             refusal = None if is_open else self._refusal(headers, presented)
             handler = self._app if refusal is None else refusal.response()
             await handler(scope, receive, send_with_id)
