@@ -134,6 +134,11 @@ def test_a_conversation_in_a_browser(browser: Browser, tmp_path: Path) -> None:
         assert browser.run("return document.querySelector('.assistant .tools').textContent").startswith(
             "\u20392/2\u203a"
         )
+        # No control is without a name.
+        controls = "[...document.querySelectorAll('input, textarea, select, button, canvas')]"
+        is_named = "each.labels?.length || each.textContent.trim() || each.getAttribute('aria-label')"
+        nameless = f"return {controls}.filter((each) => !({is_named})).map((each) => each.outerHTML)"
+        assert browser.run(nameless) == []
         # A reload keeps the conversation.
         browser.post("/refresh")
         browser.wait("document.querySelectorAll('.message').length === 2")

@@ -21,7 +21,7 @@ from quire.server import block_routes, chat_completions, completions, models, mo
 from quire.server.auth import Guard, check_operator
 from quire.server.errors import handle_http_exception
 from quire.server.intake import Intake
-from quire.server.page import page
+from quire.server.page_files import page
 from quire.server.state import ServerState
 
 Handler = Callable[[ServerState, Request], Awaitable[ASGIApp]]

@@ -14,6 +14,13 @@ const CHARTS = [
   ["memory used", (now) => now.usage.used / now.usage.num_blocks, (value) => `${(100 * value).toFixed(value < 0.1 ? 1 : 0)} %`],
 ];
 
+function named(name) {
+  const canvas = make("canvas");
+  canvas.setAttribute("role", "img");
+  canvas.setAttribute("aria-label", name);
+  return canvas;
+}
+
 const seconds = (now, then) => Math.max(0.001, (now.at - then.at) / 1000);
 
 export function addSample({ totals, queue, usage }) {
@@ -23,7 +30,7 @@ export function addSample({ totals, queue, usage }) {
 
 export function drawCharts(place) {
   if (!place.firstChild) {
-    place.append(...CHARTS.map(([name]) => make("figure", {}, make("figcaption", {}, make("span", { textContent: name }), make("b")), make("canvas"))));
+    place.append(...CHARTS.map(([name]) => make("figure", {}, make("figcaption", {}, make("span", { textContent: name }), make("b")), named(name))));
   }
   if (samples.length > 1) CHARTS.forEach((chart, idx) => draw(place.children[idx], chart));
 }
@@ -35,7 +42,6 @@ function draw(figure, [name, valueOf, textOf, top]) {
   const last = values.findLast((value) => value !== null);
   const text = last === undefined ? "\u2013" : textOf(last);
   figure.querySelector("b").textContent = text;
-  canvas.setAttribute("role", "img");
   canvas.setAttribute("aria-label", `${name}: ${text}`);
   canvas.width = width * ratio;
   canvas.height = height * ratio;

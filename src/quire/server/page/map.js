@@ -10,6 +10,7 @@ export class BlockMap {
   constructor(canvas, onBlock) {
     this.canvas = canvas;
     this.lit = null;
+    this.litCells = new Set();
     this.cursor = null;
     this.isDue = false;
     canvas.addEventListener("click", (event) => this.pick(event.offsetX, event.offsetY, onBlock));
@@ -47,7 +48,14 @@ export class BlockMap {
     this.redraw();
   }
 
-  light(number) { this.lit = number; this.redraw(); }
+  // Dims all cells but those of a request: those that show its colour, and the cells of its block tables.
+  light(number, samples = []) {
+    this.lit = number;
+    const onDevice = this.pools.filter((pool) => pool.tier === "device").length;
+    this.litCells = new Set(samples.flatMap(({ status, tables }) =>
+      tables.flatMap((table, idx) => table.map((block) => this.pools[idx + (status === "swapped" ? onDevice : 0)].first + block))));
+    this.redraw();
+  }
 
   redraw() {
     if (this.isDue || !this.info) return;
@@ -92,7 +100,7 @@ export class BlockMap {
     const state = this.states[pool.first + block], owner = this.owners[pool.first + block];
     const x = ((block - 1) % this.columns) * this.side, y = top + Math.floor((block - 1) / this.columns) * this.side;
     const holders = Math.floor(state / HOLDER);
-    const isDim = this.lit !== null && owner !== this.lit;
+    const isDim = this.lit !== null && owner !== this.lit && !this.litCells.has(pool.first + block);
     pen.globalAlpha = isDim ? 0.22 : 1;
     if (!state) pen.fillStyle = inks.free;
     else if (!holders) pen.fillStyle = inks.idle;

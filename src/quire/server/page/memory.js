@@ -75,10 +75,14 @@ function showRequests(requests) {
   $("nothing").hidden = requests.length > 0;
 }
 
-function light(number) {
+async function light(number) {
   lit = number;
   map.light(number);
   for (const row of $("requests").tBodies[0].rows) row.classList.toggle("lit", Number(row.dataset.number) === number);
+  if (number === null) return;
+  // Shared blocks show the colour of another request: the table says which they are.
+  const found = await getJson(`kv/request?number=${number}`).catch(() => null);
+  if (found && lit === number) map.light(number, found.samples);
 }
 
 function makeRow({ number, request_id: name }) {
