@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import signal
 from base64 import b64decode
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from quire.errors import WorkerError
 from quire.memory.results import Tier
 from quire.server import block_map
 from quire.server.block_map import MAX_WATCHERS, BlockMapHub, Planes
 from quire.server.errors import ApiError
-from tests.server.process import ServerProcess
+from tests.server.process import ServerProcess, running
 from tests.server.test_errors import check_form
 
 Cells = dict[int, tuple[int, int]]
@@ -115,6 +118,20 @@ def test_a_watcher_that_does_not_read_holds_one_event_and_gets_a_snapshot() -> N
     asyncio.run(run())
 
 
+def test_watchers_leave_when_the_engine_has_died_and_when_the_server_stops() -> None:
+    async def run(llm: Any, *, is_over: bool) -> None:
+        watcher = BlockMapHub(llm, lambda: is_over).watch(None)
+        async with asyncio.timeout(30):
+            assert [event async for event in watcher.events(30)] == []
+
+    async def fail(_: object) -> None:
+        raise WorkerError("the engine does not run")
+
+    llm = SimpleNamespace(change_mark=lambda: (0,), inspect=fail)
+    for is_over in (False, True):
+        asyncio.run(run(llm, is_over=is_over))
+
+
 def events_of(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
     """Yield the events of a stream."""
     return (json.loads(line[6:]) for line in lines if line.startswith("data: "))
@@ -191,3 +208,15 @@ def test_a_salt_hides_the_text_of_a_block(server: ServerProcess) -> None:
 def test_numbers_that_name_nothing_are_refused(server: ServerProcess, path: str, field: str) -> None:
     refused = server.http.get(path)
     assert (refused.status_code, check_form(refused.text, 400)["param"]) == (400, field)
+
+
+@pytest.mark.slow
+def test_a_server_that_stops_ends_its_watchers(folder: Path, tmp_path: Path) -> None:
+    with running(folder, tmp_path / "log", "--num-kv-blocks", "300") as server:
+        with server.http.stream("GET", "/kv/map") as stream:
+            lines = stream.iter_lines()
+            assert any(line.startswith("data: ") for line in lines)
+            server.process.send_signal(signal.SIGTERM)
+            assert not any(line.startswith("data: ") for line in lines)
+        assert server.process.wait(20) == 0
+        assert "Traceback" not in server.log.read_text()

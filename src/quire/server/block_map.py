@@ -8,6 +8,7 @@ between two comparisons cost one. What a slow watcher has not read is dropped; i
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from array import array
 from base64 import b64encode
@@ -15,6 +16,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from quire.errors import WorkerError
 from quire.server import sse
 from quire.server.errors import unavailable
 
@@ -23,6 +25,8 @@ if TYPE_CHECKING:  # the server starts before the engine is imported
     from quire.engine.engine import Engine
     from quire.engine.kv.block_map import BlockScan, RequestRow
     from quire.engine.metrics.stats import EngineStats
+
+logger = logging.getLogger(__name__)
 
 MAX_WATCHERS = 16
 INTERVAL_S = 0.1
@@ -240,6 +244,8 @@ class BlockMapHub:
                     cost_s += scan_s + self._tell(scan)
                     self._mark = mark
                 await asyncio.sleep(max(INTERVAL_S, REST_PER_COST * cost_s))
+        except WorkerError as error:
+            logger.debug("the block map ends: %s", error)
         finally:
             # Without watchers the planes would be out of date.
             self._planes, self._scan = None, None
