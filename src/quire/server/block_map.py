@@ -30,7 +30,8 @@ logger = logging.getLogger(__name__)
 
 MAX_WATCHERS = 16
 INTERVAL_S = 0.1
-# A comparison that takes long is made less often, so that all of them take at most a twentieth of the time.
+# A comparison that takes long is made less often, so that all of them take at most a twentieth of the time; the time
+# is that of the processor, since a busy machine makes none of them dearer.
 REST_PER_COST = 19
 # Bits of a block's state, below its number of holders.
 PUBLISHED, PINNED, HOLDER = 1, 2, 4
@@ -211,6 +212,10 @@ class BlockMapHub:
         """Remove a watcher; without any, nothing is compared any more."""
         self._watchers.discard(watcher)
 
+    def current(self) -> tuple[BlockScan, Planes] | None:
+        """Return what was last compared; None before the first comparison."""
+        return None if self._planes is None or self._scan is None else (self._scan, self._planes)
+
     def unchanged_s(self, cell: int) -> float | None:
         """Return the seconds since a cell was last seen to change; None where it did not since there are watchers."""
         since_s = self._changed_s.get(cell)
@@ -222,7 +227,7 @@ class BlockMapHub:
             return b""
         if tenant in self._snapshots:
             return self._snapshots[tenant]
-        began_s = time.perf_counter()
+        began_s = time.thread_time()
         pools = [
             {"tier": pool.tier.name.lower(), "group": pool.group_idx, "cells": len(pool.holders)}
             for pool in self._scan.pools
@@ -230,7 +235,7 @@ class BlockMapHub:
         resolved = self._llm.resolved
         layout = {"pools": pools, "block_size": resolved.block_size, "bytes_per_block": resolved.bytes_per_block}
         event = self._snapshots[tenant] = self._event(tenant, self._planes.changed(None), {"layout": layout})
-        self._snapshots_s += time.perf_counter() - began_s
+        self._snapshots_s += time.thread_time() - began_s
         return event
 
     async def _run(self) -> None:
@@ -256,7 +261,7 @@ class BlockMapHub:
 
     def _tell(self, scan: BlockScan) -> float:
         """Give every watcher what has changed; return the seconds that it took."""
-        began_s = time.perf_counter()
+        began_s = time.thread_time()
         self._scan = scan
         self._snapshots.clear()
         before, self._planes = self._planes, Planes.of(scan)
@@ -268,7 +273,7 @@ class BlockMapHub:
             if before is not None and watcher.tenant not in events:
                 events[watcher.tenant] = self._event(watcher.tenant, cells, {})
             watcher.put(events.get(watcher.tenant, b""))
-        return time.perf_counter() - began_s
+        return time.thread_time() - began_s
 
     def _event(self, tenant: str | None, cells: list[int], extra: dict[str, Any]) -> bytes:
         assert self._planes is not None
@@ -302,8 +307,8 @@ def _scan(engine: Engine) -> tuple[BlockScan, EngineStats, float]:
     """Return a scan, the totals and the seconds that they took; run in the engine's thread."""
     from quire.engine.kv.block_map import scan_blocks
 
-    began_s = time.perf_counter()
-    return scan_blocks(engine.scheduler), engine.stats, time.perf_counter() - began_s
+    began_s = time.thread_time()
+    return scan_blocks(engine.scheduler), engine.stats, time.thread_time() - began_s
 
 
 def _row_to_json(row: RequestRow) -> dict[str, Any]:
