@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,12 @@ from tests.server.test_errors import check_form
 OPERATOR = "an operator's secret"
 HEADER = "X-Tenant"
 OPERATION = [
-    ("GET", "/"),
     ("GET", "/metrics"),
     ("GET", "/status"),
     ("GET", "/kv"),
+    ("GET", "/kv/map"),
+    ("GET", "/kv/block"),
+    ("GET", "/kv/request"),
     ("POST", "/reset_prefix_cache"),
     ("POST", "/pin_prefix"),
     ("POST", "/unpin_prefix"),
@@ -62,8 +65,10 @@ def test_a_clients_key_does_not_open_what_is_the_operators(guarded: ServerProces
         assert refused.status_code == 401
         assert check_form(refused.text, 401)["code"] == "invalid_api_key"
         assert refused.headers["www-authenticate"].startswith("Basic")
-    # A body that is missing is what an operator gets to hear of.
-    assert ask(guarded, method, path, OPERATOR).status_code in (200, 415)
+    # A body or a number that is missing is what an operator gets to hear of.
+    headers = {"Authorization": f"Bearer {OPERATOR}"}
+    with httpx.stream(method, guarded.url + path, headers=headers, timeout=PATIENCE_S) as answer:
+        assert answer.status_code in (200, 400, 415)
 
 
 @pytest.mark.parametrize(("method", "path"), CLIENTS)
@@ -109,22 +114,41 @@ def test_operators_and_clients_see_the_same_reasons(guarded: ServerProcess, serv
             assert change == {"not_cached": 2 * 69, "evicted": 0, "group": 0, "limit": 0, "last_token": 2}
 
 
+def first_map(server: ServerProcess, tenant: str) -> dict[str, Any]:
+    """Return the first event of the map that has requests of anybody."""
+    with server.http.stream("GET", "/kv/map", headers={HEADER: tenant}) as stream:
+        events = (json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: "))
+        return next(event for event in events if event["queue"]["running"])
+
+
 def test_a_tenant_sees_only_its_own_and_may_not_reset(gated: ServerProcess) -> None:
     def seen(path: str, tenant: str) -> Any:
         return gated.http.get(path, headers={HEADER: tenant}).json()
 
     long = {"prompt": "Z", "max_tokens": 3000, "ignore_eos": True, "stream": True}
     with gated.http.stream("POST", "/v1/completions", json=long, headers={HEADER: "acme"}) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()  # kept: its end would end the request
+        next(lines)
         assert len(seen("/status", "acme")["requests"]) == 1
         assert seen("/status", "zeta")["requests"] == []
+        own, others = first_map(gated, "acme"), first_map(gated, "zeta")
+        (row,) = own["requests"]
+        assert (own["runs"] != others["runs"], others["requests"]) == (True, [])
+        number = f"/kv/request?number={row['number']}"
+        table = seen(number, "acme")["samples"][0]["tables"][0]
+        assert gated.http.get(number, headers={HEADER: "zeta"}).status_code == 404
+        block = f"/kv/block?pool=0&block={table[0]}"
+        assert seen(block, "acme")["held_by"][0]["number"] == row["number"]
+        assert seen(block, "acme")["token_ids"]
+        foreign = seen(block, "zeta")
+        assert (foreign["held_by"], foreign["holders"], foreign["token_ids"], foreign["text"]) == ([], None, None, None)
     for tenant in ("acme", "a"):
         pin = gated.http.post("/pin_prefix", json={"name": "p", "prompt": [9] * 40}, headers={HEADER: tenant})
         assert pin.status_code == 200
     assert set(seen("/kv", "acme")["pins"]["tokens"]) == {"acme/p"}
     assert set(seen("/kv", "a")["pins"]["tokens"]) == {"a/p"}
     assert seen("/kv", "zeta")["pins"]["tokens"] == {}
-    for path in ("/status", "/kv"):
+    for path in ("/status", "/kv", "/kv/map"):
         assert check_form(gated.http.get(path).text, 400)["code"] == "no_tenant"
     refused = gated.http.post("/reset_prefix_cache", headers={HEADER: "acme"})
     assert (refused.status_code, check_form(refused.text, 403)["code"]) == (403, "operator_only")

@@ -45,6 +45,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="send reasoning as reasoning_content too, for older clients",
     )
     _add_bounds(group, defaults)
+    group.add_argument("--watch", action="store_true", help="show the block map in the terminal; 2>FILE moves the log")
     group.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     parser.set_defaults(handler=run)
 
@@ -147,6 +148,7 @@ def run(args: argparse.Namespace) -> int:
         drain_timeout_s=args.drain_timeout,
         ping_interval_s=args.ping_interval,
         log_interval_s=args.log_interval,
+        watch=args.watch,
     )
     if "*" in server_config.allow_origins and server_config.api_key is None:
         logging.warning("--allow-origin '*' without --api-key: every page that a browser here opens can use the server")

@@ -8,7 +8,7 @@ import secrets
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from quire.config import EngineConfig, ResolvedConfig
 from quire.engine.async_commands import Abort, Call, Stream
@@ -28,6 +28,8 @@ from quire.errors import RequestError, WorkerError
 from quire.memory.usage import Usage
 from quire.sequences.params import SamplingParams
 from quire.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 # Seconds without a completed step after which an engine with work counts as stuck.
 STUCK_AFTER_S = 60.0
@@ -294,6 +296,21 @@ class AsyncLLM:
         return await answer
 
     # ---- state ----
+
+    async def inspect(self, look: Callable[[Engine], T]) -> T:
+        """Run a function that changes nothing in the engine's thread, between two steps, and return its result.
+
+        Raises:
+            WorkerError: the engine is dead.
+        """
+        result: T = await self._call(look)
+        return result
+
+    def change_mark(self) -> tuple[int, ...]:
+        """Return a value that differs from an earlier one where requests or blocks may have changed since."""
+        engine, scheduler = self._engine, self._engine.scheduler
+        queues = (scheduler.waiting, scheduler.running, scheduler.swapped, scheduler.requests)
+        return (engine.num_steps, scheduler.memory.tables.version, *map(len, queues))
 
     def default_sampling_params(self) -> dict[str, Any]:
         """Return the sampling parameters that the model's generation config sets."""

@@ -73,6 +73,7 @@ class Engine:
         grammars: GrammarCompiler | None = None,
     ) -> None:
         self.config = config
+        self.cache_name = cache_name
         self.scheduler = scheduler
         self.executor = executor
         self.tokenizer = tokenizer

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 
 from quire.server import (
     anthropic_messages,
+    block_routes,
     chat_completions,
     completions,
     models,
@@ -31,11 +32,14 @@ from quire.server import (
 from quire.server.auth import Guard, check_operator
 from quire.server.errors import handle_http_exception
 from quire.server.intake import Intake
+from quire.server.page_files import page
 from quire.server.state import ServerState
 
 Handler = Callable[[ServerState, Request], Awaitable[ASGIApp]]
 
 ROUTES: tuple[tuple[str, str, Handler], ...] = (
+    ("GET", "/", page),
+    ("GET", "/page/{name}", page),
     ("GET", "/health", monitoring.health),
     ("GET", "/ping", monitoring.health),
     ("POST", "/ping", monitoring.health),
@@ -59,10 +63,12 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
 )
 # Routes that show all clients' requests, or act on shared state.
 OPERATION: tuple[tuple[str, str, Handler], ...] = (
-    ("GET", "/", monitoring.page),
     ("GET", "/metrics", monitoring.metrics),
     ("GET", "/status", monitoring.status),
     ("GET", "/kv", monitoring.kv),
+    ("GET", "/kv/map", block_routes.watch_map),
+    ("GET", "/kv/block", block_routes.show_block),
+    ("GET", "/kv/request", block_routes.show_request),
     ("POST", "/reset_prefix_cache", monitoring.reset_prefix_cache),
     ("POST", "/pin_prefix", pins.pin_prefix),
     ("POST", "/unpin_prefix", pins.unpin_prefix),

@@ -16,7 +16,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server.errors import IS_OPERATOR, REQUEST_ID, SHOWN_ID, TASK_ENDING_ERRORS, ApiError, error_response
 
-OPEN_PATHS = frozenset({"/health", "/ping"})
+# The page is the same for all, and asks for the key itself.
+OPEN_PATH = re.compile(r"/health|/ping|/|/page/[^/]*")
 # A request id of the client: visible characters, so that it can stand in a header and a line of a log.
 CLIENT_ID = re.compile(r"[!-~]{1,128}")
 # A name or an address, or an IPv6 address in brackets; with an optional port.
@@ -61,7 +62,7 @@ class Guard:
         try:
             presented = _presented_keys(headers)
             scope[IS_OPERATOR] = self._operator_key is not None and _has_key(presented, self._operator_key)
-            is_open = scope[IS_OPERATOR] or scope["path"] in OPEN_PATHS
+            is_open = scope[IS_OPERATOR] or OPEN_PATH.fullmatch(scope["path"]) is not None
             refusal = None if is_open else self._refusal(headers, presented)
             handler = self._app if refusal is None else refusal.response(scope["path"])
             await handler(scope, receive, send_with_id)

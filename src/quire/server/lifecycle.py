@@ -126,6 +126,10 @@ async def _run(state: ServerState, listener: socket.socket, max_connections: int
     tasks = [accepting, asyncio.create_task(_end_when_dead(state, shutdown)), asyncio.create_task(connections.watch())]
     if config.log_interval_s:
         tasks.append(asyncio.create_task(log_throughput(state.llm, config.log_interval_s)))
+    if config.watch:
+        from quire.server.terminal_map import show_in_terminal
+
+        tasks.append(asyncio.create_task(show_in_terminal(state.block_map)))
     for task in tasks:
         task.add_done_callback(shutdown.on_task_done)
     print(f"Quire serves {state.llm.model_name} at {_url(listener)}", flush=True)

@@ -1,9 +1,8 @@
-"""The monitoring routes: health, metrics, version, status, KV cache and the page."""
+"""The monitoring routes: health, metrics, version, status and the KV cache."""
 
 from __future__ import annotations
 
 import time
-from importlib.resources import files
 from typing import Any
 
 from starlette.requests import Request
@@ -20,13 +19,6 @@ from quire.server.state import ServerState
 from quire.server.tenants import read_tenant
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-PAGE_HEADERS = {
-    # The page loads no other resource, connects to this server only and cannot be framed.
-    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "Cache-Control": "no-cache",
-    "X-Content-Type-Options": "nosniff",
-}
 
 
 async def health(state: ServerState, request: Request) -> Response:  # noqa: ARG001 - a route's signature
@@ -163,9 +155,3 @@ async def reset_prefix_cache(state: ServerState, request: Request) -> Response:
         check_json(request)
     state.llm.reset_prefix_cache()
     return json_response({})
-
-
-async def page(state: ServerState, request: Request) -> Response:  # noqa: ARG001 - a route's signature
-    """Answer `GET /`: a page that shows the server's state and chats with the model."""
-    text = files("quire.server").joinpath("page.html").read_bytes()
-    return Response(text, media_type="text/html", headers=PAGE_HEADERS)

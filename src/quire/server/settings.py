@@ -44,6 +44,7 @@ class ServerConfig:
         drain_timeout_s: time limit for running requests while the server stops.
         ping_interval_s: silence on a stream after which a comment keeps the connection open.
         log_interval_s: interval of the throughput line; 0 never logs it.
+        watch: True to show the block map in the terminal.
 
     Raises:
         ConfigError: a value is not allowed, or an open address has no key.
@@ -68,6 +69,7 @@ class ServerConfig:
     drain_timeout_s: float = 30.0
     ping_interval_s: float = 15.0
     log_interval_s: float = 10.0
+    watch: bool = False
 
     def __post_init__(self) -> None:
         _within("port", self.port, 0, 65535)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from quire.server.block_map import BlockMapHub
 from quire.server.body import BodyReader
 from quire.server.logprob_budget import LogprobBudget, LogprobReservation
 from quire.server.settings import ServerConfig
@@ -62,6 +63,7 @@ class ServerState:
         is_draining: True once the server is stopping.
         in_flight: requests in the engine, by the id of their answer.
         logprobs: budget of log probabilities in answers.
+        block_map: live map of the KV cache.
         writing: lock that is held while a piece of a long answer is made; see `json_stream.paced`.
     """
 
@@ -75,10 +77,12 @@ class ServerState:
     is_draining: bool = False
     in_flight: dict[str, InFlightRequest] = field(default_factory=dict)
     logprobs: LogprobBudget = field(init=False)
+    block_map: BlockMapHub = field(init=False)
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
         self.logprobs = LogprobBudget(self.config.max_request_logprobs)
+        self.block_map = BlockMapHub(self.llm, lambda: self.is_draining)
 
     @contextmanager
     def track(self, tracked: InFlightRequest) -> Iterator[None]:

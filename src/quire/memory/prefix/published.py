@@ -65,6 +65,10 @@ class PublishedBlocks:
         node = self._nodes[block_id]
         return None if node is None else node.content(self._positions[block_id])
 
+    def flags(self) -> bytes:
+        """Return a byte for each block, 1 where it is published; no Python code runs for a block."""
+        return bytes(map(bool, self._nodes))
+
     def block_ids(self) -> list[int]:
         """Return all published blocks."""
         return [block_id for block_id in range(len(self._nodes)) if block_id in self]
