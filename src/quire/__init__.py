@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from quire.engine.llm import LLM
     from quire.engine.outputs.logprobs import Logprob
     from quire.engine.outputs.outputs import CompletionOutput, RequestOutput
+    from quire.engine.outputs.pooled_outputs import EmbeddingOutput, EmbeddingRequestOutput
     from quire.errors import (
         CheckpointError,
         ConfigError,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
         WorkerError,
     )
     from quire.sequences.params import RequestOutputKind, SamplingParams
+    from quire.sequences.pooling import PoolingParams
     from quire.sequences.status import FinishReason
     from quire.sequences.strategy import Append, Fail, Finish, Fork, Strategy, Truncate
     from quire.sequences.structured import StructuredOutputs
@@ -53,6 +55,8 @@ __all__ = [
     "CheckpointError",
     "CompletionOutput",
     "ConfigError",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "EngineClosed",
     "EngineConfig",
     "Fail",
@@ -63,6 +67,7 @@ __all__ = [
     "Logprob",
     "ModelConfig",
     "PinLimitReached",
+    "PoolingParams",
     "PromptTooLong",
     "QueueFull",
     "QuireError",
@@ -94,6 +99,7 @@ _EXPORTS = {
     "engine.llm": ("LLM",),
     "engine.outputs.logprobs": ("Logprob",),
     "engine.outputs.outputs": ("CompletionOutput", "RequestOutput"),
+    "engine.outputs.pooled_outputs": ("EmbeddingOutput", "EmbeddingRequestOutput"),
     "errors": (
         "CheckpointError",
         "ConfigError",
@@ -111,6 +117,7 @@ _EXPORTS = {
         "WorkerError",
     ),
     "sequences.params": ("RequestOutputKind", "SamplingParams"),
+    "sequences.pooling": ("PoolingParams",),
     "sequences.status": ("FinishReason",),
     "sequences.strategy": ("Append", "Fail", "Finish", "Fork", "Strategy", "Truncate"),
     "sequences.structured": ("StructuredOutputs",),

@@ -31,8 +31,8 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 HUB_FILES = ("*.safetensors", "*.json", "tokenizer*", "*.jinja", "merges.txt", "vocab.txt")
-# Copies of the same weights in another layout, and files for other engines in sub-folders.
-HUB_IGNORED = ("consolidated*", "*/*")
+# Copies of the same weights in another layout, and files for other engines in sub-folders; not "1_Pooling".
+HUB_IGNORED = ("consolidated*", "[!1]*/*")
 # More than the configuration of any model takes, and than the index.
 MAX_CONFIG_BYTES = 4 << 20
 MAX_INDEX_BYTES = 64 << 20

@@ -48,6 +48,7 @@ from quire.models.checkpoint import Checkpoint, locate
 from quire.models.decoder import Decoder
 from quire.models.loading import load_decoder
 from quire.models.mtp import MTPHead
+from quire.models.pooling_config import PoolingConfig, read_pooling
 from quire.models.weights import choose_dtype
 from quire.ops.interface import Ops
 from quire.platform.host_probe import num_cores, pick_device, probe
@@ -81,11 +82,13 @@ class LoadedModel:
         name: name under which it is served.
         engine: engine of the model.
         default_params: sampling parameters from the model's generation config.
+        pooling: pooling of its embeddings.
     """
 
     name: str
     engine: Engine
     default_params: dict[str, Any]
+    pooling: PoolingConfig
 
 
 def load(config: EngineConfig, *, wrap: Wrappers | None = None) -> LoadedModel:
@@ -157,7 +160,7 @@ def load(config: EngineConfig, *, wrap: Wrappers | None = None) -> LoadedModel:
         )
         # From here on the engine closes the disk.
         stack.pop_all()
-    return LoadedModel(name, engine, _default_params(checkpoint))
+    return LoadedModel(name, engine, _default_params(checkpoint), read_pooling(checkpoint, decoder.spec.width))
 
 
 def _tokenizer(options: ModelConfig, checkpoint: Checkpoint) -> Tokenizer | None:

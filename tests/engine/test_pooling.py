@@ -1,0 +1,144 @@
+"""Embeddings through the Python interface: what a checkpoint states, truncation, refusals and failures."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from quire import LLM, PoolingParams
+from quire.errors import CheckpointError, InvalidParameter, PromptTooLong, UnsupportedFeature, WorkerError
+from quire.models.checkpoint import locate
+from tests.conformance.checkpoints import FAMILIES
+from tests.engine.test_llm import load
+
+TEXT = "Once upon a time, a small fox found a red kite."
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    llm = load()
+    yield llm
+    assert llm.usage().used == 0
+    llm.close()
+
+
+def copy_bundled(folder: Path, modules: list[str], **pooling: Any) -> Path:
+    """Copy the bundled model, with the files of sentence-transformers."""
+    shutil.copytree(locate("bundled"), folder)
+    names = [{"idx": idx, "path": f"{idx}_{name}", "type": f"models.{name}"} for idx, name in enumerate(modules)]
+    (folder / "modules.json").write_text(json.dumps(names))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    return folder
+
+
+def length(values: list[float]) -> float:
+    return math.hypot(*values)
+
+
+def test_a_prefix_of_a_generation_serves_an_embedding(llm: LLM) -> None:
+    llm.generate(TEXT, use_tqdm=False)
+    first, second = llm.embed([TEXT, TEXT + " The end"], use_tqdm=False)
+    assert first.num_cached_tokens == len(first.prompt_token_ids) - 1 > 0
+    assert second.num_cached_tokens >= len(first.prompt_token_ids) - 1
+    assert length(first.outputs.embedding) == pytest.approx(1.0)
+    assert first.outputs.embedding != second.outputs.embedding
+
+
+def test_a_longer_prompt_is_cut_where_that_is_asked_for(llm: LLM) -> None:
+    (whole,) = llm.embed(TEXT, use_tqdm=False)
+    ids = whole.prompt_token_ids
+    for prompt in (TEXT, ids, {"prompt": TEXT}, {"prompt_token_ids": ids}):
+        (cut,) = llm.embed([prompt], PoolingParams(truncate_prompt_tokens=5), use_tqdm=False)
+        assert cut.prompt_token_ids == ids[:5]
+    (cut,) = llm.embed(TEXT, PoolingParams(truncate_prompt_tokens=500), use_tqdm=False)
+    assert cut.prompt_token_ids == ids
+    (cut,) = llm.embed(TEXT * 200, PoolingParams(truncate_prompt_tokens=-1), use_tqdm=False)
+    assert len(cut.prompt_token_ids) == 511
+    with pytest.raises(PromptTooLong):
+        llm.embed(TEXT * 200, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("dimensions", 0, "dimensions must be an integer from 1"),
+        ("dimensions", True, "dimensions must be an integer"),
+        ("dimensions", 10_000, r"dimensions must be at most the width of the model \(\d+\), got 10000"),
+        ("normalize", 1, "normalize must be true, false or None, got 1"),
+        ("truncate_prompt_tokens", 0, "truncate_prompt_tokens must be an integer from 1"),
+        ("truncate_prompt_tokens", 512, "truncate_prompt_tokens must be -1, or at most 511, got 512"),
+    ],
+)
+def test_bad_parameters_are_refused(llm: LLM, field: str, value: object, words: str) -> None:
+    with pytest.raises(InvalidParameter, match=words):
+        llm.embed(TEXT, PoolingParams(**{field: value}), use_tqdm=False)  # type: ignore[arg-type]
+
+
+def test_other_parameters_and_prompts_are_refused(llm: LLM) -> None:
+    with pytest.raises(InvalidParameter, match="pooling_params must be PoolingParams"):
+        llm.embed(TEXT, 5, use_tqdm=False)  # type: ignore[arg-type]
+    with pytest.raises(InvalidParameter, match="prompts must be"):
+        llm.embed(5, use_tqdm=False)  # type: ignore[arg-type]
+    with pytest.raises(InvalidParameter, match="prompt must be"):
+        llm.embed([5.5], PoolingParams(truncate_prompt_tokens=3), use_tqdm=False)  # type: ignore[arg-type]
+
+
+def test_the_checkpoint_states_whether_embeddings_are_normalised(tmp_path: Path) -> None:
+    folder = copy_bundled(tmp_path / "m", ["Transformer", "Pooling"], pooling_mode_lasttoken=True, include_prompt=True)
+    with load(model=str(folder)) as llm:
+        (raw,) = llm.embed(TEXT, use_tqdm=False)
+        (unit,) = llm.embed(TEXT, PoolingParams(normalize=True), use_tqdm=False)
+    size = length(raw.outputs.embedding)
+    assert abs(size - 1.0) > 1e-3
+    assert [value / size for value in raw.outputs.embedding] == pytest.approx(unit.outputs.embedding, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("modules", "pooling", "words"),
+    [
+        (["Transformer", "Pooling"], {"pooling_mode_mean_tokens": True}, "states the pooling 'mean_tokens'"),
+        (["Transformer", "Pooling"], {"pooling_mode": "cls"}, "states the pooling 'cls'"),
+        (["Transformer", "Pooling", "Dense"], {"pooling_mode": "lasttoken"}, "modules.json has a module 'Dense'"),
+    ],
+)
+def test_other_poolings_are_refused_and_texts_are_not(
+    tmp_path: Path, modules: list[str], pooling: dict[str, Any], words: str
+) -> None:
+    with load(model=str(copy_bundled(tmp_path / "m", modules, **pooling))) as llm:
+        assert llm.generate(TEXT, use_tqdm=False)[0].outputs[0].token_ids
+        with pytest.raises(UnsupportedFeature, match=words):
+            llm.embed(TEXT, use_tqdm=False)
+
+
+def test_damaged_files_of_the_pooling_are_named(tmp_path: Path) -> None:
+    folder = copy_bundled(tmp_path / "m", ["Transformer", "Pooling"])
+    file = folder / "1_Pooling" / "config.json"
+    for content, words in (("[1]", "must hold a JSON dict"), ("{", "cannot be read as JSON"), (None, "is missing")):
+        file.unlink() if content is None else file.write_text(content)
+        with pytest.raises(CheckpointError, match=words):
+            load(model=str(folder))
+    (folder / "modules.json").write_text('[{"type": "a.Pooling", "path": "../x"}]')
+    with pytest.raises(CheckpointError, match=r"must name a folder for its pooling, got '\.\./x'"):
+        load(model=str(folder))
+
+
+def test_a_result_that_is_not_finite_ends_its_request_alone(tmp_path: Path) -> None:
+    name, fields = FAMILIES["qwen2"]
+    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**fields))
+    with torch.no_grad():
+        model.get_input_embeddings().weight[11] = float("nan")
+    model.save_pretrained(tmp_path)
+    with load(model=str(tmp_path), skip_tokenizer_init=True, max_model_len=64) as llm:
+        with pytest.raises(WorkerError, match="not of finite numbers"):
+            llm.embed([[5, 11], [5, 6]], use_tqdm=False)
+        (output,) = llm.embed([5, 6], use_tqdm=False)
+        assert length(output.outputs.embedding) == pytest.approx(1.0)
