@@ -22,7 +22,12 @@ if TYPE_CHECKING:
     from quire.engine.llm import LLM
     from quire.engine.outputs.logprobs import Logprob
     from quire.engine.outputs.outputs import CompletionOutput, RequestOutput
-    from quire.engine.outputs.pooled_outputs import EmbeddingOutput, EmbeddingRequestOutput
+    from quire.engine.outputs.pooled_outputs import (
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
+    )
     from quire.errors import (
         CheckpointError,
         ConfigError,
@@ -78,6 +83,8 @@ __all__ = [
     "Sampling",
     "SamplingParams",
     "SchedulerConfig",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "SpeculativeConfig",
     "Strategy",
     "StructuredOutputs",
@@ -99,7 +106,12 @@ _EXPORTS = {
     "engine.llm": ("LLM",),
     "engine.outputs.logprobs": ("Logprob",),
     "engine.outputs.outputs": ("CompletionOutput", "RequestOutput"),
-    "engine.outputs.pooled_outputs": ("EmbeddingOutput", "EmbeddingRequestOutput"),
+    "engine.outputs.pooled_outputs": (
+        "EmbeddingOutput",
+        "EmbeddingRequestOutput",
+        "ScoringOutput",
+        "ScoringRequestOutput",
+    ),
     "errors": (
         "CheckpointError",
         "ConfigError",

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Iterator
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,14 @@ import torch
 import transformers
 
 from quire import LLM, PoolingParams
-from quire.errors import CheckpointError, InvalidParameter, PromptTooLong, UnsupportedFeature, WorkerError
+from quire.errors import (
+    CheckpointError,
+    ConfigError,
+    InvalidParameter,
+    PromptTooLong,
+    UnsupportedFeature,
+    WorkerError,
+)
 from quire.models.checkpoint import locate
 from tests.conformance.checkpoints import FAMILIES
 from tests.engine.test_llm import load
@@ -142,3 +150,58 @@ def test_a_result_that_is_not_finite_ends_its_request_alone(tmp_path: Path) -> N
             llm.embed([[5, 11], [5, 6]], use_tqdm=False)
         (output,) = llm.embed([5, 6], use_tqdm=False)
         assert length(output.outputs.embedding) == pytest.approx(1.0)
+
+
+def test_scores_are_cosines_of_embeddings(llm: LLM) -> None:
+    texts = ["a red kite", "a kite", "The sailor slept."]
+    query, *documents = (output.outputs.embedding for output in llm.embed(texts, use_tqdm=False))
+    scores = llm.score(texts[0], texts[1:], use_tqdm=False)
+    wanted = [sum(map(mul, query, document)) for document in documents]
+    assert [score.outputs.score for score in scores] == pytest.approx(wanted, abs=1e-5)
+    pairs = llm.score(texts, texts, use_tqdm=False)
+    assert [pair.outputs.score for pair in pairs] == pytest.approx([1.0] * 3, abs=1e-5)
+    for queries, documents_, words in (
+        (texts[:2], texts, "queries must be one text, or as many as documents has, got '2 texts'"),
+        (texts[0], [], "documents must be a string or a list of strings, at least one"),
+        (5, texts, "queries must be a string or a list of strings, at least one, got 5"),
+    ):
+        with pytest.raises(InvalidParameter, match=words):
+            llm.score(queries, documents_, use_tqdm=False)  # type: ignore[arg-type]
+    with pytest.raises(InvalidParameter, match="instruction must be a string"):
+        llm.score("a", "b", instruction=5, use_tqdm=False)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedFeature, match="an embedding model has none"):
+        llm.score("a", "b", instruction="c", use_tqdm=False)
+
+
+def test_a_reranker_scores_by_two_tokens() -> None:
+    """The score equals the softmax over two of transformers' logits after the prompt of Qwen3-Reranker."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(locate("bundled"), dtype=torch.float32).eval()
+    with load(classifier_from_token="a,e", dtype="float32", max_model_len=1024) as llm:
+        assert llm.tokenizer is not None
+        ids = [llm.tokenizer.encode(text, add_special_tokens=False)[0] for text in ("a", "e")]
+        outputs = llm.score("a kite", ["a red kite", "a sailor"], instruction="Find toys", use_tqdm=False)
+        for output, document in zip(outputs, ("a red kite", "a sailor"), strict=True):
+            text = llm.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
+            assert text.endswith(
+                f"<Instruct>: Find toys\n<Query>: a kite\n<Document>: {document}<|im_end|>\n<|im_start|>assistant\n"
+                "<think>\n\n</think>\n\n"
+            )
+            logits = model(torch.tensor([output.prompt_token_ids])).logits[0, -1, ids]
+            assert output.outputs.score == pytest.approx(logits.softmax(0)[1].item(), abs=1e-5)
+        again = llm.score("a kite", "a sailor", instruction="Find toys", use_tqdm=False)
+        assert again[0].num_cached_tokens == len(again[0].prompt_token_ids) - 1
+        assert again[0].outputs.score == pytest.approx(outputs[1].outputs.score, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"classifier_from_token": "yes"}, "must be two texts with a comma between, got 'yes'"),
+        ({"classifier_from_token": "a,kites and sailors"}, "must name two tokens of the model"),
+        ({"classifier_from_token": "a,a"}, "must name two tokens of the model"),
+        ({"classifier_from_token": "a,e", "skip_tokenizer_init": True}, "needs a tokenizer"),
+    ],
+)
+def test_bad_classifiers_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load(**options)

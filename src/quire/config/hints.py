@@ -12,6 +12,7 @@ _CHUNKS: Final = "prompts are always computed in chunks; use max_num_batched_tok
 _NO_CODE: Final = "no code of a checkpoint is run; the architectures that run are built in"
 _NO_LORA: Final = "adapters are not supported; merge them into the checkpoint"
 _GRAMMARS: Final = "llguidance compiles all structured outputs; use grammar_timeout_s and grammar_memory_bytes"
+_POOLS: Final = "every engine generates, embeds and scores; leave it out"
 _TEXT_ONLY: Final = "prompts are text or token ids, with embeddings of media at most"
 
 OPTION_HINTS: Final[Mapping[str, str]] = {
@@ -23,8 +24,8 @@ OPTION_HINTS: Final[Mapping[str, str]] = {
     "tokenizer_mode": "there is one kind of tokenizer, that of tokenizer.json",
     "tokenizer_revision": "revision is the model's; give a local folder for another version of a tokenizer",
     "code_revision": _NO_CODE,
-    "runner": "an engine generates; there are no embeddings and no pooling",
-    "task": "an engine generates; there are no embeddings and no pooling",
+    "runner": _POOLS,
+    "task": _POOLS,
     "generation_config": "the model's own is read where it exists; give SamplingParams to override it",
     "override_generation_config": "give SamplingParams to each request",
     "enforce_eager": _NO_GRAPHS,

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 from quire.engine.engine import Engine
 from quire.engine.inputs.prompts import Prompt
+from quire.engine.inputs.score_prompts import make_score_job
 from quire.engine.outputs.outputs import RequestOutput
 from quire.engine.outputs.pooled_outputs import (
     EmbeddingOutput,
     EmbeddingRequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
     embedding_of,
     pooled_values,
 )
@@ -22,7 +26,7 @@ from quire.sequences.pooling import NO_SAMPLING, Pooling, PoolingParams
 
 
 class PooledLLM(ABC):
-    """Embeddings over an engine that also generates.
+    """Embeddings and scores over an engine that also generates.
 
     Attributes:
         engine: the engine.
@@ -84,11 +88,55 @@ class PooledLLM(ABC):
             for output in self._pool(as_prompts(prompts), Pooling(), params.truncate_prompt_tokens, options)
         ]
 
+    def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+        use_tqdm: bool = True,
+        cache_salt: str | None = None,
+        tenant: str | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """Return how well each document matches the query at its place, or the only query.
+
+        With the option `classifier_from_token` it is the probability of the second of these tokens against the first,
+        after a prompt with both texts, else the cosine of their embeddings.
+
+        Args:
+            queries: one text, or one for each document.
+            documents: texts.
+            instruction: task of a reranker; None takes that of a web search.
+            use_tqdm, cache_salt, tenant: see `embed`.
+
+        Returns:
+            One output for each document, in their order.
+
+        Raises:
+            RequestError: see `embed`.
+        """
+        first, second = ([each] if isinstance(each, str) else each for each in (queries, documents))
+        job = make_score_job(self.pooling, first, second, instruction)
+        options: dict[str, Any] = {"use_tqdm": use_tqdm, "cache_salt": cache_salt, "tenant": tenant}
+        outputs = self._pool(job.prompts, job.pooling, None, options, add_special_tokens=job.adds_special_tokens)
+        scores = job.scores([pooled_values(output) for output in outputs])
+        found = (outputs[document] for _, document in job.pairs)
+        return [
+            ScoringRequestOutput(each.request_id, ScoringOutput(score), each.prompt_token_ids, each.num_cached_tokens)
+            for each, score in zip(found, scores, strict=True)
+        ]
+
     def _pool(
-        self, prompts: Sequence[Prompt], pooling: Pooling, truncate_prompt_tokens: int | None, options: dict[str, Any]
+        self,
+        prompts: Sequence[Prompt],
+        pooling: Pooling,
+        truncate_prompt_tokens: int | None,
+        options: dict[str, Any],
+        *,
+        add_special_tokens: bool = True,
     ) -> list[RequestOutput]:
         """Run a pooled request for each prompt, with options of `generate`."""
-        prepare = self.engine.requests.prepare_pooled
+        prepare = partial(self.engine.requests.prepare_pooled, add_special_tokens=add_special_tokens)
         prepared = [prepare(prompt, pooling, truncate_prompt_tokens) for prompt in prompts]
         return self.generate(cast(list[Prompt], prepared), NO_SAMPLING, **options)
 

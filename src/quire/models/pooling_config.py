@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from quire.bounded.files import read_json
-from quire.errors import CheckpointError, InvalidParameter, UnsupportedFeature, shown
+from quire.errors import CheckpointError, ConfigError, InvalidParameter, UnsupportedFeature, shown
 from quire.models.checkpoint import MAX_CONFIG_BYTES, Checkpoint
 from quire.sequences.pooling import PoolingParams
 
@@ -24,11 +24,13 @@ class PoolingConfig(NamedTuple):
         width: number of values of an embedding.
         normalize: True where the checkpoint's embeddings have length 1.
         refusal: reason why the model's embeddings are not supported; None where they are.
+        classifier: tokens for "no" and "yes" of a reranker; None for other models.
     """
 
     width: int
     normalize: bool = True
     refusal: str | None = None
+    classifier: tuple[int, int] | None = None
 
     def check(self, params: PoolingParams) -> None:
         """Check that embeddings can be made with these parameters.
@@ -45,16 +47,37 @@ class PoolingConfig(NamedTuple):
             raise InvalidParameter("dimensions", params.dimensions, f"at most the width of the model ({self.width})")
 
 
-def read_pooling(checkpoint: Checkpoint, width: int) -> PoolingConfig:
+def read_pooling(
+    checkpoint: Checkpoint, width: int, encode: Callable[..., list[int]] | None = None, classifier: str | None = None
+) -> PoolingConfig:
     """Read the pooling of a checkpoint; without any statement it is the last token's, normalised.
 
     Args:
         checkpoint: the model's files; of sentence-transformers, `modules.json` and `1_Pooling/config.json`.
         width: E.
+        encode: `Tokenizer.encode`; None without a tokenizer.
+        classifier: texts of the tokens for "no" and "yes" of a reranker, with a comma between them.
 
     Raises:
         CheckpointError: a file is damaged.
+        ConfigError: a text of `classifier` is not one token.
     """
+    stated = _stated_pooling(checkpoint, width)
+    if classifier is None:
+        return stated
+    if encode is None:
+        raise ConfigError("classifier_from_token needs a tokenizer", field="classifier_from_token")
+    no, yes = (encode(text, add_special_tokens=False) for text in classifier.split(","))
+    if len(no) != 1 or len(yes) != 1 or no == yes:
+        numbers = f"{len(no)} and {len(yes)} tokens"
+        raise ConfigError(
+            f"classifier_from_token must name two tokens of the model, got {shown(classifier)}: {numbers}",
+            field="classifier_from_token",
+        )
+    return stated._replace(classifier=(no[0], yes[0]))
+
+
+def _stated_pooling(checkpoint: Checkpoint, width: int) -> PoolingConfig:
     if checkpoint.gguf_fields is not None:
         stated = next((value for name, value in checkpoint.gguf_fields.items() if name.endswith(".pooling_type")), None)
         kind = GGUF_POOLING.get(stated, str(stated))

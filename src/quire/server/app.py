@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from quire.server import chat_completions, completions, models, monitoring, pins, tokens
+from quire.server import chat_completions, completions, models, monitoring, pins, pooling, tokens
 from quire.server.auth import Guard, check_operator
 from quire.server.errors import handle_http_exception
 from quire.server.intake import Intake
@@ -32,6 +32,10 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/v1/models/{model_id:path}", models.show_model),
     ("POST", "/v1/completions", completions.completions),
     ("POST", "/v1/chat/completions", chat_completions.chat_completions),
+    ("POST", "/v1/embeddings", pooling.embeddings),
+    ("POST", "/v1/score", pooling.score),
+    ("POST", "/v1/rerank", pooling.rerank),
+    ("POST", "/rerank", pooling.rerank),
     ("POST", "/tokenize", tokens.tokenize),
     ("POST", "/detokenize", tokens.detokenize),
 )

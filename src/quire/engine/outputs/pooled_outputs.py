@@ -40,6 +40,36 @@ class EmbeddingRequestOutput:
     finished: bool = True
 
 
+@dataclass(slots=True)
+class ScoringOutput:
+    """A score.
+
+    Args:
+        score: from 0 to 1 of a reranker, from -1 to 1 of embeddings; higher for a better match.
+    """
+
+    score: float
+
+
+@dataclass(slots=True)
+class ScoringRequestOutput:
+    """The score of one pair of texts.
+
+    Args:
+        request_id: name of the request that has the document.
+        outputs: the score.
+        prompt_token_ids: token ids of that request.
+        num_cached_tokens: number of them that came from the prefix cache.
+        finished: always True.
+    """
+
+    request_id: str
+    outputs: ScoringOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
+
+
 def embedding_of(values: Sequence[float], dimensions: int | None, *, normalize: bool) -> list[float]:
     """Return the embedding of a hidden state.
 
