@@ -205,3 +205,24 @@ def test_a_reranker_scores_by_two_tokens() -> None:
 def test_bad_classifiers_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         load(**options)
+
+
+@pytest.mark.parametrize(("name", "is_tied"), [("qwen3", False), ("llama3", True)])
+def test_a_checkpoint_without_a_head_makes_embeddings(tmp_path: Path, name: str, is_tied: bool) -> None:
+    """Embedding models are saved so; their tensors are named without a prefix."""
+    family, fields = FAMILIES[name]
+    model = transformers.AutoModel.from_config(getattr(transformers, f"{family}Config")(**fields)).eval()
+    model.save_pretrained(tmp_path)
+    with load(model=str(tmp_path), skip_tokenizer_init=True, max_model_len=64) as llm:
+        (output,) = llm.embed([5, 9, 11, 30], use_tqdm=False)
+        with torch.inference_mode():
+            state = model(torch.tensor([[5, 9, 11, 30]])).last_hidden_state[0, -1]
+        torch.testing.assert_close(torch.tensor(output.outputs.embedding), state / state.norm(), rtol=2e-4, atol=2e-4)
+        if is_tied:
+            assert llm.generate([5, 9], use_tqdm=False)[0].outputs[0].token_ids
+        else:
+            with pytest.raises(UnsupportedFeature, match="has no output head: this engine makes embeddings only"):
+                llm.generate([5, 9], use_tqdm=False)
+    if not is_tied:
+        with pytest.raises(ConfigError, match="needs an output head"):
+            load(model=str(tmp_path), skip_tokenizer_init=True, max_model_len=64, classifier_from_token="a,e")

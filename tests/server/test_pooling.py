@@ -21,7 +21,7 @@ TEXTS = ["ab", "QZ", "abcdefg"]
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> list[list[float]]:
     """The embeddings of the texts by the Python interface."""
-    with LLM(str(folder), num_kv_blocks=64, num_threads=1) as llm:
+    with LLM(str(folder), num_kv_blocks=300, num_threads=1) as llm:
         return [output.outputs.embedding for output in llm.embed(TEXTS, use_tqdm=False)]
 
 
@@ -68,8 +68,7 @@ def test_every_form_of_input_gives_the_same(server: ServerProcess) -> None:
         ("/v1/embeddings", {}, "input", "a string, a list of strings"),
         ("/v1/embeddings", {"input": []}, "input", "a string, a list of strings"),
         ("/v1/embeddings", {"input": ["a", 5]}, "input", "a string, a list of strings"),
-        ("/v1/embeddings", {"input": ""}, None, ""),
-        ("/v1/embeddings", {"input": [10**6]}, None, "token ids from 0"),
+        ("/v1/embeddings", {"input": [10**6]}, "input", "token ids from 0"),
         ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format", "float, base64"),
         ("/v1/embeddings", {"input": "a", "dimensions": 65}, "dimensions", "at most the width of the model (64)"),
         ("/v1/embeddings", {"input": "a", "dimensions": "5"}, "dimensions", "an integer from 1"),
@@ -109,6 +108,11 @@ def test_scores_and_ranks_are_those_of_the_embeddings(server: ServerProcess, exp
         assert [each["index"] for each in results] == order
         assert [each["document"]["text"] for each in results] == [TEXTS[1:][idx] for idx in order]
         assert results[0]["relevance_score"] == pytest.approx(max(wanted), abs=1e-2)
-    body = {"query": "ab", "documents": [{"text": each} for each in TEXTS], "top_n": 1, "return_documents": False}
-    (best,) = server.post("/rerank", body).json()["results"]
+    ask: dict[str, Any] = {
+        "query": "ab",
+        "documents": [{"text": each} for each in TEXTS],
+        "top_n": 1,
+        "return_documents": False,
+    }
+    (best,) = server.post("/rerank", ask).json()["results"]
     assert best == {"index": 0, "relevance_score": pytest.approx(1.0, abs=1e-2)}

@@ -9,7 +9,6 @@ from typing import Any, cast
 
 from quire.engine.engine import Engine
 from quire.engine.inputs.prompts import Prompt
-from quire.engine.inputs.score_prompts import make_score_job
 from quire.engine.outputs.outputs import RequestOutput
 from quire.engine.outputs.pooled_outputs import (
     EmbeddingOutput,
@@ -19,6 +18,7 @@ from quire.engine.outputs.pooled_outputs import (
     embedding_of,
     pooled_values,
 )
+from quire.engine.scoring import make_score_job
 from quire.errors import InvalidParameter
 from quire.models.pooling_config import PoolingConfig
 from quire.sequences.params import SamplingParams

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from quire.bounded.files import read_json
 from quire.errors import CheckpointError, shown
+from quire.models.families.base_models import with_head
 from quire.models.families.expert_layout import (
     BLOCK_EXPERTS,
     LINEAR_EXPERTS,
@@ -89,11 +90,12 @@ class Checkpoint:
         if has_block_experts(tensors):
             config |= {BLOCK_EXPERTS: True}
         generation = folder / "generation_config.json"
+        causal_config, causal_tensors = with_head(config, tensors)
         return cls(
             folder=folder,
-            config=config,
+            config=causal_config,
             generation_config=_read_object(generation) if generation.is_file() else {},
-            tensors=tensors,
+            tensors=causal_tensors,
         )
 
     def sources_of(self, names: Sequence[str]) -> list[str]:

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from quire.bounded.files import read_json
 from quire.errors import CheckpointError, ConfigError, InvalidParameter, UnsupportedFeature, shown
 from quire.models.checkpoint import MAX_CONFIG_BYTES, Checkpoint
+from quire.models.families.base_models import HEADLESS
 from quire.sequences.pooling import PoolingParams
 
+_CLASSIFIER = "classifier_from_token"
 MODULES_FILE = "modules.json"
 LAST_TOKEN = "lasttoken"
 # The values of `pooling_type` in a GGUF file; nothing, and "none", leave the choice to us.
 GGUF_POOLING: Mapping[object, str] = {None: LAST_TOKEN, 0: LAST_TOKEN, 1: "mean", 2: "cls", 3: LAST_TOKEN, 4: "rank"}
+
+
+class Encoder(Protocol):
+    """A tokenizer."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Convert text to token ids."""
 
 
 class PoolingConfig(NamedTuple):
@@ -25,12 +34,14 @@ class PoolingConfig(NamedTuple):
         normalize: True where the checkpoint's embeddings have length 1.
         refusal: reason why the model's embeddings are not supported; None where they are.
         classifier: tokens for "no" and "yes" of a reranker; None for other models.
+        has_head: False for a checkpoint without an output head, which cannot generate.
     """
 
     width: int
     normalize: bool = True
     refusal: str | None = None
     classifier: tuple[int, int] | None = None
+    has_head: bool = True
 
     def check(self, params: PoolingParams) -> None:
         """Check that embeddings can be made with these parameters.
@@ -48,31 +59,33 @@ class PoolingConfig(NamedTuple):
 
 
 def read_pooling(
-    checkpoint: Checkpoint, width: int, encode: Callable[..., list[int]] | None = None, classifier: str | None = None
+    checkpoint: Checkpoint, width: int, tokenizer: Encoder | None = None, classifier: str | None = None
 ) -> PoolingConfig:
     """Read the pooling of a checkpoint; without any statement it is the last token's, normalised.
 
     Args:
         checkpoint: the model's files; of sentence-transformers, `modules.json` and `1_Pooling/config.json`.
         width: E.
-        encode: `Tokenizer.encode`; None without a tokenizer.
+        tokenizer: None where there is none.
         classifier: texts of the tokens for "no" and "yes" of a reranker, with a comma between them.
 
     Raises:
         CheckpointError: a file is damaged.
         ConfigError: a text of `classifier` is not one token.
     """
-    stated = _stated_pooling(checkpoint, width)
+    stated = _stated_pooling(checkpoint, width)._replace(has_head=HEADLESS not in checkpoint.config)
     if classifier is None:
         return stated
-    if encode is None:
-        raise ConfigError("classifier_from_token needs a tokenizer", field="classifier_from_token")
-    no, yes = (encode(text, add_special_tokens=False) for text in classifier.split(","))
+    if not stated.has_head:
+        raise ConfigError("classifier_from_token needs an output head, which this checkpoint lacks", field=_CLASSIFIER)
+    if tokenizer is None:
+        raise ConfigError("classifier_from_token needs a tokenizer", field=_CLASSIFIER)
+    no, yes = (tokenizer.encode(text, add_special_tokens=False) for text in classifier.split(","))
     if len(no) != 1 or len(yes) != 1 or no == yes:
         numbers = f"{len(no)} and {len(yes)} tokens"
         raise ConfigError(
             f"classifier_from_token must name two tokens of the model, got {shown(classifier)}: {numbers}",
-            field="classifier_from_token",
+            field=_CLASSIFIER,
         )
     return stated._replace(classifier=(no[0], yes[0]))
 

@@ -84,7 +84,9 @@ async def embeddings(state: ServerState, request: Request) -> ASGIApp:
     prepare = partial(
         state.llm.texts.prepare_pooled, inputs, Pooling(), params.truncate_prompt_tokens, add_special_tokens=special
     )
-    return await _answer(state, request, fields, len(inputs), prepare, build, {"prompt": "input"})
+    return await _answer(
+        state, request, fields, len(inputs), prepare, build, {"prompt": "input", "prompt_token_ids": "input"}
+    )
 
 
 async def score(state: ServerState, request: Request) -> ASGIApp:
@@ -129,13 +131,14 @@ async def _score(
     build: Callable[[list[float]], dict[str, Any]],
 ) -> ASGIApp:
     """Run the requests of scores and return the response."""
-    from quire.engine.inputs.score_prompts import make_score_job  # the server starts before the engine is imported
+    from quire.engine.scoring import make_score_job  # the server starts before the engine is imported
 
     limit = max_prompts(state)
     for name, each in zip(names, texts, strict=True):
         if isinstance(each, list) and len(each) > limit:
             raise InvalidParameter(name, f"{len(each)} texts", f"at most {limit} texts")
-    job = make_score_job(state.llm.pooling, *texts, fields.text("instruction"), names)
+    queries, documents = texts
+    job = make_score_job(state.llm.pooling, queries, documents, fields.text("instruction"), names)
     prepare = partial(
         state.llm.texts.prepare_pooled, job.prompts, job.pooling, add_special_tokens=job.adds_special_tokens
     )

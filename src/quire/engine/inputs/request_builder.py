@@ -76,6 +76,9 @@ class RequestBuilder:
         grammars: compiler of grammars for structured outputs; None where they are unsupported.
         end_token_ids: the model's own end-of-sequence tokens.
         cache_name: identity of the model for the prefix cache.
+
+    Attributes:
+        can_generate: False where the model has no output head; only pooled requests are taken then.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class RequestBuilder:
         cache_name: str,
     ) -> None:
         self.end_token_ids = end_token_ids
+        self.can_generate = True
         self._config = config
         self._prompts = prompts
         self._grammars = grammars
@@ -172,6 +176,8 @@ class RequestBuilder:
         if not isinstance(prompt, PreparedRequest):
             prompt = self.prepare(prompt, params, add_special_tokens=add_special_tokens)
         tokens, words, pooling = prompt
+        if pooling is None and not self.can_generate:
+            raise UnsupportedFeature("prompt", "the checkpoint has no output head: this engine makes embeddings only")
         if params.speculative and not can_guess:
             raise UnsupportedFeature("speculative", "this engine guesses no tokens; see speculative_method")
         num_prompt, limit = len(tokens.token_ids), self._config.max_model_len

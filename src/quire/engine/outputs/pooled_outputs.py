@@ -45,7 +45,7 @@ class ScoringOutput:
     """A score.
 
     Args:
-        score: from 0 to 1 of a reranker, from -1 to 1 of embeddings; higher for a better match.
+        score: 0 to 1 of a reranker, -1 to 1 of embeddings; higher for a better match.
     """
 
     score: float

@@ -120,8 +120,7 @@ def load(config: EngineConfig, *, wrap: Wrappers | None = None) -> LoadedModel:
     sizing = size_pool(groups, resolved.num_blocks)
     check_pin_limit(resolved, sizing)
     name = options.served_model_name or options.model
-    encode = None if tokenizer is None else tokenizer.encode
-    pooling = read_pooling(checkpoint, decoder.spec.width, encode, options.classifier_from_token)
+    pooling = read_pooling(checkpoint, decoder.spec.width, tokenizer, options.classifier_from_token)
     memory_log = _open_log(config.cache.record_memory)
     ends = _end_token_ids(checkpoint, tokenizer)
     grammars = _grammars(config, tokenizer, decoder.spec.vocab_size, ends)
@@ -160,6 +159,7 @@ def load(config: EngineConfig, *, wrap: Wrappers | None = None) -> LoadedModel:
             speculation=speculation,
             grammars=grammars,
         )
+        engine.requests.can_generate = pooling.has_head
         # From here on the engine closes the disk.
         stack.pop_all()
     return LoadedModel(name, engine, _default_params(checkpoint), pooling)

@@ -60,7 +60,7 @@ def make_score_job(
     Args:
         config: pooling of the model: a reranker reads query and document in one prompt, others embed each.
         queries: one query, or one for each document.
-        documents: at least one document.
+        documents: documents, at least one.
         instruction: task of a reranker; None takes that of a web search.
         names: names of the fields of both, for errors.
 
