@@ -8,7 +8,8 @@ blocks, and scales are such that weights have about the spread of a trained mode
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 
 from benchmarks.contenders import MIXES
-from benchmarks.make_model import FOLDER, QWEN3
+from benchmarks.gguf_shapes import FLOATS, SHAPES, add_metadata, tensors
+from benchmarks.make_model import CONFIG_FILE, FOLDER, QWEN3
 
 # Where a block has float16 scales, and scales for which a weight is about 0.02.
 SCALES: dict[Type, tuple[tuple[int, float], ...]] = {
@@ -28,29 +30,6 @@ SCALES: dict[Type, tuple[tuple[int, float], ...]] = {
     Type.Q6_K: ((208, 1.5e-5),),
     Type.IQ4_XS: ((0, 1.5e-5),),
 }
-
-
-def tensors(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the names and shapes of a Qwen3 model's tensors, norms first in each layer."""
-    width, mlp, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    yield "token_embd.weight", (config["vocab_size"], width)
-    yield "output_norm.weight", (width,)
-    for idx in range(config["num_hidden_layers"]):
-        for name, shape in (
-            ("attn_norm", (width,)),
-            ("attn_q", (heads * dim, width)),
-            ("attn_k", (kv_heads * dim, width)),
-            ("attn_v", (kv_heads * dim, width)),
-            ("attn_q_norm", (dim,)),
-            ("attn_k_norm", (dim,)),
-            ("attn_output", (width, heads * dim)),
-            ("ffn_norm", (width,)),
-            ("ffn_gate", (mlp, width)),
-            ("ffn_up", (mlp, width)),
-            ("ffn_down", (width, mlp)),
-        ):
-            yield f"blk.{idx}.{name}.weight", shape
 
 
 def type_of(name: str, mix: str, num_layers: int) -> Type:
@@ -78,27 +57,19 @@ def random_blocks(kind: Type, shape: tuple[int, ...], rng: np.random.Generator) 
 
 
 def write(path: Path, mix: str, config: dict[str, Any] = QWEN3) -> Path:
-    """Write a file; it has no tokenizer."""
+    """Write a file of one of the architectures qwen3, qwen3moe and qwen35; it has no tokenizer."""
     rng = np.random.default_rng(0)
-    writer = gguf.GGUFWriter(path, "qwen3")
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_vocab_size(config["vocab_size"])
+    writer = gguf.GGUFWriter(path, config["model_type"])
+    add_metadata(writer, config)
     writer.add_tokenizer_model("none")
     for name, shape in tensors(config):
-        if len(shape) == 1:
-            writer.add_tensor(name, np.ones(shape, np.float32))
+        if len(shape) == 1 or name.endswith(FLOATS):
+            scale = -1.0 if name.endswith("ssm_a") else 1.0 if len(shape) == 1 else 0.02
+            writer.add_tensor(name, np.full(shape, scale, np.float32) * rng.uniform(0.8, 1.2, shape).astype(np.float32))
         else:
             kind = type_of(name, mix, config["num_hidden_layers"])
-            writer.add_tensor(name, random_blocks(kind, shape, rng), raw_dtype=kind)
+            rows = random_blocks(kind, (math.prod(shape[:-1]), shape[-1]), rng)
+            writer.add_tensor(name, rows.reshape(*shape[:-1], -1), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -106,15 +77,24 @@ def write(path: Path, mix: str, config: dict[str, Any] = QWEN3) -> Path:
     return path
 
 
+def ensure_folder(shape: str) -> Path:
+    """Return a folder with the configuration of a shape that has GGUF files only."""
+    folder = FOLDER / f"{shape}-random"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG_FILE).write_text(json.dumps(SHAPES[shape]), encoding="utf-8")
+    return folder
+
+
 def main() -> None:
     """Write a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("mix", choices=MIXES)
     parser.add_argument("path", nargs="?", type=Path, help="file to write")
+    parser.add_argument("--shape", choices=("qwen3-0.6b", *SHAPES), default="qwen3-0.6b")
     arguments = parser.parse_args()
-    path = arguments.path or FOLDER / f"qwen3-0.6b-{arguments.mix}.gguf"
+    path = arguments.path or FOLDER / f"{arguments.shape}-{arguments.mix}.gguf"
     path.parent.mkdir(parents=True, exist_ok=True)
-    print(write(path, arguments.mix))
+    print(write(path, arguments.mix, SHAPES.get(arguments.shape, QWEN3)))
 
 
 if __name__ == "__main__":

@@ -126,12 +126,12 @@ def best_of(names: list[str], column: dict[str, Figures], figure: str) -> str | 
     return (min if figure in TIMES else max)(values, key=lambda name: values[name])
 
 
-def judge(table: Table, shape: CheckpointShape) -> list[MarkResult]:
-    """Return how the medians stand against the marks whose contenders were measured."""
+def judge(table: Table, shape: CheckpointShape | None) -> list[MarkResult]:
+    """Return how the medians stand against the marks whose contenders were measured; memory if the shape is known."""
     return [
         *filter(None, (ratio(mark, table) for mark in MARKS)),
         *bandwidth(table),
-        *memory(table, shape),
+        *(() if shape is None else memory(table, shape)),
     ]
 
 

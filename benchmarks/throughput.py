@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
-from benchmarks import conversions, machine, make_model
+from benchmarks import conversions, gguf_shapes, machine, make_gguf, make_model
 from benchmarks.contenders import APART, CONTENDERS
 from benchmarks.engines import ANSWER
 from benchmarks.marks import bandwidth_share, judge, medians
@@ -121,7 +121,7 @@ class EngineComparison:
             if who != "generate" or name not in ("W5-cold", "W5-warm")
         ]
         rows: list[Figures] = []
-        shape = CheckpointShape.read(self._options.model)
+        shape = shape_of(self._options.model)
         probe = machine.MachineProbe(self._options.threads)
         with ExitStack() as stack:
             workers: dict[tuple[str, bool], Worker] = {}
@@ -142,7 +142,7 @@ class EngineComparison:
                     time.sleep(SETTLE_S)
                     after = probe.read_gb_s()
                     row = {"contender": who, "workload": name, "run": run, **figures, "probe_gb_s": [before, after]}
-                    row["bandwidth_share"] = bandwidth_share(shape, row)
+                    row["bandwidth_share"] = None if shape is None else bandwidth_share(shape, row)
                     print(describe(row), flush=True)
                     rows.append(row)
                     before = after
@@ -156,6 +156,11 @@ class EngineComparison:
         except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
             self.left_out[who] = str(error)
             print(f"left out: {who}: {error}", flush=True)
+
+
+def shape_of(model: Path) -> CheckpointShape | None:
+    """Return the shape of a checkpoint; None for one that has GGUF files only."""
+    return CheckpointShape.read(model) if (model / "model.safetensors").exists() else None
 
 
 def describe(row: Figures) -> str:
@@ -179,14 +184,21 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--model", type=Path, default=None, help="a checkpoint folder; default: a random one")
-    parser.add_argument("--shape", choices=make_model.SHAPES, default="qwen3-0.6b", help="of the random one")
+    parser.add_argument(
+        "--shape",
+        choices=(*make_model.SHAPES, *gguf_shapes.SHAPES),
+        default="qwen3-0.6b",
+        help="of the random one",
+    )
     for engine, package in APART.items():
         parser.add_argument(f"--{engine}-python", type=Path, default=None, help=f"interpreter that has {package}")
     parser.add_argument("--vllm-preload", default="", help="libraries to preload for vLLM, with colons between")
     parser.add_argument("--converted", type=Path, default=machine.BUILD, help="where peers' checkpoints are kept")
     parser.add_argument("--name", default="throughput", help="the name of the file under results/")
     options = parser.parse_args()
-    options.model = make_model.ensure(options.shape) if options.model is None else options.model
+    if options.model is None:
+        ensure = make_gguf.ensure_folder if options.shape in gguf_shapes.SHAPES else make_model.ensure
+        options.model = ensure(options.shape)
     contenders = options.contenders.split(",")
     unknown = set(contenders) - set(CONTENDERS)
     if unknown:
@@ -199,7 +211,7 @@ def main() -> None:
             parser.error(f"unknown workload {chosen}; there are {', '.join(NAMES)}")
         rows += bench.measure(names, contenders)
     table = medians(rows)
-    verdicts = judge(table, CheckpointShape.read(options.model))
+    verdicts = judge(table, shape_of(options.model))
     for verdict in verdicts:
         print(
             f"{verdict.what}: {verdict.value:.4g} (mark: {verdict.mark:.4g}, {'met' if verdict.is_met else 'missed'})"

@@ -118,6 +118,7 @@ def test_what_cannot_be_done_is_one_line_and_leaves_nothing(tmp_path: Path, caps
     assert "--dtype is for int4 and int8" in refused("bundled", str(out), "--to", "q8_0", "--dtype", "float16")
     assert "rounded takes no --calibration" in refused(*model, "--method", "rounded", "--calibration", "text.txt")
     assert "at least 1" in refused(*model, "--calibration-tokens", "0")
+    assert "--num-threads must be at least 1, got 0" in refused(*model, "--num-threads", "0")
     assert "cannot be written" in refused("bundled", str(tmp_path / "no" / "out"), "--to", "int8")
     (tmp_path / "there").mkdir()
     assert "exists already" in refused("bundled", str(tmp_path / "there"), "--to", "int8")

@@ -44,6 +44,7 @@ def register(subparsers: Subparsers) -> None:
         choices=("auto", "bfloat16", "float16", "float32"),
         help="dtype of scales and of what int4 and int8 leave; that of the checkpoint by default",
     )
+    parser.add_argument("--num-threads", type=int, metavar="N", help="CPU threads; all cores by default")
     # Options that are not given are absent: they are refused for other forms.
     add = partial(parser.add_argument_group("int4 options").add_argument, default=argparse.SUPPRESS)
     add("--group-size", type=int, choices=(32, 64, 128), help="number of inputs that share a scale; 32 by default")
@@ -71,14 +72,19 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"--method rounded takes no {flag}", field=name)
     if given.get("calibration_tokens", 1) < 1:
         raise ConfigError(f"--calibration-tokens must be at least 1, got {given['calibration_tokens']}")
+    if args.num_threads is not None and args.num_threads < 1:
+        raise ConfigError(f"--num-threads must be at least 1, got {args.num_threads}", field="num_threads")
     if args.to in FILES and args.dtype != "auto":
         raise ConfigError(f"--dtype is for int4 and int8; {args.to} has types of its own", field="dtype")
 
+    import torch
     from rich.console import Console
     from rich.progress import Progress
 
     from quire.quantization.quantize import QuantizeOptions, quantize
 
+    if args.num_threads is not None:
+        torch.set_num_threads(args.num_threads)
     options = QuantizeOptions(to=args.to, dtype=args.dtype, **given)
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("Quantizing", total=None)
