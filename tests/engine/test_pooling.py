@@ -14,7 +14,8 @@ import pytest
 import torch
 import transformers
 
-from quire import LLM, PoolingParams
+from quire import LLM, PoolingParams, SamplingParams
+from quire.engine.outputs.pooled_outputs import embedding_of
 from quire.errors import (
     CheckpointError,
     ConfigError,
@@ -24,6 +25,7 @@ from quire.errors import (
     WorkerError,
 )
 from quire.models.checkpoint import locate
+from quire.sequences.pooling import NO_SAMPLING, Pooling
 from tests.conformance.checkpoints import FAMILIES
 from tests.engine.test_llm import load
 
@@ -226,3 +228,34 @@ def test_a_checkpoint_without_a_head_makes_embeddings(tmp_path: Path, name: str,
     if not is_tied:
         with pytest.raises(ConfigError, match="needs an output head"):
             load(model=str(tmp_path), skip_tokenizer_init=True, max_model_len=64, classifier_from_token="a,e")
+
+
+def test_deterministic_embeddings_are_the_same_in_any_batch_and_with_any_hit() -> None:
+    texts = [TEXT, TEXT[:20], "The sailor slept."]
+    with load(deterministic=True) as llm:
+        batched, hit = (llm.embed(texts, use_tqdm=False) for _ in range(2))
+        alone = [llm.embed(text, use_tqdm=False)[0] for text in texts]
+    assert all(output.num_cached_tokens for output in hit)
+    for outputs in (hit, alone):
+        assert [output.outputs.embedding for output in outputs] == [output.outputs.embedding for output in batched]
+
+
+def test_embeddings_beside_drafts_and_beams() -> None:
+    """Rows of drafts and beams of the same step stay with their requests."""
+    text = "Tom had a kite. Tom had a kite. Tom had"
+    with load(speculative_method="ngram", dtype="float32") as llm:
+        expected = [output.outputs.embedding for output in llm.embed([TEXT, text], use_tqdm=False)]
+        engine = llm.engine
+        pooled: dict[str, tuple[float, ...]] = {}
+        engine.add_request("drafts", text, SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True))
+        engine.add_request("beams", TEXT, SamplingParams(beam_width=3, max_tokens=30, ignore_eos=True))
+        for step in range(60):
+            if step in range(3, 24, 3):
+                prepared = engine.requests.prepare_pooled([TEXT, text][step % 2], Pooling())
+                engine.add_request(str(step), prepared, NO_SAMPLING)
+            pooled |= {output.request_id: output.pooled for output in engine.step() if output.pooled}
+        assert not engine.has_unfinished
+        assert engine.stats.num_drafts > 0
+    assert len(pooled) == 7
+    for name, values in pooled.items():
+        assert embedding_of(values, None, normalize=True) == pytest.approx(expected[int(name) % 2], abs=1e-5)
