@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import transformers
 
@@ -24,7 +25,8 @@ from quire.errors import (
     UnsupportedFeature,
     WorkerError,
 )
-from quire.models.checkpoint import locate
+from quire.models.checkpoint import Checkpoint, locate
+from quire.models.pooling_config import read_pooling
 from quire.sequences.pooling import NO_SAMPLING, Pooling
 from tests.conformance.checkpoints import FAMILIES
 from tests.engine.test_llm import load
@@ -132,10 +134,16 @@ def test_other_poolings_are_refused_and_texts_are_not(
 def test_damaged_files_of_the_pooling_are_named(tmp_path: Path) -> None:
     folder = copy_bundled(tmp_path / "m", ["Transformer", "Pooling"])
     file = folder / "1_Pooling" / "config.json"
-    for content, words in (("[1]", "must hold a JSON dict"), ("{", "cannot be read as JSON"), (None, "is missing")):
-        file.unlink() if content is None else file.write_text(content)
+    for content, words in (("[1]", "must hold a JSON dict"), ("{", "cannot be read as JSON")):
+        file.write_text(content)
         with pytest.raises(CheckpointError, match=words):
             load(model=str(folder))
+    file.unlink()
+    with (
+        load(model=str(folder)) as llm,
+        pytest.raises(UnsupportedFeature, match=r"1_Pooling/config\.json, which is mis"),
+    ):
+        llm.embed(TEXT, use_tqdm=False)
     (folder / "modules.json").write_text('[{"type": "a.Pooling", "path": "../x"}]')
     with pytest.raises(CheckpointError, match=r"must name a folder for its pooling, got '\.\./x'"):
         load(model=str(folder))
@@ -259,3 +267,30 @@ def test_embeddings_beside_drafts_and_beams() -> None:
     assert len(pooled) == 7
     for name, values in pooled.items():
         assert embedding_of(values, None, normalize=True) == pytest.approx(expected[int(name) % 2], abs=1e-5)
+
+
+def test_a_text_ends_with_the_tokenizers_end_token_cut_or_not(tmp_path: Path) -> None:
+    folder = copy_bundled(tmp_path / "m", ["Transformer", "Pooling", "Normalize"], pooling_mode_lasttoken=True)
+    library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    names = [library.id_to_token(token_id) for token_id in (3, 2)]
+    pairs = list(zip(names, (3, 2), strict=True))
+    library.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"{names[0]} $A {names[1]}", special_tokens=pairs
+    )
+    library.save(str(folder / "tokenizer.json"))
+    with load(model=str(folder)) as llm:
+        plain = library.encode(TEXT, add_special_tokens=False).ids
+        for limit in (None, 7, 3):
+            (output,) = llm.embed(TEXT, PoolingParams(truncate_prompt_tokens=limit), use_tqdm=False)
+            assert output.prompt_token_ids == [3, *plain[: None if limit is None else limit - 2], 2]
+        with pytest.raises(InvalidParameter, match="truncate_prompt_tokens must be more than the 2 special tokens"):
+            llm.embed(TEXT, PoolingParams(truncate_prompt_tokens=2), use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("stated", "refusal"), [(None, None), (3, None), (1, "mean"), (4, "rank"), (9, "9"), ([1], "[1]")]
+)
+def test_a_gguf_file_states_its_pooling(tmp_path: Path, stated: object, refusal: str | None) -> None:
+    fields = {} if stated is None else {"qwen3.pooling_type": stated}
+    found = read_pooling(Checkpoint(tmp_path, {}, {}, {}, gguf_fields=fields), 8).refusal
+    assert (found is None) if refusal is None else (found is not None and repr(refusal) in found)

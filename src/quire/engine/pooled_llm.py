@@ -72,7 +72,8 @@ class PooledLLM(ABC):
             One output for each prompt, in their order.
 
         Raises:
-            RequestError: a prompt or a parameter is refused, then nothing runs; or the result of one is not finite.
+            RequestError: a prompt or a parameter is refused; then nothing runs.
+            WorkerError: a result is not of finite numbers, or the engine has failed.
         """
         params = PoolingParams() if pooling_params is None else pooling_params
         self.pooling.check(params)
@@ -113,7 +114,7 @@ class PooledLLM(ABC):
             One output for each document, in their order.
 
         Raises:
-            RequestError: see `embed`.
+            RequestError, WorkerError: see `embed`.
         """
         first, second = ([each] if isinstance(each, str) else each for each in (queries, documents))
         job = make_score_job(self.pooling, first, second, instruction)

@@ -15,8 +15,8 @@ from quire.sequences.pooling import PoolingParams
 _CLASSIFIER = "classifier_from_token"
 MODULES_FILE = "modules.json"
 LAST_TOKEN = "lasttoken"
-# The values of `pooling_type` in a GGUF file; nothing, and "none", leave the choice to us.
-GGUF_POOLING: Mapping[object, str] = {None: LAST_TOKEN, 0: LAST_TOKEN, 1: "mean", 2: "cls", 3: LAST_TOKEN, 4: "rank"}
+# The values of `pooling_type` in a GGUF file; 0 states none.
+GGUF_POOLING: Mapping[str, str] = {"0": LAST_TOKEN, "1": "mean", "2": "cls", "3": LAST_TOKEN, "4": "rank"}
 
 
 class Encoder(Protocol):
@@ -93,7 +93,7 @@ def read_pooling(
 def _stated_pooling(checkpoint: Checkpoint, width: int) -> PoolingConfig:
     if checkpoint.gguf_fields is not None:
         stated = next((value for name, value in checkpoint.gguf_fields.items() if name.endswith(".pooling_type")), None)
-        kind = GGUF_POOLING.get(stated, str(stated))
+        kind = LAST_TOKEN if stated is None else GGUF_POOLING.get(str(stated), str(stated))
         return PoolingConfig(width, refusal=_refusal_of(kind))
     modules = _read(checkpoint.folder / MODULES_FILE, list)
     if modules is None:
@@ -119,7 +119,7 @@ def _pooling_kind(folder: Path, path: object) -> str:
         raise CheckpointError(f"{folder / MODULES_FILE} must name a folder for its pooling, got {shown(path)}")
     config: dict[str, Any] | None = _read(folder / path / "config.json", dict)
     if config is None:
-        raise CheckpointError(f"{folder / path / 'config.json'} is missing, but {MODULES_FILE} names it")
+        return f"of {path}/config.json, which is missing"
     if config.get("pooling_mode") is not None:
         return str(config["pooling_mode"])
     prefix = "pooling_mode_"
