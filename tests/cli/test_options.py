@@ -44,7 +44,7 @@ def test_every_field_has_a_flag_with_its_meaning(parser: argparse.ArgumentParser
     for name in option_sections():
         assert helps[name], name
     for field in fields(SamplingParams):
-        if field.init and field.name not in ("logits_processors", "output_kind", "strategy", "structured_outputs"):
+        if field.init and field.metadata.get("has_flag", True):
             assert ("request_seed" if field.name == "seed" else field.name) in helps, field.name
 
 

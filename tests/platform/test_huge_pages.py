@@ -33,6 +33,7 @@ def test_memory_starts_at_a_huge_page_and_has_the_asked_size() -> None:
         memory = empty_bytes(num_bytes)
         assert memory.dtype == torch.uint8
         assert memory.shape == (num_bytes,)
+        assert memory.untyped_storage().nbytes() == num_bytes
         assert num_bytes == 0 or memory.data_ptr() % HUGE_PAGE_BYTES == 0
         memory.fill_(7)
         assert (memory == 7).all()

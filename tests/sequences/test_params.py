@@ -15,6 +15,7 @@ from quire.errors import InvalidParameter
 from quire.sequences import SamplingParams
 from quire.sequences.param_checks import MAX_LOGIT_BIAS, MAX_STRING_CHARS, MAX_STRINGS
 from quire.sequences.params import MAX_ALLOWED_IDS, MAX_BAD_WORDS, MAX_LOGPROBS, MAX_N, MAX_SEED, MAX_STOP_IDS
+from quire.sequences.thinking import ThinkingTokens
 
 INT32 = 2**31 - 1
 UP, DOWN = math.inf, -math.inf
@@ -275,6 +276,7 @@ def check(max_num_seqs: int = 4, **params: Any) -> None:
         ({"stop_token_ids": (49,)}, {"stop_token_ids": (50,)}),
         ({"kept_special_ids": (49,)}, {"kept_special_ids": (50,)}),
         ({"logit_bias": {49: 1.0}}, {"logit_bias": {50: 1.0}}),
+        ({"thinking": ThinkingTokens(1, (49,), (49,))}, {"thinking": ThinkingTokens(1, (2,), (50, 2))}),
         ({"logprobs": 50}, {"logprobs": 51}),
         ({"prompt_logprobs": 50}, {"prompt_logprobs": 51}),
     ],

@@ -134,11 +134,6 @@ UNSUPPORTED: list[Case] = [
     (CHAT, {"messages": USER, "modalities": ["text", "audio"]}, "modalities"),
     (CHAT, {"messages": USER, "audio": {"voice": "alloy"}}, "audio"),
     (CHAT, {"messages": USER, "chat_template": "{{ 1 }}"}, "chat_template"),
-    *(
-        (route, {"messages": USER, "name": "a", "chat_template_kwargs": {name: 1}}, name)
-        for route in (CHAT, "/tokenize", "/pin_prefix")
-        for name in ("unused", "self")
-    ),
     (CHAT, {"messages": USER, "store": True}, "store"),
     (
         CHAT,

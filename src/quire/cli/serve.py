@@ -6,7 +6,7 @@ import argparse
 import os
 
 from quire.cli import options
-from quire.server.settings import TOOL_CALL_PARSERS, ServerConfig
+from quire.server.settings import REASONING_PARSERS, TOOL_CALL_PARSERS, ServerConfig
 
 DEFAULT_MAX_QUEUE_LEN = 1024
 
@@ -30,6 +30,18 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         choices=TOOL_CALL_PARSERS,
         default=defaults.tool_call_parser,
         help="format of the model's tool calls; auto detects it in the chat template (default auto)",
+    )
+    group.add_argument(
+        "--reasoning-parser",
+        choices=REASONING_PARSERS,
+        default=defaults.reasoning_parser,
+        help="format of the model's thinking; auto detects it in the chat template, none leaves it in the content "
+        "(default auto)",
+    )
+    group.add_argument(
+        "--reasoning-content",
+        action="store_true",
+        help="send reasoning as reasoning_content too, for older clients",
     )
     _add_bounds(group, defaults)
     group.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
@@ -122,6 +134,8 @@ def run(args: argparse.Namespace) -> int:
         allow_origins=tuple(args.allow_origin),
         tenant_header=args.tenant_header,
         tool_call_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
+        reasoning_content=args.reasoning_content,
         max_body_bytes=args.max_body_bytes,
         max_prompts=args.max_prompts,
         max_request_logprobs=args.max_request_logprobs,

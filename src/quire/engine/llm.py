@@ -15,6 +15,7 @@ from quire.engine.inputs.prompts import Prompt
 from quire.engine.kv.pinning import ONE_TOKEN
 from quire.engine.metrics.stats import EngineStats
 from quire.engine.outputs.outputs import OutputCollector, RequestOutput
+from quire.engine.outputs.reasoning import add_reasoning, with_reasoning
 from quire.engine.outputs.tool_calls import add_calls, as_tools_error, with_calls
 from quire.engine.pooled_llm import PooledLLM, as_prompts
 from quire.engine.startup.loading import load
@@ -22,6 +23,7 @@ from quire.errors import ConfigError, EngineClosed, InvalidParameter, Unsupporte
 from quire.memory.usage import Usage
 from quire.sequences.params import SamplingParams
 from quire.text.chat_template import require_chat_template
+from quire.text.reasoning import ReasoningModel
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_calls import FORMATS, ToolModel, choose_format
 
@@ -193,6 +195,7 @@ class LLM(PooledLLM):
         tool_choice: str | Mapping[str, Any] | None = None,
         parallel_tool_calls: bool | None = None,
         tool_call_parser: str = "auto",
+        reasoning_parser: str = "auto",
         **template_args: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several at once.
@@ -206,6 +209,8 @@ class LLM(PooledLLM):
             tool_choice: "auto" (or None), "required", "none", or an object that names the allowed tools.
             parallel_tool_calls: False allows at most one call.
             tool_call_parser: format of the model's calls, a name of `FORMATS`; "auto" finds it in the chat template.
+            reasoning_parser: format of the model's thinking, a name of `REASONING_FORMATS`; "auto" finds it in the chat
+                template, "none" leaves thinking in the text only. Outputs then have `reasoning` and `content`.
             template_args: `add_generation_prompt`, and other variables of the model's chat template.
 
         Raises:
@@ -218,14 +223,17 @@ class LLM(PooledLLM):
         prompts = [self.render_chat(conversation, **template_args) for conversation in conversations]  # type: ignore[arg-type]
         options: dict[str, Any] = {"use_tqdm": use_tqdm, "cache_salt": cache_salt, "tenant": tenant}
         options["retain_cache"] = retain_cache
-        if use is None:
-            return self.generate(prompts, sampling_params, **options)
-        each = [with_calls(params, use) for params in self._params_of(sampling_params, len(prompts))]
+        thinking = ReasoningModel.find(reasoning_parser, self.tokenizer, self.engine.requests.end_token_ids)
+        each = with_reasoning(self._params_of(sampling_params, len(prompts)), thinking)
+        if use is not None:
+            each = [with_calls(params, use) for params in each]
         try:
             outputs = self.generate(prompts, each, **options)
         except InvalidParameter as error:
-            raise as_tools_error(error) from error
-        add_calls(outputs, use)
+            raise (error if use is None else as_tools_error(error)) from error
+        add_reasoning(outputs, thinking)
+        if use is not None:
+            add_calls(outputs, use)
         return outputs
 
     def render_chat(

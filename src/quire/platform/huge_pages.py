@@ -19,11 +19,10 @@ def empty_bytes(num_bytes: int) -> Tensor:
     Torch has a switch for huge pages, which it reads at a process's first tensor: too early for an engine that is built
     by a program which has made tensors before. What an engine reads in every step does not depend on that.
     """
-    if sys.platform != "linux":
+    if sys.platform != "linux" or not num_bytes:
         return torch.empty(num_bytes, dtype=torch.uint8)
     area = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without huge pages
         area.madvise(mmap.MADV_HUGEPAGE)
-    memory = torch.frombuffer(area, dtype=torch.uint8)
-    first = -memory.data_ptr() % HUGE_PAGE_BYTES
-    return memory[first : first + num_bytes]
+    first = -torch.frombuffer(area, dtype=torch.uint8).data_ptr() % HUGE_PAGE_BYTES
+    return torch.frombuffer(area, dtype=torch.uint8, count=num_bytes, offset=first)

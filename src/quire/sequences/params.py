@@ -21,6 +21,7 @@ from quire.sequences.param_checks import (
 )
 from quire.sequences.strategy import Strategy
 from quire.sequences.structured import StructuredOutputs, structured_outputs
+from quire.sequences.thinking import ThinkingTokens
 
 MAX_N = 128
 MAX_LOGPROBS = 64
@@ -95,6 +96,10 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the text.
         kept_special_ids: special tokens that stay in the text nevertheless.
         structured_outputs: required form of the output: `StructuredOutputs`, or a mapping of its fields.
+        thinking: markers of the model's thinking, as `ReasoningModel.sampling` returns them: `structured_outputs` then
+            apply from the end of thinking on. None treats the whole output alike.
+        thinking_token_budget: maximum number of thinking tokens, after which the tokens that end thinking are forced;
+            needs `thinking`, which chats set where the model's chat template shows its markers.
         logits_processors: functions (prompt token ids, output token ids, logits [V]) -> logits [V], called in order
             for each token, from Python only; they block the engine's thread. One that raises ends its own request.
         speculative: False verifies no drafts for this request; True refuses it where the engine makes none.
@@ -143,6 +148,8 @@ class SamplingParams:
     skip_special_tokens: bool = True
     kept_special_ids: tuple[int, ...] = ()
     structured_outputs: StructuredOutputs | None = field(default=None, metadata={"has_flag": False})
+    thinking: ThinkingTokens | None = field(default=None, metadata={"has_flag": False})
+    thinking_token_budget: int | None = field(default=None, metadata={"has_flag": False})
     logits_processors: tuple[Callable[..., Any], ...] = field(default=(), metadata={"has_flag": False})
     speculative: bool | None = None
     strategy: Strategy[Any] | None = field(default=None, metadata={"has_flag": False})
@@ -214,8 +221,7 @@ class SamplingParams:
                 put(self, name, integer(name, getattr(self, name), 0, MAX_LOGPROBS))
         if self.stop and not self.detokenize:
             raise InvalidParameter("stop", self.stop, "empty when detokenize is false (stop strings need text)")
-        if self.structured_outputs is not None and self.ignore_eos:
-            raise InvalidParameter("ignore_eos", True, "false with structured_outputs, which say where the output ends")
+        _check_form(self)
         put(self, "penalizes_tokens", _penalties(self) != (1.0, 0.0, 0.0))
         needs_history = self.penalizes_tokens or self.dry_multiplier or self.bad_words or self.logits_processors
         put(self, "needs_history", bool(needs_history))
@@ -259,6 +265,7 @@ class SamplingParams:
             ("stop_token_ids", self.stop_token_ids),
             ("kept_special_ids", self.kept_special_ids),
             ("logit_bias", tuple(self.logit_bias or ())),
+            ("thinking", self.thinking.all_ids if self.thinking is not None else ()),
         ):
             if max(ids, default=0) >= vocab_size:
                 raise InvalidParameter(name, max(ids), f"token ids below the vocabulary size ({vocab_size})")
@@ -275,6 +282,18 @@ _FIELD_NAMES: Final = frozenset(item.name for item in fields(SamplingParams) if 
 
 def _penalties(params: SamplingParams) -> tuple[float, float, float]:
     return params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+
+
+def _check_form(params: SamplingParams) -> None:
+    """Check the parameters that say what belongs to an output, and where it ends."""
+    if params.structured_outputs is not None and params.ignore_eos:
+        raise InvalidParameter("ignore_eos", True, "false with structured_outputs, which say where the output ends")
+    thinking: object = params.thinking
+    budget: object = params.thinking_token_budget
+    if thinking is not None and not isinstance(thinking, ThinkingTokens):
+        raise InvalidParameter("thinking", thinking, "ThinkingTokens or None")
+    if budget is not None:
+        integer("thinking_token_budget", budget, 0, 2**31 - 1)
 
 
 def _check_kind(kind: object) -> None:

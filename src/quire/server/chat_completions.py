@@ -20,9 +20,11 @@ from quire.server.generation import GenerationRequest, answer, response_header
 from quire.server.json_stream import JsonArray
 from quire.server.logprob_fields import TokenNames, chat_logprobs, prompt_logprobs_json
 from quire.server.models import check_model
+from quire.server.reasoning import REASONING_FIELDS, ReasoningFields, ReasoningSplitter, read_effort, read_thinking
 from quire.server.state import ServerState
 from quire.server.tool_calls import call_deltas, call_message
 from quire.server.tool_use import TOOL_FIELDS, read_tool_use
+from quire.text.reasoning import ReasoningSplit
 from quire.text.tool_calls import SampleCalls, ToolUse
 
 if TYPE_CHECKING:  # the server starts before the engine is imported
@@ -36,6 +38,7 @@ OWN_FIELDS = (
     "add_generation_prompt",
     "chat_template_kwargs",
     *TOOL_FIELDS,
+    *REASONING_FIELDS,
 )
 UNSUPPORTED: Mapping[str, Refusal] = {
     **sampling.UNSUPPORTED,
@@ -44,7 +47,6 @@ UNSUPPORTED: Mapping[str, Refusal] = {
     "audio": ((), "the model writes text only"),
     "modalities": ((["text"],), "the model writes text only"),
     "prediction": ((), "predicted outputs are not used"),
-    "reasoning_effort": (("none",), "use chat_template_kwargs, where the model's template has such a switch"),
     "verbosity": (("medium",), "request it in a message"),
     "web_search_options": ((), "the server connects to no other one"),
     "store": ((False,), "nothing is stored"),
@@ -55,7 +57,6 @@ UNSUPPORTED: Mapping[str, Refusal] = {
     "documents": (([],), "put them into a message"),
     "echo": ((False,), "use /v1/completions"),
     "mm_processor_kwargs": (({},), "the model reads text only"),
-    "include_reasoning": ((True,), "all that the model writes is content"),
 }
 KNOWN_FIELDS = (
     *sampling.SAMPLING_FIELDS,
@@ -76,12 +77,14 @@ class ChatExtras:
         prompt_logprobs: the same for vLLM's `prompt_logprobs`.
         token_ids: True where the answer has token ids.
         tool_use: the request's use of tools; None parses no calls.
+        reasoning: fields of the reasoning; None where the model's thinking is not known.
     """
 
     top_logprobs: int | None
     prompt_logprobs: int | None
     token_ids: bool
     tool_use: ToolUse | None = None
+    reasoning: ReasoningFields | None = None
 
 
 async def chat_completions(state: ServerState, request: Request) -> ASGIApp:
@@ -114,6 +117,7 @@ def read_chat(state: ServerState, fields: Fields) -> tuple[GenerationRequest, Ch
         prompt_logprobs=fields.integer("prompt_logprobs", 0, MAX_LOGPROBS),
         token_ids=options.return_token_ids,
         tool_use=tool_use,
+        reasoning=ReasoningFields.of(state, fields),
     )
     field_aliases = {"max_tokens": length, "logprobs": "top_logprobs", "prompt": "messages"}
     field_aliases |= sampling.beam_width_alias(fields)
@@ -123,9 +127,12 @@ def read_chat(state: ServerState, fields: Fields) -> tuple[GenerationRequest, Ch
         "max_tokens": fields.get(length),
         "logprobs": extras.top_logprobs,
         "structured_outputs": wanted,
+        **read_thinking(state, fields),
     }
     if tool_use is not None:
-        own |= tool_use.sampling()
+        calls = tool_use.sampling()
+        calls["kept_special_ids"] += own.get("kept_special_ids", ())
+        own |= calls
         field_aliases["structured_outputs.grammar"] = "tools"
     params = sampling.read_sampling(fields, state.llm.default_sampling_params(), own, field_aliases)
     definitions = () if tool_use is None else tool_use.definitions
@@ -158,6 +165,7 @@ async def render_chat(
         add_generation_prompt=fields.flag("add_generation_prompt", add_generation_prompt),
         tools=tools,
         variables=kwargs,
+        hints=read_effort(fields),
     )
 
 
@@ -170,7 +178,7 @@ async def _prompts(
 
 
 class ChatReply:
-    """Turns outputs into the JSON of chat completions, with tool calls where they are requested.
+    """Turns outputs into the JSON of chat completions, with reasoning, and tool calls where they are requested.
 
     Args:
         head: fields that are the same in every chunk.
@@ -185,6 +193,7 @@ class ChatReply:
         self._names = names
         self._begun: set[int] = set()
         self._calls: dict[int, SampleCalls] = {}
+        self._splitter = ReasoningSplitter(extras.reasoning)
 
     def chunks(self, prompt_idx: int, delta: RequestOutput) -> Iterator[dict[str, Any]]:  # noqa: ARG002 - one prompt
         """Yield the chunks of a delta: the role once, then the text, then the finish reason."""
@@ -195,10 +204,13 @@ class ChatReply:
                 yield self._chunk(output.index, {"role": "assistant", "content": ""}) | ids
             logprobs = self._logprobs(output) if output.token_ids else None
             ids = {"token_ids": output.token_ids} if self._extras.token_ids and output.token_ids else {}
-            calls = self._calls_of(output.index)
-            deltas = [{"content": output.text}] if output.text else []
+            calls, fields = self._calls_of(output.index), self._extras.reasoning
+            reasoning, text = self._split(output, delta.prompt_token_ids, is_finished=output.finished)
+            deltas = [] if fields is None else fields.deltas(reasoning)
             if calls is not None:
-                deltas = call_deltas(calls, output.text, is_finished=output.finished)
+                deltas += call_deltas(calls, text, is_finished=output.finished)
+            elif text:
+                deltas.append({"content": text})
             if not deltas and (logprobs or ids):
                 deltas = [{"content": ""}]
             for idx, part in enumerate(deltas):
@@ -214,7 +226,7 @@ class ChatReply:
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """Return the answer in one piece."""
         (output,) = outputs
-        choices = JsonArray(self._choice(sample) for sample in output.outputs)
+        choices = JsonArray(self._choice(sample, output.prompt_token_ids) for sample in output.outputs)
         body: dict[str, Any] = {**self._head, "choices": choices}
         if self._extras.token_ids:
             body["prompt_token_ids"] = output.prompt_token_ids
@@ -223,9 +235,12 @@ class ChatReply:
             body["prompt_logprobs"] = prompt_logprobs_json(output.prompt_logprobs, wanted, self._names)
         return body
 
-    def _choice(self, sample: CompletionOutput) -> dict[str, Any]:
-        calls = self._calls_of(sample.index)
-        message = {"content": sample.text} if calls is None else call_message(calls, sample.text)
+    def _choice(self, sample: CompletionOutput, prompt_ids: Sequence[int]) -> dict[str, Any]:
+        calls, fields = self._calls_of(sample.index), self._extras.reasoning
+        reasoning, text = self._split(sample, prompt_ids, is_finished=True)
+        message = {"content": text} if calls is None else call_message(calls, text)
+        if fields is not None:
+            message = fields.add_to(message, reasoning)
         choice = {
             "index": sample.index,
             "message": {"role": "assistant", "refusal": None, **message},
@@ -233,6 +248,9 @@ class ChatReply:
             **_ending(sample, calls),
         }
         return choice | ({"token_ids": sample.token_ids} if self._extras.token_ids else {})
+
+    def _split(self, output: CompletionOutput, prompt_ids: Sequence[int], *, is_finished: bool) -> ReasoningSplit:
+        return self._splitter.add(output.index, prompt_ids, output.text, is_finished=is_finished)
 
     def _calls_of(self, index: int) -> SampleCalls | None:
         """Return the parser of a sample's calls, None where calls are not requested."""

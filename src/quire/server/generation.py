@@ -98,7 +98,8 @@ async def answer(
     tenant = read_tenant(state.config, request)
     if state.is_draining:
         raise stopping()
-    count = TokenCount(is_prompt_only=job.is_prompt_only, is_ranked=job.params.is_ranked)
+    params = job.params
+    count = TokenCount(is_prompt_only=job.is_prompt_only, is_ranked=params.is_ranked, thinking=params.thinking)
     tracked = InFlightRequest(answer_id, count, StreamMerger(state.config.ping_interval_s), tenant)
     batches = _generate(state, request, job, tracked, tenant)
     try:

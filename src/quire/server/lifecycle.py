@@ -24,6 +24,7 @@ from quire.server.listener import accept_connections, bind, read_max_connections
 from quire.server.settings import ServerConfig
 from quire.server.state import ServerState
 from quire.server.throughput_log import log_throughput
+from quire.text.reasoning import ReasoningModel
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_calls import ToolFormat, choose_format
 
@@ -60,6 +61,7 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
         try:
             form = _tool_format(llm.tokenizer, config.tool_call_parser)
             state = ServerState(llm, config, bodies, __version__, created=int(time.time()), tool_format=form)
+            state.reasoning = _reasoning(llm.tokenizer, config.reasoning_parser, llm.texts.end_token_ids)
             with asyncio.Runner() as runner:
                 runner.run(_run(state, listener, max_connections))
         finally:
@@ -80,6 +82,18 @@ def _tool_format(tokenizer: Tokenizer | None, wanted: str) -> ToolFormat | None:
         found = "as the chat template shows" if wanted == "auto" else "as --tool-call-parser says"
         logger.info("Tool calls: read in the format %s, %s", form.name, found)
     return form
+
+
+def _reasoning(tokenizer: Tokenizer | None, wanted: str, end_token_ids: frozenset[int]) -> ReasoningModel | None:
+    """Return and log the model's thinking; None where its format is not known."""
+    model = ReasoningModel.find(wanted, tokenizer, end_token_ids)
+    if model is None:
+        return None
+    found = "as the chat template shows" if wanted == "auto" else "as --reasoning-parser says"
+    logger.info("Reasoning: read in the format %s, %s", model.form.name, found)
+    if model.tokens is None:
+        logger.warning("Reasoning: its markers are no tokens of the model, so grammars and budgets cannot follow it")
+    return model
 
 
 async def _run(state: ServerState, listener: socket.socket, max_connections: int) -> None:

@@ -59,4 +59,5 @@ def _card(state: ServerState) -> dict[str, Any]:
         "owned_by": "quire",
         "max_model_len": state.llm.resolved.max_model_len,
         "tool_call_parser": None if state.tool_format is None else state.tool_format.name,
+        "reasoning_parser": None if state.reasoning is None else state.reasoning.form.name,
     }

@@ -33,6 +33,7 @@ KNOWN_FIELDS = (
     "add_special_tokens",
     "add_generation_prompt",
     "chat_template_kwargs",
+    "reasoning_effort",
 )
 
 

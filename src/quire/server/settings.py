@@ -13,6 +13,8 @@ DEFAULT_MAX_BODY_BYTES = 8 << 20
 DEFAULT_MAX_REQUEST_LOGPROBS = 4_000_000
 # "auto", or a format of `quire.text.tool_calls`, whose import would slow the command line's start.
 TOOL_CALL_PARSERS = ("auto", "hermes", "llama3", "mistral")
+# "auto", "none", or a format of `quire.text.reasoning`.
+REASONING_PARSERS = ("auto", "none", "gemma4", "harmony", "think")
 # The name of a header by RFC 9110.
 HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
@@ -29,6 +31,9 @@ class ServerConfig:
         allow_origins: web origins whose pages may call the server; none by default.
         tenant_header: header in which a gateway names the tenant; None where all clients are one tenant.
         tool_call_parser: format of the model's tool calls; "auto" detects it in the chat template.
+        reasoning_parser: format of the model's thinking; "auto" detects it in the chat template, "none" leaves thinking
+            in the content.
+        reasoning_content: True to send reasoning as `reasoning_content` too, for older clients.
         max_body_bytes: maximum length of a request body.
         max_prompts: maximum number of prompts in one request.
         max_request_logprobs: maximum number of log probabilities in the answer to one request.
@@ -51,6 +56,8 @@ class ServerConfig:
     allow_origins: tuple[str, ...] = ()
     tenant_header: str | None = None
     tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    reasoning_content: bool = False
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     max_prompts: int = 256
     max_request_logprobs: int = DEFAULT_MAX_REQUEST_LOGPROBS
@@ -75,11 +82,12 @@ class ServerConfig:
         _within("drain_timeout_s", self.drain_timeout_s, 0, 86400)
         _within("ping_interval_s", self.ping_interval_s, 0.001, 86400)
         _within("log_interval_s", self.log_interval_s, 0, 86400)
-        if self.tool_call_parser not in TOOL_CALL_PARSERS:
-            raise ConfigError(
-                f"tool_call_parser must be one of {', '.join(TOOL_CALL_PARSERS)}, got {self.tool_call_parser!r}",
-                field="tool_call_parser",
-            )
+        for name, known in (("tool_call_parser", TOOL_CALL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
+            if getattr(self, name) not in known:
+                raise ConfigError(
+                    f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}",
+                    field=name,
+                )
         for name in ("api_key", "operator_key"):
             key = getattr(self, name)
             if key is not None and not (key.isascii() and key.strip()):

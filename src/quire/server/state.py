@@ -14,6 +14,7 @@ from quire.server.logprob_budget import LogprobBudget, LogprobReservation
 from quire.server.settings import ServerConfig
 from quire.server.stream_merge import StreamMerger
 from quire.server.usage import TokenCount
+from quire.text.reasoning import ReasoningModel
 from quire.text.tool_calls import ToolFormat
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class ServerState:
         version: version of Quire.
         created: time of the server's start, in Unix seconds.
         tool_format: format of the model's tool calls, None where it is not known.
+        reasoning: the model's thinking, None where it is not known.
         is_draining: True once the server is stopping.
         in_flight: requests in the engine, by the id of their answer.
         logprobs: budget of log probabilities in answers.
@@ -69,6 +71,7 @@ class ServerState:
     version: str
     created: int
     tool_format: ToolFormat | None = None
+    reasoning: ReasoningModel | None = None
     is_draining: bool = False
     in_flight: dict[str, InFlightRequest] = field(default_factory=dict)
     logprobs: LogprobBudget = field(init=False)

@@ -34,6 +34,7 @@ KNOWN_FIELDS = (
     "add_special_tokens",
     "add_generation_prompt",
     "chat_template_kwargs",
+    "reasoning_effort",
     "return_token_strs",
 )
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from quire.engine.outputs.outputs import RequestOutput
 from quire.memory.results import NO_TOKENS, TokenAccount
+from quire.sequences.thinking import ThinkingState, ThinkingTokens
 
 
 class TokenCount:
@@ -16,15 +17,20 @@ class TokenCount:
         is_prompt_only: True where the client requests no output; the token that the engine must sample is not counted.
         is_ranked: True where tokens of pruned candidates count as output, since they are samples that `best_of` left
             out; pruned tokens of beams are counted separately.
+        thinking: markers of the model's thinking; None counts no thinking tokens.
     """
 
-    def __init__(self, *, is_prompt_only: bool = False, is_ranked: bool = False) -> None:
+    def __init__(
+        self, *, is_prompt_only: bool = False, is_ranked: bool = False, thinking: ThinkingTokens | None = None
+    ) -> None:
         self._is_prompt_only = is_prompt_only
         self._is_ranked = is_ranked
         self._prompts: dict[int, tuple[int, int]] = {}
         self._accounts: dict[int, TokenAccount] = {}
         # Numbers of verified and of accepted draft tokens, by prompt and sample.
         self._drafts: dict[tuple[int, int], tuple[int, int]] = {}
+        self._thinking = thinking
+        self._states: dict[tuple[int, int], ThinkingState] = {}
         self.num_output = 0
         self.num_pruned = 0
 
@@ -44,6 +50,8 @@ class TokenCount:
         for output in delta.outputs:
             if output.num_draft_tokens:
                 self._drafts[prompt_idx, output.index] = output.num_draft_tokens, output.num_accepted_tokens
+        if self._thinking is not None:
+            self._count_thinking(self._thinking, prompt_idx, delta)
         if not self._is_prompt_only:
             self.num_output += sum(len(output.token_ids) for output in delta.outputs)
         if not self._is_ranked:
@@ -51,15 +59,25 @@ class TokenCount:
         elif not self._is_prompt_only:
             self.num_output += delta.num_pruned_tokens
 
+    def _count_thinking(self, thinking: ThinkingTokens, prompt_idx: int, delta: RequestOutput) -> None:
+        for output in delta.outputs:
+            key = prompt_idx, output.index
+            if key not in self._states:
+                self._states[key] = thinking.state_after_prompt(delta.prompt_token_ids)
+            self._states[key] = thinking.advance_all(self._states[key], output.token_ids)
+
     def as_json(self) -> dict[str, Any]:
         """Return the counts so far in OpenAI's form, with additional details."""
         num_prompt = self.num_prompt
         account = reduce(TokenAccount.plus, self._accounts.values(), NO_TOKENS)
+        details = {"pruned_tokens": self.num_pruned} if self.num_pruned else {}
+        if self._thinking is not None:
+            details["reasoning_tokens"] = sum(state.num_tokens for state in self._states.values())
         counts: dict[str, Any] = {
             "prompt_tokens": num_prompt,
             "completion_tokens": self.num_output,
             "total_tokens": num_prompt + self.num_output,
-            **({"completion_tokens_details": {"pruned_tokens": self.num_pruned}} if self.num_pruned else {}),
+            **({"completion_tokens_details": details} if details else {}),
             "prompt_tokens_details": {
                 "cached_tokens": sum(num_cached for _, num_cached in self._prompts.values()),
                 "by_source": account.sources._asdict(),

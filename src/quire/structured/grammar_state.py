@@ -17,6 +17,7 @@ import torch
 from quire.scheduling.plan import NewSequence
 from quire.structured.grammar_budget import GrammarAccount, GrammarBudget
 from quire.structured.grammar_cache import NO_EXTENSION, Grammar, why
+from quire.structured.thinking import ThinkingGrammar
 
 # Forced tokens that one step appends at most; more wait for the next one.
 MAX_RUN = 256
@@ -50,7 +51,7 @@ class GrammarState:
 
     def __init__(
         self,
-        grammar: Grammar | None,
+        grammar: Grammar | ThinkingGrammar | None,
         new_sequence: NewSequence,
         end_token_ids: tuple[int, ...],
         error: str | None = None,

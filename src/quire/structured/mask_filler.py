@@ -20,8 +20,9 @@ import torch
 
 from quire.errors import RequestError, describe
 from quire.scheduling.plan import ItemResult, NewSequence, ScheduledSequence
-from quire.structured.grammar_cache import GrammarCache
+from quire.structured.grammar_cache import Grammar, GrammarCache
 from quire.structured.grammar_state import GrammarState
+from quire.structured.thinking import ThinkingGrammar, bitmask_without
 
 
 class MaskJob(NamedTuple):
@@ -73,12 +74,14 @@ class GrammarStates:
             self._finished.append(known)
 
     def open(self, seq_id: int, new_sequence: NewSequence) -> GrammarState | None:
-        """Return the grammar state of a new sequence; None where it has no grammar."""
-        wanted = new_sequence.params.structured_outputs
-        if wanted is None:
+        """Return the grammar state of a new sequence; None where it has neither a grammar nor a thinking budget."""
+        params = new_sequence.params
+        wanted = params.structured_outputs
+        if wanted is None and params.thinking_token_budget is None:
             return None
         self._wait()
-        ends = self._cache.end_token_ids
+        # Without a grammar, an output may go on after an end token.
+        ends = () if params.ignore_eos else self._cache.end_token_ids
         fork_key = (new_sequence.params, new_sequence.seed, new_sequence.num_prompt)
         output = list(new_sequence.token_ids[new_sequence.num_prompt :])
         known = (*self._open.values(), *self._finished) if output else ()
@@ -89,11 +92,22 @@ class GrammarStates:
             state = nearest.fork(new_sequence)
         else:
             try:
-                state = GrammarState(self._cache.compile(wanted.source), new_sequence, ends)
+                grammar = None if wanted is None else self._cache.compile(wanted.source)
+                state = GrammarState(self._after_thinking(grammar, new_sequence), new_sequence, ends)
             except (RequestError, ValueError) as error:
                 state = GrammarState(None, new_sequence, ends, f"the grammar of the output does not compile: {error}")
         self._open[seq_id] = state
         return state
+
+    def _after_thinking(self, grammar: Grammar | None, new_sequence: NewSequence) -> Grammar | ThinkingGrammar | None:
+        """Return the grammar that applies from the end of thinking on, where the model thinks."""
+        params = new_sequence.params
+        if params.thinking is None:
+            return grammar
+        start = params.thinking.state_after_prompt(new_sequence.token_ids[: new_sequence.num_prompt])
+        forbidden = () if grammar is None else self._cache.end_token_ids
+        mask = bitmask_without(forbidden, self._cache.vocab_size)
+        return ThinkingGrammar(params.thinking, params.thinking_token_budget, start, grammar, mask)
 
     def begin(self, items: Sequence[ScheduledSequence]) -> None:
         """Fill the masks of a step, or have another thread fill them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
@@ -11,6 +12,10 @@ from quire.errors import MAX_SHOWN, InvalidParameter, RequestError, UnsupportedF
 from quire.text.messages import Message, normalise_messages
 from quire.text.rendering import GLOBALS, Renderer
 
+logger = logging.getLogger(__name__)
+
+# Names come from clients, so the number of warnings is limited.
+MAX_WARNINGS = 32
 RESERVED = GLOBALS | {"messages", "tools", "add_generation_prompt", "continue_final_message"}
 
 
@@ -43,6 +48,7 @@ class ChatTemplate:
     ) -> None:
         self.source = source
         self._clock = clock
+        self._unused: set[str] = set()
         self._renderer = renderer or Renderer()
         self._special_tokens = {**(special_tokens or {}), "bos_token": bos_token, "eos_token": eos_token}
         # The template of conversations with tools.
@@ -99,6 +105,28 @@ class ChatTemplate:
         except (TypeError, ValueError, RecursionError) as error:
             allowed = f"messages, tools and variables that JSON can hold ({error})"
             raise InvalidParameter("chat_template_kwargs", variables, allowed) from error
+
+    def used_variables(self, variables: Mapping[str, Any], hints: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the variables that the template uses, or that `render` refuses; each other one is warned of once.
+
+        Clients send switches such as `enable_thinking` to models of all kinds.
+
+        Args:
+            variables: variables by name.
+            hints: variables of one meaning, of which a template uses some; `variables` override them.
+        """
+        used = {name: value for name, value in hints.items() if name in self._variables}
+        unused = [] if used else list(hints)[:1]
+        for name, value in variables.items():
+            if name in self._variables or name in RESERVED or name in self._special_tokens:
+                used[name] = value
+            else:
+                unused.append(name)
+        for name in unused:
+            if name not in self._unused and len(self._unused) < MAX_WARNINGS:
+                self._unused.add(name)
+                logger.warning("the model's chat template does not use %r; it is ignored", name[:MAX_SHOWN])
+        return used
 
     @property
     def supports_tools(self) -> bool:

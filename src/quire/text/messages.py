@@ -32,7 +32,7 @@ def normalise_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     if not 0 < len(messages) <= MAX_MESSAGES:
         raise InvalidParameter("messages", f"{len(messages)} messages", f"from 1 to {MAX_MESSAGES} messages")
     normal = [_normalise(message, f"messages[{idx}]") for idx, message in enumerate(messages)]
-    num_chars = sum(len(message["content"]) for message in normal)
+    num_chars = sum(len(message["content"]) + len(message.get("reasoning", "")) for message in normal)
     if num_chars > MAX_INPUT_CHARS:
         raise InvalidParameter("messages", f"{num_chars} characters", f"at most {MAX_INPUT_CHARS} characters")
     return normal
@@ -56,12 +56,16 @@ def _normalise(message: object, where: str) -> dict[str, Any]:
     }
     if calls is not None:
         normal["tool_calls"] = _tool_calls(calls, f"{where}.tool_calls")
-    for name in ("name", "tool_call_id", "reasoning_content"):
+    for name in ("name", "tool_call_id", "reasoning_content", "reasoning"):
         value = message.get(name)
         if value is not None:
             if not isinstance(value, str):
                 raise InvalidParameter(f"{where}.{name}", value, "a string")
             normal[name] = value
+    reasoning = normal.get("reasoning", normal.get("reasoning_content"))
+    if reasoning is not None:
+        # Templates read one or the other.
+        normal |= {"reasoning": reasoning, "reasoning_content": reasoning}
     return normal
 
 

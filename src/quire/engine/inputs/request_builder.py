@@ -182,6 +182,9 @@ class RequestBuilder:
             raise UnsupportedFeature("speculative", "this engine guesses no tokens; see speculative_method")
         num_prompt, limit = len(tokens.token_ids), self._config.max_model_len
         grammar = None
+        if params.thinking_token_budget is not None and (params.thinking is None or self._grammars is None):
+            why = "no markers of thinking are known; chats know them from the model's template"
+            raise UnsupportedFeature("thinking_token_budget", why)
         if params.structured_outputs is not None:
             if self._grammars is None:
                 raise UnsupportedFeature("structured_outputs", "this engine runs without a tokenizer or an end token")

@@ -54,6 +54,11 @@ class TokenizerPool:
         self._chats = WorkerThreads(MAX_PROCESSES, "quire-chats")
         self._num_waiting = 0
 
+    @property
+    def end_token_ids(self) -> frozenset[int]:
+        """The model's own end tokens."""
+        return self._reader.end_token_ids
+
     async def prepare(
         self, prompts: Sequence[Prompt], params: SamplingParams, *, add_special_tokens: bool = True
     ) -> list[PreparedRequest]:
@@ -110,17 +115,25 @@ class TokenizerPool:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
+        hints: Mapping[str, Any] | None = None,
     ) -> str:
         """Render a conversation as a prompt; see `ChatTemplate.render`.
+
+        Variables that the template does not use are left out; see `ChatTemplate.used_variables`.
 
         Raises:
             QueueFull: too many texts wait.
             RequestError: the engine has no tokenizer or no template, or the template refuses the conversation.
         """
         template = require_chat_template(self._known_tokenizer.chat_template)
-        render = partial(template.render, messages, add_generation_prompt=add_generation_prompt)
+        form = template.for_tools if tools else template
+
+        def render() -> str:
+            used = form.used_variables(variables or {}, hints or {})
+            return form.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=used)
+
         with self._waiting(_chat_length(messages)):
-            text = await self._chats.run(partial(render, tools=tools, variables=variables))
+            text = await self._chats.run(render)
         if len(text) > MANY_CHARS:
             self._chats.give_back_soon()
         return text

@@ -28,7 +28,8 @@ class CompletionOutput:
         stop_reason: the stop string or stop token id that ended the output; None for the model's own end token.
         num_draft_tokens: number of drafts that were verified for the output so far.
         num_accepted_tokens: number of drafts that were accepted.
-        content: text outside calls in a chat with tools; else None.
+        reasoning: text of the thinking in a chat with a model that thinks; else None.
+        content: text of the answer, outside calls, in a chat with such a model or with tools; else None.
         tool_calls: calls in a chat with tools; the last is incomplete where the length or a stop string cut it off.
     """
 
@@ -42,6 +43,7 @@ class CompletionOutput:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     beam_score: float | None = None
+    reasoning: str | None = None
     content: str | None = None
     tool_calls: list[ToolCall] = field(default_factory=list)
 

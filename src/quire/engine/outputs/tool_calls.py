@@ -25,7 +25,9 @@ def with_calls(params: SamplingParams, use: ToolUse) -> SamplingParams:
         raise UnsupportedFeature("structured_outputs", ONE_GRAMMAR)
     if not params.detokenize:
         raise UnsupportedFeature("detokenize", "calls are read from text; leave it true with tools")
-    return replace(params, **use.sampling())
+    needed = use.sampling()
+    kept = (*params.kept_special_ids, *needed.pop("kept_special_ids"))
+    return replace(params, kept_special_ids=kept, **needed)
 
 
 def as_tools_error(error: InvalidParameter) -> InvalidParameter:
@@ -39,5 +41,6 @@ def add_calls(outputs: Iterable[RequestOutput], use: ToolUse) -> None:
     for output in outputs:
         for sample in output.outputs:
             calls = SampleCalls(use)
-            sample.content, sample.tool_calls = calls.whole(sample.text)
+            answer = sample.text if sample.content is None else sample.content
+            sample.content, sample.tool_calls = calls.whole(answer)
             sample.finish_reason = calls.finish_reason(sample.finish_reason)

@@ -94,8 +94,8 @@ void finish(float* sums, const Operands& operands, int64_t row, int panel) {
 // Prefetch of a tile while it computes: its share, in proportion to its rows, of the data after the bytes that all
 // tiles read.
 //
-// Where a panel is read front to back by one tile, faster than memory delivers it, the hardware prefetches better (Zen 4,
-// one row, int4: 20 GB/s per core with these prefetches, and 32 without, which is the rate of a plain read). With
+// Where a panel is read front to back by one tile, faster than memory delivers it, the hardware prefetches better (Zen
+// 4, one row, int4: 20 GB/s per core with these prefetches, and 32 without, which is the rate of a plain read). With
 // several tiles it would rest while all but the first of them find their data in a cache.
 class PanelPrefetch {
  public:

@@ -96,14 +96,16 @@ struct PlainPanel {
     return from;
   }
 
-  // Widens vectors of columns of a step, and prefetches those of `kAhead` steps later.
+  // Widens vectors of columns of a step, and prefetches those of `kAhead` steps later if these are a part of the panel.
   template <int kAhead, int kVectors>
   QUIRE_INLINE void widen(int step, int column, Floats (&values)[kVectors]) const {
     const T* from = columns + step * kWeightPanel + column;
 #pragma GCC unroll 8
     for (int vector = 0; vector < kVectors; vector += 2) {
       ColumnPair<T>::load_both(from + vector * kLanes, values[vector], values[vector + 1]);
-      if (kVectors * kLanes < kWeightPanel && vector * kLanes % (64 / int(sizeof(T))) == 0) fetch(from + kAhead * kWeightPanel + vector * kLanes);
+      // A panel that is read front to back is prefetched by the hardware.
+      if (kVectors * kLanes < kWeightPanel && vector * kLanes % (64 / int(sizeof(T))) == 0)
+        fetch(from + kAhead * kWeightPanel + vector * kLanes);
     }
   }
 };

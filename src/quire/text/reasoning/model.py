@@ -1,0 +1,132 @@
+"""A model's thinking: its format, the markers as tokens, and the split of each sample's text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quire.errors import InvalidParameter
+from quire.sequences.thinking import ThinkingPhase, ThinkingTokens
+from quire.text.reasoning.formats import REASONING_FORMATS, choose_reasoning_format
+from quire.text.reasoning.parser import ReasoningFormat, ReasoningSplit
+from quire.text.tokenizer import Tokenizer
+
+# Number of the prompt's last tokens whose text shows the phase where the markers are no tokens.
+TAIL_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningModel:
+    """The properties of a model that the split of reasoning and content depends on.
+
+    Args:
+        form: format of the model's thinking.
+        tokenizer: the model's tokenizer.
+        tokens: markers as tokens; None where they are not in the vocabulary, so that thinking is known from text only.
+    """
+
+    form: ReasoningFormat
+    tokenizer: Tokenizer
+    tokens: ThinkingTokens | None
+
+    @classmethod
+    def find(cls, name: str, tokenizer: Tokenizer | None, end_token_ids: Iterable[int]) -> ReasoningModel | None:
+        """Return a model's properties; None where the format of its thinking is not known.
+
+        Args:
+            name: a format of `REASONING_FORMATS`, "auto" for the one in the chat template, or "none".
+            tokenizer: the model's tokenizer.
+            end_token_ids: tokens that end the model's turns.
+
+        Raises:
+            InvalidParameter: no such format.
+        """
+        if name not in ("auto", "none", *REASONING_FORMATS):
+            raise InvalidParameter("reasoning_parser", name, f"one of auto, none, {', '.join(REASONING_FORMATS)}")
+        if tokenizer is None or tokenizer.chat_template is None:
+            return None
+        form = choose_reasoning_format(name, tokenizer.chat_template.source)
+        return None if form is None else cls.of(form, tokenizer, end_token_ids)
+
+    @classmethod
+    def of(cls, form: ReasoningFormat, tokenizer: Tokenizer, end_token_ids: Iterable[int]) -> ReasoningModel:
+        """Return a model's properties.
+
+        Args:
+            form: format of the model's thinking.
+            tokenizer: the model's tokenizer.
+            end_token_ids: tokens that end the model's turns.
+        """
+        added = tokenizer.added_ids
+        boundary_ids = frozenset(end_token_ids) | {added[text] for text in form.boundaries if text in added}
+        start_ids, end_ids, close_ids = (_marker_ids(tokenizer, text) for text in (form.start, form.end, form.close))
+        tokens = None
+        # Other tokens could spell a marker of several ordinary tokens, so only added ones delimit thinking.
+        if start_ids and end_ids and close_ids and len(start_ids) == 1:
+            tokens = ThinkingTokens(start_ids[0], end_ids, close_ids, boundary_ids, form.has_headers)
+        return cls(form, tokenizer, tokens)
+
+    def sampling(self) -> dict[str, Any]:
+        """Return the sampling parameters that the split needs."""
+        added, special = self.tokenizer.added_ids, self.tokenizer.special_ids
+        kept = [added[text] for text in self.form.special_tokens if added.get(text) in special]
+        return {"kept_special_ids": tuple(kept), "thinking": self.tokens}
+
+    def phase_after(self, prompt_ids: Sequence[int]) -> ThinkingPhase:
+        """Return the phase in which the output after a prompt begins."""
+        if self.tokens is not None:
+            return self.tokens.state_after_prompt(prompt_ids).phase
+        tail = self.tokenizer.decode(prompt_ids[-TAIL_TOKENS:], skip_special_tokens=False)
+        start, end = tail.rfind(self.form.start), tail.rfind(self.form.end)
+        if start < 0 and end < 0:
+            return ThinkingPhase.BEFORE
+        # An earlier turn's thinking has text after it.
+        if tail[max(start, end) :].strip() not in (self.form.start, self.form.end):
+            return ThinkingPhase.BEFORE
+        return ThinkingPhase.INSIDE if start > end else ThinkingPhase.AFTER
+
+    def sample(self, prompt_ids: Sequence[int]) -> SampleReasoning:
+        """Return the splitter of one sample of a prompt."""
+        return SampleReasoning(self, prompt_ids)
+
+    def split(self, prompt_ids: Sequence[int], text: str) -> ReasoningSplit:
+        """Return the reasoning and the content of a whole text."""
+        return self.sample(prompt_ids).add(text, is_finished=True)
+
+    def count(self, prompt_ids: Sequence[int], token_ids: Iterable[int]) -> int:
+        """Return the number of thinking tokens of a whole output; 0 where the markers are no tokens."""
+        if self.tokens is None:
+            return 0
+        return self.tokens.advance_all(self.tokens.state_after_prompt(prompt_ids), token_ids).num_tokens
+
+
+class SampleReasoning:
+    """The splitter of one sample's text, incrementally or of the whole text.
+
+    Args:
+        model: the model's properties.
+        prompt_ids: tokens of the prompt, which decide whether the output begins inside thinking.
+    """
+
+    def __init__(self, model: ReasoningModel, prompt_ids: Sequence[int]) -> None:
+        self._parser = model.form.parser(model.phase_after(prompt_ids))
+
+    def add(self, text: str, *, is_finished: bool) -> ReasoningSplit:
+        """Return the reasoning and the content that new text completes.
+
+        Args:
+            text: the new text.
+            is_finished: True where the text is the last one.
+        """
+        reasoning, content = self._parser.push(text)
+        if not is_finished:
+            return ReasoningSplit(reasoning, content)
+        rest = self._parser.finish()
+        return ReasoningSplit(reasoning + rest.reasoning, content + rest.content)
+
+
+def _marker_ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    """Return the tokens of a marker; none where no added token begins it."""
+    token_ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+    return token_ids if token_ids and token_ids[0] in tokenizer.added_ids.values() else ()

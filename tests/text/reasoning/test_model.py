@@ -1,0 +1,73 @@
+"""A model's thinking: markers as tokens, and the phase in which an output begins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quire.errors import InvalidParameter
+from quire.sequences.thinking import ThinkingPhase
+from quire.text.reasoning import REASONING_FORMATS, ReasoningModel
+from quire.text.tokenizer import Tokenizer
+from tests.server import checkpoint, reasoning_checkpoint
+
+BEFORE, INSIDE, AFTER = ThinkingPhase.BEFORE, ThinkingPhase.INSIDE, ThinkingPhase.AFTER
+EOS = 1
+
+
+@pytest.fixture(scope="module", params=sorted(REASONING_FORMATS))
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ReasoningModel:
+    """A model of each format, found by its template."""
+    folder = reasoning_checkpoint.save(tmp_path_factory.mktemp("models") / "thinker", request.param)
+    found = ReasoningModel.find("auto", Tokenizer.from_folder(folder), [EOS])
+    assert found is not None
+    assert found.form.name == request.param
+    return found
+
+
+def encode(model: ReasoningModel, text: str) -> list[int]:
+    return model.tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_markers_are_tokens(model: ReasoningModel) -> None:
+    tokens, form = model.tokens, model.form
+    assert tokens is not None
+    texts = [model.tokenizer.decode(ids, skip_special_tokens=False) for ids in (tokens.end_ids, tokens.close_ids)]
+    assert texts == [form.end, form.close]
+    assert model.tokenizer.token_text(tokens.start_id) == form.start
+    assert EOS in tokens.boundary_ids
+    # Special tokens would not be in the text.
+    kept = {model.tokenizer.token_text(token_id) for token_id in model.sampling()["kept_special_ids"]}
+    assert kept == (set() if form.name == "think" else set(reasoning_checkpoint.MARKS[form.name]))
+
+
+def test_the_prompt_decides(model: ReasoningModel) -> None:
+    name = model.form.name
+    turn = f"<|user|>{model.form.start}hi<|eos|><|assistant|>"
+    opened = model.form.start if name != "harmony" else "<|channel|>analysis<|message|>"
+    for text, phase in (("", BEFORE), (opened, INSIDE), (reasoning_checkpoint.CLOSED[name], AFTER)):
+        prompt_ids = encode(model, turn + text)
+        assert model.phase_after(prompt_ids) is phase
+        output = "a" if phase is AFTER else f"{'' if phase is INSIDE else opened}b{model.form.close}a"
+        assert model.split(prompt_ids, output) == ("" if phase is AFTER else "b", "a")
+        assert model.count(prompt_ids, encode(model, output)) == (0 if phase is AFTER else 1)
+
+
+def test_markers_that_are_no_tokens_are_found_in_texts(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_folder(checkpoint.save(tmp_path / "model"))
+    assert ReasoningModel.find("auto", tokenizer, [EOS]) is None
+    model = ReasoningModel.find("think", tokenizer, [EOS])
+    assert model is not None
+    assert model.tokens is None
+    assert model.sampling() == {"kept_special_ids": (), "thinking": None}
+    for text, phase in (
+        ("<|assistant|>", BEFORE),
+        ("<|assistant|><think>\n", INSIDE),
+        ("<|assistant|><think>\n\n</think>\n\n", AFTER),
+        ("<think>a</think>b<|eos|><|user|>hi<|assistant|>", BEFORE),
+    ):
+        assert model.phase_after(encode(model, text)) is phase
+    assert model.count(encode(model, "<think>"), encode(model, "a</think>")) == 0
+    with pytest.raises(InvalidParameter, match="reasoning_parser"):
+        ReasoningModel.find("other", tokenizer, [EOS])
