@@ -121,7 +121,6 @@ def load(config: EngineConfig, *, wrap: Wrappers | None = None) -> LoadedModel:
     check_pin_limit(resolved, sizing)
     name = options.served_model_name or options.model
     pooling = read_pooling(checkpoint, decoder.spec.width, tokenizer, options.classifier_from_token)
-    memory_log = _open_log(config.cache.record_memory)
     ends = _end_token_ids(checkpoint, tokenizer)
     grammars = _grammars(config, tokenizer, decoder.spec.vocab_size, ends)
     disk = None
@@ -131,7 +130,7 @@ def load(config: EngineConfig, *, wrap: Wrappers | None = None) -> LoadedModel:
     with ExitStack() as stack:
         if disk is not None:
             stack.callback(disk.close)
-        memory = _memory(resolved, sizing, memory_log, disk)
+        memory = _memory(resolved, sizing, _open_log(config.cache.record_memory), disk)
         runner = build_runner(
             decoder,
             num_blocks=[len(group.pool.ref_counts) for group in memory.groups],
