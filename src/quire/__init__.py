@@ -23,6 +23,12 @@ if TYPE_CHECKING:
     from quire.engine.outputs.beam_search import BeamSearchParams
     from quire.engine.outputs.logprobs import Logprob
     from quire.engine.outputs.outputs import CompletionOutput, RequestOutput
+    from quire.engine.outputs.pooled_outputs import (
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
+    )
     from quire.errors import (
         CheckpointError,
         ConfigError,
@@ -40,6 +46,7 @@ if TYPE_CHECKING:
         WorkerError,
     )
     from quire.sequences.params import RequestOutputKind, SamplingParams
+    from quire.sequences.pooling import PoolingParams
     from quire.sequences.status import FinishReason
     from quire.sequences.strategy import Append, Fail, Finish, Fork, Strategy, Truncate
     from quire.sequences.structured import StructuredOutputs, StructuredOutputsParams
@@ -57,6 +64,8 @@ __all__ = [
     "CheckpointError",
     "CompletionOutput",
     "ConfigError",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "EngineClosed",
     "EngineConfig",
     "Fail",
@@ -67,6 +76,7 @@ __all__ = [
     "Logprob",
     "ModelConfig",
     "PinLimitReached",
+    "PoolingParams",
     "PromptTooLong",
     "QueueFull",
     "QuireError",
@@ -77,6 +87,8 @@ __all__ = [
     "Sampling",
     "SamplingParams",
     "SchedulerConfig",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "SpeculativeConfig",
     "Strategy",
     "StructuredOutputs",
@@ -100,6 +112,12 @@ _EXPORTS = {
     "engine.llm": ("LLM",),
     "engine.outputs.logprobs": ("Logprob",),
     "engine.outputs.outputs": ("CompletionOutput", "RequestOutput"),
+    "engine.outputs.pooled_outputs": (
+        "EmbeddingOutput",
+        "EmbeddingRequestOutput",
+        "ScoringOutput",
+        "ScoringRequestOutput",
+    ),
     "errors": (
         "CheckpointError",
         "ConfigError",
@@ -117,6 +135,7 @@ _EXPORTS = {
         "WorkerError",
     ),
     "sequences.params": ("RequestOutputKind", "SamplingParams"),
+    "sequences.pooling": ("PoolingParams",),
     "sequences.status": ("FinishReason",),
     "sequences.strategy": ("Append", "Fail", "Finish", "Fork", "Strategy", "Truncate"),
     "sequences.structured": ("StructuredOutputs", "StructuredOutputsParams"),

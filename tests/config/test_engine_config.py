@@ -85,6 +85,7 @@ NEEDED: dict[str, dict[str, Any]] = {
         ("kernels", ["auto", "native", "torch"], ["fast", "", None, 1]),
         ("quantization", [None, "int8", "int4"], ["int2", "", "none", 8]),
         ("weight_packing", ["auto", "plain", "lossless"], ["tight", "", None, 1]),
+        ("classifier_from_token", [None, "no,yes"], ["yes", "", "a,b,c", 3]),
         ("eviction_policy", ["lru", "fifo", "lfu", "slru"], ["mru", "", None]),
         ("scheduling_policy", ["fcfs", "priority"], ["lifo", None]),
         ("priority_aging", [1, 100_000], [0, -1, 2.5, None, True]),

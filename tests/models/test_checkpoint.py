@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.utils._paths import filter_repo_objects
 from safetensors.torch import save_file
 
 from quire.errors import CheckpointError, UnsupportedModel
-from quire.models.checkpoint import BUNDLED, Checkpoint, locate, read_config
+from quire.models.checkpoint import BUNDLED, HUB_FILES, HUB_IGNORED, Checkpoint, locate, read_config
 from quire.models.loading import load_decoder
 
 TENSORS = {"a.weight": torch.arange(6.0).view(2, 3), "b.weight": torch.ones(4, dtype=torch.bfloat16)}
@@ -259,6 +260,13 @@ def test_of_a_hub_model_the_configuration_alone_is_fetched(folder: Path, monkeyp
     Checkpoint.open("some/model")
     assert asked[0] == ["config.json"]
     assert "*.safetensors" in asked[1]
+
+
+def test_of_a_hub_models_folders_that_of_its_pooling_alone_is_fetched() -> None:
+    wanted = ["config.json", "modules.json", "1_Pooling/config.json", "model.safetensors", "tokenizer.json"]
+    others = ["onnx/config.json", "original/tokenizer.json", "consolidated.safetensors", "model.bin"]
+    found = filter_repo_objects([*wanted, *others], allow_patterns=[*HUB_FILES], ignore_patterns=[*HUB_IGNORED])
+    assert [*found] == wanted
 
 
 def test_a_configuration_is_read_without_weights(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ _CHUNKS: Final = "prompts are always computed in chunks; use max_num_batched_tok
 _NO_CODE: Final = "no code of a checkpoint is run; the architectures that run are built in"
 _NO_LORA: Final = "adapters are not supported; merge them into the checkpoint"
 _GRAMMARS: Final = "llguidance compiles all structured outputs; use grammar_timeout_s and grammar_memory_bytes"
+_POOLS: Final = "every engine generates, embeds and scores; leave it out"
 _TEXT_ONLY: Final = "prompts are text or token ids, with embeddings of media at most"
-_GENERATES: Final = "this option selects pooling models, and LLM() generates"
 _FILES: Final = "weights are read from the folder or file of the model, in the formats of docs/checkpoints.md"
 _LOGS: Final = "the server's --log-level and --log-interval decide what is logged"
 _TEMPLATE: Final = "the template comes with the model; LLM.chat takes another one"
@@ -46,10 +46,10 @@ OPTION_HINTS: Final[Mapping[str, Foreign]] = {
     "tokenizer_mode": (("auto", "hf", "slow", "fast"), "there is one kind of tokenizer, that of tokenizer.json"),
     "tokenizer_revision": ((), "revision is the model's; give a local folder for another version of a tokenizer"),
     "skip_mm_profiling": (_FLAGS, _TEXT_ONLY),
-    "runner": (("auto", "generate"), _GENERATES),
-    "convert": (("auto", "none"), _GENERATES),
-    "task": (("auto", "generate"), _GENERATES),
-    "pooler_config": ((), _GENERATES),
+    "runner": (("auto", "generate", "pooling"), _POOLS),
+    "convert": (("auto", "none", "embed"), _POOLS),
+    "task": (("auto", "generate", "embed", "score"), _POOLS),
+    "pooler_config": ((), _POOLS),
     "generation_config": (("auto",), "the model's own is read where it exists; give SamplingParams to override it"),
     "override_generation_config": (({},), "give SamplingParams to each request"),
     "chat_template": ((), _TEMPLATE),

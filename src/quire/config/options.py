@@ -70,6 +70,8 @@ class ModelConfig:
         deterministic: a request's results are the same, bit for bit, for any batch, any chunks of its prompt, and any
             mix of computed, cached and recomputed tokens. Native kernels only, with weights of 16 bits or quantized
             ones; models with other layers than attention, or with gated attention, are refused.
+        classifier_from_token: the tokens for "no" and "yes" of a model that ranks documents by one of them, such as
+            Qwen3-Reranker: "no,yes". None ranks by the cosine of embeddings.
     """
 
     model: str = "bundled"
@@ -86,6 +88,7 @@ class ModelConfig:
     quantization: Quantization | None = field(default=None, metadata={"choices": get_args(Quantization)})
     weight_packing: str = choice("auto", WEIGHT_PACKINGS)
     deterministic: bool = False
+    classifier_from_token: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", DTYPE_ALIASES.get(self.dtype, self.dtype))
@@ -94,6 +97,13 @@ class ModelConfig:
         put_path(self, "tokenizer", optional=True)
         for name in ("revision", "served_model_name"):
             check_text(name, getattr(self, name), optional=True)
+        check_text("classifier_from_token", self.classifier_from_token, optional=True)
+        pair = self.classifier_from_token
+        if pair is not None and pair.count(",") != 1:
+            raise ConfigError(
+                f"classifier_from_token must be two texts with a comma between, got {shown(pair)}",
+                field="classifier_from_token",
+            )
         check_flag("skip_tokenizer_init", self.skip_tokenizer_init)
         check_flag("deterministic", self.deterministic)
         check_whole("max_model_len", self.max_model_len, 1, optional=True)

@@ -7,6 +7,7 @@ from itertools import takewhile
 
 from quire.decoding.beams import Beams
 from quire.decoding.custom import CustomStrategy
+from quire.decoding.pooled import EndOfPrompt
 from quire.decoding.stop import end_of_tokens
 from quire.sequences.sequence import Request, Sequence
 from quire.sequences.strategy import Append, Edit, Finish, Fork, Strategy, Truncate
@@ -64,10 +65,13 @@ def _appends(sequence: Sequence, token_ids: Seq[int]) -> list[Edit]:
 
 SAMPLING = Sampling()
 BEAMS = Beams()
+END_OF_PROMPT = EndOfPrompt()
 
 
 def strategy_of(request: Request) -> Strategy[Sequence]:
     """Return the decoding strategy of a request."""
+    if request.pooling is not None:
+        return END_OF_PROMPT
     if request.params.beam_width is not None:
         return BEAMS
     own = request.params.strategy

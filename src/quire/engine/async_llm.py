@@ -58,12 +58,14 @@ class AsyncLLM:
 
     Attributes:
         texts: makes texts into tokens.
+        pooling: pooling of the model's embeddings.
     """
 
     def __init__(self, model: LoadedModel, metrics: Metrics | None = None) -> None:
         self.model_name = model.name
         self.resolved: ResolvedConfig = model.engine.config
         self.tokenizer: Tokenizer | None = model.engine.tokenizer
+        self.pooling = model.pooling
         self.metrics = metrics or Metrics(model.name)
         self.metrics.set_config(self.resolved)
         self.metrics.set_engine(model.engine)

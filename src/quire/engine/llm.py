@@ -19,6 +19,7 @@ from quire.engine.outputs.outputs import OutputCollector, RequestOutput
 from quire.engine.outputs.progress import ProgressBar
 from quire.engine.outputs.reasoning import add_reasoning, with_reasoning
 from quire.engine.outputs.tool_calls import add_calls, as_tools_error, with_calls
+from quire.engine.pooled_llm import PooledLLM, as_prompts
 from quire.engine.startup.loading import load
 from quire.errors import ConfigError, EngineClosed, InvalidParameter, UnsupportedFeature, WorkerError
 from quire.memory.usage import Usage
@@ -34,7 +35,7 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 Messages = Sequence[Mapping[str, Any]]
 
 
-class LLM:
+class LLM(PooledLLM):
     """A model and its engine, in this process; not thread-safe.
 
     `with LLM(...) as llm:` closes it at the end of the block. A closed one raises `EngineClosed`.
@@ -52,6 +53,7 @@ class LLM:
     def __init__(self, model: str | PathLike[str] = "bundled", **options: Any) -> None:
         loaded = load(EngineConfig.from_options(model=model, **options))
         self.engine: Engine = loaded.engine
+        self.pooling = loaded.pooling
         self.model_name = loaded.name
         self._default_params = loaded.default_params
         self._is_closed = False
@@ -306,7 +308,7 @@ class LLM:
         Raises:
             RequestError: a prompt or parameter that is refused; then nothing runs.
         """
-        many = _as_prompts(prompts)
+        many = as_prompts(prompts)
         each = self._params_of(sampling_params, len(many))
         collectors: dict[int, OutputCollector] = {}
         options = {"cache_salt": cache_salt, "tenant": tenant, "retain_cache": retain_cache}
@@ -338,7 +340,7 @@ class LLM:
     ) -> Generator[RequestOutput, None, None]:
         """Queue all prompts, or none, with options of `Engine.add_request`; then step until they have finished."""
         self._check_open()
-        many = _as_prompts(prompts)
+        many = as_prompts(prompts)
         each = self._params_of(params, len(many))
         names = [str(index) for index in range(len(many))]
         queued: list[str] = []
@@ -372,14 +374,3 @@ class LLM:
             allowed = f"SamplingParams, or a list of one for each of {count} prompts"
             raise InvalidParameter("sampling_params", params, allowed)
         return params
-
-
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """Return a list of prompts; a list of integers is one prompt."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if not isinstance(prompts, Sequence):
-        raise InvalidParameter("prompts", prompts, "a prompt or a list of prompts")
-    if prompts and isinstance(prompts[0], int):
-        return [prompts]  # type: ignore[list-item]
-    return prompts  # type: ignore[return-value]

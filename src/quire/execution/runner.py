@@ -14,6 +14,7 @@ from quire.execution.draft_model import DraftModel, with_drafts
 from quire.execution.embeddings import MultimodalEmbeddings
 from quire.execution.kv_storage import Storage
 from quire.execution.mtp_drafter import MTPDrafter
+from quire.execution.pooling import Pooler
 from quire.execution.sampling.beam_sampling import sample_apart, sample_beams
 from quire.execution.sampling.logprobs import measure_prompt
 from quire.execution.sampling.row_sampling import BAD_LOGITS
@@ -70,6 +71,7 @@ class ModelRunner:
             self._draft = DraftModel(draft, builder, storages[num_own:], groups)
         self._builder = builder
         self._sampler = sampler
+        self._pooler = Pooler(decoder)
         self._embeddings = media
         self._prefaulter = prefaulter
 
@@ -105,6 +107,7 @@ class ModelRunner:
             self._blocks.apply(plan.ops.copies, plan.ops.saves)
         if plan.finished_ids or any(item.new_sequence is not None for item in plan.items):
             self._embeddings.apply_plan(plan)
+            self._pooler.apply_plan(plan)
         self._builder.apply_plan(plan)
         items: Sequence[ScheduledSequence] = plan.items if self._draft is None else self._draft.guess(plan.items)
         self._sampler.begin_step(plan._replace(items=tuple(items)))
@@ -143,10 +146,13 @@ class ModelRunner:
             A result for each item, and the candidates of each group of beams.
         """
         sampled = [item for item in items if item.num_samples]
-        if not sampled:
-            return [ItemResult(item.seq_id, ()) for item in items], ()
-        logits = self._decoder.logits(hidden)
+        known: dict[int, ItemResult] = {}
+        if self._pooler.by_sequence:
+            sampled, hidden, known = self._pooler.take(sampled, hidden)
         found: tuple[tuple[Candidate, ...], ...] = ()
+        if not sampled:
+            return [known.get(item.seq_id) or ItemResult(item.seq_id, ()) for item in items], found
+        logits = self._decoder.logits(hidden)
         try:
             if beams:
                 drawn, found = sample_beams(self._sampler, logits, sampled, beams)
@@ -157,8 +163,8 @@ class ModelRunner:
             drawn, found = sample_apart(self._sampler, lambda rows: self._decoder.logits(hidden[rows]), sampled, beams)
         if len(sampled) == len(items):
             return drawn, found
-        results = iter(drawn)
-        return [next(results) if item.num_samples else ItemResult(item.seq_id, ()) for item in items], found
+        known |= {result.seq_id: result for result in drawn}
+        return [known.get(item.seq_id) or ItemResult(item.seq_id, ()) for item in items], found
 
     def _with_prompt(self, result: ItemResult, item: ScheduledSequence, hidden: torch.Tensor) -> ItemResult:
         """Add the log probabilities of the prompt's tokens, where the request wants them.

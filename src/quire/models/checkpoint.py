@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from quire.bounded.files import read_json
 from quire.errors import CheckpointError, shown
+from quire.models.families.base_models import with_head
 from quire.models.families.expert_layout import (
     BLOCK_EXPERTS,
     LINEAR_EXPERTS,
@@ -31,8 +32,8 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 HUB_FILES = ("*.safetensors", "*.json", "tokenizer*", "*.jinja", "merges.txt", "vocab.txt")
-# Copies of the same weights in another layout, and files for other engines in sub-folders.
-HUB_IGNORED = ("consolidated*", "*/*")
+# Copies of the same weights in another layout, and files for other engines in sub-folders; not "1_Pooling".
+HUB_IGNORED = ("consolidated*", "[!1]*/*")
 # More than the configuration of any model takes, and than the index.
 MAX_CONFIG_BYTES = 4 << 20
 MAX_INDEX_BYTES = 64 << 20
@@ -96,11 +97,12 @@ class Checkpoint:
         if has_block_experts(tensors):
             config |= {BLOCK_EXPERTS: True}
         generation = folder / "generation_config.json"
+        causal_config, causal_tensors = with_head(config, tensors)
         return cls(
             folder=folder,
-            config=config,
+            config=causal_config,
             generation_config=_read_object(generation) if generation.is_file() else {},
-            tensors=tensors,
+            tensors=causal_tensors,
         )
 
     def sources_of(self, names: Sequence[str]) -> list[str]:

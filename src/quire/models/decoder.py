@@ -208,6 +208,10 @@ class Decoder:
             case StateBatch():
                 return self.ops.step_states(batch, storage)
 
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Return hidden states [R, E] after the last norm."""
+        return self._norm(hidden)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [R, V], float32, of hidden states [R, E]."""
         product = self._head.run(self._norm(hidden)) if self._fused_head is None else self._fused_head(hidden)

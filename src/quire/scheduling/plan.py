@@ -13,6 +13,7 @@ from quire.sequences.beams import Candidate
 from quire.sequences.logprobs import TokenLogprobs
 from quire.sequences.media import Media
 from quire.sequences.params import SamplingParams
+from quire.sequences.pooling import Pooling
 from quire.sequences.sequence import Sequence
 
 __all__ = [
@@ -42,6 +43,7 @@ class NewSequence(NamedTuple):
         media: embeddings that replace those of some tokens, in the order of their positions.
         bad_words: token sequences that the output may not contain.
         dry_breakers: tokens that end a repetition for the DRY penalty.
+        pooling: result to return at the last token of the prompt, in place of tokens; None to sample.
     """
 
     params: SamplingParams
@@ -53,12 +55,13 @@ class NewSequence(NamedTuple):
     media: tuple[Media, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     dry_breakers: tuple[int, ...] = ()
+    pooling: Pooling | None = None
 
     @classmethod
     def of(cls, sequence: Sequence) -> NewSequence:
         """Return the description of a sequence as it is."""
         request, tokens = sequence.request, tuple(sequence.tokens)
-        fixed = request.suppressed_ids, request.media, request.bad_words, request.dry_breakers
+        fixed = request.suppressed_ids, request.media, request.bad_words, request.dry_breakers, request.pooling
         return cls(request.params, request.seed, sequence.sample_idx, sequence.num_prompt, tokens, *fixed)
 
 
@@ -139,6 +142,7 @@ class ItemResult(NamedTuple):
             then.
         draft: verified drafts, where the data plane computed them.
         is_own_fault: True when the parameters of the request caused the error.
+        pooled: result of a pooled sequence, whose last item has no tokens: its hidden state, or logits; see `Pooling`.
     """
 
     seq_id: int
@@ -148,6 +152,7 @@ class ItemResult(NamedTuple):
     error: str | None = None
     draft: tuple[int, ...] = ()
     is_own_fault: bool = False
+    pooled: tuple[float, ...] = ()
 
 
 class StepResult(NamedTuple):

@@ -202,7 +202,7 @@ class Scheduler:
                         sequence.tokens.append(token_id)
                         events.append((idx, sequence, default_edit, len(sequence.tokens)))
                         continue
-                elif not token_ids:
+                elif not token_ids and not result.pooled:
                     continue
             events += self._apply_edits(idx, sequence, token_ids, sequence.strategy.advance(sequence, token_ids))
         return events

@@ -10,6 +10,7 @@ from quire.memory.results import HitEnd, PrefixHit, TokenAccount
 from quire.sequences.beams import BeamSearch
 from quire.sequences.media import Media
 from quire.sequences.params import SamplingParams
+from quire.sequences.pooling import Pooling
 from quire.sequences.status import TRANSITIONS, FinishReason, SequenceStatus
 from quire.sequences.strategy import Append, Strategy
 
@@ -159,6 +160,7 @@ class Request:
         bad_words: token sequences that its outputs may not contain.
         dry_breakers: tokens that end a repetition for the DRY penalty.
         grammar: compiled grammar of `structured_outputs`; kept alive for the data plane.
+        pooling: result that the request ends with at its prompt's last token; None to generate.
         seed: seed of its random draws.
         sequences: the prompt's sequence; after the fork, one per sample. For a beam search indexed by `sample_idx`,
             dropped beams included.
@@ -189,6 +191,7 @@ class Request:
     bad_words: tuple[tuple[int, ...], ...] = ()
     dry_breakers: tuple[int, ...] = ()
     grammar: object = None
+    pooling: Pooling | None = None
     sequences: list[Sequence] = field(default_factory=list)
     search: BeamSearch | None = None
     num_known_prompt_logprobs: int = 0

@@ -26,6 +26,7 @@ from quire.server import (
     monitoring,
     ollama,
     pins,
+    pooling,
     responses,
     tokens,
 )
@@ -58,6 +59,10 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/api/show", ollama.show),
     ("GET", "/api/version", ollama.version),
     ("GET", "/tokenizer_info", tokens.tokenizer_info),
+    ("POST", "/v1/embeddings", pooling.embeddings),
+    ("POST", "/v1/score", pooling.score),
+    ("POST", "/v1/rerank", pooling.rerank),
+    ("POST", "/rerank", pooling.rerank),
     ("POST", "/tokenize", tokens.tokenize),
     ("POST", "/detokenize", tokens.detokenize),
 )

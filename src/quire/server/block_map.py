@@ -283,7 +283,7 @@ class BlockMapHub:
         rows = [row for row in scan.rows if tenant in (None, row.tenant)]
         visible = None if tenant is None else {row.number for row in rows}
         counters = ("num_blocks", "used", "idle", "free", "num_evictions", "num_copies", "num_merges")
-        return sse.event(
+        return sse.StreamFormat().one(
             {
                 **extra,
                 "runs": b64encode(self._planes.runs(cells, visible)).decode(),

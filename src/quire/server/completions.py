@@ -92,7 +92,7 @@ def read_completion(state: ServerState, fields: Fields) -> tuple[GenerationReque
     Raises:
         RequestError: naming the field.
     """
-    prompts = read_prompts(fields.get("prompt"), _max_prompts(state))
+    prompts = read_prompts(fields.get("prompt"), max_prompts(state))
     options = sampling.read_options(fields, state.llm.resolved.scheduling_policy)
     max_tokens = fields.integer("max_tokens", 0, 2**31 - 1)
     max_tokens = DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
@@ -135,7 +135,7 @@ def read_completion(state: ServerState, fields: Fields) -> tuple[GenerationReque
     return job, extras, prompts
 
 
-def read_prompts(value: object, max_prompts: int) -> list[Prompt]:
+def read_prompts(value: object, limit: int, field: str = "prompt") -> list[Prompt]:
     """Return the prompts of a request in their four forms: text, texts, token ids, lists of token ids.
 
     Raises:
@@ -145,16 +145,16 @@ def read_prompts(value: object, max_prompts: int) -> list[Prompt]:
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
-        raise InvalidParameter("prompt", value, allowed)
+        raise InvalidParameter(field, value, allowed)
     if _are_token_ids(value):
         return [value]
-    if len(value) > max_prompts:
-        raise InvalidParameter("prompt", f"{len(value)} prompts", f"at most {max_prompts} prompts")
+    if len(value) > limit:
+        raise InvalidParameter(field, f"{len(value)} prompts", f"at most {limit} prompts")
     if all(isinstance(prompt, str) for prompt in value):
         return value
     if all(isinstance(prompt, list) and prompt and _are_token_ids(prompt) for prompt in value):
         return value
-    raise InvalidParameter("prompt", value, allowed)
+    raise InvalidParameter(field, value, allowed)
 
 
 class _Part(NamedTuple):
@@ -308,6 +308,6 @@ def _are_token_ids(values: list[Any]) -> bool:
     return {*map(type, values)} <= {int}
 
 
-def _max_prompts(state: ServerState) -> int:
+def max_prompts(state: ServerState) -> int:
     """Return the limit on prompts; a request with more prompts than queue slots could never be admitted."""
     return min(state.config.max_prompts, state.llm.resolved.max_queue_len or state.config.max_prompts)

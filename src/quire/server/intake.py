@@ -13,9 +13,9 @@ from quire.server.errors import unavailable
 from quire.server.state import ServerState
 
 # Requests to these paths take a queue slot.
-GENERATING = frozenset(
-    {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat", "/api/generate"}
-)
+POOLING = ("/v1/embeddings", "/v1/score", "/v1/rerank", "/rerank")
+CHATS = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat", "/api/generate")
+GENERATING = frozenset({"/v1/completions", *CHATS, *POOLING})
 # Bytes of a body that are not counted: a connection reads this many ahead, and most bodies are shorter.
 FREE_BYTES = 64 << 10
 

@@ -182,6 +182,23 @@ class Tokenizer:
         except Exception as error:  # the library raises nothing narrower
             raise InvalidParameter("prompt", text, f"text that the tokenizer can express ({error})") from error
 
+    def encode_first(self, text: str, num_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
+        """Convert text to at most `num_tokens` token ids: those of its beginning, between all special tokens.
+
+        Raises:
+            InvalidParameter: see `encode`; or the special tokens leave no room for the text.
+        """
+        token_ids = self.encode(text, add_special_tokens=add_special_tokens)
+        if len(token_ids) <= num_tokens:
+            return token_ids
+        before, after = self._frame if add_special_tokens else ([], [])
+        num_special = len(before) + len(after)
+        if num_tokens <= num_special:
+            allowed = f"more than the {num_special} special tokens of a text"
+            raise InvalidParameter("truncate_prompt_tokens", num_tokens, allowed)
+        end = len(token_ids) - len(after)
+        return token_ids[: min(end, num_tokens - len(after))] + token_ids[end:]
+
     def prepare_long_texts(self) -> None:
         """Prepare the tokenization of long texts, which blocks other threads, ahead of the first one."""
         with suppress(Exception):  # a failure of the library is reported with the first long text

@@ -76,6 +76,28 @@ class PromptReader(NamedTuple):
             raise InvalidParameter("prompt", prompt, "at least one token long")
         return read
 
+    def truncate(self, prompt: object, num_tokens: int, *, add_special_tokens: bool = True) -> Any:
+        """Return the first tokens of a prompt; of a text, its special tokens stay.
+
+        Args:
+            prompt: see `read`; a prompt that `read` refuses, or one with media, is returned unchanged.
+            num_tokens: number of tokens to keep; -1 for as many as fit.
+            add_special_tokens: True to add the tokenizer's special tokens to a text.
+
+        Raises:
+            InvalidParameter: more tokens than fit, or fewer than the special tokens; or a text that is not Unicode.
+        """
+        most = self.max_model_len - 1
+        if num_tokens > most:
+            raise InvalidParameter("truncate_prompt_tokens", num_tokens, f"-1, or at most {most}")
+        limit = most if num_tokens == -1 else num_tokens
+        if isinstance(prompt, Mapping) and len(prompt) == 1:
+            (prompt,) = prompt.values()
+        if isinstance(prompt, str) and self.tokenizer is not None:
+            kept = self.tokenizer.encode_first(prompt, limit, add_special_tokens=add_special_tokens)
+            return TokenPrompt(check_token_ids("prompt", kept, self.vocab_size), prompt) if kept else prompt
+        return prompt[:limit] if isinstance(prompt, list | tuple) else prompt
+
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if self.tokenizer is None:
             raise UnsupportedFeature("prompt", "this engine runs without a tokenizer; give prompt_token_ids")

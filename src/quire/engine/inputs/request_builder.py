@@ -11,6 +11,7 @@ from quire.engine.inputs.tokenized_params import TokenizedParams, tokenize_param
 from quire.errors import InvalidParameter, UnsupportedFeature
 from quire.memory.prefix.token_chain import Namespace
 from quire.sequences.params import SamplingParams
+from quire.sequences.pooling import NO_SAMPLING, Pooling
 from quire.sequences.sequence import Request
 from quire.structured.grammar_compiler import GrammarCompiler
 
@@ -58,10 +59,12 @@ class PreparedRequest(NamedTuple):
     Args:
         prompt: the prompt as tokens.
         words: the strings as tokens.
+        pooling: result that the request ends with, in place of an output; None to generate.
     """
 
     prompt: TokenPrompt
     words: TokenizedParams
+    pooling: Pooling | None = None
 
 
 class RequestBuilder:
@@ -73,6 +76,9 @@ class RequestBuilder:
         grammars: compiler of grammars for structured outputs; None where they are unsupported.
         end_token_ids: the model's own end-of-sequence tokens.
         cache_name: identity of the model for the prefix cache.
+
+    Attributes:
+        can_generate: False where the model has no output head; only pooled requests are taken then.
     """
 
     def __init__(
@@ -84,6 +90,7 @@ class RequestBuilder:
         cache_name: str,
     ) -> None:
         self.end_token_ids = end_token_ids
+        self.can_generate = True
         self._config = config
         self._prompts = prompts
         self._grammars = grammars
@@ -108,6 +115,29 @@ class RequestBuilder:
             words = tokenize_params(params, tokenizer, config.vocab_size)
             self._last_words = params.clone(), words
         return PreparedRequest(self._prompts.read(prompt, add_special_tokens=add_special_tokens), words)
+
+    def prepare_pooled(
+        self,
+        prompt: Prompt,
+        pooling: Pooling,
+        truncate_prompt_tokens: int | None = None,
+        *,
+        add_special_tokens: bool = True,
+    ) -> PreparedRequest:
+        """Convert the prompt of a pooled request to tokens; thread-safe. `NO_SAMPLING` are its parameters.
+
+        Args:
+            prompt: see `PromptReader.read`.
+            pooling: result of the request.
+            truncate_prompt_tokens: see `PoolingParams`.
+            add_special_tokens: True to add the tokenizer's special tokens to a text prompt.
+
+        Raises:
+            RequestError: a field is refused.
+        """
+        if truncate_prompt_tokens is not None:
+            prompt = self._prompts.truncate(prompt, truncate_prompt_tokens, add_special_tokens=add_special_tokens)
+        return self.prepare(prompt, NO_SAMPLING, add_special_tokens=add_special_tokens)._replace(pooling=pooling)
 
     def read(
         self,
@@ -145,7 +175,9 @@ class RequestBuilder:
             raise InvalidParameter("retain_cache", retain_cache, "true or false")
         if not isinstance(prompt, PreparedRequest):
             prompt = self.prepare(prompt, params, add_special_tokens=add_special_tokens)
-        tokens, words = prompt
+        tokens, words, pooling = prompt
+        if pooling is None and not self.can_generate:
+            raise UnsupportedFeature("prompt", "the checkpoint has no output head: this engine makes embeddings only")
         if params.speculative and not can_guess:
             raise UnsupportedFeature("speculative", "this engine guesses no tokens; see speculative_method")
         num_prompt, limit = len(tokens.token_ids), self._config.max_model_len
@@ -173,6 +205,7 @@ class RequestBuilder:
             bad_words=words.bad_words,
             dry_breakers=words.dry_breakers,
             grammar=grammar,
+            pooling=pooling,
         )
         if params.allowed_token_ids is not None and set(params.allowed_token_ids) <= set(request.suppressed_ids):
             raise InvalidParameter("min_tokens", params.min_tokens, "0 where all allowed_token_ids end the output")

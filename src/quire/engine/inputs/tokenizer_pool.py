@@ -13,6 +13,7 @@ from quire.engine.inputs.request_builder import PreparedRequest, RequestBuilder
 from quire.errors import InvalidParameter, TextsFull, UnsupportedFeature
 from quire.platform.threads import WorkerThreads
 from quire.sequences.params import SamplingParams
+from quire.sequences.pooling import Pooling
 from quire.text.chat_template import require_chat_template
 from quire.text.long_texts import TooManyTokens
 from quire.text.rendering import MAX_PROCESSES
@@ -79,6 +80,20 @@ class TokenizerPool:
             return [self._reader.prepare(prompt, params, add_special_tokens=add_special_tokens) for prompt in prompts]
 
         return await self.run(length, prepare)
+
+    async def prepare_pooled(
+        self,
+        prompts: Sequence[Prompt],
+        pooling: Pooling,
+        truncate_prompt_tokens: int | None = None,
+        *,
+        add_special_tokens: bool = True,
+    ) -> list[PreparedRequest]:
+        """Convert the prompts of pooled requests to tokens; see `RequestBuilder.prepare_pooled`."""
+        prepare = partial(self._reader.prepare_pooled, add_special_tokens=add_special_tokens)
+        return await self.run(
+            sum(map(_length, prompts)), lambda: [prepare(each, pooling, truncate_prompt_tokens) for each in prompts]
+        )
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text.

@@ -44,6 +44,7 @@ class RequestState:
 
     Attributes:
         beams: texts of the beams of a search; None for samples.
+        pooled: result of a pooled request.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class RequestState:
         self._deltas: dict[int, CompletionOutput] = {}
         self._ranking = BestOf(request.params.n) if request.params.is_ranked else None
         self.beams = None if request.params.beam_width is None else BeamTexts(request, tokenizer)
+        self.pooled: tuple[float, ...] = ()
         self._prompt_logprobs: PromptLogprobs | None = None
         if request.params.prompt_logprobs is not None:
             self._prompt_logprobs = PromptLogprobs(FlatLogprobs(tokenizer))
@@ -144,6 +146,7 @@ class RequestState:
             cache_differs_at=request.differs_at,
             prompt_account=request.account,
             num_pruned_tokens=num_pruned,
+            pooled=self.pooled,
             error=error,
             error_code=error_code,
             metrics=self.metrics,
@@ -240,6 +243,7 @@ class OutputProcessor:
             state = updated[request_id] = states[request_id]
             if isinstance(edit, Finish):
                 state.add_finish(sequence)
+                state.pooled = results[idx].pooled
             elif sequence not in stopped:
                 num_generated += 1
                 result, draw_idx = results[idx], edit.draw_idx

@@ -106,6 +106,7 @@ class RequestOutput:
         prompt_account: the prompt's tokens by source, and computed ones by reason; None until it was admitted.
         num_pruned_tokens: number of tokens of samples that `best_of` left out, or of beams that a search dropped; in
             the last output.
+        pooled: result of a pooled request, in the last output; see `Pooling`.
         error: error of the request when a sequence's `finish_reason` is "error".
         error_code: code of the error: "request_failed" where the request is the cause, else "engine_failed".
         metrics: times and preemptions.
@@ -123,6 +124,7 @@ class RequestOutput:
     cache_differs_at: int | None = None
     prompt_account: TokenAccount | None = None
     num_pruned_tokens: int = 0
+    pooled: tuple[float, ...] = ()
     error: str | None = None
     error_code: str | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
@@ -145,6 +147,7 @@ class RequestOutput:
         self.cache_differs_at = delta.cache_differs_at
         self.prompt_account = delta.prompt_account
         self.num_pruned_tokens = delta.num_pruned_tokens
+        self.pooled = self.pooled or delta.pooled
         self.error = self.error or delta.error
         self.error_code = self.error_code or delta.error_code
         self.metrics = delta.metrics

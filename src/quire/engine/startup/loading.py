@@ -48,6 +48,7 @@ from quire.models.checkpoint import Checkpoint, locate
 from quire.models.decoder import Decoder
 from quire.models.loading import load_decoder
 from quire.models.mtp import MTPHead
+from quire.models.pooling_config import PoolingConfig, read_pooling
 from quire.models.weights import choose_dtype
 from quire.ops.interface import Ops
 from quire.platform.host_probe import num_cores, pick_device, probe
@@ -81,11 +82,13 @@ class LoadedModel:
         name: name under which it is served.
         engine: engine of the model.
         default_params: sampling parameters from the model's generation config.
+        pooling: pooling of its embeddings.
     """
 
     name: str
     engine: Engine
     default_params: dict[str, Any]
+    pooling: PoolingConfig
 
 
 def load(config: EngineConfig, *, wrap: Wrappers | None = None) -> LoadedModel:
@@ -117,7 +120,7 @@ def load(config: EngineConfig, *, wrap: Wrappers | None = None) -> LoadedModel:
     sizing = size_pool(groups, resolved.num_blocks)
     check_pin_limit(resolved, sizing)
     name = options.served_model_name or options.model
-    memory_log = _open_log(config.cache.record_memory)
+    pooling = read_pooling(checkpoint, decoder.spec.width, tokenizer, options.classifier_from_token)
     ends = _end_token_ids(checkpoint, tokenizer)
     grammars = _grammars(config, tokenizer, decoder.spec.vocab_size, ends)
     disk = None
@@ -127,7 +130,7 @@ def load(config: EngineConfig, *, wrap: Wrappers | None = None) -> LoadedModel:
     with ExitStack() as stack:
         if disk is not None:
             stack.callback(disk.close)
-        memory = _memory(resolved, sizing, memory_log, disk)
+        memory = _memory(resolved, sizing, _open_log(config.cache.record_memory), disk)
         runner = build_runner(
             decoder,
             num_blocks=[len(group.pool.ref_counts) for group in memory.groups],
@@ -155,9 +158,10 @@ def load(config: EngineConfig, *, wrap: Wrappers | None = None) -> LoadedModel:
             speculation=speculation,
             grammars=grammars,
         )
+        engine.requests.can_generate = pooling.has_head
         # From here on the engine closes the disk.
         stack.pop_all()
-    return LoadedModel(name, engine, _default_params(checkpoint))
+    return LoadedModel(name, engine, _default_params(checkpoint), pooling)
 
 
 def _tokenizer(options: ModelConfig, checkpoint: Checkpoint) -> Tokenizer | None:

@@ -154,5 +154,5 @@ def _take_likeliest(logits: torch.Tensor, items: Sequence[ScheduledSequence]) ->
 
 def _plain_results(seq_ids: Iterable[int], token_ids: Iterable[tuple[int, ...]]) -> list[ItemResult]:
     """Return results that have tokens only, without a Python call for each."""
-    fields = zip(seq_ids, token_ids, repeat(()), repeat(()), repeat(None), repeat(()), repeat(False), strict=False)
+    fields = zip(seq_ids, token_ids, *map(repeat, ((), (), None, (), False, ())), strict=False)
     return list(map(partial(tuple.__new__, ItemResult), fields))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from quire.errors import CheckpointError, UnsupportedModel, shown
+from quire.models.families.base_models import causal_name
 from quire.models.families.falcon_h1 import falcon_h1
 from quire.models.families.gemma3 import gemma3, gemma3_of_text_and_images
 from quire.models.families.gemma4 import gemma4, gemma4_of_text_and_images
@@ -66,8 +67,8 @@ def build(config: Mapping[str, Any]) -> tuple[ModelSpec, WeightMap]:
     if not isinstance(names, list) or not names:
         raise CheckpointError("config.json lacks the field architectures", field="architectures")
     for name in names:
-        if isinstance(name, str) and name in FAMILIES:
-            return FAMILIES[name](HFConfig(config))
+        if isinstance(name, str) and causal_name(name) in FAMILIES:
+            return FAMILIES[causal_name(name)](HFConfig(config))
     raise UnsupportedModel(
         f"the architecture {shown(names[0])} is not implemented; implemented are {', '.join(FAMILIES)}",
         field="architectures",

@@ -1,0 +1,97 @@
+"""Outputs of pooled requests: embeddings and scores; the names are vLLM's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quire.engine.outputs.outputs import RequestOutput
+from quire.errors import RequestFailed, WorkerError
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """An embedding.
+
+    Args:
+        embedding: its values.
+    """
+
+    embedding: list[float]
+
+
+@dataclass(slots=True)
+class EmbeddingRequestOutput:
+    """The embedding of one prompt.
+
+    Args:
+        request_id: name of the request.
+        outputs: the embedding.
+        prompt_token_ids: the prompt's token ids.
+        num_cached_tokens: number of them that came from the prefix cache.
+        finished: always True.
+    """
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    """A score.
+
+    Args:
+        score: 0 to 1 of a reranker, -1 to 1 of embeddings; higher for a better match.
+    """
+
+    score: float
+
+
+@dataclass(slots=True)
+class ScoringRequestOutput:
+    """The score of one pair of texts.
+
+    Args:
+        request_id: name of the request that has the document.
+        outputs: the score.
+        prompt_token_ids: token ids of that request.
+        num_cached_tokens: number of them that came from the prefix cache.
+        finished: always True.
+    """
+
+    request_id: str
+    outputs: ScoringOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
+
+
+def embedding_of(values: Sequence[float], dimensions: int | None, *, normalize: bool) -> list[float]:
+    """Return the embedding of a hidden state.
+
+    Args:
+        values: the hidden state after the last norm, E values.
+        dimensions: number of leading values to keep; None keeps all.
+        normalize: True to scale what is kept to length 1.
+    """
+    kept = list(values[:dimensions])
+    if not normalize:
+        return kept
+    length = math.hypot(*kept) or 1.0
+    return [value / length for value in kept]
+
+
+def pooled_values(output: RequestOutput) -> tuple[float, ...]:
+    """Return the result of a finished pooled request.
+
+    Raises:
+        RequestFailed, WorkerError: the request failed, by its own fault or not.
+    """
+    if not output.pooled:
+        reason = output.error or "the request was aborted"
+        raise RequestFailed(reason) if output.error_code == RequestFailed.code else WorkerError(reason)
+    return output.pooled

@@ -1,0 +1,51 @@
+"""Pooling: a request whose result is read from the model at its prompt's last token, in place of an output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from quire.errors import InvalidParameter
+from quire.sequences.param_checks import integer
+from quire.sequences.params import SamplingParams
+
+MAX_DIMENSIONS = 1 << 20
+# The parameters of every pooled request: it draws no token, and a prompt must leave room for one.
+NO_SAMPLING: Final = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+
+
+class Pooling(NamedTuple):
+    """Result of a pooled request at the last token of its prompt.
+
+    Args:
+        token_ids: tokens whose logits are the result; none for the hidden state after the last norm.
+    """
+
+    token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingParams:
+    """Parameters of embeddings; the names are vLLM's.
+
+    Args:
+        dimensions: number of leading values to keep (Matryoshka), before they are normalised; None keeps all.
+        normalize: True for vectors of length 1; None for what the checkpoint says, or else True.
+        truncate_prompt_tokens: number of tokens to which a longer prompt is cut, the tokenizer's special tokens
+            included: its first ones stay. -1 is as many as fit; None refuses a prompt that does not fit.
+
+    Raises:
+        InvalidParameter: a value is not allowed; the message names the field.
+    """
+
+    dimensions: int | None = None
+    normalize: bool | None = None
+    truncate_prompt_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.dimensions is not None:
+            integer("dimensions", self.dimensions, 1, MAX_DIMENSIONS)
+        if self.normalize is not None and not isinstance(self.normalize, bool):
+            raise InvalidParameter("normalize", self.normalize, "true, false or None")
+        if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
+            integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, 2**31 - 1)

@@ -1,0 +1,191 @@
+"""`POST /v1/embeddings`, `/v1/score`, `/v1/rerank` and `/rerank`: answers without generated tokens."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from quire.engine.outputs.outputs import RequestOutput
+from quire.engine.outputs.pooled_outputs import embedding_of, pooled_values
+from quire.errors import InvalidParameter
+from quire.sequences.pooling import NO_SAMPLING, Pooling, PoolingParams
+from quire.server.completions import max_prompts, read_prompts
+from quire.server.fields import Fields
+from quire.server.generation import GenerationRequest, answer, response_header
+from quire.server.json_stream import JsonArray
+from quire.server.models import check_model
+from quire.server.sampling import LABEL_FIELDS, read_options
+from quire.server.state import ServerState
+
+ENCODINGS = ("float", "base64")
+_COMMON = ("model", "priority", "cache_salt", *LABEL_FIELDS)
+EMBEDDING_FIELDS = (
+    *(*_COMMON, "input", "encoding_format", "dimensions", "normalize"),
+    *("truncate_prompt_tokens", "add_special_tokens"),
+)
+SCORE_FIELDS = (*_COMMON, "text_1", "text_2", "queries", "documents", "instruction")
+RERANK_FIELDS = (*_COMMON, "query", "documents", "top_n", "return_documents", "instruction")
+# Makes the fields of an answer from the results of its prompts.
+Build = Callable[[list[tuple[float, ...]]], dict[str, Any]]
+
+
+class PooledReply:
+    """Turns the results of pooled requests into an answer, which is never streamed.
+
+    Args:
+        head: fields that every answer has.
+        build: see `Build`.
+    """
+
+    def __init__(self, head: Mapping[str, Any], build: Build) -> None:
+        self._head = head
+        self._build = build
+
+    def chunks(self, prompt_idx: int, delta: RequestOutput) -> Iterable[dict[str, Any]]:  # noqa: ARG002
+        """Return nothing."""
+        return ()
+
+    def last_chunk(self) -> dict[str, Any]:
+        """Return nothing."""
+        return {}
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """Return the answer in one piece."""
+        return {**self._head, **self._build([pooled_values(output) for output in outputs])}
+
+
+async def embeddings(state: ServerState, request: Request) -> ASGIApp:
+    """Answer `POST /v1/embeddings`: an embedding of each input."""
+    fields = await _read(state, request, EMBEDDING_FIELDS)
+    inputs = read_prompts(fields.get("input"), max_prompts(state), "input")
+    encoding = fields.text("encoding_format") or "float"
+    if encoding not in ENCODINGS:
+        raise InvalidParameter("encoding_format", encoding, f"one of {', '.join(ENCODINGS)}")
+    params = PoolingParams(fields.get("dimensions"), fields.get("normalize"), fields.get("truncate_prompt_tokens"))
+    config = state.llm.pooling
+    config.check(params)
+    is_normal = config.normalize if params.normalize is None else params.normalize
+
+    def build(values: list[tuple[float, ...]]) -> dict[str, Any]:
+        each = (embedding_of(state_, params.dimensions, normalize=is_normal) for state_ in values)
+        data = (
+            {"object": "embedding", "index": idx, "embedding": _packed(vector) if encoding == "base64" else vector}
+            for idx, vector in enumerate(each)
+        )
+        return {"data": JsonArray(data)}
+
+    special = fields.flag("add_special_tokens", True)
+    prepare = partial(
+        state.llm.texts.prepare_pooled, inputs, Pooling(), params.truncate_prompt_tokens, add_special_tokens=special
+    )
+    return await _answer(
+        state, request, fields, len(inputs), prepare, build, {"prompt": "input", "prompt_token_ids": "input"}
+    )
+
+
+async def score(state: ServerState, request: Request) -> ASGIApp:
+    """Answer `POST /v1/score`: a score of each document for its query."""
+    fields = await _read(state, request, SCORE_FIELDS)
+    names = ("queries", "documents") if fields.get("queries") is not None else ("text_1", "text_2")
+
+    def build(scores: list[float]) -> dict[str, Any]:
+        return {"data": [{"index": idx, "object": "score", "score": value} for idx, value in enumerate(scores)]}
+
+    return await _score(state, request, fields, names, [_texts(fields.get(name)) for name in names], build)
+
+
+async def rerank(state: ServerState, request: Request) -> ASGIApp:
+    """Answer `POST /v1/rerank` and `POST /rerank`: the documents in the order of their scores, the best first."""
+    fields = await _read(state, request, RERANK_FIELDS)
+    query, documents = fields.text("query"), _texts(fields.get("documents"))
+    if query is None:
+        raise InvalidParameter("query", None, "a string")
+    top_n = fields.integer("top_n", 0, 2**31 - 1) or None
+    has_documents = fields.flag("return_documents", True)
+
+    def build(scores: list[float]) -> dict[str, Any]:
+        order = sorted(range(len(scores)), key=lambda idx: -scores[idx])[:top_n]
+        return {
+            "results": [
+                {"index": idx, **({"document": {"text": documents[idx]}} if has_documents else {})}
+                | {"relevance_score": scores[idx]}
+                for idx in order
+            ]
+        }
+
+    return await _score(state, request, fields, ("query", "documents"), [[query], documents], build)
+
+
+async def _score(
+    state: ServerState,
+    request: Request,
+    fields: Fields,
+    names: tuple[str, str],
+    texts: Sequence[Any],
+    build: Callable[[list[float]], dict[str, Any]],
+) -> ASGIApp:
+    """Run the requests of scores and return the response."""
+    from quire.engine.scoring import make_score_job  # the server starts before the engine is imported
+
+    limit = max_prompts(state)
+    for name, each in zip(names, texts, strict=True):
+        if isinstance(each, list) and len(each) > limit:
+            raise InvalidParameter(name, f"{len(each)} texts", f"at most {limit} texts")
+    queries, documents = texts
+    job = make_score_job(state.llm.pooling, queries, documents, fields.text("instruction"), names)
+    prepare = partial(
+        state.llm.texts.prepare_pooled, job.prompts, job.pooling, add_special_tokens=job.adds_special_tokens
+    )
+    return await _answer(
+        state,
+        request,
+        fields,
+        len(job.prompts),
+        prepare,
+        lambda values: build(job.scores(values)),
+        {"prompt": names[1]},
+    )
+
+
+async def _read(state: ServerState, request: Request, known: Sequence[str]) -> Fields:
+    fields = Fields(await state.bodies.read_object(request))
+    fields.log_unknown(known)
+    check_model(state, fields)
+    return fields
+
+
+async def _answer(
+    state: ServerState,
+    request: Request,
+    fields: Fields,
+    num_prompts: int,
+    prepare: Callable[[], Awaitable[Any]],
+    build: Build,
+    field_aliases: Mapping[str, str],
+) -> ASGIApp:
+    options = read_options(fields, state.llm.resolved.scheduling_policy)
+    if options.stream:
+        raise InvalidParameter("stream", True, "false: the answer has no tokens")
+    head = response_header(state, request, "pool", "list")
+    job = GenerationRequest(num_prompts, prepare, NO_SAMPLING, options, field_aliases)
+    return await answer(state, request, job, PooledReply(head, build), head["id"])
+
+
+def _texts(value: object) -> Any:
+    """Return one text, or several, as a list; of objects with a `text`, that. Other values are returned unchanged."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list):
+        return [each.get("text") if isinstance(each, dict) else each for each in value]
+    return value
+
+
+def _packed(values: Sequence[float]) -> str:
+    """Return values as base64 of little-endian 32-bit floats."""
+    return base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode()
