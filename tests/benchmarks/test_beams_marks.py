@@ -28,7 +28,7 @@ def test_the_saved_savings_are_of_all_runs_and_are_what_the_table_shows() -> Non
 
 @pytest.mark.parametrize(
     "engine",
-    [pytest.param(name, marks=[] if name == "simulated" else pytest.mark.slow) for name in ENGINES],
+    [pytest.param(name, marks=pytest.mark.slow) for name in ENGINES],
 )
 def test_beams_share_more_than_their_prompt(monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
     monkeypatch.setitem(efficiency_beams.POOL_BLOCKS, "Alpaca", 160)

@@ -168,6 +168,7 @@ PROTOCOLS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 def test_shutdown_ends_streams_of_other_protocols_with_errors_of_theirs(folder: Path, tmp_path: Path) -> None:
     with ExitStack() as stack:
         server = stack.enter_context(running(folder, tmp_path / "log", *FLAGS, "--drain-timeout", "0.1"))

@@ -52,8 +52,8 @@ class SamplingParams:
     """Sampling parameters of one request, with vLLM's names and defaults.
 
     Every instance is valid: construction and assignment run the validator, and the engine copies the parameters of a
-    request. Limits that depend on the model (vocabulary, context
-    length, `max_num_seqs`) are checked by `check_for_model` when the engine gets the request.
+    request. Limits that depend on the model (vocabulary, context length, `max_num_seqs`) are checked by
+    `check_for_model` when the engine gets the request.
 
     Args:
         n: number of sequences to sample from one prompt; the prompt is computed once and forked.

@@ -46,7 +46,7 @@ def test_a_request_is_a_function_of_seed_and_number() -> None:
 
 
 def test_some_hostile_bodies(target: ServerProcess) -> None:
-    attack(target, seed=0, count=40, kinds=[kind for kind in KINDS if kind not in LONG])
+    attack(target, seed=0, count=25, kinds=[kind for kind in KINDS if kind not in LONG])
 
 
 @pytest.mark.slow
