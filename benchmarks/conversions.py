@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.contenders import MIXES
+from benchmarks.gguf_shapes import add_metadata
 
 # Names in checkpoints -> in GGUF files.
 OUTSIDE_LAYERS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
@@ -49,18 +50,8 @@ def gguf(kind: str, model: Path, target: Path) -> None:
     gguf = importlib.import_module("gguf")
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     writer = gguf.GGUFWriter(target, config["model_type"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
+    add_metadata(writer, config)
     writer.add_rope_dimension_count(config["head_dim"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("none")
     writer.add_file_type(getattr(gguf.LlamaFileType, f"MOSTLY_{kind.upper()}"))
     for name, values in tensors(model):

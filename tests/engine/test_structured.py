@@ -16,6 +16,7 @@ pytest.importorskip("llguidance", reason="the extra structured is not installed"
 from quire import LLM, AsyncLLM, SamplingParams, StructuredOutputs
 from quire.engine.outputs.outputs import CompletionOutput, RequestOutput
 from quire.errors import InvalidParameter, UnsupportedFeature
+from tests.engine.bundled import load
 from tests.structured.test_compile_sandbox import TIME_BOMB
 
 STORY = "Once upon a time, a small fox"
@@ -85,12 +86,6 @@ WANTED: dict[str, dict[str, Any]] = {
     "choice": {"choice": CHOICES},
     "grammar": {"grammar": LARK},
 }
-
-
-def load(**options: Any) -> LLM:
-    """Load the bundled model, in float32: how many rows are computed together makes no difference that shows."""
-    usual: dict[str, Any] = {"dtype": "float32", "num_kv_blocks": 256, "num_threads": 1, "max_model_len": 512}
-    return LLM(**(usual | {"max_num_seqs": 16} | options))
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,8 @@ import torch
 pytest.importorskip("llguidance", reason="the extra structured is not installed")
 
 from quire import LLM, SamplingParams, StructuredOutputs
-from tests.engine.test_structured import STORY, WANTED, load, run
+from tests.engine.bundled import load
+from tests.engine.test_structured import STORY, WANTED, run
 
 
 @pytest.fixture(scope="module")

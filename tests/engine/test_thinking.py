@@ -16,6 +16,7 @@ from quire.errors import InvalidParameter, UnsupportedFeature
 from quire.sequences.params import SamplingParams
 from quire.sequences.structured import StructuredOutputs
 from quire.sequences.thinking import ThinkingTokens
+from tests.engine.bundled import load
 from tests.server import reasoning_checkpoint
 from tests.server.tool_answers import PARIS, WEATHER
 
@@ -25,11 +26,6 @@ START, END = 90, (91, 92)
 OPEN = ThinkingTokens(START, END, (89, *END))
 # The prompt's last token opens thinking.
 BUDGETS = (0, 1, 7, 24)
-
-
-def load(**options: Any) -> LLM:
-    usual: dict[str, Any] = {"dtype": "float32", "num_kv_blocks": 256, "num_threads": 1, "max_model_len": 512}
-    return LLM(**(usual | {"max_num_seqs": 16} | options))
 
 
 @pytest.fixture(scope="module")

@@ -151,7 +151,7 @@ def test_pins_are_a_tenant_s_own(gated: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize("field", ["tenant", "media"])
-@pytest.mark.parametrize("path", [*ROUTES, "/pin_prefix"])
+@pytest.mark.parametrize("path", [*ROUTES, "/pin_prefix", "/v1/embeddings", "/v1/score", "/v1/rerank"])
 def test_a_body_does_not_say_whose_it_is_nor_bring_media(server: ServerProcess, path: str, field: str) -> None:
     answer = server.post(path, {ROUTES.get(path, "prompt"): [], field: "acme"})
     error = answer.json()["error"]

@@ -232,7 +232,9 @@ class LLM(PooledLLM):
         try:
             outputs = self.generate(prompts, each if use is None else [with_calls(one, use) for one in each], **options)
         except InvalidParameter as error:
-            raise (error if use is None else as_tools_error(error)) from error
+            if use is None:
+                raise
+            raise as_tools_error(error) from error
         for output, text in zip(outputs, texts, strict=True):
             output.prompt = text
         add_reasoning(outputs, thinking)

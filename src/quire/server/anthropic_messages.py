@@ -16,7 +16,6 @@ from quire.server import sse
 from quire.server.chat_completions import ChatExtras, render_chat
 from quire.server.chat_protocols import (
     OWN_OPTIONS,
-    REFUSED,
     Reasoning,
     SampleParts,
     answer_chat,
@@ -30,7 +29,8 @@ from quire.server.chat_protocols import (
 from quire.server.errors import REQUEST_ID, ApiError
 from quire.server.fields import Fields, Refusal
 from quire.server.generation import json_response, renamed
-from quire.server.models import check_model
+from quire.server.models import read_fields
+from quire.server.sampling import NEVER_IGNORED
 from quire.server.state import ServerState
 from quire.server.tool_use import read_tool_use
 from quire.server.usage import TokenCount
@@ -39,7 +39,7 @@ from quire.text.tool_calls.calls import Piece
 
 SAME_FIELDS = ("max_tokens", "temperature", "top_p", "top_k", "stream", *OWN_OPTIONS)
 UNSUPPORTED: Mapping[str, Refusal] = {
-    **REFUSED,
+    **NEVER_IGNORED,
     "container": ((), "the server runs no code"),
     "mcp_servers": (([],), "the server connects to no other one"),
     "speed": (("standard",), "there is one speed"),
@@ -66,7 +66,7 @@ FORMAT = sse.StreamFormat(is_named=True, ping='event: ping\ndata: {"type":"ping"
 
 async def messages(state: ServerState, request: Request) -> ASGIApp:
     """Answer `POST /v1/messages`."""
-    fields = await _read(state, request)
+    fields = await read_fields(state, request, UNSUPPORTED, KNOWN_FIELDS)
     if fields.get("max_tokens") is None:
         raise InvalidParameter("max_tokens", None, "an integer of at least 1")
     answer_id = f"msg_{request.scope[REQUEST_ID]}"
@@ -83,7 +83,7 @@ async def messages(state: ServerState, request: Request) -> ASGIApp:
 
 async def count_tokens(state: ServerState, request: Request) -> Response:
     """Answer `POST /v1/messages/count_tokens`: the length of the prompt, as `usage` would have it."""
-    fields = await _read(state, request)
+    fields = await read_fields(state, request, UNSUPPORTED, KNOWN_FIELDS)
     try:
         chat = Fields(read_chat_fields(state, fields))
         use = read_tool_use(state, chat)
@@ -92,14 +92,6 @@ async def count_tokens(state: ServerState, request: Request) -> Response:
     except RequestError as error:
         raise renamed(error, None if error.field is None else rename(error.field)) from None
     return json_response({"input_tokens": len(ids)})
-
-
-async def _read(state: ServerState, request: Request) -> Fields:
-    fields = Fields(await state.bodies.read_object(request))
-    fields.refuse(UNSUPPORTED)
-    fields.log_unknown(KNOWN_FIELDS)
-    check_model(state, fields)
-    return fields
 
 
 def rename(field: str) -> str:

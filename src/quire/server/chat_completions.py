@@ -19,7 +19,7 @@ from quire.server.fields import Fields, Refusal
 from quire.server.generation import GenerationRequest, answer, response_header
 from quire.server.json_stream import JsonArray
 from quire.server.logprob_fields import TokenNames, chat_logprobs, prompt_logprobs_json
-from quire.server.models import check_model
+from quire.server.models import read_fields
 from quire.server.reasoning import REASONING_FIELDS, ReasoningFields, ReasoningSplitter, read_effort, read_thinking
 from quire.server.state import ServerState
 from quire.server.tool_calls import call_deltas, call_message
@@ -84,10 +84,7 @@ class ChatExtras:
 
 async def chat_completions(state: ServerState, request: Request) -> ASGIApp:
     """Answer `POST /v1/chat/completions`."""
-    fields = Fields(await state.bodies.read_object(request))
-    fields.refuse(UNSUPPORTED)
-    fields.log_unknown(KNOWN_FIELDS)
-    check_model(state, fields)
+    fields = await read_fields(state, request, UNSUPPORTED, KNOWN_FIELDS)
     job, extras = read_chat(state, fields)
     head = response_header(state, request, "chatcmpl", "chat.completion")
     names = TokenNames(state.llm.tokenizer, by_id=job.options.name_tokens_by_id)

@@ -17,7 +17,6 @@ from starlette.types import ASGIApp
 from quire.bounded.json_text import BadJSON, parse
 from quire.engine.outputs.outputs import CompletionOutput
 from quire.errors import InvalidParameter, RequestError, UnsupportedFeature, shown
-from quire.server import sampling
 from quire.server.chat_completions import ChatExtras, read_chat
 from quire.server.fields import Fields
 from quire.server.generation import GenerationRequest, Reply, renamed, run
@@ -29,8 +28,6 @@ from quire.text.tool_calls.calls import Piece, merge
 
 # Quire's own options, which every protocol takes.
 OWN_OPTIONS = ("cache_salt", "priority", "retain_cache")
-# Fields that a client may mean for those of another interface of Quire, and that must not be ignored.
-REFUSED = {name: sampling.UNSUPPORTED[name] for name in ("tenant", "media")}
 
 
 async def answer_chat(

@@ -26,7 +26,7 @@ from quire.server.logprob_fields import (
     completion_logprobs,
     prompt_logprobs_json,
 )
-from quire.server.models import check_model
+from quire.server.models import read_fields
 from quire.server.state import ServerState
 from quire.text.detokenizer import IncrementalDetokenizer
 from quire.text.tokenizer import Tokenizer
@@ -75,10 +75,7 @@ class CompletionExtras:
 
 async def completions(state: ServerState, request: Request) -> ASGIApp:
     """Answer `POST /v1/completions`."""
-    fields = Fields(await state.bodies.read_object(request))
-    fields.refuse(UNSUPPORTED)
-    fields.log_unknown(KNOWN_FIELDS)
-    check_model(state, fields)
+    fields = await read_fields(state, request, UNSUPPORTED, KNOWN_FIELDS)
     job, extras, prompts = read_completion(state, fields)
     head = response_header(state, request, "cmpl", "text_completion")
     names = TokenNames(state.llm.tokenizer, by_id=job.options.name_tokens_by_id, bytes_prefix="bytes:")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.server.errors import ApiError
-from quire.server.fields import Fields
+from quire.server.fields import Fields, Refusal
 from quire.server.generation import json_response
 from quire.server.state import ServerState
 
@@ -22,6 +23,28 @@ async def show_model(state: ServerState, request: Request) -> Response:
     """Answer `GET /v1/models/{id}`."""
     check_name(state, request.path_params["model_id"])
     return json_response(_card(state))
+
+
+async def read_fields(
+    state: ServerState, request: Request, unsupported: Mapping[str, Refusal], known: Collection[str]
+) -> Fields:
+    """Return the fields of a request for the served model.
+
+    Args:
+        state: state of the server.
+        request: HTTP request.
+        unsupported: fields that are refused, see `Fields.refuse`.
+        known: fields that the route knows; others are ignored, and logged.
+
+    Raises:
+        RequestError: the body is no object, or a field is refused.
+        ApiError: 404, another model.
+    """
+    fields = Fields(await state.bodies.read_object(request))
+    fields.refuse(unsupported)
+    fields.log_unknown(known)
+    check_model(state, fields)
+    return fields
 
 
 def check_model(state: ServerState, fields: Fields) -> None:

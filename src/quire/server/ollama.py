@@ -19,7 +19,6 @@ from quire.server import sse
 from quire.server.chat_completions import ChatExtras
 from quire.server.chat_protocols import (
     OWN_OPTIONS,
-    REFUSED,
     Reasoning,
     SampleParts,
     answer_chat,
@@ -34,13 +33,14 @@ from quire.server.errors import REQUEST_ID, ApiError
 from quire.server.fields import Fields, Refusal
 from quire.server.generation import GenerationRequest, json_response
 from quire.server.models import check_name
+from quire.server.sampling import NEVER_IGNORED
 from quire.server.state import ServerState
 from quire.server.usage import TokenCount
 from quire.text.tool_calls import CallDelta
 
 NO_IMAGES: Refusal = (([],), "the model reads text only")
 UNSUPPORTED: Mapping[str, Refusal] = {
-    **REFUSED,
+    **NEVER_IGNORED,
     "images": NO_IMAGES,
     "logprobs": ((False,), "use /v1/chat/completions for log probabilities"),
     "suffix": (("",), "the models served here continue a text, they do not fill one in"),

@@ -11,7 +11,7 @@ from quire.server.chat_completions import render_chat
 from quire.server.errors import stopping
 from quire.server.fields import Fields, Refusal
 from quire.server.generation import json_response
-from quire.server.models import check_model
+from quire.server.models import read_fields
 from quire.server.sampling import UNSUPPORTED as NEVER_SUPPORTED
 from quire.server.state import ServerState
 from quire.server.tenants import read_tenant
@@ -40,7 +40,7 @@ KNOWN_FIELDS = (
 async def pin_prefix(state: ServerState, request: Request) -> Response:
     """Answer `POST /pin_prefix`: compute a prompt where it is not cached, and pin its full blocks under a name."""
     tenant = read_tenant(state.config, request)
-    fields = await _read(state, request)
+    fields = await read_fields(state, request, UNSUPPORTED, KNOWN_FIELDS)
     has_prompt, has_messages = fields.get("prompt") is not None, fields.get("messages") is not None
     if has_prompt == has_messages:
         raise InvalidParameter("prompt", fields.get("prompt"), "given, or else messages")
@@ -65,16 +65,8 @@ async def pin_prefix(state: ServerState, request: Request) -> Response:
 async def unpin_prefix(state: ServerState, request: Request) -> Response:
     """Answer `POST /unpin_prefix`: release the blocks under a name."""
     tenant = read_tenant(state.config, request)
-    await state.llm.unpin_prefix(_name(await _read(state, request)), tenant)
+    await state.llm.unpin_prefix(_name(await read_fields(state, request, UNSUPPORTED, KNOWN_FIELDS)), tenant)
     return json_response({})
-
-
-async def _read(state: ServerState, request: Request) -> Fields:
-    fields = Fields(await state.bodies.read_object(request))
-    fields.refuse(UNSUPPORTED)
-    fields.log_unknown(KNOWN_FIELDS)
-    check_model(state, fields)
-    return fields
 
 
 def _name(fields: Fields) -> str:

@@ -19,8 +19,8 @@ from quire.server.completions import max_prompts, read_prompts
 from quire.server.fields import Fields
 from quire.server.generation import GenerationRequest, answer, response_header
 from quire.server.json_stream import JsonArray
-from quire.server.models import check_model
-from quire.server.sampling import LABEL_FIELDS, read_options
+from quire.server.models import read_fields
+from quire.server.sampling import LABEL_FIELDS, NEVER_IGNORED, read_options
 from quire.server.state import ServerState
 
 ENCODINGS = ("float", "base64")
@@ -62,7 +62,7 @@ class PooledReply:
 
 async def embeddings(state: ServerState, request: Request) -> ASGIApp:
     """Answer `POST /v1/embeddings`: an embedding of each input."""
-    fields = await _read(state, request, EMBEDDING_FIELDS)
+    fields = await read_fields(state, request, NEVER_IGNORED, EMBEDDING_FIELDS)
     inputs = read_prompts(fields.get("input"), max_prompts(state), "input")
     encoding = fields.text("encoding_format") or "float"
     if encoding not in ENCODINGS:
@@ -91,7 +91,7 @@ async def embeddings(state: ServerState, request: Request) -> ASGIApp:
 
 async def score(state: ServerState, request: Request) -> ASGIApp:
     """Answer `POST /v1/score`: a score of each document for its query."""
-    fields = await _read(state, request, SCORE_FIELDS)
+    fields = await read_fields(state, request, NEVER_IGNORED, SCORE_FIELDS)
     names = ("queries", "documents") if fields.get("queries") is not None else ("text_1", "text_2")
 
     def build(scores: list[float]) -> dict[str, Any]:
@@ -102,7 +102,7 @@ async def score(state: ServerState, request: Request) -> ASGIApp:
 
 async def rerank(state: ServerState, request: Request) -> ASGIApp:
     """Answer `POST /v1/rerank` and `POST /rerank`: the documents in the order of their scores, the best first."""
-    fields = await _read(state, request, RERANK_FIELDS)
+    fields = await read_fields(state, request, NEVER_IGNORED, RERANK_FIELDS)
     query, documents = fields.text("query"), _texts(fields.get("documents"))
     if query is None:
         raise InvalidParameter("query", None, "a string")
@@ -151,13 +151,6 @@ async def _score(
         lambda values: build(job.scores(values)),
         {"prompt": names[1]},
     )
-
-
-async def _read(state: ServerState, request: Request, known: Sequence[str]) -> Fields:
-    fields = Fields(await state.bodies.read_object(request))
-    fields.log_unknown(known)
-    check_model(state, fields)
-    return fields
 
 
 async def _answer(

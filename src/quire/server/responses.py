@@ -19,7 +19,6 @@ from quire.server import sse
 from quire.server.chat_completions import ChatExtras
 from quire.server.chat_protocols import (
     OWN_OPTIONS,
-    REFUSED,
     Reasoning,
     SampleParts,
     answer_chat,
@@ -31,15 +30,15 @@ from quire.server.chat_protocols import (
 )
 from quire.server.errors import REQUEST_ID, ApiError
 from quire.server.fields import Fields, Refusal
-from quire.server.models import check_model
-from quire.server.sampling import LABEL_FIELDS
+from quire.server.models import read_fields
+from quire.server.sampling import LABEL_FIELDS, NEVER_IGNORED
 from quire.server.state import ServerState
 from quire.server.usage import TokenCount
 
 NOT_STORED = "the server stores no responses; send the whole conversation as input"
 SAME_FIELDS = ("temperature", "top_p", "stream", "parallel_tool_calls", *LABEL_FIELDS, *OWN_OPTIONS)
 UNSUPPORTED: Mapping[str, Refusal] = {
-    **REFUSED,
+    **NEVER_IGNORED,
     "previous_response_id": ((), NOT_STORED),
     "conversation": ((), NOT_STORED),
     "prompt": ((), "the server stores no prompts; send instructions and input"),
@@ -72,10 +71,7 @@ NAMES: Sequence[tuple[str, str]] = (
 
 async def responses(state: ServerState, request: Request) -> ASGIApp:
     """Answer `POST /v1/responses`."""
-    fields = Fields(await state.bodies.read_object(request))
-    fields.refuse(UNSUPPORTED)
-    fields.log_unknown(KNOWN_FIELDS)
-    check_model(state, fields)
+    fields = await read_fields(state, request, UNSUPPORTED, KNOWN_FIELDS)
     reader = InputReader()
     chat = read_chat_fields(state, fields, reader)
     answer_id = f"resp_{request.scope[REQUEST_ID]}"

@@ -76,6 +76,8 @@ UNSUPPORTED: Mapping[str, Refusal] = {
     "vllm_xargs": (({},), "it names another engine's internals"),
     "tenant": ((), "a header of the operator's gateway names the tenant; cache_salt is the client's own"),
 }
+# Fields that no route may ignore: a client that gives them relies on what they mean.
+NEVER_IGNORED: Mapping[str, Refusal] = {name: UNSUPPORTED[name] for name in ("tenant", "media")}
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from quire.errors import InvalidParameter, UnsupportedFeature
 from quire.server.chat_completions import render_chat
 from quire.server.fields import Fields, Refusal
 from quire.server.generation import json_response
-from quire.server.models import check_model
+from quire.server.models import read_fields
 from quire.server.state import ServerState
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_calls import read_tools
@@ -119,10 +119,7 @@ def _in_parts(parts: Sequence[bytes]) -> Response:
 
 
 async def _read(state: ServerState, request: Request) -> tuple[Fields, Tokenizer]:
-    fields = Fields(await state.bodies.read_object(request))
-    fields.refuse(UNSUPPORTED)
-    fields.log_unknown(KNOWN_FIELDS)
-    check_model(state, fields)
+    fields = await read_fields(state, request, UNSUPPORTED, KNOWN_FIELDS)
     return fields, _tokenizer(state)
 
 
