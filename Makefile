@@ -14,6 +14,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # A process imports torch, and takes some 0.7 GB.
 PARALLEL := --numprocesses auto --maxprocesses 4 --dist worksteal
+# Where it is set, each process of the tests compiles Quire's modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: run test lint bench ci clean native
 .PRECIOUS: $(VENV)/.quire-%

@@ -23,7 +23,7 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor, factor: float = 20.
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("chunk", [1, 3, 7, 16, 100])
+@pytest.mark.parametrize("chunk", [7, *(pytest.param(chunk, marks=pytest.mark.slow) for chunk in (1, 3, 16, 100))])
 @pytest.mark.parametrize("name", CASES)
 def test_logits_of_a_prompt_in_chunks(name: str, chunk: int, device: str) -> None:
     tiny = make_tiny(name, device=device)
@@ -33,7 +33,7 @@ def test_logits_of_a_prompt_in_chunks(name: str, chunk: int, device: str) -> Non
     assert_same(torch.cat(found), reference_logits(tiny.reference, token_ids))
 
 
-@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("block_size", [4, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 16))])
 @pytest.mark.parametrize("name", CASES)
 def test_logits_of_a_ragged_batch(name: str, block_size: int) -> None:
     """Cold prompts, later chunks and single tokens share each step; sequences join late."""

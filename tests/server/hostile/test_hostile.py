@@ -29,7 +29,7 @@ def target(tmp_path: Path) -> Iterator[ServerProcess]:
 
 def attack(target: ServerProcess, seed: int, count: int, kinds: list[str]) -> None:
     """Send bodies, and fail where anything happened that should not."""
-    with made_apart(seed, count, kinds) as bodies, made_apart(seed + 1, max(50, count // 4), kinds) as warm_up:
+    with made_apart(seed, count, kinds) as bodies, made_apart(seed + 1, max(20, count // 4), kinds) as warm_up:
         report = asyncio.run(Attack(target).run(bodies, warm_up))
     assert not report.problems, "\n".join(report.problems[:20])
     assert report.growth <= MOST_GROWTH
