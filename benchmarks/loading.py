@@ -32,10 +32,15 @@ from quire.platform.malloc import keep_freed_memory, use_huge_pages
 MIB = 1 << 20
 
 
+def files_of(model: Path) -> list[Path]:
+    """Return the files with a model's weights: a GGUF file itself, or those of a folder."""
+    return [model] if model.is_file() else sorted(model.glob("*.safetensors"))
+
+
 def read_again(model: Path) -> None:
     """Read a model's weights piece by piece, each over the one before."""
     buffer = bytearray(64 * MIB)
-    for path in model.glob("*.safetensors"):
+    for path in files_of(model):
         with path.open("rb", buffering=0) as file:
             while file.readinto(buffer):
                 pass
@@ -43,7 +48,7 @@ def read_again(model: Path) -> None:
 
 def read_once(model: Path) -> None:
     """Read a model's weights into new memory, on the pages that weights get."""
-    for path in model.glob("*.safetensors"):
+    for path in files_of(model):
         memory = mmap.mmap(-1, path.stat().st_size)
         memory.madvise(mmap.MADV_HUGEPAGE)
         view = memoryview(memory)
@@ -68,7 +73,11 @@ JOBS: dict[str, Callable[[Path], None]] = {
     "lossless": loading(weight_packing="lossless"),
     "int8": loading(quantization="int8"),
     "int4": loading(quantization="int4"),
+    "stored": loading(),
 }
+# The jobs of a checkpoint whose weights are stored quantised, and of others.
+STORED_JOBS = ("read again", "read once", "stored")
+PLAIN_JOBS = tuple(job for job in JOBS if job != "stored")
 
 
 def timed(job: str, model: Path, threads: int) -> dict[str, float]:
@@ -81,7 +90,7 @@ def timed(job: str, model: Path, threads: int) -> dict[str, float]:
     return {"wall_s": time.perf_counter() - started, "peak_bytes": machine.peak_memory_bytes()}
 
 
-def measure(model: Path, threads: int, runs: int, jobs: Sequence[str] = tuple(JOBS)) -> list[dict[str, Any]]:
+def measure(model: Path, threads: int, runs: int, jobs: Sequence[str]) -> list[dict[str, Any]]:
     """Run jobs again and again, each in a new process; return a row of figures for each."""
     env = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT / "src")}
     rows = []
@@ -96,7 +105,9 @@ def measure(model: Path, threads: int, runs: int, jobs: Sequence[str] = tuple(JO
 def main() -> None:
     """Measure, print and save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path)
+    parser.add_argument("--model", type=Path, help="a folder, or a GGUF file")
+    parser.add_argument("--stored", action="store_true", help="the model is quantised: load it as it is stored")
+    parser.add_argument("--name", default="loading", help="name of the file of results")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--worker", choices=JOBS, help=argparse.SUPPRESS)
@@ -106,9 +117,10 @@ def main() -> None:
         return
     model = options.model or make_model.ensure()
     read_again(model)
-    rows = measure(model, options.threads, options.runs)
-    median_s = {job: statistics.median(row["wall_s"] for row in rows if row["job"] == job) for job in JOBS}
-    for job in JOBS:
+    jobs = STORED_JOBS if options.stored else PLAIN_JOBS
+    rows = measure(model, options.threads, options.runs, jobs)
+    median_s = {job: statistics.median(row["wall_s"] for row in rows if row["job"] == job) for job in jobs}
+    for job in jobs:
         of_job = [row for row in rows if row["job"] == job]
         walls = [row["wall_s"] for row in of_job]
         print(
@@ -118,7 +130,7 @@ def main() -> None:
             f"peak {max(row['peak_bytes'] for row in of_job) / 1e6:,.0f} MB"
         )
     figures = {"model": model.name, "threads": options.threads, "median_s": median_s, "runs": rows}
-    print(machine.save("loading", figures))
+    print(machine.save(options.name, figures))
 
 
 if __name__ == "__main__":

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from quire.errors import ConfigError
 from quire.ops.interface import Activation
-from quire.ops.native_quantized import QuantizedKernels, UnpackedRows
+from quire.ops.native_quantized import BlockRows, QuantizedKernels, UnpackedRows
 from quire.ops.weight_formats import UNITS, WeightFormat
 from quire.ops.weight_memory import WeightMemory
 
 FOLDER: Final = Path(__file__).parent / "native"
 # The number that `quire_interface_version` must return.
-INTERFACE_VERSION: Final = 23
+INTERFACE_VERSION: Final = 24
 # The best last. A processor that runs one runs those before it, except that some with AVX-512 lack AVX-VNNI.
 LEVELS: Final = ("portable", "avx2", "avx_vnni", "avx512", "avx512_bf16")
 # An environment variable with the best level to take, where that is not to be the processor's: for tests of the others.
@@ -318,13 +318,12 @@ def _rounded_kernels(library: Any, name: WeightFormat) -> WeightKernels:
 
 
 def _quantized_kernels(library: Any, panel_columns: int) -> QuantizedKernels:
+    place = (_INT, _INT, _INT, _INT, _INT, _POINTER)
     return QuantizedKernels(
         _typed(library.quire_form_of, _INT, _INT, _INT, _BOOL, _BOOL, _INT, returns=_INT),
         _typed(library.quire_bytes_quantized, _INT, _INT, _INT, returns=_INT),
-        _typed(
-            library.quire_pack_quantized,
-            *(_INT, ctypes.POINTER(UnpackedRows), _INT, _INT, _INT, _INT, _INT, _POINTER),
-        ),
+        _typed(library.quire_pack_quantized, _INT, ctypes.POINTER(UnpackedRows), *place),
+        _typed(library.quire_pack_blocks, _INT, ctypes.POINTER(BlockRows), *place, returns=_BOOL),
         _typed(library.quire_linear_quantized, *_PRODUCT),
         _typed(library.quire_rows_quantized, *_LOOK_UP, returns=_BOOL),
         panel_columns,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any, Final, NamedTuple
@@ -21,9 +22,20 @@ SEGMENT_FIELDS: Final = 5
 
 
 class UnpackedRows(ctypes.Structure):
-    """Unpacked rows (`UnpackedRows` in linear_quantized.cpp)."""
+    """Unpacked rows (`UnpackedRows` in gguf_blocks.h)."""
 
     _fields_ = tuple((name, ctypes.c_void_p) for name in QuantizedRows._fields)
+
+
+class BlockRows(ctypes.Structure):
+    """Rows of a GGUF file's blocks (`BlockRows` in gguf_blocks.h)."""
+
+    _fields_ = (
+        ("type_id", ctypes.c_int64),
+        ("blocks", ctypes.c_void_p),
+        ("row_bytes", ctypes.c_int64),
+        ("index", ctypes.c_void_p),
+    )
 
 
 class QuantizedKernels(NamedTuple):
@@ -33,6 +45,7 @@ class QuantizedKernels(NamedTuple):
         form_of: `quire_form_of` of the sources: the number of a form, -1 without a kernel for it.
         num_bytes: `quire_bytes_quantized`.
         pack: `quire_pack_quantized`.
+        pack_blocks: `quire_pack_blocks`; false for blocks of a type that it does not unpack.
         multiply: `quire_linear_quantized`.
         rows: `quire_rows_quantized`.
         panel_columns: columns of a panel.
@@ -41,6 +54,7 @@ class QuantizedKernels(NamedTuple):
     form_of: Callable[..., int]
     num_bytes: Callable[..., int]
     pack: Callable[..., Any]
+    pack_blocks: Callable[..., bool]
     multiply: Callable[..., Any]
     rows: Callable[..., Any]
     panel_columns: int
@@ -76,7 +90,7 @@ class QuantizedKernels(NamedTuple):
         return torch.tensor([len(table) // SEGMENT_FIELDS, entries.data_ptr()]), entries, *owned
 
     def _pack_segment(self, memory: WeightMemory, parts: Sequence[QuantizedWeight], is_gated: bool) -> Tensor:
-        """Unpack and pack a chunk of rows at a time: the weight is never whole in its unpacked form.
+        """Pack parts of one form: the weight is never whole in its unpacked form.
 
         Half of the columns of a gated weight's panel are gates, half what they multiply.
         """
@@ -87,12 +101,33 @@ class QuantizedKernels(NamedTuple):
         columns = self.panel_columns // 2 if is_gated else self.panel_columns
         start = 0
         for part in parts:
-            for rows in chunks(part.shape[0], width, cuts=(half - start,)):
-                unpacked = part.read(rows).apply(Tensor.contiguous)
-                pointers = UnpackedRows(*(None if field is None else field.data_ptr() for field in unpacked))
+            cuts = (half - start,)
+
+            def place(rows: slice, start: int = start) -> tuple[int, ...]:
                 is_second, first = divmod(start + rows.start, half)
-                count = rows.stop - rows.start
-                offset = is_second * columns
-                self.pack(number, ctypes.byref(pointers), first, count, width, offset, columns, panels.data_ptr())
+                return first, rows.stop - rows.start, width, is_second * columns, columns, panels.data_ptr()
+
+            if not self._pack_blocks(number, part, cuts, place):
+                for rows in chunks(part.shape[0], width, cuts=cuts):
+                    unpacked = part.read(rows).apply(Tensor.contiguous)
+                    pointers = UnpackedRows(*(None if field is None else field.data_ptr() for field in unpacked))
+                    self.pack(number, ctypes.byref(pointers), *place(rows))
             start += part.shape[0]
         return panels
+
+    def _pack_blocks(
+        self, number: int, part: QuantizedWeight, cuts: tuple[int, ...], place: Callable[[slice], tuple[int, ...]]
+    ) -> bool:
+        """Pack rows straight from blocks; return False where the part has none of a type that is unpacked so."""
+        blocks = part.blocks
+        if blocks is None:
+            return False
+        row_ids = None if blocks.row_ids is None else blocks.row_ids.contiguous()
+        for rows in chunks(*part.shape, num_codes=sys.maxsize, cuts=cuts):
+            raw = blocks.raw if row_ids is not None else blocks.raw[rows]
+            from_rows = BlockRows(
+                blocks.type_id, raw.data_ptr(), raw.stride(0), None if row_ids is None else row_ids[rows].data_ptr()
+            )
+            if not self.pack_blocks(number, ctypes.byref(from_rows), *place(rows)):
+                return False
+        return True

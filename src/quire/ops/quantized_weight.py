@@ -82,6 +82,20 @@ class QuantizedRows(NamedTuple):
         )
 
 
+class StoredBlocks(NamedTuple):
+    """The rows of a weight as blocks of a GGUF file, M of them, which a backend may unpack by itself.
+
+    Args:
+        type_id: number of the type of the blocks.
+        raw: uint8 [M, bytes of a row], usually a mapped file.
+        row_ids: int64 [N], row among these of each row of the weight; None for all of them in order.
+    """
+
+    type_id: int
+    raw: Tensor
+    row_ids: Tensor | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
     """A quantised weight [N, K] whose rows are unpacked when they are read, usually from a mapped file.
@@ -91,19 +105,25 @@ class QuantizedWeight:
         shape: N, K; K is a multiple of the group, and of 256 for two levels.
         read: function that unpacks rows, given their indices (a slice or int64 [M]), in that order.
         num_bytes: number of bytes of the weight as stored.
+        blocks: blocks that `read` unpacks, where a GGUF file holds the weight.
     """
 
     form: WeightForm
     shape: tuple[int, int]
     read: Callable[[slice | Tensor], QuantizedRows]
     num_bytes: int
+    blocks: StoredBlocks | None = None
 
     def rows(self, rows: slice | Tensor) -> QuantizedWeight:
         """Return the weight of some rows, by their indices: nothing is read yet."""
         index = torch.arange(self.shape[0])[rows]
-        read = self.read
+        read, blocks = self.read, self.blocks
         num_bytes = self.num_bytes * len(index) // max(1, self.shape[0])
-        return QuantizedWeight(self.form, (len(index), self.shape[1]), lambda part: read(index[part]), num_bytes)
+        if blocks is not None:
+            blocks = blocks._replace(row_ids=index if blocks.row_ids is None else blocks.row_ids[index])
+        return QuantizedWeight(
+            self.form, (len(index), self.shape[1]), lambda part: read(index[part]), num_bytes, blocks
+        )
 
     def dequantize(self, rows: slice | Tensor = slice(None)) -> Tensor:
         """Return rows as float32 [M, K], exactly as the format defines them."""

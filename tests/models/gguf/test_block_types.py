@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType, quants
 
 from quire.models.gguf.block_types import BLOCK_TYPES, BlockType
-from quire.ops.quantized_weight import SUPER_GROUP, QuantizedRows, dequantize
+from quire.models.gguf.tensor_types import Q4_0
+from quire.ops.native_library import NativeLibrary, runnable_libraries
+from quire.ops.quantized_weight import (
+    SUPER_GROUP,
+    QuantizedRows,
+    QuantizedWeight,
+    StoredBlocks,
+    StoredWeight,
+    dequantize,
+)
+from quire.ops.weight_memory import WeightMemory
 
 # Offsets of the float16 fields of a block, whose random bytes must be finite numbers.
 FLOAT16_FIELDS = {
@@ -111,3 +123,42 @@ def test_codes_without_levels_are_centred_on_their_offset(block: BlockType) -> N
         assert form.offset == 1 << (form.bits - 1)
     else:
         assert form.offset == 0
+
+
+@each_type
+@pytest.mark.parametrize("has_index", [False, True], ids=["all rows", "some rows"])
+@pytest.mark.parametrize("is_gated", [False, True], ids=["plain", "gated"])
+def test_kernels_pack_blocks_as_unpacked_rows(block: BlockType, has_index: bool, is_gated: bool) -> None:
+    # 2 * 75 rows: vectors of columns, and single ones; both halves of a gated weight in one part and in two.
+    width = 512 // block.type.block_values * block.type.block_values
+    raw = random_rows(block, 200, width // block.type.block_values)
+    whole = QuantizedWeight(
+        block.form, (200, width), lambda rows: block.unpack(raw[rows]), raw.nbytes, StoredBlocks(block.type.id, raw)
+    )
+    rows = torch.randperm(200, generator=torch.Generator().manual_seed(1))[:150] if has_index else slice(50, None)
+    halves = slice(None), slice(75), slice(75, None)
+    weights = [whole.rows(rows).rows(part) for part in (halves[:1] if has_index else halves[1:])]
+    unpacked = [replace(weight, blocks=None) for weight in weights]
+    for path in runnable_libraries().values():
+        kernels = NativeLibrary(path.stem.removeprefix("libquire_"), path).quantized
+        assert kernels.number_of(block.form) >= 0
+        packed, expected = (
+            kernels.pack_weight(WeightMemory(), StoredWeight(tuple(parts), torch.float32), is_gated)[-1]
+            for parts in (weights, unpacked)
+        )
+        assert packed.any()
+        assert torch.equal(packed, expected)
+
+
+def test_kernels_leave_blocks_that_they_do_not_know_to_the_reader() -> None:
+    block = BLOCK_TYPES[Q4_0.id]
+    raw = random_rows(block, 64, 2)
+    unknown = StoredBlocks(99, raw)
+    weight = QuantizedWeight(block.form, (64, 64), lambda rows: block.unpack(raw[rows]), raw.nbytes, unknown)
+    for path in runnable_libraries().values():
+        kernels = NativeLibrary(path.stem.removeprefix("libquire_"), path).quantized
+        packed, expected = (
+            kernels.pack_weight(WeightMemory(), StoredWeight((part,), torch.float32), False)[-1]
+            for part in (weight, replace(weight, blocks=None))
+        )
+        assert torch.equal(packed, expected)

@@ -1,4 +1,5 @@
 // Linear layers on stored quantised weights: as checkpoints have them, in the forms of grouped_form.h.
+#include "gguf_blocks.h"
 #include "grouped_rows.h"
 
 namespace {
@@ -15,16 +16,6 @@ struct Segment {
 struct QuantizedWeight {
   int64_t num_segments;
   const Segment* segments;
-};
-
-// Unpacked rows; see `QuantizedRows` in quire/ops/quantized_weight.py.
-struct UnpackedRows {
-  const uint8_t* codes;
-  const void* scales;
-  const void* mins;
-  const uint8_t* zero_points;
-  const uint16_t* super_scales;
-  const uint16_t* super_mins;
 };
 
 // Packs what the groups of columns share: columns that follow each other, as rows do from `row` on.
@@ -90,6 +81,44 @@ void pack_columns_of_vector(const uint8_t* codes, int64_t width, int column, uin
     pack_column<Form>(codes + lane * width, group, num_groups, column + lane, panel);
 }
 
+// Rows to pack, and the columns of panels that hold them.
+struct PackedRange {
+  int64_t first, num_rows, width, offset, count;
+  uint8_t* panels;
+};
+
+// Packs rows. `make_source()` gives each thread a function of its own that takes a row, counted from the first, and a
+// number of rows, and returns unpacked rows with the place of that row among them.
+template <typename MakeSource>
+void pack_panels(int64_t form, const PackedRange& range, MakeSource make_source) {
+  const int64_t begin_panel = range.first / range.count;
+  const int64_t end_panel = (range.first + range.num_rows + range.count - 1) / range.count;
+  const auto pack_part = [&](int64_t begin, int64_t end) {
+    auto source = make_source();
+    with_form(form, [&](auto* null) {
+      using Form = std::remove_pointer_t<decltype(null)>;
+      for (int64_t panel = begin_panel + begin; panel < begin_panel + end; ++panel) {
+        uint8_t* to = range.panels + panel * Form::panel_bytes(range.width);
+        const int64_t stop = std::min(range.first + range.num_rows, (panel + 1) * range.count);
+        for (int64_t row = std::max(range.first, panel * range.count); row < stop;) {
+          const int column = int(range.offset + row - panel * range.count);
+          const bool is_vector = column % kLanes == 0 && row + kLanes <= stop;
+          const int num_packed = is_vector ? kLanes : 1;
+          const auto [rows, at] = source(row - range.first, num_packed);
+          const uint8_t* codes = rows.codes + at * range.width;
+          if (is_vector)
+            pack_columns_of_vector<Form>(codes, range.width, column, to);
+          else
+            pack_column<Form>(codes, 0, int(range.width / Form::kGroup), column, to);
+          pack_factors<Form>(rows, at, range.width, column, num_packed, to);
+          row += num_packed;
+        }
+      }
+    });
+  };
+  quire::in_parallel(end_panel - begin_panel, 1, pack_part);
+}
+
 // The weights of a column, in the order of operations that the form defines.
 template <typename Form, typename T>
 void dequantize_column(const Segment& segment, int64_t width, const uint8_t* panel, int column, T* to) {
@@ -149,32 +178,25 @@ QUIRE_EXPORT int64_t quire_bytes_quantized(int64_t form, int64_t num_columns, in
   return num_bytes;
 }
 
-// Packs unpacked rows [num_rows, width] into panels. The columns of a panel from `offset` on, `count` of them, hold
-// rows that follow each other; the first one is row `first` of all that are packed so. Other columns are not written.
+// Packs rows [num_rows, width] into panels. The columns of a panel from `offset` on, `count` of them, hold rows that
+// follow each other; the first one is row `first` of all that are packed so. Other columns are not written.
 QUIRE_EXPORT void quire_pack_quantized(int64_t form, const UnpackedRows* rows, int64_t first, int64_t num_rows,
                                        int64_t width, int64_t offset, int64_t count, uint8_t* panels) {
-  with_form(form, [&](auto* null) {
-    using Form = std::remove_pointer_t<decltype(null)>;
-    const int64_t begin_panel = first / count, end_panel = (first + num_rows + count - 1) / count;
-    quire::in_parallel(end_panel - begin_panel, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t panel = begin_panel + begin; panel < begin_panel + end; ++panel) {
-        uint8_t* to = panels + panel * Form::panel_bytes(width);
-        const int64_t stop = std::min(first + num_rows, (panel + 1) * count);
-        for (int64_t row = std::max(first, panel * count); row < stop;) {
-          const int column = int(offset + row - panel * count);
-          const bool is_vector = column % kLanes == 0 && row + kLanes <= stop;
-          const uint8_t* codes = rows->codes + (row - first) * width;
-          if (is_vector)
-            pack_columns_of_vector<Form>(codes, width, column, to);
-          else
-            pack_column<Form>(codes, 0, int(width / Form::kGroup), column, to);
-          const int num_packed = is_vector ? kLanes : 1;
-          pack_factors<Form>(*rows, row - first, width, column, num_packed, to);
-          row += num_packed;
-        }
-      }
-    });
+  const auto take = [=](int64_t row, int) { return std::pair{*rows, row}; };
+  pack_panels(form, {first, num_rows, width, offset, count, panels}, [&] { return take; });
+}
+
+// The same for rows of blocks of a GGUF file, which are unpacked a vector of rows at a time. Returns false, and nothing
+// is written, for blocks of another type.
+QUIRE_EXPORT bool quire_pack_blocks(int64_t form, const BlockRows* rows, int64_t first, int64_t num_rows, int64_t width,
+                                    int64_t offset, int64_t count, uint8_t* panels) {
+  if (block_type_of(rows->type_id) == nullptr) return false;
+  pack_panels(form, {first, num_rows, width, offset, count, panels}, [&] {
+    return [unpacker = BlockUnpacker(*rows, width, kLanes)](int64_t row, int num_rows) mutable {
+      return std::pair{unpacker.unpack(row, num_rows), int64_t(0)};
+    };
   });
+  return true;
 }
 
 // Multiplies rows [num_rows, width] by a weight; bias and residual may be null. A gated weight is one segment.

@@ -1,0 +1,241 @@
+// Blocks of GGUF files, unpacked to the codes, scales and minima that forms of weights have.
+//
+// One function for each type of blocks; quire/models/gguf/block_types.py has their twins in torch, with which they are
+// compared byte by byte.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+// Unpacked rows; see `QuantizedRows` in quire/ops/quantized_weight.py.
+struct UnpackedRows {
+  const uint8_t* codes;
+  const void* scales;
+  const void* mins;
+  const uint8_t* zero_points;
+  const uint16_t* super_scales;
+  const uint16_t* super_mins;
+};
+
+// Where a block is unpacked to: its codes; the scales and minima of its groups; its super-scale and super-minimum.
+struct UnpackedBlock {
+  uint8_t* codes;
+  uint8_t* scales;
+  uint8_t* mins;
+  uint8_t* super_scale;
+  uint8_t* super_min;
+};
+
+// A type of blocks: its number in a file, the values and bytes of a block, and the bytes of its groups' scales and
+// minima (0 without).
+struct BlockType {
+  int64_t id;
+  int num_values, num_bytes, scale_bytes, min_bytes;
+  void (*unpack)(const uint8_t* block, const UnpackedBlock& to);
+};
+
+// The low halves of `count` bytes, then the high halves.
+inline void put_halves(const uint8_t* from, int count, uint8_t* to) {
+  for (int idx = 0; idx < count; ++idx) to[idx] = from[idx] & 15;
+  for (int idx = 0; idx < count; ++idx) to[count + idx] = from[idx] >> 4;
+}
+
+// Quarters of `count` bytes, the lowest of all bytes first.
+inline void put_quarters(const uint8_t* from, int count, uint8_t* to) {
+  for (int part = 0; part < 4; ++part)
+    for (int idx = 0; idx < count; ++idx) to[part * count + idx] = from[idx] >> 2 * part & 3;
+}
+
+// Adds the bits of 32 bytes to 256 codes at a place: the lowest bits of all bytes to the first 32 codes, and so on.
+inline void add_bits(const uint8_t* from, int place, uint8_t* to) {
+  for (int bit = 0; bit < 8; ++bit)
+    for (int idx = 0; idx < 32; ++idx) to[bit * 32 + idx] |= (from[idx] >> bit & 1) << place;
+}
+
+inline void put_float16(const uint8_t* from, uint8_t* to) { std::memcpy(to, from, 2); }
+
+inline void put_negated(const uint8_t* from, uint8_t* to) {
+  to[0] = from[0];
+  to[1] = from[1] ^ 0x80;
+}
+
+inline void unpack_q4_0(const uint8_t* block, const UnpackedBlock& to) {
+  put_float16(block, to.scales);
+  put_halves(block + 2, 16, to.codes);
+}
+
+inline void unpack_q4_1(const uint8_t* block, const UnpackedBlock& to) {
+  put_float16(block, to.scales);
+  put_negated(block + 2, to.mins);
+  put_halves(block + 4, 16, to.codes);
+}
+
+// Codes of five bits: 4 bytes with the fifth bit of each, then 16 with the others.
+inline void put_five_bits(const uint8_t* from, uint8_t* to) {
+  uint32_t bits;
+  std::memcpy(&bits, from, sizeof(bits));
+  put_halves(from + 4, 16, to);
+  for (int idx = 0; idx < 32; ++idx) to[idx] |= (bits >> idx & 1) << 4;
+}
+
+inline void unpack_q5_0(const uint8_t* block, const UnpackedBlock& to) {
+  put_float16(block, to.scales);
+  put_five_bits(block + 2, to.codes);
+}
+
+inline void unpack_q5_1(const uint8_t* block, const UnpackedBlock& to) {
+  put_float16(block, to.scales);
+  put_negated(block + 2, to.mins);
+  put_five_bits(block + 4, to.codes);
+}
+
+inline void unpack_q8_0(const uint8_t* block, const UnpackedBlock& to) {
+  put_float16(block, to.scales);
+  for (int idx = 0; idx < 32; ++idx) to.codes[idx] = block[2 + idx] ^ 128;
+}
+
+inline void unpack_q2_k(const uint8_t* block, const UnpackedBlock& to) {
+  for (int group = 0; group < 16; ++group) {
+    to.scales[group] = block[group] & 15;
+    to.mins[group] = block[group] >> 4;
+  }
+  for (int half = 0; half < 2; ++half) put_quarters(block + 16 + half * 32, 32, to.codes + half * 128);
+  put_float16(block + 80, to.super_scale);
+  put_float16(block + 82, to.super_min);
+}
+
+inline void unpack_q3_k(const uint8_t* block, const UnpackedBlock& to) {
+  for (int half = 0; half < 2; ++half) put_quarters(block + 32 + half * 32, 32, to.codes + half * 128);
+  add_bits(block, 2, to.codes);
+  // A code of three bits has the offset 4; codes of four bits have the offset 8.
+  for (int idx = 0; idx < 256; ++idx) to.codes[idx] += 4;
+  uint8_t high[16];
+  put_halves(block + 96, 8, to.scales);
+  put_quarters(block + 104, 4, high);
+  for (int group = 0; group < 16; ++group) to.scales[group] = uint8_t((to.scales[group] | high[group] << 4) - 32);
+  put_float16(block + 108, to.super_scale);
+}
+
+// What Q4_K and Q5_K begin with: super-scale, super-minimum, and 12 bytes with 8 scales and 8 minima of 6 bits. The low
+// bits of 8 bytes are 4 scales and 4 minima; their high 2 bits belong to the others, whose low 4 bits come last.
+inline void put_factors(const uint8_t* block, const UnpackedBlock& to) {
+  put_float16(block, to.super_scale);
+  put_float16(block + 2, to.super_min);
+  const uint8_t *first = block + 4, *last = block + 12;
+  for (int idx = 0; idx < 4; ++idx) {
+    to.scales[idx] = first[idx] & 63;
+    to.mins[idx] = first[4 + idx] & 63;
+    to.scales[4 + idx] = (last[idx] & 15) | first[idx] >> 6 << 4;
+    to.mins[4 + idx] = last[idx] >> 4 | first[4 + idx] >> 6 << 4;
+  }
+}
+
+inline void unpack_q4_k(const uint8_t* block, const UnpackedBlock& to) {
+  put_factors(block, to);
+  for (int pair = 0; pair < 4; ++pair) put_halves(block + 16 + pair * 32, 32, to.codes + pair * 64);
+}
+
+inline void unpack_q5_k(const uint8_t* block, const UnpackedBlock& to) {
+  put_factors(block, to);
+  for (int pair = 0; pair < 4; ++pair) put_halves(block + 48 + pair * 32, 32, to.codes + pair * 64);
+  add_bits(block + 16, 4, to.codes);
+}
+
+inline void unpack_q6_k(const uint8_t* block, const UnpackedBlock& to) {
+  for (int half = 0; half < 2; ++half) {
+    uint8_t high[128], *codes = to.codes + half * 128;
+    put_halves(block + half * 64, 64, codes);
+    put_quarters(block + 128 + half * 32, 32, high);
+    for (int idx = 0; idx < 128; ++idx) codes[idx] |= high[idx] << 4;
+  }
+  std::memcpy(to.scales, block + 192, 16);
+  put_float16(block + 208, to.super_scale);
+}
+
+inline void unpack_iq4_xs(const uint8_t* block, const UnpackedBlock& to) {
+  put_float16(block, to.super_scale);
+  for (int group = 0; group < 8; ++group) {
+    const int low = block[4 + group / 2] >> 4 * (group % 2) & 15, high = block[2 + group / 4] >> 2 * (group % 4) & 3;
+    to.scales[group] = uint8_t((low | high << 4) - 32);
+    put_halves(block + 8 + group * 16, 16, to.codes + group * 32);
+  }
+}
+
+inline void unpack_mxfp4(const uint8_t* block, const UnpackedBlock& to) {
+  // Half of 2^(e - 127) as bfloat16, since levels are doubled; below e = 2 that is a subnormal number.
+  const int exponent = block[0];
+  const uint16_t scale = uint16_t(exponent < 2 ? 0x20 << exponent : (exponent - 1) << 7);
+  std::memcpy(to.scales, &scale, sizeof(scale));
+  put_halves(block + 1, 16, to.codes);
+}
+
+constexpr BlockType kBlockTypes[] = {
+    {2, 32, 18, 2, 0, unpack_q4_0},  // Q4_0
+    {3, 32, 20, 2, 2, unpack_q4_1},  // Q4_1
+    {6, 32, 22, 2, 0, unpack_q5_0},  // Q5_0
+    {7, 32, 24, 2, 2, unpack_q5_1},  // Q5_1
+    {8, 32, 34, 2, 0, unpack_q8_0},  // Q8_0
+    {10, 256, 84, 16, 16, unpack_q2_k},  // Q2_K
+    {11, 256, 110, 16, 0, unpack_q3_k},  // Q3_K
+    {12, 256, 144, 8, 8, unpack_q4_k},  // Q4_K
+    {13, 256, 176, 8, 8, unpack_q5_k},  // Q5_K
+    {14, 256, 210, 16, 0, unpack_q6_k},  // Q6_K
+    {20, 32, 18, 2, 0, unpack_q4_0},  // IQ4_NL
+    {23, 256, 136, 8, 0, unpack_iq4_xs},  // IQ4_XS
+    {39, 32, 17, 2, 0, unpack_mxfp4},  // MXFP4
+};
+
+inline const BlockType* block_type_of(int64_t id) {
+  for (const BlockType& type : kBlockTypes)
+    if (type.id == id) return &type;
+  return nullptr;
+}
+
+// Rows of blocks, `row_bytes` apart; `index` names the rows of a weight among them, and is null where they follow each
+// other.
+struct BlockRows {
+  int64_t type_id;
+  const uint8_t* blocks;
+  int64_t row_bytes;
+  const int64_t* index;
+};
+
+// Unpacks some rows of blocks at a time; each thread has its own.
+class BlockUnpacker {
+ public:
+  BlockUnpacker(const BlockRows& rows, int64_t width, int max_rows)
+      : rows_(rows), type_(*block_type_of(rows.type_id)), num_blocks_(width / type_.num_values) {
+    const int64_t count = max_rows * num_blocks_;
+    codes_.resize(count * type_.num_values);
+    scales_.resize(count * type_.scale_bytes);
+    mins_.resize(count * type_.min_bytes);
+    super_scales_.resize(count);
+    super_mins_.resize(count);
+  }
+
+  // Returns rows that follow each other, the first of which is row 0 of the result.
+  UnpackedRows unpack(int64_t first, int num_rows) {
+    for (int row = 0; row < num_rows; ++row) {
+      const int64_t from = rows_.index == nullptr ? first + row : rows_.index[first + row];
+      const uint8_t* block = rows_.blocks + from * rows_.row_bytes;
+      for (int64_t at = row * num_blocks_; at < (row + 1) * num_blocks_; ++at, block += type_.num_bytes)
+        type_.unpack(block, {codes_.data() + at * type_.num_values, scales_.data() + at * type_.scale_bytes,
+                             mins_.data() + at * type_.min_bytes,
+                             reinterpret_cast<uint8_t*>(super_scales_.data() + at),
+                             reinterpret_cast<uint8_t*>(super_mins_.data() + at)});
+    }
+    return {codes_.data(), scales_.data(), mins_.data(), nullptr, super_scales_.data(), super_mins_.data()};
+  }
+
+ private:
+  BlockRows rows_;
+  const BlockType& type_;
+  int64_t num_blocks_;
+  std::vector<uint8_t> codes_, scales_, mins_;
+  std::vector<uint16_t> super_scales_, super_mins_;
+};
+
+}  // namespace
