@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
 from array import array
 from base64 import b64encode
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,6 +39,7 @@ PUBLISHED, PINNED, HOLDER = 1, 2, 4
 MOST_HOLDERS = 63
 CHUNK = 256
 _HOLDERS = bytes(min(count, MOST_HOLDERS) * HOLDER for count in range(256))
+_IS_NOT_ZERO = bytes(map(bool, range(256)))
 # The state of a block of others as a tenant sees it: used, idle or free.
 _OTHERS = bytes(HOLDER if state >= HOLDER else state & PUBLISHED for state in range(256))
 
@@ -59,10 +61,9 @@ class Planes(NamedTuple):
         parts, starts, start = [], [], 0
         for pool in scan.pools:
             # A holder count has the upper six bits, so that the flags never carry into it.
-            counts = int.from_bytes(pool.holders.translate(_HOLDERS), "little")
-            states = bytearray(
-                (counts | int.from_bytes(pool.published, "little")).to_bytes(len(pool.holders), "little")
-            )
+            counts = int.from_bytes(_to_bytes(pool.holders).translate(_HOLDERS), "little")
+            published = int.from_bytes(bytes(map(bool, pool.published)), "little")
+            states = bytearray((counts | published).to_bytes(len(pool.holders), "little"))
             for block_id in pool.pinned:
                 states[block_id] |= PINNED
             parts.append(states)
@@ -111,6 +112,36 @@ class Planes(NamedTuple):
                 _put(packed, number)
             end = same[-1] + 1
         return bytes(packed)
+
+
+    def recent(self, scan: BlockScan, visible: set[int] | None) -> dict[str, list[int]]:
+        """Return the cells that were copied, merged and evicted since the scan before, as far as they may be seen."""
+        found: dict[str, list[int]] = {"copied": [], "merged": [], "evicted": []}
+        start = 0
+        for pool in scan.pools:
+            for name, cells in found.items():
+                changed = [start + block_id for block_id in getattr(pool.recent, name, ())]
+                cells += [cell for cell in changed if visible is None or self.owners[cell] in visible]
+            start += len(pool.holders)
+        return found
+
+
+def _to_bytes(counts: Sequence[int]) -> bytes:
+    """Return a byte for each count, 255 for greater ones; no Python code runs for a count below."""
+    try:
+        return bytes(counts)
+    except ValueError:
+        wide = array("I", counts)
+    if sys.byteorder == "big":
+        wide.byteswap()
+    packed = wide.tobytes()
+    low = bytearray(packed[::4])
+    high = b"".join((packed[part::4].translate(_IS_NOT_ZERO)) for part in (1, 2, 3))
+    at = high.find(1)
+    while at >= 0:
+        low[at % len(counts)] = 255
+        at = high.find(1, at + 1)
+    return bytes(low)
 
 
 def _put(packed: bytearray, number: int) -> None:
@@ -172,10 +203,18 @@ class BlockMapHub:
     Args:
         llm: the engine.
         is_over: function that returns True once all watchers are to leave.
+        first_tokens: function that returns the latest times to the first token of a tenant's requests, in seconds; of
+            None those of all.
     """
 
-    def __init__(self, llm: AsyncLLM, is_over: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        is_over: Callable[[], bool],
+        first_tokens: Callable[[str | None], Sequence[float]] = lambda _: (),
+    ) -> None:
         self._llm = llm
+        self._first_tokens = first_tokens
         self._is_over = is_over
         self._watchers: set[Watcher] = set()
         self._task: asyncio.Task[None] | None = None
@@ -249,6 +288,8 @@ class BlockMapHub:
                     cost_s += scan_s + self._tell(scan)
                     self._mark = mark
                 await asyncio.sleep(max(INTERVAL_S, REST_PER_COST * cost_s))
+                if not self._watchers:
+                    await self._llm.inspect(_stop_recording)
         except WorkerError as error:
             logger.debug("the block map ends: %s", error)
         finally:
@@ -287,11 +328,13 @@ class BlockMapHub:
             {
                 **extra,
                 "runs": b64encode(self._planes.runs(cells, visible)).decode(),
+                "recent": self._planes.recent(scan, visible),
                 "requests": list(map(_row_to_json, rows)),
                 "queue": dict(zip(("running", "waiting", "swapped"), scan.queue, strict=True)),
                 "usage": {name: getattr(usage, name) for name in counters},
                 "host": usage.host and {name: getattr(usage.host, name) for name in counters[:5]},
                 "disk_blocks": totals.disk and totals.disk.num_blocks,
+                "first_token_s": _quantiles(self._first_tokens(tenant)),
                 "totals": {
                     "prompt_tokens": totals.prompt_tokens,
                     "generation_tokens": totals.generation_tokens,
@@ -301,6 +344,18 @@ class BlockMapHub:
                 },
             }
         )
+
+
+def _quantiles(times_s: Sequence[float]) -> dict[str, float] | None:
+    """Return the median and the 90th percentile of times; None without any."""
+    ordered = sorted(times_s)
+    return {f"p{share}": round(ordered[len(ordered) * share // 100], 4) for share in (50, 90)} if ordered else None
+
+
+def _stop_recording(engine: Engine) -> None:
+    from quire.engine.kv.block_map import stop_recording
+
+    stop_recording(engine.scheduler)
 
 
 def _scan(engine: Engine) -> tuple[BlockScan, EngineStats, float]:
