@@ -75,6 +75,10 @@ def test_a_state_has_holders_pins_and_publication() -> None:
     tables = [SimpleNamespace(pool_idx=0, number=n, block_ids=(2, n)) for n in (1, 3)]
     found = Planes.of(SimpleNamespace(pools=[pool], tables=tables))  # type: ignore[arg-type]
     assert list(found.states) == [0, 4, 3 * 4 + 3, 63 * 4 + 1, 1]
+    # No count is too great, and none runs over into a neighbour.
+    pool = SimpleNamespace(holders=[0, 255, 256, 70_000, 1, 1 << 20], published=[None] * 6, pinned=frozenset())
+    wide = Planes.of(SimpleNamespace(pools=[pool], tables=[]))  # type: ignore[arg-type]
+    assert list(wide.states) == [0, 63 * 4, 63 * 4, 63 * 4, 4, 63 * 4]
     # Of a shared block the oldest request is named.
     assert list(found.owners) == [0, 1, 1, 3, 0]
     # A tenant that holds block 3 alone sees of the others whether they are used, idle or free.
