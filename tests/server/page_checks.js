@@ -50,6 +50,10 @@ function nameless() {
   return controls.filter((each) => !isNamed(each)).map((each) => each.outerHTML);
 }
 
+// Buttons whose name lacks their text: who says "press Tokens" would not find it.
+const misnamed = () => [...document.querySelectorAll("button[aria-label]")].filter((each) => /\w/.test(each.textContent)
+  && !each.ariaLabel.includes(each.textContent.trim()) && each.className !== "alternative").map((each) => each.outerHTML);
+
 // What is wider than its place: nothing may make the page scroll to the side.
 function overflowing() {
   const wide = document.documentElement.scrollWidth > innerWidth ? [`the page: ${document.documentElement.scrollWidth} > ${innerWidth}`] : [];

@@ -211,7 +211,7 @@ def test_every_form_has_contrast_names_and_room(browser: Browser, bundled: Serve
             browser.run(f"document.getElementById('show-{tab}').click()")
             is_other_shown = browser.run("return document.getElementById('chat').checkVisibility()") and tab == "memory"
             assert is_other_shown == (tab == "memory" and not is_phone)
-            for check in ("overflowing()", "lowContrast()", "nameless()", "liveRegions()"):
+            for check in ("overflowing()", "lowContrast()", "nameless()", "misnamed()", "liveRegions()"):
                 assert browser.check(check) == [], (check, tab, is_dark)
 
 
@@ -238,6 +238,6 @@ def test_the_tab_key_reaches_everything_and_shows_where_it_is(
         assert at["isShown"], at
         assert at["isSeen"], at
         seen.append(at["name"])
-    wanted = ["new", "delete", "talk", "Edit this message, as a new branch", "input", "send"]
+    wanted = ["new", "delete", "talk", "Edit: this message, as a new branch", "input", "send"]
     wanted += [] if is_phone else ["fill", "zoom-out", "zoom-fit", "zoom-in", "map"]
     assert [name for name in seen if name in wanted] == wanted

@@ -5,9 +5,10 @@ import * as store from "./conversations.js";
 import { render } from "./markdown.js";
 import { drawTokens, hideTokens } from "./tokens.js";
 
-export function button(text, label, onClick) {
+// A button; its name for screen readers begins with its text, as those who speak commands need it.
+export function button(text, about, onClick) {
   const element = make("button", { type: "button", className: "quiet", textContent: text });
-  element.setAttribute("aria-label", label);
+  element.setAttribute("aria-label", `${text}: ${about}`);
   element.addEventListener("click", onClick);
   return element;
 }
@@ -51,7 +52,7 @@ export function drawMessage(conversation, message, actions) {
     const element = drawOne(conversation, each, actions, { isSample: true });
     element.prepend(make("div", { className: "note", textContent: `Sample ${at + 1}${each === message ? ", goes on" : ""}` }));
     if (each === message) element.classList.add("chosen");
-    else element.querySelector(".tools").prepend(button("Use this", `Go on with sample ${at + 1}`, () => actions.branch(each)));
+    else element.querySelector(".tools").prepend(button("Use this", `sample ${at + 1}`, () => actions.branch(each)));
     return element;
   });
   const group = make("div", { className: "samples" }, ...columns);
@@ -75,18 +76,18 @@ function toolsOf(conversation, message, text, actions, isSample) {
   const row = make("div", { className: "tools" }), others = store.siblings(conversation, message);
   if (others.length > 1 && !isSample) {
     const at = others.indexOf(message), other = (step) => others[(at + step + others.length) % others.length];
-    row.append(button("\u2039", "Previous branch", () => actions.branch(other(-1))), `${at + 1}/${others.length}`,
-      button("\u203a", "Next branch", () => actions.branch(other(1))));
+    row.append(button("\u2039", "previous branch", () => actions.branch(other(-1))), `${at + 1}/${others.length}`,
+      button("\u203a", "next branch", () => actions.branch(other(1))));
   }
-  if (message.role === "user") row.append(button("Edit", "Edit this message, as a new branch", () => edit(message, text, actions)));
+  if (message.role === "user") row.append(button("Edit", "this message, as a new branch", () => edit(message, text, actions)));
   if (message.role !== "assistant") return row;
-  if (!isSample) row.append(button("Regenerate", "Answer again, as a new branch", () => actions.regenerate(message.parent)));
-  if (message.content) row.append(button("Copy", "Copy this answer", async (event) => {
+  if (!isSample) row.append(button("Regenerate", "another answer, as a new branch", () => actions.regenerate(message.parent)));
+  if (message.content) row.append(button("Copy", "this answer", async (event) => {
     const { target } = event;
     try { await navigator.clipboard.writeText(message.content); target.textContent = "Copied"; } catch { target.textContent = "Not allowed"; }
     setTimeout(() => { target.textContent = "Copy"; }, 1500);
   }));
-  if (message.tokens) row.append(button("Tokens", "Show the probability of each token", () => {
+  if (message.tokens) row.append(button("Tokens", "the probability of each", () => {
     if (!text.classList.contains("tokens")) { drawTokens(message, text, (begun) => actions.fork(message, begun)); return; }
     hideTokens(text);
     text.replaceChildren(...render(message.content));
@@ -104,6 +105,6 @@ function edit(message, text, actions) {
     if (event.key === "Escape") actions.redraw();
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(); }
   });
-  text.replaceChildren(area, button("Send", "Send the edited message as a new branch", send), button("Cancel", "Cancel editing", actions.redraw));
+  text.replaceChildren(area, button("Send", "the edited message, as a new branch", send), button("Cancel", "editing", actions.redraw));
   area.focus();
 }

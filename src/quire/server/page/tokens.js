@@ -63,11 +63,13 @@ export function drawTokens(message, element, onFork) {
     box.hidden = false;
     const place = span.getBoundingClientRect(), size = box.getBoundingClientRect();
     box.style.left = `${Math.max(4, Math.min(place.left, innerWidth - size.width - 8))}px`;
-    box.style.top = `${place.bottom + size.height > innerHeight ? Math.max(4, place.top - size.height) : place.bottom}px`;
+    const top = place.bottom + size.height > innerHeight ? place.top - size.height : place.bottom;
+    box.style.top = `${Math.max(4, Math.min(top, innerHeight - size.height))}px`;
   };
   element.classList.add("tokens");
   element.replaceChildren(...spans);
   if (spans.length) spans[0].tabIndex = 0;
+  document.getElementById("talk").onscroll = close;
   element.onmouseover = (event) => { if (spans.includes(event.target)) show(event.target); };
   element.onclick = (event) => { if (spans.includes(event.target)) show(event.target); };
   element.onmouseleave = (event) => { if (!box.contains(event.relatedTarget)) close(); };
