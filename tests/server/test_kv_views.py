@@ -134,7 +134,7 @@ def test_the_tree_is_read_again_when_something_changed_and_readers_are_bounded(
 
 
 @pytest.mark.parametrize("path", ["/kv/tree", "/kv/map", "/kv/block?pool=0&block=1", "/kv/request?number=1"])
-def test_the_views_need_the_operator_s_key_where_there_is_one(folder: Path, path: str) -> None:
+def test_the_views_need_the_operator_s_key_where_there_is_one(path: str) -> None:
     class Nothing:
         def change_mark(self) -> tuple[int, ...]:
             raise AssertionError("a refused request must not reach the engine")

@@ -29,8 +29,10 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def bundled(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def bundled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server with a key, little memory and a swap space."""
+    if missing_browser() is not None:
+        pytest.skip("it is for a browser only")
     log = tmp_path_factory.mktemp("logs") / "page.log"
     flags = ("--num-kv-blocks", "300", "--swap-space", "8MiB")
     with running(Path("bundled"), log, *flags, key=KEY) as server:
@@ -170,6 +172,8 @@ def test_the_memory_while_it_fills(browser: Browser, bundled: ServerProcess) -> 
     detail = browser.wait("!document.getElementById('detail').hidden && document.getElementById('detail').textContent")
     assert "Request #" in detail
     browser.press("Escape")
+    assert browser.run("return document.getElementById('detail').hidden")
+    browser.wait("document.activeElement.textContent.startsWith('#') || document.activeElement === document.body")
     browser.wait("/evicted/.test(document.getElementById('news').textContent)")
     # The map by keyboard: a cell is told, and opened.
     browser.run("document.getElementById('map').focus()")

@@ -113,7 +113,6 @@ class Planes(NamedTuple):
             end = same[-1] + 1
         return bytes(packed)
 
-
     def recent(self, scan: BlockScan, visible: set[int] | None) -> dict[str, list[int]]:
         """Return the cells that were copied, merged and evicted since the scan before, as far as they may be seen."""
         found: dict[str, list[int]] = {"copied": [], "merged": [], "evicted": []}

@@ -120,6 +120,4 @@ class ServerState:
         since_s = time.monotonic() - FIRST_TOKEN_WINDOW_S
         ended = [(each, first_s) for at_s, each, first_s in self.recent_first_tokens if at_s >= since_s]
         begun = [(each.tenant, each.first_token_s) for each in self.in_flight.values()]
-        return [
-            first_s for each, first_s in (*ended, *begun) if first_s is not None and tenant in (None, each)
-        ]
+        return [first_s for each, first_s in (*ended, *begun) if first_s is not None and tenant in (None, each)]

@@ -76,6 +76,7 @@ export function fromFile(text) {
     if (!Array.isArray(messages) || !messages.every(isMessage)) throw new Error(`Conversation ${at + 1} of the file has no messages of this page.`);
     const isLeaf = Number.isInteger(leaf) && leaf >= 0 && leaf < messages.length;
     // An id of its own, so that nothing that is there is overwritten.
-    return { ...create(), title: typeof title === "string" ? title.slice(0, 60) : UNNAMED, messages, leaf: isLeaf ? leaf : messages.length ? messages.length - 1 : null };
+    const last = messages.length ? messages.length - 1 : null;
+    return { ...create(), title: typeof title === "string" ? title.slice(0, 60) : UNNAMED, messages, leaf: isLeaf ? leaf : last };
   });
 }

@@ -14,6 +14,7 @@ function show(title, lines, text = null) {
   $("detail").hidden = false;
   $("announce-memory").textContent = `${title}. ${lines.join(". ")}`;
   $("detail").scrollIntoView({ block: "nearest" });
+  close.focus({ preventScroll: true });
 }
 
 const listed = (counts) => Object.entries(counts).filter(([, each]) => each).map(([name, each]) => `${name} ${count(each)}`).join(", ");

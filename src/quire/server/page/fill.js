@@ -33,9 +33,8 @@ export function startFill(status) {
     $("fill").textContent = "Stop filling";
     const context = status?.max_model_len ?? 1024, maxTokens = Math.max(16, Math.min(2048, context - 320));
     const blocks = status && Math.ceil((24 * Math.min(context, maxTokens + 200)) / status.block_size), total = status?.memory.num_blocks;
-    const isSmall = blocks && blocks >= total;
-    $("fill-note").textContent = !blocks ? "24 streams are running."
-      : `24 streams, up to ${count(blocks)} blocks of ${count(total)}. ${isSmall ? "" : "To see blocks evicted and swapped, start the server with --num-kv-blocks 600 --swap-space 64MiB."}`;
+    const hint = blocks >= total ? "" : " To see blocks evicted and swapped, start the server with --num-kv-blocks 600 --swap-space 64MiB.";
+    $("fill-note").textContent = blocks ? `24 streams, up to ${count(blocks)} blocks of ${count(total)}.${hint}` : "24 streams are running.";
     try {
       let first = 0;
       const waves = WAVES.map((each) => { const mine = first; first += each.prompts; return wave(each, mine, maxTokens, running.signal); });

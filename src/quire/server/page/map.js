@@ -203,7 +203,7 @@ export class BlockMap {
     if (owned.size > 4096) owned.clear();
   }
 
-  // Where each visible cell of a pool is: calls `each` with the cell and its place.
+  // The cores of shared blocks and the outlines of pinned ones.
   drawShapes(pen, pool, start, count, top, ratio, inks) {
     const inner = this.side - ratio;
     pen.textAlign = "center";
@@ -244,7 +244,9 @@ export class BlockMap {
       pen.globalAlpha = this.isCalm.matches ? 1 : (until - now) / FLASH_MS;
       pen.strokeStyle = pen.fillStyle = inks[name];
       pen.lineWidth = 2 * ratio;
-      if (strip) mark(strip, cell - strip.pool.first - 1, (x, y) => (this.side < 6 * ratio ? pen.fillRect(x, y, size, size) : pen.strokeRect(x, y, size - ratio, size - ratio)));
+      const draw = this.side < 6 * ratio ? (x, y) => pen.fillRect(x, y, size, size)
+        : (x, y) => pen.strokeRect(x, y, size - ratio, size - ratio);
+      if (strip) mark(strip, cell - strip.pool.first - 1, draw);
     }
     pen.globalAlpha = 1;
     if (this.cursor && this.strips[this.cursor.idx]) {

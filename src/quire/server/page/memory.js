@@ -25,7 +25,7 @@ export function startMemory(status) {
   map = new BlockMap($("map"), { onBlock: showBlock, onMove: tellCell });
   timeline = new Timeline($("timeline"), $("timeline-note"), open);
   const ownerOf = (pool, block) => (map.pools?.[pool] ? map.owners[map.pools[pool].first + block] : 0);
-  const startTree = () => new PrefixTree($("tree"), $("tree-note"), { onBlock: showBlock, ownerOf });
+  const tree = new PrefixTree($("tree"), $("tree-note"), { onBlock: showBlock, ownerOf });
   for (const [id, factor] of [["zoom-out", 1 / 1.5], ["zoom-fit", null], ["zoom-in", 1.5]]) {
     $(id).addEventListener("click", () => map.scale(factor));
   }
@@ -33,7 +33,7 @@ export function startMemory(status) {
     await askKey("The routes of operation need the operator's key.");
     $("use-key").hidden = true;
     watch();
-    startTree();
+    tree.watch();
   });
   setInterval(() => {
     if (!last || document.hidden) return;
@@ -42,7 +42,7 @@ export function startMemory(status) {
     timeline.draw();
   }, 1000);
   startFill(status);
-  startTree();
+  tree.watch();
   watch();
 }
 

@@ -23,7 +23,6 @@ export class PrefixTree {
       const item = event.target.closest("[data-block]");
       if (item) this.choose(item);
     });
-    this.watch();
   }
 
   async watch() {
@@ -31,7 +30,7 @@ export class PrefixTree {
     if (this.isSeen && !document.hidden) {
       try { this.draw(await getJson("kv/tree", { isQuiet: true })); } catch (error) {
         this.note.textContent = error.status ? error.message : "The connection was lost.";
-        if (error.status === 401 || error.status === 403) return;
+        if ([400, 401, 403].includes(error.status)) return;
       }
     }
     setTimeout(() => this.watch(), INTERVAL_MS);
@@ -92,7 +91,8 @@ export class PrefixTree {
     const path = shape("path", { d: line, "stroke-width": thick, class: kind });
     if (owner) path.style.stroke = colour(owner);
     const state = node.holders ? `${count(node.holders)} holder${node.holders > 1 ? "s" : ""}` : node.pool === null ? "evicted" : "idle";
-    const text = `Tokens ${count(node.first_token)} to ${count(node.end_token)}, ${state}${node.num_children ? `, ${count(node.num_children)} branches` : ""}${node.text ? `: ${node.text}` : ""}`;
+    const branches = node.num_children ? `, ${count(node.num_children)} branches` : "", begins = node.text ? `: ${node.text}` : "";
+    const text = `Tokens ${count(node.first_token)} to ${count(node.end_token)}, ${state}${branches}${begins}`;
     const item = shape("g", { role: "treeitem", tabindex: "-1", "aria-label": text, "aria-level": node.level }, shape("title", {}), path);
     item.firstChild.textContent = text;
     Object.assign(item.dataset, { block: node.block, pool: node.pool ?? "", key: `${node.pool}.${node.block}.${node.first_token}` });
