@@ -17,8 +17,9 @@ import pytest
 
 from quire.errors import WorkerError
 from quire.memory.results import Tier
-from quire.server import block_map
-from quire.server.block_map import MAX_WATCHERS, BlockMapHub, Planes
+from quire.server import block_planes
+from quire.server.block_map import MAX_WATCHERS, BlockMapHub
+from quire.server.block_planes import Planes
 from quire.server.errors import ApiError
 from tests.server.process import ServerProcess, running
 from tests.server.test_errors import check_form
@@ -57,6 +58,25 @@ def planes(draw: random.Random, size: int) -> Planes:
             table = tuple(draw.sample([cell for cell in range(1, size) if holders[cell]], size // 3))
             tables.append(SimpleNamespace(pool_idx=idx, number=number, block_ids=table))
     return Planes.of(SimpleNamespace(pools=pools, tables=tables))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_equal_parts_are_taken_over_from_the_planes_before(seed: int) -> None:
+    draw = random.Random(seed)
+    nodes = [None, *(object() for _ in range(5))]
+    planes_before = None
+    holders, published, pinned = [0] * 1000, [nodes[0]] * 1000, frozenset({7})
+    for _ in range(30):
+        holders, published = holders.copy(), published.copy()
+        for _ in range(draw.randrange(5)):
+            holders[draw.randrange(1, 1000)] = draw.choice((0, 1, 2, 300))
+            published[draw.randrange(1, 1000)] = draw.choice(nodes)
+        if draw.random() < 0.2:
+            pinned = frozenset(draw.sample(range(1, 1000), 2))
+        pool = SimpleNamespace(holders=holders, published=published, pinned=pinned)
+        scan: Any = SimpleNamespace(pools=[pool, pool], tables=[])
+        whole, planes_before = Planes.of(scan), Planes.of(scan, planes_before)
+        assert planes_before.states == whole.states
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -160,7 +180,7 @@ def test_the_map_follows_a_request(server: ServerProcess) -> None:
         cells, first = next(maps)
         (pool,) = first["layout"]["pools"]
         assert (pool["tier"], pool["cells"], first["requests"]) == ("device", 601, [])
-        assert set(cells.values()) == {(block_map.PUBLISHED, 0)}
+        assert set(cells.values()) == {(block_planes.PUBLISHED, 0)}
         with server.http.stream("POST", "/v1/completions", json=body) as answer:
             written = answer.iter_lines()  # kept: its end would end the request
             next(written)
@@ -181,7 +201,7 @@ def test_the_map_follows_a_request(server: ServerProcess) -> None:
         # The client of the answer has left: its blocks are idle or free.
         cells = next(cells for cells, event in islice(maps, 200) if not event["requests"])
         assert cells
-        assert {state for state, _ in cells.values()} == {block_map.PUBLISHED}
+        assert {state for state, _ in cells.values()} == {block_planes.PUBLISHED}
         idle = server.http.get("/kv/block", params={"pool": 0, "block": table[0]}).json()
         assert (idle["token_ids"], idle["holders"], idle["held_by"]) == (prompt[:size], 0, [])
         assert idle["unchanged_s"] >= 0

@@ -47,7 +47,8 @@ function noteOf({ usage, waited, wrote, isBranch, blockSize, shared, samples }) 
   // What was seen of the block tables; of an answer that was too short for that, the whole blocks of its prompt.
   const seen = shared ?? (blockSize ? { fewer: (samples - 1) * Math.floor(total / blockSize) } : null);
   const held = seen?.blocks ? ` in ${count(seen.blocks)} blocks,` : ":";
-  const side = samples > 1 && seen ? `; ${samples} samples${held} ${count(seen.fewer)} blocks fewer than alone` : "";
+  const fewer = seen?.fewer ? `${held} ${count(seen.fewer)} blocks fewer than alone` : " share no whole block";
+  const side = samples > 1 && seen ? `; ${samples} samples${fewer}` : "";
   return `${read}; ${count(usage.completion_tokens)} written; first after ${(waited / 1000).toFixed(2)} s${rate}${side}`;
 }
 

@@ -3,14 +3,14 @@
 import { count } from "./api.js";
 import { colour } from "./map.js";
 
-const WINDOW_MS = 60000, LEAST_MS = 10000, ROW = 14, GUTTER = 52, MAX_ROWS = 28, MAX_ENDED = 16;
+const EVENT_MS = 100, WINDOW_MS = 60000, LEAST_MS = 10000, ROW = 14, GUTTER = 52, MAX_ROWS = 28, MAX_ENDED = 16;
 
 const PHASES = { waiting: (row) => (row.num_preemptions ? "preempted" : "queued"), swapped: () => "swapped",
   running: (row) => (row.num_computed < row.num_prompt ? "prefill" : "decode") };
 
 export class Timeline {
   constructor(canvas, note, onRequest) {
-    Object.assign(this, { canvas, note, onRequest, entries: new Map(), rows: [], cursor: null });
+    Object.assign(this, { canvas, note, onRequest, entries: new Map(), rows: [], cursor: null, before: -Infinity });
     canvas.addEventListener("click", (event) => {
       const entry = this.rows[Math.floor(event.offsetY / ROW)];
       if (entry) onRequest(entry.number);
@@ -34,10 +34,13 @@ export class Timeline {
       if (!entry) this.entries.set(row.number, entry = { number: row.number, phases: [], chunks: [], computed: 0, ended: null });
       const last = entry.phases.at(-1);
       if (last) last.to = now;
+      // A prompt that was computed since the event before was never seen in part.
+      if (!last && kind === "decode" && now - this.before < 2 * EVENT_MS) entry.phases.push({ kind: "prefill", from: now - EVENT_MS, to: now });
       if (last?.kind !== kind) entry.phases.push({ kind, from: now, to: now });
       if (kind === "prefill" && row.num_computed > entry.computed) entry.chunks.push(now);
       entry.computed = row.num_computed;
     }
+    this.before = now;
     for (const entry of this.entries.values()) if (!seen.has(entry.number)) entry.ended ??= now;
     const ended = [...this.entries.values()].filter((entry) => entry.ended !== null).sort((one, other) => one.ended - other.ended);
     for (const entry of ended.slice(0, -MAX_ENDED)) this.entries.delete(entry.number);

@@ -4,7 +4,7 @@ import { count, getJson } from "./api.js";
 import { colour } from "./map.js";
 
 const LANE = 15, LABEL = 160, LETTER = 7, MAX_LANES = 40, INTERVAL_MS = 1000;
-const SVG = "http://www.w3.org/2000/svg";
+const { namespaceURI: SVG } = document.getElementById("tree");
 
 function shape(name, attributes, ...children) {
   const element = document.createElementNS(SVG, name);
