@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -195,6 +196,16 @@ def test_the_memory_while_it_fills(browser: Browser, bundled: ServerProcess) -> 
         browser.click("Stop filling")
     browser.wait("document.getElementById('fill').textContent === 'Fill the memory'")
     bundled.wait_until_idle()
+    # A page that is hidden does not watch; once it is seen again, it does.
+    hide = "Object.defineProperty(document, 'hidden', {{ value: {}, configurable: true }});"
+    change = "document.dispatchEvent(new Event('visibilitychange'))"
+    browser.run(hide.format("true") + change)
+    browser.run("document.getElementById('counts').textContent = 'unseen'")
+    bundled.post("/v1/completions", {"prompt": [70] * 90, "max_tokens": 1})
+    time.sleep(0.5)
+    assert browser.run("return document.getElementById('counts').textContent") == "unseen"
+    browser.run(hide.format("false") + change)
+    browser.wait("/[0-9] idle/.test(document.getElementById('counts').textContent)")
 
 
 @pytest.mark.parametrize("is_phone", [False, True], ids=["desktop", "phone"])

@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 MAX_WATCHERS = 16
 INTERVAL_S = 0.1
-# A comparison that takes long is made less often, so that all of them take at most a twentieth of the time; the time
+# A comparison that takes long is made less often, so that all of them take at most a fortieth of the time; the time
 # is that of the processor, since a busy machine makes none of them dearer.
-REST_PER_COST = 19
+REST_PER_COST = 39
 
 
 class Watcher:

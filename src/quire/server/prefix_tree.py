@@ -15,8 +15,8 @@ if TYPE_CHECKING:  # the server starts before the engine is imported
     from quire.text.tokenizer import Tokenizer
 
 INTERVAL_S = 1.0
-# All readings together take at most a twentieth of the time.
-REST_PER_COST = 19
+# All readings together take at most a fortieth of the time.
+REST_PER_COST = 39
 MAX_KEPT = 16
 MAX_READERS = 32
 

@@ -1,6 +1,7 @@
 """State, holders and tokens of every block, read from the scheduler and the memory manager between two steps.
 
 Nothing is recorded while nobody asks: a scan reads reference counts, the prefix index and the block tables as they are.
+From one scan to the next, pools record which blocks were copied, merged and evicted.
 """
 
 from __future__ import annotations
@@ -149,6 +150,7 @@ def _pools_of(memory: KVCacheManager) -> Iterator[PoolBlocks]:
 
 
 def groups_of(memory: KVCacheManager) -> Iterator[tuple[Tier, int, CacheGroup]]:
+    """Yield the cache groups of the device, then those of the host, in the order of `BlockScan.pools`."""
     for idx, group in enumerate(memory.groups):
         yield Tier.DEVICE, idx, group
     if memory.host is not None:

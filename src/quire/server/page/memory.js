@@ -47,8 +47,11 @@ export function startMemory(status) {
 }
 
 async function watch() {
+  // A page that nobody sees costs the server nothing.
+  const unseen = new AbortController(), hide = () => { if (document.hidden) unseen.abort(); };
+  document.addEventListener("visibilitychange", hide);
   try {
-    const response = await request("kv/map", { isQuiet: true });
+    const response = await request("kv/map", { isQuiet: true, signal: unseen.signal });
     for await (const event of events(response)) {
       if (event.layout) map.layout(event.layout);
       map.disk = event.disk_blocks ?? 0;
@@ -58,11 +61,12 @@ async function watch() {
       show(event);
     }
   } catch (error) {
-    $("counts").textContent = error.status ? error.message : "The connection was lost.";
+    if (!unseen.signal.aborted) $("counts").textContent = error.status ? error.message : "The connection was lost.";
     if (error.status === 401 || error.status === 403) { $("use-key").hidden = false; return; }
     if (error.status === 400) return;
-  }
-  setTimeout(watch, 2000);
+  } finally { document.removeEventListener("visibilitychange", hide); }
+  if (document.hidden) document.addEventListener("visibilitychange", watch, { once: true });
+  else setTimeout(watch, unseen.signal.aborted ? 0 : 2000);
 }
 
 function tellCell({ pool, block, holders, isPublished, isPinned, owner }) {
