@@ -36,6 +36,11 @@ def all_digests(tokens: list[int], namespace: Namespace = PLAIN, key: bytes = b"
     return digests_of(chain_of(tokens, namespace, key), len(tokens) // BLOCK_SIZE)
 
 
+@given(namespace=namespaces)
+def test_an_encoded_namespace_can_be_read(namespace: Namespace) -> None:
+    assert Namespace.deserialise(namespace.serialise()) == namespace
+
+
 @given(tokens=ids, cuts=st.lists(st.integers(0, 20)))
 def test_digests_do_not_depend_on_when_they_are_asked_for(tokens: list[int], cuts: list[int]) -> None:
     growing: list[int] = []

@@ -17,8 +17,9 @@ import pytest
 
 from quire.errors import WorkerError
 from quire.memory.results import Tier
-from quire.server import block_map
-from quire.server.block_map import MAX_WATCHERS, BlockMapHub, Planes
+from quire.server import block_planes
+from quire.server.block_map import MAX_WATCHERS, BlockMapHub
+from quire.server.block_planes import Planes
 from quire.server.errors import ApiError
 from tests.server.process import ServerProcess, running
 from tests.server.test_errors import check_form
@@ -60,6 +61,25 @@ def planes(draw: random.Random, size: int) -> Planes:
 
 
 @pytest.mark.parametrize("seed", range(4))
+def test_equal_parts_are_taken_over_from_the_planes_before(seed: int) -> None:
+    draw = random.Random(seed)
+    nodes = [None, *(object() for _ in range(5))]
+    planes_before = None
+    holders, published, pinned = [0] * 1000, [nodes[0]] * 1000, frozenset({7})
+    for _ in range(30):
+        holders, published = holders.copy(), published.copy()
+        for _ in range(draw.randrange(5)):
+            holders[draw.randrange(1, 1000)] = draw.choice((0, 1, 2, 300))
+            published[draw.randrange(1, 1000)] = draw.choice(nodes)
+        if draw.random() < 0.2:
+            pinned = frozenset(draw.sample(range(1, 1000), 2))
+        pool = SimpleNamespace(holders=holders, published=published, pinned=pinned)
+        scan: Any = SimpleNamespace(pools=[pool, pool], tables=[])
+        whole, planes_before = Planes.of(scan), Planes.of(scan, planes_before)
+        assert planes_before.states == whole.states
+
+
+@pytest.mark.parametrize("seed", range(4))
 def test_changes_lead_from_one_map_to_the_next(seed: int) -> None:
     draw = random.Random(seed)
     before, after = planes(draw, 400), planes(draw, 400)
@@ -75,6 +95,10 @@ def test_a_state_has_holders_pins_and_publication() -> None:
     tables = [SimpleNamespace(pool_idx=0, number=n, block_ids=(2, n)) for n in (1, 3)]
     found = Planes.of(SimpleNamespace(pools=[pool], tables=tables))  # type: ignore[arg-type]
     assert list(found.states) == [0, 4, 3 * 4 + 3, 63 * 4 + 1, 1]
+    # No count is too great, and none runs over into a neighbour.
+    pool = SimpleNamespace(holders=[0, 255, 256, 70_000, 1, 1 << 20], published=[None] * 6, pinned=frozenset())
+    wide = Planes.of(SimpleNamespace(pools=[pool], tables=[]))  # type: ignore[arg-type]
+    assert list(wide.states) == [0, 63 * 4, 63 * 4, 63 * 4, 4, 63 * 4]
     # Of a shared block the oldest request is named.
     assert list(found.owners) == [0, 1, 1, 3, 0]
     # A tenant that holds block 3 alone sees of the others whether they are used, idle or free.
@@ -156,7 +180,7 @@ def test_the_map_follows_a_request(server: ServerProcess) -> None:
         cells, first = next(maps)
         (pool,) = first["layout"]["pools"]
         assert (pool["tier"], pool["cells"], first["requests"]) == ("device", 601, [])
-        assert set(cells.values()) == {(block_map.PUBLISHED, 0)}
+        assert set(cells.values()) == {(block_planes.PUBLISHED, 0)}
         with server.http.stream("POST", "/v1/completions", json=body) as answer:
             written = answer.iter_lines()  # kept: its end would end the request
             next(written)
@@ -177,7 +201,7 @@ def test_the_map_follows_a_request(server: ServerProcess) -> None:
         # The client of the answer has left: its blocks are idle or free.
         cells = next(cells for cells, event in islice(maps, 200) if not event["requests"])
         assert cells
-        assert {state for state, _ in cells.values()} == {block_map.PUBLISHED}
+        assert {state for state, _ in cells.values()} == {block_planes.PUBLISHED}
         idle = server.http.get("/kv/block", params={"pool": 0, "block": table[0]}).json()
         assert (idle["token_ids"], idle["holders"], idle["held_by"]) == (prompt[:size], 0, [])
         assert idle["unchanged_s"] >= 0

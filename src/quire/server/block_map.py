@@ -10,14 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from array import array
 from base64 import b64encode
-from collections.abc import AsyncGenerator, Callable, Iterable
-from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from quire.errors import WorkerError
 from quire.server import sse
+from quire.server.block_planes import Planes
 from quire.server.errors import unavailable
 
 if TYPE_CHECKING:  # the server starts before the engine is imported
@@ -30,94 +29,9 @@ logger = logging.getLogger(__name__)
 
 MAX_WATCHERS = 16
 INTERVAL_S = 0.1
-# A comparison that takes long is made less often, so that all of them take at most a twentieth of the time; the time
+# A comparison that takes long is made less often, so that all of them take at most a fortieth of the time; the time
 # is that of the processor, since a busy machine makes none of them dearer.
-REST_PER_COST = 19
-# Bits of a block's state, below its number of holders.
-PUBLISHED, PINNED, HOLDER = 1, 2, 4
-MOST_HOLDERS = 63
-CHUNK = 256
-_HOLDERS = bytes(min(count, MOST_HOLDERS) * HOLDER for count in range(256))
-# The state of a block of others as a tenant sees it: used, idle or free.
-_OTHERS = bytes(HOLDER if state >= HOLDER else state & PUBLISHED for state in range(256))
-
-
-class Planes(NamedTuple):
-    """State of all blocks, those of one pool after those of another; a block's index is its cell in the map.
-
-    Args:
-        states: a byte for each block: its holders (up to 63) times 4, plus 2 if it is pinned, plus 1 if published.
-        owners: a number of the first request that holds it for each block, 4 bytes each; 0 for none.
-    """
-
-    states: bytes
-    owners: memoryview
-
-    @classmethod
-    def of(cls, scan: BlockScan) -> Planes:
-        """Return the planes of a scan."""
-        parts, starts, start = [], [], 0
-        for pool in scan.pools:
-            # A holder count has the upper six bits, so that the flags never carry into it.
-            counts = int.from_bytes(pool.holders.translate(_HOLDERS), "little")
-            states = bytearray(
-                (counts | int.from_bytes(pool.published, "little")).to_bytes(len(pool.holders), "little")
-            )
-            for block_id in pool.pinned:
-                states[block_id] |= PINNED
-            parts.append(states)
-            starts.append(start)
-            start += len(states)
-        owners = array("I", bytes(4 * start))
-        # The oldest request comes last, and is the one that a shared block shows.
-        for table in sorted(scan.tables, key=lambda table: -table.number):
-            first = starts[table.pool_idx]
-            for block_id in table.block_ids:
-                owners[first + block_id] = table.number
-        for first in starts:
-            owners[first] = 0  # the null block
-        return cls(b"".join(parts), memoryview(owners.tobytes()).cast("I"))
-
-    def changed(self, before: Planes | None) -> list[int]:
-        """Return the cells that differ from earlier planes, of None all that are not free."""
-        if before is None:
-            return [cell for cell, state in enumerate(self.states) if state]
-        cells: list[int] = []
-        for start in range(0, len(self.states), CHUNK):
-            part = slice(start, start + CHUNK)
-            if self.states[part] != before.states[part] or self.owners[part] != before.owners[part]:
-                new = zip(self.states[part], self.owners[part], strict=True)
-                old = zip(before.states[part], before.owners[part], strict=True)
-                cells += [cell for cell, (now, then) in enumerate(zip(new, old, strict=True), start) if now != then]
-        return cells
-
-    def runs(self, cells: Iterable[int], visible: set[int] | None) -> bytes:
-        """Return cells as runs of equal ones: gap, length, state and owner, each as a LEB128 number.
-
-        Args:
-            cells: rising cells.
-            visible: numbers of the requests whose blocks are shown as they are; None for all.
-        """
-
-        def shown(cell: int) -> tuple[int, int]:
-            state, owner = self.states[cell], self.owners[cell]
-            return (state, owner) if visible is None or owner in visible else (_OTHERS[state], 0)
-
-        packed = bytearray()
-        end = 0
-        for (state, owner, _), run in groupby(enumerate(cells), lambda item: (*shown(item[1]), item[1] - item[0])):
-            same = [cell for _, cell in run]
-            for number in (same[0] - end, len(same), state, owner):
-                _put(packed, number)
-            end = same[-1] + 1
-        return bytes(packed)
-
-
-def _put(packed: bytearray, number: int) -> None:
-    while number > 127:
-        packed.append(number & 127 | 128)
-        number >>= 7
-    packed.append(number)
+REST_PER_COST = 39
 
 
 class Watcher:
@@ -172,10 +86,18 @@ class BlockMapHub:
     Args:
         llm: the engine.
         is_over: function that returns True once all watchers are to leave.
+        first_tokens: function that returns the latest times to the first token of a tenant's requests, in seconds; of
+            None those of all.
     """
 
-    def __init__(self, llm: AsyncLLM, is_over: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        is_over: Callable[[], bool],
+        first_tokens: Callable[[str | None], Sequence[float]] = lambda _: (),
+    ) -> None:
         self._llm = llm
+        self._first_tokens = first_tokens
         self._is_over = is_over
         self._watchers: set[Watcher] = set()
         self._task: asyncio.Task[None] | None = None
@@ -249,6 +171,8 @@ class BlockMapHub:
                     cost_s += scan_s + self._tell(scan)
                     self._mark = mark
                 await asyncio.sleep(max(INTERVAL_S, REST_PER_COST * cost_s))
+                if not self._watchers:
+                    await self._llm.inspect(_stop_recording)
         except WorkerError as error:
             logger.debug("the block map ends: %s", error)
         finally:
@@ -264,7 +188,7 @@ class BlockMapHub:
         began_s = time.thread_time()
         self._scan = scan
         self._snapshots.clear()
-        before, self._planes = self._planes, Planes.of(scan)
+        before, self._planes = self._planes, Planes.of(scan, self._planes)
         cells = self._planes.changed(before)
         if before is not None:
             self._changed_s.update(dict.fromkeys(cells, time.monotonic()))
@@ -287,11 +211,13 @@ class BlockMapHub:
             {
                 **extra,
                 "runs": b64encode(self._planes.runs(cells, visible)).decode(),
+                "recent": self._planes.recent(scan, visible),
                 "requests": list(map(_row_to_json, rows)),
                 "queue": dict(zip(("running", "waiting", "swapped"), scan.queue, strict=True)),
                 "usage": {name: getattr(usage, name) for name in counters},
                 "host": usage.host and {name: getattr(usage.host, name) for name in counters[:5]},
                 "disk_blocks": totals.disk and totals.disk.num_blocks,
+                "first_token_s": _quantiles(self._first_tokens(tenant)),
                 "totals": {
                     "prompt_tokens": totals.prompt_tokens,
                     "generation_tokens": totals.generation_tokens,
@@ -301,6 +227,18 @@ class BlockMapHub:
                 },
             }
         )
+
+
+def _quantiles(times_s: Sequence[float]) -> dict[str, float] | None:
+    """Return the median and the 90th percentile of times; None without any."""
+    ordered = sorted(times_s)
+    return {f"p{share}": round(ordered[len(ordered) * share // 100], 4) for share in (50, 90)} if ordered else None
+
+
+def _stop_recording(engine: Engine) -> None:
+    from quire.engine.kv.block_map import stop_recording
+
+    stop_recording(engine.scheduler)
 
 
 def _scan(engine: Engine) -> tuple[BlockScan, EngineStats, float]:

@@ -1,4 +1,4 @@
-"""`GET /kv/map`, `/kv/block` and `/kv/request`: the live map of the KV cache, and what one block or request holds."""
+"""`GET /kv/map`, `/kv/tree`, `/kv/block` and `/kv/request`: the KV cache, and what one block or request holds."""
 
 from __future__ import annotations
 
@@ -94,6 +94,11 @@ async def show_request(state: ServerState, request: Request) -> Response:
     if found is None:
         raise ApiError(404, f"there is no unfinished request of number {number}", code="not_found", param="number")
     return json_response(found)
+
+
+async def show_tree(state: ServerState, request: Request) -> Response:
+    """Answer `GET /kv/tree`: the prefix tree, the segments with the most holders first."""
+    return json_response(await state.prefix_tree.read(_viewer(state, request)))
 
 
 def _viewer(state: ServerState, request: Request) -> str | None:

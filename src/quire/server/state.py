@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 from quire.server.block_map import BlockMapHub
 from quire.server.body import BodyReader
 from quire.server.logprob_budget import LogprobBudget, LogprobReservation
+from quire.server.prefix_tree import PrefixTreeView
 from quire.server.settings import ServerConfig
 from quire.server.stream_merge import StreamMerger
 from quire.server.usage import TokenCount
@@ -20,6 +22,10 @@ from quire.text.tool_calls import ToolFormat
 
 if TYPE_CHECKING:
     from quire.engine.async_llm import AsyncLLM
+
+
+# Requests that ended so long ago are not among the latest times to the first token.
+FIRST_TOKEN_WINDOW_S = 60.0
 
 
 @dataclass(slots=True)
@@ -41,6 +47,11 @@ class InFlightRequest:
     tenant: str | None = None
     started_s: float = field(default_factory=time.monotonic)
     logprobs: LogprobReservation | None = None
+
+    @property
+    def first_token_s(self) -> float | None:
+        """Seconds from the request to its first output; None before it."""
+        return (self.count.first_ns - self.count.begin_ns) / 1e9 if self.count.num_prompt else None
 
     def release(self) -> None:
         """Give the reservation back when sending has ended, complete or not."""
@@ -64,6 +75,8 @@ class ServerState:
         in_flight: requests in the engine, by the id of their answer.
         logprobs: budget of log probabilities in answers.
         block_map: live map of the KV cache.
+        prefix_tree: the prefix tree as the page draws it.
+        recent_first_tokens: time of the end, tenant and seconds to the first token of the latest requests.
         writing: lock that is held while a piece of a long answer is made; see `json_stream.paced`.
     """
 
@@ -78,11 +91,14 @@ class ServerState:
     in_flight: dict[str, InFlightRequest] = field(default_factory=dict)
     logprobs: LogprobBudget = field(init=False)
     block_map: BlockMapHub = field(init=False)
+    prefix_tree: PrefixTreeView = field(init=False)
+    recent_first_tokens: deque[tuple[float, str | None, float]] = field(default_factory=lambda: deque(maxlen=1024))
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
         self.logprobs = LogprobBudget(self.config.max_request_logprobs)
-        self.block_map = BlockMapHub(self.llm, lambda: self.is_draining)
+        self.block_map = BlockMapHub(self.llm, lambda: self.is_draining, self.first_token_times)
+        self.prefix_tree = PrefixTreeView(self.llm)
 
     @contextmanager
     def track(self, tracked: InFlightRequest) -> Iterator[None]:
@@ -92,3 +108,16 @@ class ServerState:
             yield
         finally:
             del self.in_flight[tracked.answer_id]
+            if tracked.first_token_s is not None:
+                self.recent_first_tokens.append((time.monotonic(), tracked.tenant, tracked.first_token_s))
+
+    def first_token_times(self, tenant: str | None) -> list[float]:
+        """Return the times to the first token of requests in flight, and of those that ended in the last minute.
+
+        Args:
+            tenant: tenant of the requests; None for those of all.
+        """
+        since_s = time.monotonic() - FIRST_TOKEN_WINDOW_S
+        ended = [(each, first_s) for at_s, each, first_s in self.recent_first_tokens if at_s >= since_s]
+        begun = [(each.tenant, each.first_token_s) for each in self.in_flight.values()]
+        return [first_s for each, first_s in (*ended, *begun) if first_s is not None and tenant in (None, each)]

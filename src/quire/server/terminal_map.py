@@ -10,7 +10,8 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from quire.server.block_map import HOLDER, PINNED, BlockMapHub, Planes
+from quire.server.block_map import BlockMapHub
+from quire.server.block_planes import HOLDER, PINNED, Planes
 
 if TYPE_CHECKING:  # the server starts before the engine is imported
     from quire.engine.kv.block_map import BlockScan

@@ -1,17 +1,20 @@
 """State, holders and tokens of every block, read from the scheduler and the memory manager between two steps.
 
 Nothing is recorded while nobody asks: a scan reads reference counts, the prefix index and the block tables as they are.
+From one scan to the next, pools record which blocks were copied, merged and evicted.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
 from quire.memory.groups.cache_group import CacheGroup
 from quire.memory.manager import KVCacheManager
 from quire.memory.pool.pool import NULL_BLOCK
+from quire.memory.pool.recent_changes import RecentChanges
 from quire.memory.prefix.token_chain import TOKEN_BYTES, Namespace
 from quire.memory.results import Tier
 from quire.memory.usage import Usage
@@ -20,25 +23,26 @@ from quire.sequences.sequence import Request, Sequence
 
 # Rows of waiting requests in a scan, beside those of all running and swapped ones.
 MAX_WAITING = 64
-MOST_HOLDERS = 255
 
 
 class PoolBlocks(NamedTuple):
-    """The blocks of one cache group in one tier, a byte for each block id, the null block included.
+    """The blocks of one cache group in one tier, in the order of their ids, the null block included.
 
     Args:
         tier: tier of the blocks.
         group_idx: index of the cache group.
-        holders: number of holders, at most `MOST_HOLDERS`.
-        published: 1 where the block is published.
+        holders: number of holders.
+        published: a true value where the block is published.
         pinned: ids of pinned blocks.
+        recent: changes since the last scan; None in the first one.
     """
 
     tier: Tier
     group_idx: int
-    holders: bytes
-    published: bytes
+    holders: Seq[int]
+    published: Seq[object]
     pinned: frozenset[int]
+    recent: RecentChanges | None = None
 
 
 class HeldTable(NamedTuple):
@@ -103,7 +107,10 @@ class BlockScan(NamedTuple):
 
 
 def scan_blocks(scheduler: Scheduler) -> BlockScan:
-    """Return the state of all blocks and requests; the time is linear in the blocks, at the speed of copying bytes."""
+    """Return the state of all blocks and requests, and record changes of blocks from now on, until `stop_recording`.
+
+    The time is linear in the blocks, at the speed of copying a list: packing them is left to the caller's thread.
+    """
     memory = scheduler.memory
     tables: list[HeldTable] = []
     rows: dict[int, RequestRow] = {}
@@ -118,6 +125,12 @@ def scan_blocks(scheduler: Scheduler) -> BlockScan:
     return BlockScan(tuple(_pools_of(memory)), tuple(tables), tuple(rows.values()), memory.usage(), queue)
 
 
+def stop_recording(scheduler: Scheduler) -> None:
+    """Record no changes of blocks any more."""
+    for _, _, group in groups_of(scheduler.memory):
+        group.pool.recent = None
+
+
 def number_of(request: Request) -> int:
     """Return the number of a request in a scan."""
     return request.arrival + 1
@@ -125,21 +138,19 @@ def number_of(request: Request) -> int:
 
 def pool_sizes(scheduler: Scheduler) -> list[int]:
     """Return the number of block ids of each pool, in the order of `BlockScan.pools`."""
-    return [len(group.pool.ref_counts) for _, _, group in _groups_of(scheduler.memory)]
+    return [len(group.pool.ref_counts) for _, _, group in groups_of(scheduler.memory)]
 
 
 def _pools_of(memory: KVCacheManager) -> Iterator[PoolBlocks]:
-    for tier, idx, group in _groups_of(memory):
+    for tier, idx, group in groups_of(memory):
         pool = group.pool
-        try:
-            holders = bytes(pool.ref_counts)
-        except ValueError:  # a block with more holders than a byte can count
-            holders = bytes(min(count, MOST_HOLDERS) for count in pool.ref_counts)
+        recent, pool.recent = pool.recent, RecentChanges()
         pinned = frozenset(memory.pins.blocks(idx)) if tier is Tier.DEVICE else frozenset[int]()
-        yield PoolBlocks(tier, idx, holders, pool.index.flags(), pinned)
+        yield PoolBlocks(tier, idx, pool.ref_counts.copy(), pool.index.nodes(), pinned, recent)
 
 
-def _groups_of(memory: KVCacheManager) -> Iterator[tuple[Tier, int, CacheGroup]]:
+def groups_of(memory: KVCacheManager) -> Iterator[tuple[Tier, int, CacheGroup]]:
+    """Yield the cache groups of the device, then those of the host, in the order of `BlockScan.pools`."""
     for idx, group in enumerate(memory.groups):
         yield Tier.DEVICE, idx, group
     if memory.host is not None:
@@ -185,7 +196,7 @@ def describe_block(scheduler: Scheduler, pool_idx: int, block_id: int, viewer: N
             a viewer with a tenant sees no holders and pins of others either.
     """
     memory = scheduler.memory
-    tier, group_idx, group = tuple(_groups_of(memory))[pool_idx]
+    tier, group_idx, group = tuple(groups_of(memory))[pool_idx]
     pool, size = group.pool, memory.block_size
     token_ids: list[int] | None = None
     held: list[dict[str, Any]] = []

@@ -12,6 +12,7 @@ from quire.errors import InvariantViolation
 from quire.memory.pool.idle_blocks import IdleBlocks, Part, RetentionPriority
 from quire.memory.pool.idle_queue import Ticker
 from quire.memory.pool.protocols import BlockObserver, BlockSource, EvictionSink
+from quire.memory.pool.recent_changes import RecentChanges
 from quire.memory.prefix.published import PublishedBlocks
 from quire.memory.prefix.radix_node import NULL_BLOCK
 
@@ -37,6 +38,7 @@ class BlockPool:
         source: slabs of the group, if the pool shares an arena.
         keeper: sink of evicted blocks, if there is a tier below.
         observer: receives block events, if set.
+        recent: recorder of copied, merged and evicted blocks, if set.
 
     Invariants: M1, M2 (with the tables of the manager), M10.
     """
@@ -50,6 +52,7 @@ class BlockPool:
         "num_evictions",
         "num_used",
         "observer",
+        "recent",
         "ref_counts",
         "source",
     )
@@ -66,6 +69,7 @@ class BlockPool:
         self.source: BlockSource | None = None
         self.keeper: EvictionSink | None = None
         self.observer: BlockObserver | None = None
+        self.recent: RecentChanges | None = None
 
     def take(self, count: int) -> list[int]:
         """Hand out blocks with one holder each: free ones first, then evicted ones.
@@ -185,6 +189,8 @@ class BlockPool:
         """Take idle blocks out of the index; return them by retention priority."""
         if self.observer is not None:
             self.observer.on_evict(block_ids)
+        if self.recent is not None:
+            self.recent.evicted.extend(block_ids)
         self.num_evictions += len(block_ids)
         if self.keeper is not None:
             self.keeper.keep(block_ids)

@@ -65,9 +65,9 @@ class PublishedBlocks:
         node = self._nodes[block_id]
         return None if node is None else node.content(self._positions[block_id])
 
-    def flags(self) -> bytes:
-        """Return a byte for each block, 1 where it is published; no Python code runs for a block."""
-        return bytes(map(bool, self._nodes))
+    def nodes(self) -> list[RadixNode | None]:
+        """Return the node of each block, None where the block is not published."""
+        return self._nodes.copy()
 
     def block_ids(self) -> list[int]:
         """Return all published blocks."""

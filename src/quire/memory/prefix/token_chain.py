@@ -50,6 +50,23 @@ class Namespace(NamedTuple):
                 parts += b"s" + len(data).to_bytes(8, "little") + data
         return bytes(parts)
 
+    @classmethod
+    def deserialise(cls, content: bytes) -> Namespace:
+        """Return the namespace that an encoding stands for."""
+        values: list[str | None] = []
+        at = 0
+        while at < len(content):
+            if content[at : at + 1] == b"n":
+                values.append(None)
+                at += 1
+            else:
+                start = at + 9
+                at = start + int.from_bytes(content[at + 1 : start], "little")
+                values.append(content[start:at].decode("utf-8", "surrogatepass"))
+        model, *rest = values
+        assert model is not None, "a namespace has a model"
+        return cls(model, *rest)
+
 
 class Root(NamedTuple):
     """The parent of the first blocks of a namespace.

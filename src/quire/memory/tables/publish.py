@@ -77,6 +77,8 @@ def merge(group: CacheGroup, state: SequenceBlocks, group_idx: int, block_idx: i
     table = state.tables[group_idx]
     group.pool.retain((known,))
     group.pool.release((table[block_idx],))
+    if group.pool.recent is not None:
+        group.pool.recent.merged.append(known)
     table[block_idx] = known
     state.mark_dirty(group_idx, block_idx)
 

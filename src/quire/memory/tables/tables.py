@@ -335,7 +335,10 @@ class BlockTables:
         (new,) = self.take(group_idx, 1)
         table = state.tables[group_idx]
         old, table[-1] = table[-1], new
-        self.groups[group_idx].pool.release((old,))
+        pool = self.groups[group_idx].pool
+        pool.release((old,))
+        if pool.recent is not None:
+            pool.recent.copied.append(new)
         state.mark_dirty(group_idx, len(table) - 1)
         self.pending_copies.append(BlockCopy(group_idx, old, new))
         self.num_copies += 1

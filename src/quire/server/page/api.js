@@ -5,7 +5,8 @@ const KEY = "quire.key";
 const at = (path) => new URL(path, location.origin + location.pathname).href;
 let asking = null;
 
-function askKey(why) {
+// Asks for a key in a dialog; the promise is kept once it is closed.
+export function askKey(why) {
   asking ??= new Promise((resolve) => {
     const dialog = document.getElementById("ask-key"), input = document.getElementById("key");
     document.getElementById("key-why").textContent = why;
@@ -40,7 +41,7 @@ export async function request(path, { body, signal, isQuiet = false } = {}) {
   }
 }
 
-export const getJson = async (path) => (await request(path)).json();
+export const getJson = async (path, options) => (await request(path, options)).json();
 
 // Yields the events of a stream as objects.
 export async function* events(response) {

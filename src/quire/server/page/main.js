@@ -40,8 +40,8 @@ async function start() {
     // The chat needs no operator's key; see memory.js for what the map says then.
     if (!error.status) { setTimeout(start, 2000); return; }
   }
-  startChat(status?.has_chat ?? true);
-  startMemory();
+  startMemory(status);
+  startChat(status);
 }
 
 start();

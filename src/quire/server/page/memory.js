@@ -1,12 +1,16 @@
-// The memory: the live map of the blocks, the requests and the charts, from one stream of events.
+// The memory: the live map of the blocks, the requests, the prefix tree and the charts.
 
-import { count, events, getJson, make, request } from "./api.js";
+import { askKey, count, events, getJson, make, request } from "./api.js";
 import { addSample, drawCharts } from "./charts.js";
+import { sharing, showBlock, showRequest } from "./detail.js";
+import { startFill } from "./fill.js";
 import { BlockMap, colour } from "./map.js";
+import { Timeline } from "./timeline.js";
+import { PrefixTree } from "./tree.js";
 
 const $ = (id) => document.getElementById(id);
 const MAX_ROWS = 40;
-let map = null, last = null, before = null, lit = null;
+let map = null, timeline = null, last = null, before = null, lit = null;
 
 function size(bytes) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
@@ -15,26 +19,59 @@ function size(bytes) {
   return `${bytes.toFixed(bytes < 10 && step ? 1 : 0)} ${units[step]}`;
 }
 
-export function startMemory() {
-  map = new BlockMap($("map"), showBlock);
-  setInterval(() => { if (last) { addSample(last); drawCharts($("charts")); } }, 1000);
+const open = (number) => showRequest(number, timeline.describe(number));
+
+export function startMemory(status) {
+  map = new BlockMap($("map"), { onBlock: showBlock, onMove: tellCell });
+  timeline = new Timeline($("timeline"), $("timeline-note"), open);
+  const ownerOf = (pool, block) => (map.pools?.[pool] ? map.owners[map.pools[pool].first + block] : 0);
+  const tree = new PrefixTree($("tree"), $("tree-note"), { onBlock: showBlock, ownerOf });
+  for (const [id, factor] of [["zoom-out", 1 / 1.5], ["zoom-fit", null], ["zoom-in", 1.5]]) {
+    $(id).addEventListener("click", () => map.scale(factor));
+  }
+  $("use-key").addEventListener("click", async () => {
+    await askKey("The routes of operation need the operator's key.");
+    $("use-key").hidden = true;
+    watch();
+    tree.watch();
+  });
+  setInterval(() => {
+    if (!last || document.hidden) return;
+    addSample(last);
+    drawCharts($("charts"));
+    timeline.draw();
+  }, 1000);
+  startFill(status);
+  tree.watch();
   watch();
 }
 
 async function watch() {
+  // A page that nobody sees costs the server nothing.
+  const unseen = new AbortController(), hide = () => { if (document.hidden) unseen.abort(); };
+  document.addEventListener("visibilitychange", hide);
   try {
-    const response = await request("kv/map");
+    const response = await request("kv/map", { isQuiet: true, signal: unseen.signal });
     for await (const event of events(response)) {
       if (event.layout) map.layout(event.layout);
+      map.disk = event.disk_blocks ?? 0;
       map.update(event.runs);
+      map.flash(event.recent);
       last = event;
       show(event);
     }
   } catch (error) {
-    $("counts").textContent = error.status ? error.message : "The connection was lost.";
-    if (error.status === 403 || error.status === 400) return;
-  }
-  setTimeout(watch, 2000);
+    if (!unseen.signal.aborted) $("counts").textContent = error.status ? error.message : "The connection was lost.";
+    if (error.status === 401 || error.status === 403) { $("use-key").hidden = false; return; }
+    if (error.status === 400) return;
+  } finally { document.removeEventListener("visibilitychange", hide); }
+  if (document.hidden) document.addEventListener("visibilitychange", watch, { once: true });
+  else setTimeout(watch, unseen.signal.aborted ? 0 : 2000);
+}
+
+function tellCell({ pool, block, holders, isPublished, isPinned, owner }) {
+  const held = holders ? `held by ${owner ? `#${owner}` : "others"}${holders > 1 ? `, shared by ${count(holders)}` : ""}` : isPublished ? "idle" : "free";
+  $("announce-memory").textContent = `${pool.tier} block ${count(block)}: ${held}${isPinned ? ", pinned" : ""}`;
 }
 
 function show(event) {
@@ -50,6 +87,7 @@ function show(event) {
   if (happened.length) $("news").textContent = `Just now: ${happened.map(([number, text]) => `${count(number)} ${text}`).join(", ")}.`;
   before = usage;
   $("queue").textContent = `${count(queue.running)} running, ${count(queue.waiting)} queued, ${count(queue.swapped)} swapped`;
+  timeline.record(event.requests);
   showRequests(event.requests);
 }
 
@@ -60,8 +98,8 @@ function showRequests(requests) {
   const listed = requests.slice(0, MAX_ROWS);
   const wanted = listed.map((each) => {
     const row = rows.get(each.number) ?? makeRow(each);
-    const state = each.num_preemptions ? `${NAMES[each.status] ?? each.status} (preempted ${each.num_preemptions}\u00d7)` : NAMES[each.status] ?? each.status;
-    [state, each.num_prompt, each.num_cached ?? "\u2013", each.num_output, each.num_blocks].forEach((value, idx) => {
+    const state = NAMES[each.status] ?? each.status, times = each.num_preemptions ? `${state}, ${each.num_preemptions}\u00d7 preempted` : state;
+    [times, each.num_prompt, each.num_cached ?? "\u2013", each.num_output, each.num_blocks].forEach((value, idx) => {
       const text = typeof value === "number" ? count(value) : value, cell = row.cells[idx + 1];
       if (cell.textContent !== text) cell.textContent = text;
     });
@@ -88,45 +126,28 @@ async function light(number) {
 function makeRow({ number, request_id: name }) {
   const row = make("tr"), mark = make("i");
   mark.style.background = colour(number);
-  const open = make("button", { type: "button", className: "quiet", textContent: `#${number}`, title: name });
+  const button = make("button", { type: "button", className: "quiet", textContent: `#${number}`, title: name });
   row.dataset.number = number;
-  row.append(make("td", {}, mark, open), ...[1, 2, 3, 4, 5].map(() => make("td")));
+  row.append(make("td", {}, mark, button), ...[1, 2, 3, 4, 5].map(() => make("td")));
   for (const [on, off] of [["mouseenter", "mouseleave"], ["focusin", "focusout"]]) {
     row.addEventListener(on, () => light(number));
     row.addEventListener(off, () => light(null));
   }
-  open.addEventListener("click", () => showRequest(number));
+  button.addEventListener("click", () => open(number));
   return row;
 }
 
-function showDetail(title, lines, text = null) {
-  const close = make("button", { type: "button", className: "quiet", textContent: "Close" });
-  close.addEventListener("click", () => { $("detail").hidden = true; });
-  $("detail").replaceChildren(make("strong", { textContent: title }), " ", close, ...lines.map((line) => make("div", { textContent: line })));
-  if (text !== null) $("detail").append(make("pre", { textContent: text, tabIndex: 0 }));
-  $("detail").hidden = false;
-}
-
-async function showRequest(number) {
-  try {
-    const found = await getJson(`kv/request?number=${number}`), end = found.hit_end;
-    const lines = [`${found.status}; ${count(found.num_prompt)} prompt tokens, ${count(found.num_output)} written`];
-    if (end) {
-      lines.push(`The prefix was hit for ${count(found.num_cached)} tokens. Why it ended: ${end.meaning}.`);
-      if (end.differs_at !== null) lines.push(`The cached prefix differs from token ${count(end.differs_at)} on.`);
-      lines.push(`From: ${Object.entries(found.by_source).filter(([, each]) => each).map(([name, each]) => `${name} ${count(each)}`).join(", ")}`);
+// Watches how many blocks the samples of an answer share; `stop` returns the greatest numbers seen, null for none.
+export function watchSharing(answerId) {
+  let most = null, isOver = false;
+  (async () => {
+    while (!isOver) {
+      const row = last?.requests.find((each) => each.request_id.startsWith(answerId));
+      const found = row && await getJson(`kv/request?number=${row.number}`, { isQuiet: true }).catch(() => null);
+      const now = found && sharing(found.samples);
+      if (now && now.entries >= (most?.entries ?? 1)) most = now;
+      await new Promise((resolve) => { setTimeout(resolve, 150); });
     }
-    const tables = found.samples.map((each) => `sample ${each.sample} (${each.status}): ${each.tables.map((table) => table.join(" ")).join(" | ")}`);
-    showDetail(`Request #${number}`, lines, `Block table\n${tables.join("\n")}`);
-  } catch (error) { showDetail(`Request #${number}`, [error.status === 404 ? "It has finished." : error.message]); }
-}
-
-async function showBlock(pool, block) {
-  try {
-    const found = await getJson(`kv/block?pool=${pool}&block=${block}`);
-    const lines = [`${found.tier}, ${found.holders === null ? "of others" : `${count(found.holders)} holders`}${found.is_published ? ", published" : ""}${found.pins.length ? `, pinned as ${found.pins.join(", ")}` : ""}`];
-    for (const each of found.held_by) lines.push(`held by #${each.number}, sample ${each.sample}, from token ${count(each.first_token)} on`);
-    if (found.unchanged_s !== null) lines.push(`unchanged for ${found.unchanged_s.toFixed(1)} s`);
-    showDetail(`Block ${block}`, lines, found.text ?? (found.token_ids ? found.token_ids.join(" ") : null));
-  } catch (error) { showDetail(`Block ${block}`, [error.message]); }
+  })();
+  return { stop: () => { isOver = true; return most; } };
 }
