@@ -10,6 +10,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from typing import Final
 
 import uvicorn
 
@@ -35,6 +36,8 @@ FLUSH_TIMEOUT_S = 5
 # Time for which a server with a dead engine still answers clients and probes, before it exits for its supervisor.
 DEAD_ENGINE_GRACE_S = 2.0
 EXIT_ENGINE_DIED = 1
+# Not on Windows.
+HANGUP: Final = getattr(signal, "SIGHUP", None)
 
 
 def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
@@ -153,7 +156,7 @@ def take_signals(handle: Callable[[int], None]) -> None:
         if not loop.is_closed():
             loop.call_soon_threadsafe(handle, number)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in filter(None, (signal.SIGINT, signal.SIGTERM, HANGUP)):
         # A process that was started with nohup outlives its terminal.
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, on_signal)
@@ -190,7 +193,7 @@ class _Shutdown:
         """Handle a signal."""
         if self._draining is None:
             self._begin()
-        elif number != signal.SIGHUP:  # a closing terminal may send it twice
+        elif number != HANGUP:  # a closing terminal may send it twice
             os._exit(128 + number)
 
     def on_task_done(self, task: asyncio.Task[None]) -> None:

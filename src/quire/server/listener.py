@@ -7,7 +7,6 @@ import contextlib
 import json
 import logging
 import os
-import resource
 import socket
 import time
 import uuid
@@ -60,12 +59,8 @@ def read_max_connections(wanted: int | None) -> int:
     Raises:
         ConfigError: the number is less than 1 or more than the limit leaves, or the limit leaves none.
     """
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    room = (
-        DEFAULT_MAX_CONNECTIONS
-        if limit == resource.RLIM_INFINITY
-        else limit - len(os.listdir("/dev/fd")) - RESERVED_DESCRIPTORS
-    )
+    limit = _max_open_files()
+    room = DEFAULT_MAX_CONNECTIONS if limit is None else limit - len(os.listdir("/dev/fd")) - RESERVED_DESCRIPTORS
     if wanted is not None and wanted < 1:
         raise ConfigError(f"max_connections must be at least 1, got {wanted}", field="max_connections")
     if room < (wanted or 1):
@@ -75,6 +70,16 @@ def read_max_connections(wanted: int | None) -> int:
             field="max_connections",
         )
     return min(room, DEFAULT_MAX_CONNECTIONS) if wanted is None else wanted
+
+
+def _max_open_files() -> int | None:
+    """Return this process' limit of open files; None for no limit."""
+    try:
+        import resource  # not on Windows, which has no such limit
+    except ImportError:
+        return None
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 async def accept_connections(
