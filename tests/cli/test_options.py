@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import io
+import re
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from dataclasses import fields
 from typing import Any
 
@@ -28,7 +31,7 @@ from quire.sequences.params import SamplingParams
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     add_engine_options(parser)
-    add_sampling_options(parser)
+    add_sampling_options(parser, None)
     return parser
 
 
@@ -194,3 +197,25 @@ def test_a_misspelt_flag_is_refused_in_one_line_with_the_nearest_one(capsys: pyt
 def test_a_swap_space_without_a_unit_is_refused_before_loading(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "no/such/model", "--prompt", "Hello", "--swap-space", "4"]) == 2
     assert "--swap-space 4GiB" in capsys.readouterr().err
+
+
+def test_every_line_of_the_help_has_its_default() -> None:
+    shown: dict[str, str] = {}
+    for command in ("serve", "generate", "chat"):
+        with pytest.raises(SystemExit), redirect_stdout(io.StringIO()) as output:
+            parse_args([command, "--help"])
+        _, *entries = re.split(r"\n  (?=--)", output.getvalue().partition("model options:")[2])
+        shown |= {entry.split()[0]: " ".join(entry.split()) for entry in entries}
+    exclusive = ("--json-schema", "--json-object", "--regex", "--choice", "--grammar")
+    plain = ("--watch", "--reasoning-content")
+    silent = {name for name, text in shown.items() if "default" not in text.lower()}
+    assert silent <= {*exclusive, *plain}
+    assert not re.search(r"\bNone\b", " ".join(shown.values()))
+    assert "(default: 8GiB)" in shown["--prefix-cache-disk-bytes"]
+    assert "(on by default)" in shown["--enable-prefix-caching,"]
+
+
+@pytest.mark.parametrize("flags", [["--max-model-len", "auto"], ["--max-model-len", "-1"], []])
+def test_an_automatic_context_length_is_the_default(parser: argparse.ArgumentParser, flags: list[str]) -> None:
+    config = EngineConfig.from_options(**engine_options(parser.parse_args(flags)))
+    assert config.model.max_model_len is None

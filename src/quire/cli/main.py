@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import NoReturn
 
 from quire import __version__
@@ -31,19 +32,35 @@ def build_parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
     for command in (generate, chat, serve, bench, bench_serve, plan, inspect, quantize, doctor, replay):
         command.register(subparsers)
+    for name, subparser in subparsers.choices.items():
+        subparser.usage = _usage(name, subparser)
     return parser
+
+
+def _usage(name: str, parser: argparse.ArgumentParser) -> str:
+    """Return the usage of a command in one line; argparse's own has a line for every three options."""
+    words = [
+        f"[{action.metavar}]" if action.nargs == "?" else str(action.metavar)
+        for action in parser._actions
+        if not action.option_strings
+    ]
+    return " ".join(["quire", name, *words, "[options]"])
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the arguments after `quire`; None takes those of the process."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     # A command of two words; with subparsers, `bench` would take a model's name for a command.
     if " ".join(arguments[:2]) == bench_serve.NAME:
         arguments[:2] = [bench_serve.NAME]
     parser = build_parser()
+    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    if not arguments[0].startswith("-") and arguments[0] not in commands.choices:
+        near = get_close_matches(arguments[0], commands.choices, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(commands.choices)}"
+        parser.error(f"unknown command {arguments[0]!r}: {hint}")
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
-        (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
         actions = commands.choices[args.command]._option_string_actions
         refuse_unknown(unknown, [flag for flag, action in actions.items() if action.help is not argparse.SUPPRESS])
     if hasattr(args, "model_flag"):

@@ -7,6 +7,7 @@ import os
 
 from quire.cli import options
 from quire.cli.early_checks import check_files
+from quire.server.address import bind
 from quire.server.settings import REASONING_PARSERS, TOOL_CALL_PARSERS, ServerConfig
 
 DEFAULT_MAX_QUEUE_LEN = 1024
@@ -22,8 +23,18 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     options.add_engine_options(parser)
     group = parser.add_argument_group("server options")
     defaults = ServerConfig()
-    group.add_argument("--host", default=defaults.host, help="address to listen on; an open one needs a key")
-    group.add_argument("--port", type=int, default=defaults.port, metavar="N", help="0 takes a free one, and prints it")
+    group.add_argument(
+        "--host",
+        default=defaults.host,
+        help=f"address to listen on; an open one needs a key (default {defaults.host})",
+    )
+    group.add_argument(
+        "--port",
+        type=int,
+        default=defaults.port,
+        metavar="N",
+        help=f"port to listen on; 0 takes a free one, and prints it (default {defaults.port})",
+    )
     _add_access(group)
     _add_times(group, defaults)
     group.add_argument(
@@ -46,7 +57,12 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     _add_bounds(group, defaults)
     group.add_argument("--watch", action="store_true", help="show the block map in the terminal; 2>FILE moves the log")
-    group.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    group.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="least level of what is logged (default info)",
+    )
     parser.set_defaults(handler=run)
 
 
@@ -56,25 +72,28 @@ def _add_access(group: argparse._ArgumentGroup) -> None:
         "--api-key",
         default=os.environ.get("QUIRE_API_KEY"),
         metavar="KEY",
-        help="key of the clients; QUIRE_API_KEY sets it without showing it to other users of this machine",
+        help="key of the clients; QUIRE_API_KEY sets it without showing it to other users of this machine "
+        "(default: none)",
     )
     group.add_argument(
         "--operator-key",
         default=os.environ.get("QUIRE_OPERATOR_KEY"),
         metavar="KEY",
-        help="key for all routes, those of metrics, status, pins and resets included; QUIRE_OPERATOR_KEY sets it",
+        help="key for all routes, those of metrics, status, pins and resets included; QUIRE_OPERATOR_KEY sets it "
+        "(default: none)",
     )
     group.add_argument(
         "--allow-origin",
         action="append",
         default=[],
         metavar="ORIGIN",
-        help='a web origin whose pages may call the server, like "https://example.org"; may be repeated',
+        help='a web origin whose pages may call the server, like "https://example.org"; may be repeated '
+        "(default: none)",
     )
     group.add_argument(
         "--tenant-header",
         metavar="NAME",
-        help="a header that a gateway sets: only requests with the same value share cached prefixes",
+        help="a header that a gateway sets: only requests with the same value share cached prefixes (default: none)",
     )
 
 
@@ -95,7 +114,11 @@ def _add_bounds(group: argparse._ArgumentGroup, defaults: ServerConfig) -> None:
     """Add the limits on requests and connections."""
     size = options.parse_size
     group.add_argument(
-        "--max-body-bytes", type=size, default=defaults.max_body_bytes, metavar="SIZE", help="longest body"
+        "--max-body-bytes",
+        type=size,
+        default=defaults.max_body_bytes,
+        metavar="SIZE",
+        help=f"longest body of a request (default {options.shown_size(defaults.max_body_bytes)})",
     )
     for flag, default, help_text in (
         ("--max-prompts", defaults.max_prompts, f"maximum of prompts in a request (default {defaults.max_prompts})"),
@@ -156,7 +179,8 @@ def run(args: argparse.Namespace) -> int:
     given = {"max_queue_len": DEFAULT_MAX_QUEUE_LEN, **options.engine_options(args)}
     engine_config = EngineConfig.from_options(**given)
     check_files(engine_config)
-    # Imports the engine, so only after the checks of the options.
-    from quire.server.lifecycle import serve
+    # The address comes before the engine, whose import takes seconds, and the model, which may take minutes.
+    with bind(server_config.host, server_config.port) as listener:
+        from quire.server.lifecycle import serve
 
-    return serve(engine_config, server_config)
+        return serve(engine_config, server_config, listener)

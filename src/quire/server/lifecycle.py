@@ -17,11 +17,12 @@ import uvicorn
 from quire import __version__
 from quire.bounded.json_text import limit_digits
 from quire.config import EngineConfig
+from quire.server.address import url_of
 from quire.server.app import build_app
 from quire.server.body import BodyReader
 from quire.server.connection import Connection, Connections
 from quire.server.errors import stopping
-from quire.server.listener import accept_connections, bind, read_max_connections
+from quire.server.listener import accept_connections, read_max_connections
 from quire.server.settings import ServerConfig
 from quire.server.state import ServerState
 from quire.server.throughput_log import log_throughput
@@ -40,37 +41,40 @@ EXIT_ENGINE_DIED = 1
 HANGUP: Final = getattr(signal, "SIGHUP", None)
 
 
-def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
+def serve(engine_config: EngineConfig, config: ServerConfig, listener: socket.socket) -> int:
     """Load a model and serve it until a stop signal arrives or the engine has died.
+
+    Args:
+        engine_config: options of the engine.
+        config: options of the server.
+        listener: bound socket.
 
     Returns:
         The exit code: 0, or `EXIT_ENGINE_DIED`.
 
     Raises:
-        ConfigError: an option is unusable, or the address is not available.
+        ConfigError: an option is unusable.
     """
     limit_digits()
-    # The address comes first: its failure shows at once, while the engine's import takes seconds and the model minutes.
-    with bind(config.host, config.port) as listener:
-        max_connections = read_max_connections(config.max_connections)
-        from quire.engine.async_llm import AsyncLLM
+    max_connections = read_max_connections(config.max_connections)
+    from quire.engine.async_llm import AsyncLLM
 
-        llm = AsyncLLM.from_config(engine_config)
-        # These objects live until the end: a full collection that visited them would stall every stream for 30 ms.
-        gc.collect()
-        gc.freeze()
-        # Every list of integers in a valid request is at most as long as the context or the vocabulary.
-        bodies = BodyReader(config.max_body_bytes, max(llm.resolved.max_model_len, llm.resolved.vocab_size))
-        try:
-            form = _tool_format(llm.tokenizer, config.tool_call_parser)
-            state = ServerState(llm, config, bodies, __version__, created=int(time.time()), tool_format=form)
-            state.reasoning = _reasoning(llm.tokenizer, config.reasoning_parser, llm.texts.end_token_ids)
-            with asyncio.Runner() as runner:
-                runner.run(_run(state, listener, max_connections))
-        finally:
-            bodies.close()
-            llm.shutdown()
-        return EXIT_ENGINE_DIED if llm.has_failed else 0
+    llm = AsyncLLM.from_config(engine_config)
+    # These objects live until the end: a full collection that visited them would stall every stream for 30 ms.
+    gc.collect()
+    gc.freeze()
+    # Every list of integers in a valid request is at most as long as the context or the vocabulary.
+    bodies = BodyReader(config.max_body_bytes, max(llm.resolved.max_model_len, llm.resolved.vocab_size))
+    try:
+        form = _tool_format(llm.tokenizer, config.tool_call_parser)
+        state = ServerState(llm, config, bodies, __version__, created=int(time.time()), tool_format=form)
+        state.reasoning = _reasoning(llm.tokenizer, config.reasoning_parser, llm.texts.end_token_ids)
+        with asyncio.Runner() as runner:
+            runner.run(_run(state, listener, max_connections))
+    finally:
+        bodies.close()
+        llm.shutdown()
+    return EXIT_ENGINE_DIED if llm.has_failed else 0
 
 
 def _tool_format(tokenizer: Tokenizer | None, wanted: str) -> ToolFormat | None:
@@ -135,7 +139,7 @@ async def _run(state: ServerState, listener: socket.socket, max_connections: int
         tasks.append(asyncio.create_task(show_in_terminal(state.block_map)))
     for task in tasks:
         task.add_done_callback(shutdown.on_task_done)
-    print(f"Quire serves {state.llm.model_name} at {_url(listener)}", flush=True)
+    print(f"Quire serves {state.llm.model_name} at {url_of(listener)}", flush=True)
     await serving
     for task in tasks:
         task.cancel()
@@ -230,8 +234,3 @@ class _Shutdown:
                 await asyncio.wait(answering, timeout=max(drain_by_s - loop.time(), 0))
         finally:
             self.end()
-
-
-def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

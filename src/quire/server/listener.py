@@ -28,28 +28,6 @@ RETRY_AFTER_S = 1.0
 ERROR_LOG_INTERVAL_S = 60.0
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound but does not listen yet: connections are refused until the model is loaded.
-
-    Raises:
-        ConfigError: the address is not available.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-        except OSError:
-            listener.close()
-            raise
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror or error}", field="port") from error
-    return listener
-
-
 def read_max_connections(wanted: int | None) -> int:
     """Return the maximum number of connections.
 

@@ -7,13 +7,13 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TextIO
 
 import torch
 
-from quire.capacity.pool_sizing import check_pin_limit, memory_concurrency, num_slabs, size_pool
+from quire.capacity.pool_sizing import check_pin_limit, fit_context, memory_concurrency, num_slabs, size_pool
 from quire.config import (
     CACHE_DTYPES,
     EngineConfig,
@@ -113,7 +113,9 @@ def load(config: EngineConfig, *, wrap: Wrappers | None = None) -> LoadedModel:
     stored = _stored(config, dtype)
     groups = [spec for each in (decoder, draft) if each for spec in _groups(config, each, stored)]
     step = _step_cost(config, decoder, draft, device, stored)
-    resolved = resolve(config, probe(device), _facts(config, decoder, groups, step, device))
+    machine = probe(device)
+    config, limit = fit_context(config, groups, machine, decoder.spec.max_position, step)
+    resolved = replace(resolve(config, machine, _facts(config, decoder, groups, step, device)), fitted_from=limit)
     torch.set_num_threads(resolved.num_threads)
     for line in resolved.lines():
         logger.info(line)
