@@ -24,6 +24,7 @@ from quire.cli.options import (
 from quire.config import EngineConfig, option_sections
 from quire.config.hints import OPTION_HINTS
 from quire.config.options import PARTS
+from quire.errors import ConfigError
 from quire.sequences.params import SamplingParams
 
 
@@ -219,3 +220,18 @@ def test_every_line_of_the_help_has_its_default() -> None:
 def test_an_automatic_context_length_is_the_default(parser: argparse.ArgumentParser, flags: list[str]) -> None:
     config = EngineConfig.from_options(**engine_options(parser.parse_args(flags)))
     assert config.model.max_model_len is None
+
+
+def test_flags_of_vllm_that_mean_something_are_taken() -> None:
+    flags = ["--served-model-name", "one", "two", "--num-gpu-blocks-override", "64", "--generation-config", "vllm"]
+    flags += ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}', "--chat-template", "file"]
+    flags += ["--allowed-origins", '["https://a.example"]', "--default-chat-template-kwargs", '{"a": 1}', "--uds", "x"]
+    args = parse_args(["serve", "some/model", *flags])
+    config = EngineConfig.from_options(**engine_options(args))
+    assert config.model.served_names == ("one", "two")
+    assert (config.cache.num_kv_blocks, config.speculative.num_tokens) == (64, 3)
+    assert (config.model.generation_config, config.model.chat_template) == ("vllm", "file")
+    assert (args.allowed_origins, args.default_chat_template_kwargs) == (["https://a.example"], {"a": 1})
+    # A command without a server refuses what only a server has.
+    with pytest.raises(ConfigError, match="an option of `quire serve`"):
+        EngineConfig.from_options(**engine_options(parse_args(["generate", "--uds", "x"])))

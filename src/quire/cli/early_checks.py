@@ -44,6 +44,9 @@ def check_files(config: EngineConfig) -> None:
         build(without_quantization(read_config(model, known)))
         if path.is_dir():
             check_weights(path)
+    template = config.model.chat_template
+    if template is not None and not Path(template).expanduser().is_file():
+        raise ConfigError(f"chat_template {template!r} is no file", field="chat_template")
     folder = config.cache.prefix_cache_dir
     if folder is not None and not _can_be_written(Path(folder)):
         raise ConfigError(f"prefix_cache_dir {folder!r} is no folder that can be written", field="prefix_cache_dir")

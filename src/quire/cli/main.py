@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from quire import __version__
 from quire.cli import bench, bench_serve, chat, doctor, generate, inspect, plan, quantize, replay, serve
+from quire.cli.config_file import with_config_file
 from quire.cli.options import refuse_unknown
 from quire.errors import QuireError
 
@@ -59,6 +60,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         near = get_close_matches(arguments[0], commands.choices, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(commands.choices)}"
         parser.error(f"unknown command {arguments[0]!r}: {hint}")
+    if arguments[0] in commands.choices:
+        arguments[1:] = with_config_file(arguments[1:], commands.choices[arguments[0]])
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
         actions = commands.choices[args.command]._option_string_actions
@@ -77,8 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, 1 where a check failed, 2 for a user's mistake, 130 for Ctrl-C.
     """
-    args = parse_args(argv)
     try:
+        args = parse_args(argv)
         code: int = args.handler(args)
         sys.stdout.flush()
     except QuireError as error:

@@ -15,6 +15,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn, TypeAlias, get_args, get_origin, get_type_hints
 
+from quire.cli.config_file import add_config_option
 from quire.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeConfig, checks, option_sections
 from quire.config.hints import OPTION_HINTS
 from quire.errors import InvalidParameter, UnknownParameter
@@ -26,6 +27,12 @@ Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 RENAMED = {("SamplingParams", "seed"): "request_seed"}
 # Fields in bytes whose names do not end with "_bytes".
 SIZES = frozenset({"swap_space"})
+# Fields of one text or several.
+SEVERAL = frozenset({"served_model_name"})
+# Other names of flags, from vLLM.
+ALIASES = {"num_kv_blocks": ("--num-gpu-blocks-override",)}
+# Beginning of the parsed names of options that only vLLM has: a command may have one of the same name.
+FOREIGN = "foreign_"
 # Short forms of vLLM's flags.
 FOREIGN_SHORT = {"tensor_parallel_size": ("-tp",), "pipeline_parallel_size": ("-pp",), "data_parallel_size": ("-dp",)}
 GROUPS = {ModelConfig: "model", CacheConfig: "cache", SchedulerConfig: "scheduler", SpeculativeConfig: "speculative"}
@@ -52,30 +59,49 @@ class Flag:
     choices: tuple[str, ...] = ()
 
 
-def add_engine_options(parser: argparse.ArgumentParser, names: Collection[str] | None = None) -> None:
+def add_engine_options(
+    parser: argparse.ArgumentParser, names: Collection[str] | None = None, *, has_foreign: bool = True
+) -> None:
     """Add the model as the positional argument, and a flag for every other field of the configuration.
 
     Args:
         parser: parser of a command.
         names: names of the fields that apply to the command; None for all.
+        has_foreign: False where the command calls `add_foreign_options` itself, after its own options.
     """
     parser.add_argument(
         "model", nargs="?", default=ModelConfig().model, metavar="MODEL", help=_help_of(ModelConfig)["model"]
     )
+    if names is None:
+        add_config_option(parser)
     for config, title in GROUPS.items():
         group = parser.add_argument_group(f"{title} options")
+        if config is SpeculativeConfig and names is None:
+            group.add_argument(
+                "--speculative-config",
+                type=_json_or_text,
+                default=argparse.SUPPRESS,
+                metavar="JSON",
+                help="these options as one object with vLLM's names (default: none)",
+            )
         for flag in _flags(config):
             if flag.field != "model" and (names is None or flag.field in names):
                 _add(group, flag)
-    if names is None:
-        _add_foreign(parser)
+    if names is None and has_foreign:
+        add_foreign_options(parser)
 
 
-def _add_foreign(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of vLLM that do not exist here, unseen in the help; the configuration ignores or refuses them."""
+def add_foreign_options(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of vLLM that do not exist here, unseen in the help; the configuration ignores or refuses them.
+
+    Flags that the parser already has are left out.
+    """
     parser.add_argument("--model", dest="model_flag", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    known = parser._option_string_actions
     for name, (neutral, _) in OPTION_HINTS.items():
-        options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        if "--" + name.replace("_", "-") in known:
+            continue
+        options: dict[str, Any] = {"dest": FOREIGN + name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
         flags = ["--" + name.replace("_", "-"), *FOREIGN_SHORT.get(name, ())]
         if neutral is not None and {*map(type, neutral)} == {bool}:
             parser.add_argument(*flags, action=argparse.BooleanOptionalAction, **options)
@@ -98,7 +124,9 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int | None
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the given flags of the configuration as the flat options of `EngineConfig.from_options`."""
     given = {name: value for config in GROUPS for name, value in _given(args, config).items()}
-    return given | {name: getattr(args, name) for name in OPTION_HINTS if hasattr(args, name)}
+    if hasattr(args, "speculative_config"):
+        given["speculative_config"] = args.speculative_config
+    return given | {name: getattr(args, FOREIGN + name) for name in OPTION_HINTS if hasattr(args, FOREIGN + name)}
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -163,6 +191,17 @@ def refuse_unknown(unknown: list[str], known: Collection[str]) -> NoReturn:
     sys.exit(2)
 
 
+def json_object(text: str) -> dict[str, Any]:
+    """Parse a JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return value
+
+
 def integers(text: str) -> tuple[int, ...]:
     """Parse whole numbers with commas between them."""
     return tuple(_integer(part) for part in text.split(","))
@@ -190,15 +229,17 @@ def _flags(cls: type, defaults: Mapping[str, Any] = MappingProxyType({})) -> Ite
 
 
 def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
-    name = "--" + flag.dest.replace("_", "-")
+    names = ["--" + flag.dest.replace("_", "-"), *ALIASES.get(flag.dest, ())]
     options: dict[str, Any] = {"dest": flag.dest, "default": argparse.SUPPRESS, "help": flag.help.replace("%", "%%")}
     if flag.hint is bool:
-        group.add_argument(name, action=argparse.BooleanOptionalAction, **options)
+        group.add_argument(*names, action=argparse.BooleanOptionalAction, **options)
+    elif flag.field in SEVERAL:
+        group.add_argument(*names, nargs="+", metavar="NAME", **options)
     elif flag.hint == tuple[str, ...]:
-        group.add_argument(name, action="append", metavar="TEXT", **options)
+        group.add_argument(*names, action="append", metavar="TEXT", **options)
     else:
         read, metavar = _reader(flag)
-        group.add_argument(name, type=_or_none(read) if flag.is_optional else read, metavar=metavar, **options)
+        group.add_argument(*names, type=_or_none(read) if flag.is_optional else read, metavar=metavar, **options)
 
 
 def _reader(flag: Flag) -> tuple[Callable[[str], Any], str]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 
 from quire.cli import options
 from quire.cli.early_checks import check_files
-from quire.server.address import bind
+from quire.server.address import bind, bind_unix
 from quire.server.settings import REASONING_PARSERS, TOOL_CALL_PARSERS, ServerConfig
 
 DEFAULT_MAX_QUEUE_LEN = 1024
@@ -20,7 +21,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="serve a model over HTTP, with OpenAI's API",
         description="Serve a model over HTTP, with OpenAI's API. Stop with Ctrl-C: running requests finish first.",
     )
-    options.add_engine_options(parser)
+    options.add_engine_options(parser, has_foreign=False)
     group = parser.add_argument_group("server options")
     defaults = ServerConfig()
     group.add_argument(
@@ -34,6 +35,16 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         default=defaults.port,
         metavar="N",
         help=f"port to listen on; 0 takes a free one, and prints it (default {defaults.port})",
+    )
+    group.add_argument(
+        "--uds", metavar="PATH", help="Unix domain socket to listen on, in place of host and port (default: none)"
+    )
+    group.add_argument(
+        "--default-chat-template-kwargs",
+        type=options.json_object,
+        default={},
+        metavar="JSON",
+        help="variables of the chat template, for requests that do not set them (default: {})",
     )
     _add_access(group)
     _add_times(group, defaults)
@@ -63,6 +74,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         default="info",
         help="least level of what is logged (default info)",
     )
+    options.add_foreign_options(parser)
     parser.set_defaults(handler=run)
 
 
@@ -90,6 +102,7 @@ def _add_access(group: argparse._ArgumentGroup) -> None:
         help='a web origin whose pages may call the server, like "https://example.org"; may be repeated '
         "(default: none)",
     )
+    group.add_argument("--allowed-origins", type=json.loads, default=[], help=argparse.SUPPRESS)  # vLLM's, a JSON list
     group.add_argument(
         "--tenant-header",
         metavar="NAME",
@@ -154,9 +167,11 @@ def run(args: argparse.Namespace) -> int:
     server_config = ServerConfig(
         host=args.host,
         port=args.port,
+        uds=args.uds,
+        default_chat_template_kwargs=args.default_chat_template_kwargs,
         api_key=args.api_key,
         operator_key=args.operator_key,
-        allow_origins=tuple(args.allow_origin),
+        allow_origins=(*args.allow_origin, *args.allowed_origins),
         tenant_header=args.tenant_header,
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
@@ -180,7 +195,8 @@ def run(args: argparse.Namespace) -> int:
     engine_config = EngineConfig.from_options(**given)
     check_files(engine_config)
     # The address comes before the engine, whose import takes seconds, and the model, which may take minutes.
-    with bind(server_config.host, server_config.port) as listener:
+    uds = server_config.uds
+    with bind(server_config.host, server_config.port) if uds is None else bind_unix(uds) as listener:
         from quire.server.lifecycle import serve
 
         return serve(engine_config, server_config, listener)

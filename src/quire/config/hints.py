@@ -50,12 +50,10 @@ OPTION_HINTS: Final[Mapping[str, Foreign]] = {
     "convert": (("auto", "none", "embed"), _POOLS),
     "task": (("auto", "generate", "embed", "score"), _POOLS),
     "pooler_config": ((), _POOLS),
-    "generation_config": (("auto",), "the model's own is read where it exists; give SamplingParams to override it"),
     "override_generation_config": (({},), "give SamplingParams to each request"),
-    "chat_template": ((), _TEMPLATE),
     "chat_template_content_format": (("auto", "string"), _TEMPLATE),
     "trust_request_chat_template": ((False,), _TEMPLATE),
-    "default_chat_template_kwargs": (({},), "give chat_template_kwargs to each request"),
+    "default_chat_template_kwargs": (({},), "it is an option of `quire serve`; LLM.chat takes chat_template_kwargs"),
     "response_role": (("assistant",), "answers have the role assistant"),
     "enable_auto_tool_choice": (_FLAGS, "calls are allowed wherever the model's template knows tools"),
     "exclude_tools_when_tool_choice_none": ((False,), "tools stay in the prompt, so that its prefix stays cached"),
@@ -129,9 +127,8 @@ OPTION_HINTS: Final[Mapping[str, Foreign]] = {
     "root_path": (("",), _PROXY),
     "ssl_keyfile": ((), _PROXY),
     "ssl_certfile": ((), _PROXY),
-    "uds": ((), _PROXY),
-    "allowed_origins": (([],), "use --allow-origin"),
-    "config": ((), "write the options on the command line"),
+    "uds": ((), "it is an option of `quire serve`"),
+    "allowed_origins": (([],), "it is an option of `quire serve`"),
 }
 
 SAMPLING_HINTS: Final[Mapping[str, str]] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, Literal, get_args
 
@@ -57,7 +57,11 @@ class ModelConfig:
         device: device that runs the model; "auto" takes a GPU when there is one.
         max_model_len: maximum number of tokens of prompt and output; "auto" is the model's own limit, or what
             the memory holds where that is less. None takes "auto".
-        served_model_name: model name in the server's API; None takes `model`.
+        served_model_name: name of the model in the server's API, or several, of which answers have the first; None
+            takes `model`.
+        chat_template: file of a Jinja template for conversations, in place of the model's.
+        generation_config: source of the default sampling parameters: "auto" is the model's generation_config.json,
+            "vllm" is none.
         seed: seed from which requests without one derive theirs.
         num_threads: threads of the data plane on a CPU; None takes all cores that this process may use, or one for a
             model so small that more threads are slower.
@@ -82,7 +86,9 @@ class ModelConfig:
     dtype: str = choice("auto", DTYPES)
     device: str = choice("auto", DEVICES)
     max_model_len: int | None = None
-    served_model_name: str | None = None
+    served_model_name: str | Sequence[str] | None = None
+    chat_template: str | None = None
+    generation_config: str = choice("auto", ("auto", "vllm"))
     seed: int = 0
     num_threads: int | None = None
     kernels: str = choice("auto", KERNELS)
@@ -98,8 +104,16 @@ class ModelConfig:
         check_choices(self)
         put_path(self, "model")
         put_path(self, "tokenizer", optional=True)
-        for name in ("revision", "served_model_name"):
-            check_text(name, getattr(self, name), optional=True)
+        put_path(self, "chat_template", optional=True)
+        check_text("revision", self.revision, optional=True)
+        names = self.served_model_name
+        if not isinstance(names, str | None) and isinstance(names, Sequence):
+            object.__setattr__(self, "served_model_name", tuple(names))
+        if not all(isinstance(name, str) and name for name in self.served_names):
+            raise ConfigError(
+                f"served_model_name must be a non-empty string, several, or None, got {shown(names)}",
+                field="served_model_name",
+            )
         check_text("classifier_from_token", self.classifier_from_token, optional=True)
         pair = self.classifier_from_token
         if pair is not None and pair.count(",") != 1:
@@ -112,6 +126,14 @@ class ModelConfig:
         check_whole("max_model_len", self.max_model_len, 1, optional=True)
         check_whole("num_threads", self.num_threads, 1, optional=True)
         check_whole("seed", self.seed, 0, 2**63 - 1)
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """Names of the model in the server's API; answers have the first."""
+        names = self.served_model_name
+        if names is None:
+            return (self.model,)
+        return names if isinstance(names, tuple) and names else (names,)  # type: ignore[return-value]
 
 
 # Size of the host tier that a prefix cache on disk uses for transfers, where there is no swap space.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+from contextlib import suppress
+from pathlib import Path
 
 from quire.errors import ConfigError
 
@@ -29,7 +31,31 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
+def bind_unix(path: str) -> socket.socket:
+    """Return a Unix domain socket that is bound but does not listen yet; a file that no server uses is replaced.
+
+    Raises:
+        ConfigError: another server listens there, the file is no socket, or the system has no such sockets.
+    """
+    if not hasattr(socket, "AF_UNIX"):
+        raise ConfigError("uds needs Unix domain sockets, which this system lacks", field="uds")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if Path(path).is_socket():
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, suppress(ConnectionRefusedError):
+                probe.connect(path)
+                raise OSError("another server listens there")
+            Path(path).unlink()
+        listener.bind(path)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on uds {path!r}: {error.strerror or error}", field="uds") from error
+    return listener
+
+
 def url_of(listener: socket.socket) -> str:
     """Return the address of a bound socket as a URL."""
+    if isinstance(path := listener.getsockname(), str):
+        return f"unix:{path}"
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

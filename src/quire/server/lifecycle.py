@@ -68,6 +68,7 @@ def serve(engine_config: EngineConfig, config: ServerConfig, listener: socket.so
     try:
         form = _tool_format(llm.tokenizer, config.tool_call_parser)
         state = ServerState(llm, config, bodies, __version__, created=int(time.time()), tool_format=form)
+        state.aliases = engine_config.model.served_names[1:]
         state.reasoning = _reasoning(llm.tokenizer, config.reasoning_parser, llm.texts.end_token_ids)
         with asyncio.Runner() as runner:
             runner.run(_run(state, listener, max_connections))
