@@ -232,6 +232,8 @@ def test_flags_of_vllm_that_mean_something_are_taken() -> None:
     assert (config.cache.num_kv_blocks, config.speculative.num_tokens) == (64, 3)
     assert (config.model.generation_config, config.model.chat_template) == ("vllm", "file")
     assert (args.allowed_origins, args.default_chat_template_kwargs) == (["https://a.example"], {"a": 1})
+    with pytest.raises(SystemExit):
+        parse_args(["serve", "--allowed-origins", '{"a": 1}'])
     # A command without a server refuses what only a server has.
     with pytest.raises(ConfigError, match="an option of `quire serve`"):
         EngineConfig.from_options(**engine_options(parse_args(["generate", "--uds", "x"])))

@@ -17,11 +17,10 @@ CONTROL_PLANE = """
 import pkgutil, re, sys
 from pathlib import Path
 import quire
-for package in ("memory", "scheduling", "sequences", "decoding", "config", "simulation", "bounded", "errors", "cli"):
+for package in ("memory", "scheduling", "sequences", "decoding", "config", "simulation", "bounded", "errors"):
     module = __import__(f"quire.{package}", fromlist=["_"])
     for found in pkgutil.walk_packages(getattr(module, "__path__", []), f"quire.{package}."):
-        if package != "cli" or not found.name.endswith("demo"):
-            __import__(found.name)
+        __import__(found.name)
 page = Path("docs/memory/concepts.md").read_text(encoding="utf-8")
 (example,) = re.findall(r"^```python\\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
 exec(compile(example, "concepts.md", "exec"), {})
@@ -33,9 +32,7 @@ def declared() -> list[str]:
     """Return the minor versions that the classifiers declare."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         classifiers = tomllib.load(file)["project"]["classifiers"]
-    return [
-        match[1] for each in classifiers if (match := re.fullmatch(r"Programming Language :: Python :: (3\.\d+)", each))
-    ]
+    return re.findall(r"Programming Language :: Python :: (3\.\d+)$", "\n".join(classifiers), re.MULTILINE)
 
 
 def interpreter(version: str) -> str | None:

@@ -14,6 +14,7 @@ from quire.cli.conversation import Conversation, check_chat_parameters, dim
 from quire.cli.early_checks import checked_engine_options
 from quire.cli.options import add_engine_options, add_sampling_options, sampling_options
 from quire.cli.structured_options import add_structured_options, structured_options
+from quire.cli.word_wrap import in_lines
 from quire.errors import RequestError
 from quire.sequences.params import SamplingParams
 
@@ -98,7 +99,7 @@ def talk(llm: LLM, conversation: Conversation) -> None:
             if line and not handle(conversation, line):
                 return
         except RequestError as error:
-            print(f"quire: error: {error}", file=sys.stderr)
+            print(in_lines(f"quire: error: {error}"), file=sys.stderr)
 
 
 def handle(conversation: Conversation, line: str) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.cli.options import read_sampling_parameter, sampling_parameters
-from quire.cli.word_wrap import WordWrap
+from quire.cli.word_wrap import WordWrap, in_lines
 from quire.errors import ConfigError, RequestError
 from quire.sequences.params import SamplingParams
 
@@ -159,7 +159,7 @@ class Conversation:
         speed = f", {(num_tokens - 1) / decode_s:.1f} tokens/s" if num_tokens > 1 and decode_s > 0 else ""
         print(
             dim(
-                f"{num_tokens} tokens{speed}, the first after {first_s - started_s:.2f} s; "
+                f"{num_tokens} tokens{speed}, the first after {first_s - started_s:.3f} s; "
                 f"{num_cached} of {len(prompt)} prompt tokens cached"
             )
         )
@@ -189,5 +189,5 @@ def stopped_by_ctrl_c() -> Iterator[Callable[[], bool]]:
 
 
 def dim(text: str) -> str:
-    """Return a text that a terminal shows dim; elsewhere the text itself."""
-    return f"\x1b[2m{text}\x1b[0m" if sys.stdout.isatty() else text
+    """Return a text that a terminal shows dim, in lines that fit; elsewhere the text itself."""
+    return f"\x1b[2m{in_lines(text)}\x1b[0m" if sys.stdout.isatty() else text

@@ -102,12 +102,23 @@ def _add_access(group: argparse._ArgumentGroup) -> None:
         help='a web origin whose pages may call the server, like "https://example.org"; may be repeated '
         "(default: none)",
     )
-    group.add_argument("--allowed-origins", type=json.loads, default=[], help=argparse.SUPPRESS)  # vLLM's, a JSON list
+    group.add_argument("--allowed-origins", type=_origins, default=[], help=argparse.SUPPRESS)
     group.add_argument(
         "--tenant-header",
         metavar="NAME",
         help="a header that a gateway sets: only requests with the same value share cached prefixes (default: none)",
     )
+
+
+def _origins(text: str) -> list[str]:
+    """Parse vLLM's form of origins, a JSON list."""
+    try:
+        origins = json.loads(text)
+    except ValueError:
+        origins = None
+    if not isinstance(origins, list) or not all(isinstance(origin, str) for origin in origins):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON list of texts")
+    return origins
 
 
 def _add_times(group: argparse._ArgumentGroup, defaults: ServerConfig) -> None:

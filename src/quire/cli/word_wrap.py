@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import re
 import shutil
+import textwrap
 from typing import TextIO
 
 _PIECES = re.compile(r"\n|[^\S\n]+|\S+")
+
+
+def in_lines(text: str) -> str:
+    """Return a text whose lines are broken between words at the edge of the terminal."""
+    width = shutil.get_terminal_size().columns
+    return "\n".join(textwrap.fill(line, width, break_on_hyphens=False) for line in text.splitlines())
 
 
 class WordWrap:

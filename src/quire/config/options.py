@@ -107,7 +107,7 @@ class ModelConfig:
         put_path(self, "chat_template", optional=True)
         check_text("revision", self.revision, optional=True)
         names = self.served_model_name
-        if not isinstance(names, str | None) and isinstance(names, Sequence):
+        if isinstance(names, Sequence) and not isinstance(names, str):
             object.__setattr__(self, "served_model_name", tuple(names))
         if not all(isinstance(name, str) and name for name in self.served_names):
             raise ConfigError(
@@ -133,7 +133,7 @@ class ModelConfig:
         names = self.served_model_name
         if names is None:
             return (self.model,)
-        return names if isinstance(names, tuple) and names else (names,)  # type: ignore[return-value]
+        return names if isinstance(names, tuple) and names else (names,)
 
 
 # Size of the host tier that a prefix cache on disk uses for transfers, where there is no swap space.
