@@ -195,5 +195,15 @@ def test_words_are_not_broken_at_the_edge(size: int) -> None:
         screen.write(text[start : start + size])
     screen.end()
     assert stream.getvalue() == (
-        "The opposite of\nhot is cold.\n\n  an indented\nline, and\na-word-that-is-longer-than-a-line\nend\n"
+        "The opposite of\nhot is cold.\n\n  an indented\nline, and\na-word-that-is-l\nonger-than-a-lin\ne\nend\n"
     )
+
+
+def test_texts_without_spaces_are_shown_as_they_come() -> None:
+    stream = io.StringIO()
+    screen = WordWrap(stream, width=6)
+    shown = []
+    for char in "狐は庭に":
+        screen.write(char)
+        shown.append(stream.getvalue())
+    assert shown == ["狐", "狐は", "狐は庭", "狐は庭\nに"]

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 from quire.bounded.json_text import parse
 
-# Without inheritance, which is Python's default. Windows has neither of the two; its text mode would change bytes.
+# O_NONBLOCK is of POSIX, and O_BINARY of Windows, whose text mode would change bytes.
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 

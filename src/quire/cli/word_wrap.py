@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import textwrap
+import unicodedata
 from typing import TextIO
-
-_PIECES = re.compile(r"\n|[^\S\n]+|\S+")
 
 
 def in_lines(text: str) -> str:
@@ -19,8 +17,8 @@ def in_lines(text: str) -> str:
 class WordWrap:
     """Writes text in pieces of any length; a word that does not fit into its line begins the next one.
 
-    A word is held back until a space, a line break or the end follows it, so that it is never broken, unless it is
-    longer than a line. Characters are counted as one column each.
+    A word is held back until a space, a line break or the end follows it, or until it is as long as a line. Characters
+    of two columns, as of Chinese, are words of their own, since such texts have no spaces.
 
     Args:
         stream: terminal.
@@ -35,33 +33,43 @@ class WordWrap:
 
     def write(self, text: str) -> None:
         """Write a piece of the text."""
-        for piece in _PIECES.findall(text):
-            if not piece.isspace():
-                self._word += piece
-                continue
-            self._put_word()
-            if piece == "\n":
-                self._stream.write("\n")
-                self._column, self._spaces = 0, ""
+        for char in text:
+            if char.isspace() or _columns(char) == 2:
+                self._put_word()
+            if char == "\n":
+                self._end_line()
+            elif char.isspace():
+                self._spaces += char
             else:
-                self._spaces += piece
+                self._word += char
+                if _columns(char) == 2 or len(self._word) >= self._columns_of_line():
+                    self._put_word()
         self._stream.flush()
 
     def end(self) -> None:
         """Write the last word, and end the line."""
         self._put_word()
-        self._stream.write("\n")
+        self._end_line()
         self._stream.flush()
-        self._column, self._spaces = 0, ""
 
     def _put_word(self) -> None:
         if not self._word:
             return
-        width = self._width or shutil.get_terminal_size().columns
-        if self._column and self._column + len(self._spaces) + len(self._word) > width:
+        if self._column and self._column + _columns(self._spaces + self._word) > self._columns_of_line():
             # The spaces at which the line is broken would indent the next one.
-            self._stream.write("\n")
-            self._column, self._spaces = 0, ""
+            self._end_line()
         self._stream.write(self._spaces + self._word)
-        self._column += len(self._spaces) + len(self._word)
+        self._column += _columns(self._spaces + self._word)
         self._spaces = self._word = ""
+
+    def _end_line(self) -> None:
+        self._stream.write("\n")
+        self._column, self._spaces = 0, ""
+
+    def _columns_of_line(self) -> int:
+        return self._width or shutil.get_terminal_size().columns
+
+
+def _columns(text: str) -> int:
+    """Return the number of columns of a text on a terminal."""
+    return sum(2 if unicodedata.east_asian_width(char) in "WF" else not unicodedata.combining(char) for char in text)
