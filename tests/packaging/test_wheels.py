@@ -40,6 +40,7 @@ def test_a_wheel_has_all_levels_and_a_tag_that_is_true(sources: Path, tmp_path: 
 
 
 @linux
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize(
     ("refused", "fault"),
@@ -77,6 +78,7 @@ def test_symbols_that_are_too_new_are_named(compiler: Compiler, tmp_path: Path) 
 
 @ARM
 @linux
+@pytest.mark.slow
 def test_a_wheel_for_aarch64_is_cross_compiled(sources: Path, tmp_path: Path) -> None:
     wheel = build_wheel(sources, tmp_path, "aarch64", COMPILERS["aarch64"])
     assert wheel.name.endswith(f"{POLICY}_aarch64.whl")

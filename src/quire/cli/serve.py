@@ -8,7 +8,7 @@ import os
 
 from quire.cli import options
 from quire.cli.early_checks import check_files
-from quire.server.address import bind, bind_unix
+from quire.server.address import bind, bind_unix, tls_context
 from quire.server.settings import REASONING_PARSERS, TOOL_CALL_PARSERS, ServerConfig
 
 DEFAULT_MAX_QUEUE_LEN = 1024
@@ -38,6 +38,14 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     group.add_argument(
         "--uds", metavar="PATH", help="Unix domain socket to listen on, in place of host and port (default: none)"
+    )
+    group.add_argument(
+        "--ssl-certfile", metavar="FILE", help="certificate chain, in PEM, for encrypted connections (default: none)"
+    )
+    group.add_argument(
+        "--ssl-keyfile",
+        metavar="FILE",
+        help="private key of the certificate; by default in the same file as the certificate",
     )
     group.add_argument(
         "--default-chat-template-kwargs",
@@ -179,6 +187,8 @@ def run(args: argparse.Namespace) -> int:
         host=args.host,
         port=args.port,
         uds=args.uds,
+        ssl_certfile=args.ssl_certfile,
+        ssl_keyfile=args.ssl_keyfile,
         default_chat_template_kwargs=args.default_chat_template_kwargs,
         api_key=args.api_key,
         operator_key=args.operator_key,
@@ -206,6 +216,7 @@ def run(args: argparse.Namespace) -> int:
     engine_config = EngineConfig.from_options(**given)
     check_files(engine_config)
     # The address comes before the engine, whose import takes seconds, and the model, which may take minutes.
+    tls_context(server_config.ssl_certfile, server_config.ssl_keyfile)  # refuses unusable files early
     uds = server_config.uds
     with bind(server_config.host, server_config.port) if uds is None else bind_unix(uds) as listener:
         from quire.server.lifecycle import serve

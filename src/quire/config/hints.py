@@ -27,6 +27,7 @@ _TEXT_ONLY: Final = "prompts are text or token ids, with embeddings of media at 
 _FILES: Final = "weights are read from the folder or file of the model, in the formats of docs/checkpoints.md"
 _LOGS: Final = "the server's --log-level and --log-interval decide what is logged"
 _TEMPLATE: Final = "the template comes with the model; LLM.chat takes another one"
+_OF_SERVE: Final = "it is an option of `quire serve`"
 _PROXY: Final = "a proxy before the server does that"
 
 OPTION_HINTS: Final[Mapping[str, Foreign]] = {
@@ -125,10 +126,12 @@ OPTION_HINTS: Final[Mapping[str, Foreign]] = {
     "model_impl": (("auto",), "the architectures that run are built in"),
     "middleware": (([],), _PROXY),
     "root_path": (("",), _PROXY),
-    "ssl_keyfile": ((), _PROXY),
-    "ssl_certfile": ((), _PROXY),
-    "uds": ((), "it is an option of `quire serve`"),
-    "allowed_origins": (([],), "it is an option of `quire serve`"),
+    "ssl_keyfile": ((), _OF_SERVE),
+    "ssl_certfile": ((), _OF_SERVE),
+    "ssl_ca_certs": ((), _PROXY),
+    "ssl_cert_reqs": ((0,), _PROXY),
+    "uds": ((), _OF_SERVE),
+    "allowed_origins": (([],), _OF_SERVE),
 }
 
 SAMPLING_HINTS: Final[Mapping[str, str]] = {

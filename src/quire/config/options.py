@@ -109,7 +109,8 @@ class ModelConfig:
         names = self.served_model_name
         if isinstance(names, Sequence) and not isinstance(names, str):
             object.__setattr__(self, "served_model_name", tuple(names))
-        if not all(isinstance(name, str) and name for name in self.served_names):
+        served: Sequence[object] = self.served_names
+        if not all(isinstance(name, str) and name for name in served):
             raise ConfigError(
                 f"served_model_name must be a non-empty string, several, or None, got {shown(names)}",
                 field="served_model_name",

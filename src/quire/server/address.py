@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import ssl
 from contextlib import suppress
 from pathlib import Path
 
@@ -53,9 +54,32 @@ def bind_unix(path: str) -> socket.socket:
     return listener
 
 
-def url_of(listener: socket.socket) -> str:
+def tls_context(certfile: str | None, keyfile: str | None) -> ssl.SSLContext | None:
+    """Return the context of encrypted connections; None without a certificate.
+
+    Args:
+        certfile: file of the certificate chain, in PEM.
+        keyfile: file of its private key; None where `certfile` has the key too.
+
+    Raises:
+        ConfigError: the files cannot be read, or do not belong together.
+    """
+    if certfile is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        # A password would be asked for on the terminal.
+        context.load_cert_chain(certfile, keyfile, password="")
+    except OSError as error:  # `ssl.SSLError` is one
+        reason = error.strerror or str(error)
+        key = "" if keyfile is None else f" with ssl_keyfile {keyfile!r}"
+        raise ConfigError(f"ssl_certfile {certfile!r}{key} cannot be used: {reason}", field="ssl_certfile") from error
+    return context
+
+
+def url_of(listener: socket.socket, scheme: str) -> str:
     """Return the address of a bound socket as a URL."""
     if isinstance(path := listener.getsockname(), str):
         return f"unix:{path}"
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -17,7 +17,7 @@ import uvicorn
 from quire import __version__
 from quire.bounded.json_text import limit_digits
 from quire.config import EngineConfig
-from quire.server.address import url_of
+from quire.server.address import tls_context, url_of
 from quire.server.app import build_app
 from quire.server.body import BodyReader
 from quire.server.connection import Connection, Connections
@@ -121,6 +121,7 @@ async def _run(state: ServerState, listener: socket.socket, max_connections: int
         timeout_graceful_shutdown=FLUSH_TIMEOUT_S,
     )
     server = uvicorn.Server(settings)
+    tls = tls_context(config.ssl_certfile, config.ssl_keyfile)
     serving = asyncio.create_task(server.serve(sockets=[]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
@@ -128,7 +129,7 @@ async def _run(state: ServerState, listener: socket.socket, max_connections: int
     def make_protocol() -> Connection:
         return Connection(connections, config=settings, server_state=server.server_state, app_state={})
 
-    accepting = asyncio.create_task(accept_connections(listener, connections, make_protocol))
+    accepting = asyncio.create_task(accept_connections(listener, connections, make_protocol, tls))
     shutdown = _Shutdown(state, server, connections, accepting)
     take_signals(shutdown.on_signal)
     tasks = [accepting, asyncio.create_task(_end_when_dead(state, shutdown)), asyncio.create_task(connections.watch())]
@@ -140,7 +141,7 @@ async def _run(state: ServerState, listener: socket.socket, max_connections: int
         tasks.append(asyncio.create_task(show_in_terminal(state.block_map)))
     for task in tasks:
         task.add_done_callback(shutdown.on_task_done)
-    print(f"Quire serves {state.llm.model_name} at {url_of(listener)}", flush=True)
+    print(f"Quire serves {state.llm.model_name} at {url_of(listener, 'http' if tls is None else 'https')}", flush=True)
     await serving
     for task in tasks:
         task.cancel()

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import socket
+import ssl
 import time
 import uuid
 from collections.abc import Callable
@@ -61,7 +62,10 @@ def _max_open_files() -> int | None:
 
 
 async def accept_connections(
-    listener: socket.socket, connections: Connections, make_protocol: Callable[[], asyncio.Protocol]
+    listener: socket.socket,
+    connections: Connections,
+    make_protocol: Callable[[], asyncio.Protocol],
+    tls: ssl.SSLContext | None,
 ) -> None:
     """Accept connections until cancelled, then close the listener; excess connections are answered with a 503.
 
@@ -69,11 +73,14 @@ async def accept_connections(
     `ERROR_LOG_INTERVAL_S`.
     """
     with listener:
-        await _accept(listener, connections, make_protocol)
+        await _accept(listener, connections, make_protocol, tls)
 
 
 async def _accept(
-    listener: socket.socket, connections: Connections, make_protocol: Callable[[], asyncio.Protocol]
+    listener: socket.socket,
+    connections: Connections,
+    make_protocol: Callable[[], asyncio.Protocol],
+    tls: ssl.SSLContext | None,
 ) -> None:
     loop = asyncio.get_running_loop()
     listener.setblocking(False)
@@ -93,7 +100,7 @@ async def _accept(
             await asyncio.sleep(RETRY_AFTER_S)
             continue
         if connections.make_room(len(opening)):
-            task = loop.create_task(_open(client, make_protocol))
+            task = loop.create_task(_open(client, make_protocol, tls, connections.receive_timeout_s))
             opening.add(task)
             task.add_done_callback(opening.discard)
         else:
@@ -103,10 +110,18 @@ async def _accept(
             await asyncio.sleep(0)
 
 
-async def _open(client: socket.socket, make_protocol: Callable[[], asyncio.Protocol]) -> None:
-    # The client may have left already.
+async def _open(
+    client: socket.socket,
+    make_protocol: Callable[[], asyncio.Protocol],
+    tls: ssl.SSLContext | None,
+    handshake_timeout_s: float,
+) -> None:
+    timeout_s = None if tls is None else handshake_timeout_s
+    # The client may have left already, or speak another protocol.
     with contextlib.suppress(OSError):
-        await asyncio.get_running_loop().connect_accepted_socket(make_protocol, client)
+        await asyncio.get_running_loop().connect_accepted_socket(
+            make_protocol, client, ssl=tls, ssl_handshake_timeout=timeout_s
+        )
 
 
 def _reject(client: socket.socket) -> None:
