@@ -3,6 +3,9 @@
 Hatchling calls the hook at the end of this file for a wheel and for an editable install; `python hatch_build.py` does
 the same in a checkout and needs the standard library only. The sources include neither torch nor Python, so a C++17
 compiler is all it takes. Where there is none, the package is built without libraries and computes with torch alone.
+
+CXX and LDFLAGS are read as by make. QUIRE_WHEEL_PLATFORM, such as "manylinux_2_28_aarch64", is the platform of a wheel
+that is made for another machine; `tools/build_wheels.py` sets it, and checks that it is true.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -22,6 +26,7 @@ from typing import Any, NamedTuple
 
 FOLDER = Path("src", "quire", "ops", "native")
 RECORD = ".build-record"
+PLATFORM_VARIABLE = "QUIRE_WHEEL_PLATFORM"
 FLAGS = (
     *("-std=c++17", "-O3", "-shared", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"),
     # The harmless part of -ffast-math: NaN, infinities and the order of sums keep their meaning.
@@ -39,10 +44,11 @@ class Level(NamedTuple):
 
 
 class Compiler(NamedTuple):
-    """A command that compiles C++, and what it says about its version."""
+    """A command that compiles C++, what it says about its version, and flags that come behind the sources."""
 
     command: tuple[str, ...]
     version: str
+    link_flags: tuple[str, ...] = ()
 
 
 # Stated, because some distributions' compilers assume a newer processor.
@@ -74,7 +80,7 @@ def find_compiler(chosen: str | None) -> Compiler | None:
         except OSError:
             continue
         if done.returncode == 0:
-            return Compiler(tuple(command), done.stdout)
+            return Compiler(tuple(command), done.stdout, tuple(shlex.split(os.environ.get("LDFLAGS", ""))))
     return None
 
 
@@ -113,7 +119,10 @@ def compile_levels(folder: Path, compiler: Compiler, levels: Sequence[Level], ta
     sources = [str(path) for path in sorted(folder.glob("*.cpp"))]
     libraries = [target / f"libquire_{level.name}.so" for level in levels]
     commands = [
-        [*compiler.command, *FLAGS, *level.flags, f'-DQUIRE_LEVEL="{level.name}"', *sources, "-o", str(library)]
+        [
+            *(*compiler.command, *FLAGS, *level.flags, f'-DQUIRE_LEVEL="{level.name}"', *sources),
+            *("-o", str(library), *compiler.link_flags),
+        ]
         for level, library in zip(levels, libraries, strict=True)
     ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -137,12 +146,25 @@ def replace_libraries(folder: Path, built: Sequence[Path]) -> list[Path]:
     return libraries
 
 
+def wheel_platform() -> str:
+    """Return the tag of the platform that a wheel is made for: `PLATFORM_VARIABLE`, or this machine's."""
+    # A Python for two kinds of processor (macOS) does not make libraries for both.
+    here = sysconfig.get_platform().replace("universal2", platform.machine())
+    return os.environ.get(PLATFORM_VARIABLE) or here.replace("-", "_").replace(".", "_")
+
+
+def target_machine() -> str:
+    """Return the kind of processor that libraries are made for, as `platform.machine()` names it."""
+    stated = re.fullmatch(r"\w+?_\d+_\d+_(\w+)", os.environ.get(PLATFORM_VARIABLE, ""))
+    return platform.machine() if stated is None else stated[1]
+
+
 def build_package(root: Path) -> list[Path]:
-    """Build the libraries of the package under `root` for this machine, with the compiler that CXX may name."""
+    """Build the libraries of the package under `root`, with the compiler that CXX may name."""
     if os.name == "nt":
         say("no kernels are built on Windows, Quire computes with torch")
         return []
-    return build(root / FOLDER, find_compiler(os.environ.get("CXX")), levels_of(platform.machine()))
+    return build(root / FOLDER, find_compiler(os.environ.get("CXX")), levels_of(target_machine()))
 
 
 def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
@@ -166,10 +188,8 @@ def get_build_hook() -> type:
             """Build, and tag a wheel with libraries for this platform and any Python: nothing in them links to it."""
             libraries = build_package(Path(self.root))
             if libraries:
-                # A Python for two kinds of processor (macOS) does not make libraries for both.
-                system = sysconfig.get_platform().replace("universal2", platform.machine())
                 build_data["pure_python"] = False
-                build_data["tag"] = f"py3-none-{system.replace('-', '_').replace('.', '_')}"
+                build_data["tag"] = f"py3-none-{wheel_platform()}"
                 # They are ignored by git, and so would be left out.
                 build_data["artifacts"] += [f"/{library.relative_to(self.root).as_posix()}" for library in libraries]
 

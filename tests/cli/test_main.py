@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 
 import pytest
 
 import quire
-from quire.cli.main import main, parse_args
+from quire.cli.main import build_parser, main, parse_args
 
 HEAVY = ("torch", "numpy", "quire.engine", "quire.text", "tokenizers", "jinja2", "starlette", "uvicorn", "rich")
 
@@ -72,3 +73,38 @@ def test_a_mistake_is_one_line_and_code_2(flags: list[str], words: str, capsys: 
     assert shown.err.startswith("quire: error: ")
     assert words in shown.err
     assert shown.err.count("\n") == 1
+
+
+def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main([])
+    assert exit_.value.code == 0
+    assert "quantize" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["sreve"], "unknown command 'sreve': did you mean serve?"),
+        (["frobnicate"], "unknown command 'frobnicate': there are generate, chat, serve"),
+        (["serve", "--prot", "80"], "did you mean --port?"),
+        (["serve", "--temprature", "1"], "unrecognized arguments: --temprature"),
+        (["bench", "--workload", "W9"], "invalid choice: 'W9'"),
+    ],
+)
+def test_a_misspelt_name_is_one_line(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(flags)
+    assert exit_.value.code == 2
+    shown = capsys.readouterr().err
+    assert words in shown
+    assert shown.count("\n") == 1
+
+
+def test_the_usage_of_every_command_is_one_line() -> None:
+    (commands,) = (action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    for name, parser in commands.choices.items():
+        usage = parser.format_usage().strip()
+        assert usage.startswith(f"usage: quire {name}")
+        assert usage.endswith("[options]")
+        assert "\n" not in usage

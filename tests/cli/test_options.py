@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import io
+import re
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from dataclasses import fields
 from typing import Any
 
@@ -21,6 +24,7 @@ from quire.cli.options import (
 from quire.config import EngineConfig, option_sections
 from quire.config.hints import OPTION_HINTS
 from quire.config.options import PARTS
+from quire.errors import ConfigError
 from quire.sequences.params import SamplingParams
 
 
@@ -28,7 +32,7 @@ from quire.sequences.params import SamplingParams
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     add_engine_options(parser)
-    add_sampling_options(parser)
+    add_sampling_options(parser, None)
     return parser
 
 
@@ -194,3 +198,42 @@ def test_a_misspelt_flag_is_refused_in_one_line_with_the_nearest_one(capsys: pyt
 def test_a_swap_space_without_a_unit_is_refused_before_loading(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "no/such/model", "--prompt", "Hello", "--swap-space", "4"]) == 2
     assert "--swap-space 4GiB" in capsys.readouterr().err
+
+
+def test_every_line_of_the_help_has_its_default() -> None:
+    shown: dict[str, str] = {}
+    for command in ("serve", "generate", "chat"):
+        with pytest.raises(SystemExit), redirect_stdout(io.StringIO()) as output:
+            parse_args([command, "--help"])
+        _, *entries = re.split(r"\n  (?=--)", output.getvalue().partition("model options:")[2])
+        shown |= {entry.split()[0]: " ".join(entry.split()) for entry in entries}
+    exclusive = ("--json-schema", "--json-object", "--regex", "--choice", "--grammar")
+    plain = ("--watch", "--reasoning-content")
+    silent = {name for name, text in shown.items() if "default" not in text.lower()}
+    assert silent <= {*exclusive, *plain}
+    assert not re.search(r"\bNone\b", " ".join(shown.values()))
+    assert "(default: 8GiB)" in shown["--prefix-cache-disk-bytes"]
+    assert "(on by default)" in shown["--enable-prefix-caching,"]
+
+
+@pytest.mark.parametrize("flags", [["--max-model-len", "auto"], ["--max-model-len", "-1"], []])
+def test_an_automatic_context_length_is_the_default(parser: argparse.ArgumentParser, flags: list[str]) -> None:
+    config = EngineConfig.from_options(**engine_options(parser.parse_args(flags)))
+    assert config.model.max_model_len is None
+
+
+def test_flags_of_vllm_that_mean_something_are_taken() -> None:
+    flags = ["--served-model-name", "one", "two", "--num-gpu-blocks-override", "64", "--generation-config", "vllm"]
+    flags += ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}', "--chat-template", "file"]
+    flags += ["--allowed-origins", '["https://a.example"]', "--default-chat-template-kwargs", '{"a": 1}', "--uds", "x"]
+    args = parse_args(["serve", "some/model", *flags])
+    config = EngineConfig.from_options(**engine_options(args))
+    assert config.model.served_names == ("one", "two")
+    assert (config.cache.num_kv_blocks, config.speculative.num_tokens) == (64, 3)
+    assert (config.model.generation_config, config.model.chat_template) == ("vllm", "file")
+    assert (args.allowed_origins, args.default_chat_template_kwargs) == (["https://a.example"], {"a": 1})
+    with pytest.raises(SystemExit):
+        parse_args(["serve", "--allowed-origins", '{"a": 1}'])
+    # A command without a server refuses what only a server has.
+    with pytest.raises(ConfigError, match="an option of `quire serve`"):
+        EngineConfig.from_options(**engine_options(parse_args(["generate", "--uds", "x"])))

@@ -206,9 +206,32 @@ def test_too_small_a_budget_is_what_the_engine_refuses(capsys: pytest.CaptureFix
         "max_model_len=1024 needs kv_cache_memory_bytes of at least 2129920, or lower max_model_len to 464"
         in plan["never"]
     )
-    assert main(["generate", "--prompt", "a", "--max-tokens", "1", "--kv-cache-memory-bytes", "2129919"]) == 2
+    command = ["generate", "--prompt", "a", "--max-tokens", "1", "--kv-cache-memory-bytes", "2129919"]
+    assert main([*command, "--max-model-len", "1024"]) == 2
     assert "2129920" in capsys.readouterr().err
     assert planned(capsys, "bundled", "--kv-cache-memory-bytes", "2129920")["longest"] == 1024
+
+
+def test_without_a_length_the_engine_serves_what_the_plan_names(capsys: pytest.CaptureFixture[str]) -> None:
+    (note,) = (
+        note
+        for note in planned(capsys, "bundled", "--kv-cache-memory-bytes", "1500K", code=1)["notes"]
+        if note.startswith("Without max_model_len")
+    )
+    assert note.startswith("Without max_model_len, the engine serves contexts of 704 tokens in this memory")
+    assert main(["generate", "--prompt", "a", "--max-tokens", "1", "--kv-cache-memory-bytes", "1500K"]) == 0
+    assert "Context: 704 of the model's 1,024 tokens fit into this memory" in capsys.readouterr().err
+
+
+def test_weights_that_do_not_fit_have_smaller_forms(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--memory", "4MiB"]) == 2
+    error = capsys.readouterr().err
+    assert re.search(r"--quantization int8 takes about 4,5\d\d,\d{3} bytes, which does not fit either", error)
+    assert re.search(r"--quantization int4 takes about 3,1\d\d,\d{3} bytes, which fits", error)
+    assert main(["plan", "--memory", "3MiB", "--quantization", "int8"]) == 2
+    error = capsys.readouterr().err
+    assert "quantization int8" not in error
+    assert "--quantization int4" in error
 
 
 def test_the_weights_come_off_the_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

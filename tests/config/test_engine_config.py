@@ -72,7 +72,9 @@ NEEDED: dict[str, dict[str, Any]] = {
         ("model", ["bundled", "some/folder"], ["", None, 3, True]),
         ("tokenizer", [None, "folder"], ["", 3]),
         ("revision", [None, "main"], ["", 3]),
-        ("served_model_name", [None, "name"], ["", 3]),
+        ("served_model_name", [None, "name", ("a", "b")], ["", 3, ("a", ""), [1]]),
+        ("generation_config", ["auto", "vllm"], ["", "none"]),
+        ("chat_template", [None, "file"], ["", 3]),
         ("record_memory", [None, "memory.log"], ["", 3]),
         ("prefix_cache_dir", [None, "cache"], ["", 3]),
         ("prefix_cache_disk_bytes", [1, 8 << 30], [0, None, 1.5, True]),
@@ -93,7 +95,7 @@ NEEDED: dict[str, dict[str, Any]] = {
         ("preemption_mode", ["auto", "recompute"], ["swap", "copy", None]),
         ("swap_space", [0, 4096, 1 << 40], [-1, None, 0.5, "4X", 4, 4095, True]),
         ("seed", [0, 2**63 - 1], [-1, None, 1.0, True]),
-        ("max_model_len", [None, 1, 10**6], [0, -1, 1.5, "8", True]),
+        ("max_model_len", [None, 1, 10**6], [0, -2, 1.5, "8", True]),
         ("num_threads", [None, 1], [0, "4", False]),
         ("block_size", [1, 16, 1024], [0, 1025, None, 16.0, True]),
         ("num_kv_blocks", [None, 1], [0, 1.0]),
@@ -203,6 +205,7 @@ def test_resolve_takes_what_was_found() -> None:
         preemption_policy="last",
         preemption_mode="auto",
         kernels="torch",
+        lacks_kernels=True,
         longest_blocks=128,
         max_concurrency=127,
         pin_limit=0.0,
@@ -244,7 +247,7 @@ def test_resolve_keeps_what_was_asked_for() -> None:
     assert dataclasses.astuple(config) == (
         *("cpu", 2, 100, 32, 40, 32768, 4, 6, False, "slru", 0.1, 1 << 20, 6, 7),
         *("priority", 99, "least_waste", "swap", 9, 500, 11, "torch", 0.2, 0.3, 0.4, 64, 1 << 20, 30.5, "int8", "int8"),
-        *("suffix", 5),
+        *("suffix", 5, True, None),
     )
     assert config.max_concurrency == 6, "no more than max_num_seqs"
 
@@ -354,7 +357,9 @@ def test_a_pool_that_is_too_small_says_what_would_do(
 
 
 def test_the_lines_at_start_show_the_numbers() -> None:
-    first, second, third = resolved(num_kv_blocks=2000, max_model_len=1000).lines()
+    first, second, third, notice = resolved(num_kv_blocks=2000, max_model_len=1000).lines()
+    assert notice.startswith("No native kernels: stock operators compute")
+    assert len(resolved(kernels="torch").lines()) == 3
     assert first == "Available KV cache memory: 0.03 GiB (2,000 blocks of 16 tokens in bfloat16, 16,384 bytes each)"
     assert second == "KV cache size: 32,000 tokens, maximum concurrency for 1,000 tokens per request: 31x"
     assert third.startswith("Scheduler: fcfs, at most 256 sequences and 512 tokens a step; prefix caching on;")

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -25,18 +23,6 @@ DEFAULT_ADDRESS = "http://127.0.0.1:8000"
 def blocks(page: Path, language: str) -> list[str]:
     """Return a page's code blocks in one language."""
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-
-
-@pytest.fixture(scope="module")
-def server_address() -> Iterator[str]:
-    """A server on the bundled model, and its address."""
-    command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--log-level", "warning", "--num-threads", "1"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
-        assert process.stdout is not None
-        address = re.search(r"http://\S+", process.stdout.readline())
-        assert address is not None
-        yield address[0]
-        process.send_signal(signal.SIGINT)
 
 
 OFFLINE = [block for block in blocks(README, "python") if "LLM(" in block]

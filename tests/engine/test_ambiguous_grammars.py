@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("llguidance", reason="the extra structured is not installed")
+pytest.importorskip("llguidance", reason="llguidance is not installed")
 
 from benchmarks.grammar_delay import AMBIGUOUS
 from quire import LLM, SamplingParams, StructuredOutputs

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("llguidance", reason="the extra structured is not installed")
+pytest.importorskip("llguidance", reason="llguidance is not installed")
 
 from quire import LLM, SamplingParams
 from quire.engine.outputs.outputs import RequestOutput

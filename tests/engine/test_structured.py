@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("llguidance", reason="the extra structured is not installed")
+pytest.importorskip("llguidance", reason="llguidance is not installed")
 
 from quire import LLM, AsyncLLM, SamplingParams, StructuredOutputs
 from quire.engine.outputs.outputs import CompletionOutput, RequestOutput

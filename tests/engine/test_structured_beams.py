@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-pytest.importorskip("llguidance", reason="the extra structured is not installed")
+pytest.importorskip("llguidance", reason="llguidance is not installed")
 
 from quire import LLM, SamplingParams, StructuredOutputs
 from tests.engine.bundled import load

@@ -129,7 +129,7 @@ def answer_of(llm: LLM, token_ids: list[int]) -> str:
 
 @pytest.mark.parametrize("drafts", [{}, {"speculative_method": "suffix", "num_speculative_tokens": 5}])
 def test_a_grammar_begins_where_thinking_ends(llm: LLM, drafts: dict[str, Any]) -> None:
-    pytest.importorskip("llguidance", reason="the extra structured is not installed")
+    pytest.importorskip("llguidance", reason="llguidance is not installed")
     engine = load(**drafts) if drafts else llm
     # Greedy: without the end tokens, which the grammar forbids, draws would be others.
     more: dict[str, Any] = {"structured_outputs": ANSWER, "max_tokens": 120, "temperature": 0.0}
@@ -143,7 +143,7 @@ def test_a_grammar_begins_where_thinking_ends(llm: LLM, drafts: dict[str, Any]) 
 
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_beams_think_within_the_budget_and_answer_in_form(llm: LLM, budget: int) -> None:
-    pytest.importorskip("llguidance", reason="the extra structured is not installed")
+    pytest.importorskip("llguidance", reason="llguidance is not installed")
     params: dict[str, Any] = {"temperature": 1.0, "beam_width": 3, "n": 3, "max_tokens": 120, "seed": None}
     (samples,) = run(llm, [thinking(budget, structured_outputs=ANSWER, **params)])
     assert len({tuple(sample.token_ids) for sample in samples}) == 3
@@ -153,7 +153,7 @@ def test_beams_think_within_the_budget_and_answer_in_form(llm: LLM, budget: int)
 
 
 def test_an_output_may_think_first_or_answer_at_once(llm: LLM) -> None:
-    pytest.importorskip("llguidance", reason="the extra structured is not installed")
+    pytest.importorskip("llguidance", reason="llguidance is not installed")
     prompt = llm.get_tokenizer().encode(STORY)
     params: dict[str, Any] = {"structured_outputs": ANSWER, "max_tokens": 120}
     (plain,) = llm.generate([prompt], thinking(5, **params), use_tqdm=False)
@@ -168,7 +168,7 @@ def test_an_output_may_think_first_or_answer_at_once(llm: LLM) -> None:
 
 
 def test_a_grammar_forbids_the_end_of_the_output_inside_thinking(llm: LLM) -> None:
-    pytest.importorskip("llguidance", reason="the extra structured is not installed")
+    pytest.importorskip("llguidance", reason="llguidance is not installed")
     ends = dict.fromkeys(llm.engine.requests.end_token_ids, 100.0)
     (samples,) = run(llm, [thinking(6, structured_outputs=ANSWER, logit_bias=ends, max_tokens=120)])
     assert json.loads(answer_of(llm, samples[0].token_ids))["n"] in (1, 2)

@@ -22,34 +22,6 @@ LEVELS = levels_of(platform.machine())
 NAMES = [f"libquire_{level.name}.so" for level in LEVELS]
 X86 = pytest.mark.skipif(len(LEVELS) == 1, reason="one level only on this kind of processor")
 
-# Says which level it was compiled for, and which instructions the compiler was allowed to use.
-SOURCE = """
-#include "number.h"
-extern "C" __attribute__((visibility("default"))) const char* level() { return QUIRE_LEVEL; }
-extern "C" __attribute__((visibility("default"))) int number() { return NUMBER; }
-extern "C" __attribute__((visibility("default"))) const char* features() {
-  return ""
-#ifdef __SSE4_2__
-    " sse4.2"
-#endif
-#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
-    " avx2"
-#endif
-#if defined(__AVXVNNI__)
-    " avx_vnni"
-#endif
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
-    " avx512"
-#endif
-#if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
-    " avx512_bf16"
-#endif
-#ifdef __FAST_MATH__
-    " fast_math"
-#endif
-    ;
-}
-"""
 FEATURES = {
     "portable": "",
     "avx2": " sse4.2 avx2",
@@ -57,25 +29,6 @@ FEATURES = {
     "avx512": " sse4.2 avx2 avx512",
     "avx512_bf16": " sse4.2 avx2 avx512 avx512_bf16",
 }
-
-
-@pytest.fixture(scope="module")
-def compiler() -> Compiler:
-    """The compiler of this machine; without one there is nothing to test."""
-    found = find_compiler(os.environ.get("CXX"))
-    if found is None:
-        pytest.skip("no C++ compiler")
-    return found
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A folder with small sources."""
-    sources = tmp_path / "native"
-    sources.mkdir()
-    (sources / "kernels.cpp").write_text(SOURCE, encoding="utf-8")
-    (sources / "number.h").write_text("#define NUMBER 1\n", encoding="utf-8")
-    return sources
 
 
 class Wrapped:
@@ -264,19 +217,6 @@ def test_without_a_compiler_there_are_no_libraries_and_one_line_says_so(
 def test_a_command_without_output_is_no_compiler(folder: Path) -> None:
     assert build(folder, Compiler(("true",), ""), LEVELS) == []
     assert present(folder) == set()
-
-
-@pytest.fixture
-def tree(folder: Path, tmp_path: Path) -> Path:
-    """A copy of what a build of the package reads, with small sources in the place of the kernels."""
-    tree = tmp_path / "tree"
-    tree.mkdir()
-    for name in ["hatch_build.py", "pyproject.toml", ".gitignore", "README.md", "LICENSE"]:
-        shutil.copy(ROOT / name, tree / name)
-    (tree / hatch_build.FOLDER).parent.mkdir(parents=True)
-    shutil.copytree(folder, tree / hatch_build.FOLDER)
-    (tree / "src" / "quire" / "__init__.py").write_text("", encoding="utf-8")
-    return tree
 
 
 @pytest.mark.usefixtures("compiler")

@@ -24,7 +24,7 @@ BROWSER_HEADERS = (
     "x-stainless-retry-count,x-stainless-runtime,x-stainless-runtime-version"
 )
 OPEN_SCHEMA = {"type": "object", "properties": {"kind": {"enum": ["fox", "owl"]}}, "required": ["kind"]}
-needs_grammars = pytest.mark.skipif(not HAS_GRAMMARS, reason="the extra structured is not installed")
+needs_grammars = pytest.mark.skipif(not HAS_GRAMMARS, reason="llguidance is not installed")
 
 
 @pytest.fixture(scope="module")

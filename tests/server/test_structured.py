@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 
-pytest.importorskip("llguidance", reason="the extra structured is not installed")
+pytest.importorskip("llguidance", reason="llguidance is not installed")
 
 from tests.server.checkpoint import SAYING
 from tests.server.process import ServerProcess, running

@@ -300,7 +300,7 @@ def test_the_older_form_is_refused_with_the_newer_ones_name(hermes: ServerProces
 def test_calls_cannot_be_required_without_grammars(hermes: ServerProcess, choice: Any) -> None:
     error = hermes.post(CHAT, {**ASK, "tool_choice": choice}).json()["error"]
     assert (error["param"], error["code"]) == ("tool_choice", "unsupported_feature")
-    assert "quire[structured]" in error["message"]
+    assert "pip install llguidance" in error["message"]
 
 
 @needs_grammars

@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 
-pytest.importorskip("llguidance", reason="the extra structured is not installed")
+pytest.importorskip("llguidance", reason="llguidance is not installed")
 
 from quire.sequences.structured import GrammarSource, StructuredOutputs
 from quire.structured.grammar_cache import (

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-pytest.importorskip("llguidance", reason="the extra structured is not installed")
+pytest.importorskip("llguidance", reason="llguidance is not installed")
 
 from quire.execution.sampling.sampler import Sampler
 from quire.memory.results import NO_OPS

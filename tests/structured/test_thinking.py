@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-pytest.importorskip("llguidance", reason="the extra structured is not installed")
+pytest.importorskip("llguidance", reason="llguidance is not installed")
 
 from quire.sequences.params import SamplingParams
 from quire.sequences.structured import StructuredOutputs

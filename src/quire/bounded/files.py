@@ -11,6 +11,9 @@ from typing import Any, BinaryIO
 
 from quire.bounded.json_text import parse
 
+# O_NONBLOCK is of POSIX, and O_BINARY of Windows, whose text mode would change bytes.
+_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+
 
 def open_file(path: Path) -> BinaryIO:
     """Open a file for reading.
@@ -18,7 +21,7 @@ def open_file(path: Path) -> BinaryIO:
     Raises:
         OSError: the file cannot be opened, or is not regular: reading a pipe may block, and a device may have no end.
     """
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    file = os.open(path, _FLAGS)
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))

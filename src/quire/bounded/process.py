@@ -3,7 +3,8 @@
 Compiled code cannot be interrupted within its own process, and memory that it allocates before it fails is lost to the
 whole process. So clients' grammars are compiled, models' chat templates rendered and large bodies parsed in separate
 processes. An unhandled alarm signal ends such a process after the time limit, and the system refuses it memory beyond
-the memory limit.
+the memory limit. Windows has neither: there the parent ends a process a little after the time limit, and memory is not
+limited; nor is it on macOS.
 
 A question and its answer are bytes, each preceded by its length; the program defines their meaning.
 """
@@ -14,7 +15,6 @@ import ctypes
 import importlib
 import json
 import os
-import resource
 import select
 import signal
 import struct
@@ -37,6 +37,8 @@ GRACE_S = 2.0
 BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from quire.bounded.process import main; main()"
 # Memory is returned to the system after a question and an answer of more bytes than this.
 MANY_BYTES = 1 << 20
+# False on Windows, whose pipes block: a timer in the parent ends the process at the deadline.
+CAN_POLL = hasattr(select, "poll")
 # Length of the question that follows, and the time limit of its answer in seconds.
 QUESTION = struct.Struct("!Qd")
 ANSWER = struct.Struct("!Q")
@@ -88,8 +90,9 @@ class BoundedProcess:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._input, self._output = self._process.stdin.fileno(), self._process.stdout.fileno()
-        for pipe in (self._input, self._output):
-            os.set_blocking(pipe, False)
+        if CAN_POLL:
+            for pipe in (self._input, self._output):
+                os.set_blocking(pipe, False)
         # A process that is not closed ends when this object is collected.
         self._end = weakref.finalize(self, _end, self._process)
 
@@ -124,6 +127,8 @@ class BoundedProcess:
         self.close()
         if self._is_stopped:
             raise _shut_down()
+        if not CAN_POLL:
+            raise LimitExceeded("time")
         if code == -signal.SIGKILL:
             # Not one of its own limits, which end it otherwise; for example the system's out-of-memory killer.
             raise WorkerError("a process of limited time and memory was killed")
@@ -147,6 +152,9 @@ class BoundedProcess:
     def _exchange(self, question: bytes, timeout_s: float, patience_s: float) -> bytes | None:
         """Write a question and return its answer; None where no complete answer arrives in time."""
         deadline = time.monotonic() + patience_s
+        killer = None if CAN_POLL else threading.Timer(patience_s, self._process.kill)
+        if killer is not None:
+            killer.start()
         try:
             self._write(QUESTION.pack(len(question), timeout_s), deadline)
             self._write(question, deadline)
@@ -158,6 +166,9 @@ class BoundedProcess:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(GRACE_S)
             return None
+        finally:
+            if killer is not None:
+                killer.cancel()
 
     def _write(self, data: bytes, deadline: float) -> None:
         left = memoryview(data)
@@ -183,6 +194,8 @@ def _wait(pipe: int, event: int, deadline: float) -> None:
     Raises:
         TimeoutError: it cannot before the deadline.
     """
+    if not CAN_POLL:
+        return
     poll = select.poll()  # `select.select` supports no descriptors above 1023
     poll.register(pipe, event)
     if not poll.poll(max(0.0, deadline - time.monotonic()) * 1e3):
@@ -283,7 +296,9 @@ class ProcessPool(Generic[T]):
 def main() -> None:
     """Run the program that `sys.argv` names: read its setup, then answer questions until the input ends."""
     location, memory_bytes = sys.argv[2], int(sys.argv[3])
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    has_alarm = hasattr(signal, "setitimer")
+    if has_alarm:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
     # Output that the program prints is redirected to stderr.
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
@@ -296,9 +311,11 @@ def main() -> None:
     while header := source.read(QUESTION.size):
         num_bytes, timeout_s = QUESTION.unpack(header)
         question = source.read(num_bytes)
-        signal.setitimer(signal.ITIMER_REAL, timeout_s)
+        if has_alarm:
+            signal.setitimer(signal.ITIMER_REAL, timeout_s)
         reply = answer(question)
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        if has_alarm:
+            signal.setitimer(signal.ITIMER_REAL, 0)
         _send(sink, reply)
         if len(question) + len(reply) > MANY_BYTES:
             del question, reply
@@ -312,21 +329,43 @@ def _send(sink: Any, reply: bytes) -> None:
 
 
 def limit_memory(memory_bytes: int) -> None:
-    """Limit the memory of this process to `memory_bytes` beyond its present size, and disable core dumps."""
-    num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    limit = num_pages * os.sysconf("SC_PAGE_SIZE") + memory_bytes
+    """Limit the memory of this process to `memory_bytes` beyond its present size, and disable core dumps.
+
+    Systems that do not tell the present size have no limit.
+    """
+    num_bytes = _bytes_of_this_process(0)
+    if num_bytes is None:
+        return
+    import resource
+
+    limit = num_bytes + memory_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def resident_bytes() -> int:
-    """Return the resident memory of this process in bytes, after freed memory was returned to the system."""
+    """Return the resident memory of this process in bytes, after freed memory was returned to the system.
+
+    0 on systems that do not tell it.
+    """
     return_freed_memory()
-    num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return num_pages * os.sysconf("SC_PAGE_SIZE")
+    return _bytes_of_this_process(1) or 0
+
+
+def _bytes_of_this_process(column: int) -> int | None:
+    """Return a size of this process that Linux tells, in bytes; None on other systems.
+
+    Args:
+        column: column of /proc/self/statm: 0 for the address space, 1 for resident memory.
+    """
+    try:
+        num_pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[column]
+    except OSError:
+        return None
+    return int(num_pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def return_freed_memory() -> None:
     """Return memory that the C library caches to the system, where the library supports it."""
-    with suppress(OSError, AttributeError):
+    with suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)

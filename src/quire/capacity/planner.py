@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 from quire.capacity.draft_compat import check_draft, mtp_spec
-from quire.capacity.pool_sizing import memory_concurrency, size_pool
+from quire.capacity.pool_sizing import MIN_FITTED_CONTEXT, memory_concurrency, size_pool
 from quire.capacity.report import GroupPlan, LengthPlan, MemoryPlan, PlanRequest
-from quire.config import CACHE_DTYPES, DTYPES, Machine, context_length, pool_blocks
+from quire.config import CACHE_DTYPES, DTYPES, Machine, Quantization, context_length, pool_blocks
 from quire.errors import CheckpointError, ConfigError, shown
 from quire.memory.capacity.sizing import ArenaSizing, most_bytes, sequence_bytes, tokens_bytes
 from quire.memory.specs import KVCacheSpec
@@ -112,6 +112,11 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
         notes.append(
             f"No more than max_num_seqs={max_num_seqs} sequences run at once, whatever the memory has room for."
         )
+    if options.max_model_len is None and longest is not None and MIN_FITTED_CONTEXT <= longest < max_model_len:
+        notes.append(
+            f"Without max_model_len, the engine serves contexts of {longest:,} tokens in this memory; the model could "
+            f"serve {max_model_len:,}, for which the lines below are."
+        )
     return MemoryPlan(
         model=options.model,
         architecture=target.architecture,
@@ -188,11 +193,24 @@ def _weights_bytes(request: PlanRequest, models: Sequence[_Model], dtype: str) -
         )
     if weights_bytes >= request.memory_bytes:
         raise ConfigError(
-            f"memory ({request.memory_bytes:,} bytes) does not hold the weights ({weights_bytes:,} bytes): give more, "
-            "or state with weights_bytes what they really take",
+            f"memory ({request.memory_bytes:,} bytes) does not hold the weights ({weights_bytes:,} bytes): "
+            f"{_smaller_weights(request, models, dtype)}give more, or state with weights_bytes what they really take",
             field="memory",
         )
     return weights_bytes
+
+
+def _smaller_weights(request: PlanRequest, models: Sequence[_Model], dtype: str) -> str:
+    """Return a proposal to round the weights, with what each form takes; "" where their size is not an estimate."""
+    given = request.config.model.quantization
+    if request.weights_bytes is not None or any(each.method or each.stored_bytes is not None for each in models):
+        return ""
+    element_bytes, proposals = CACHE_DTYPES[dtype].element_bytes, []
+    for form in get_args(Quantization)[0 if given is None else 1 + get_args(Quantization).index(given) :]:
+        num_bytes = sum(estimate_parameters(each.spec).num_bytes(element_bytes, form) for each in models)
+        fits = "fits" if num_bytes < (request.memory_bytes or 0) else "does not fit either"
+        proposals.append(f"--quantization {form} takes about {num_bytes:,} bytes, which {fits}")
+    return "".join(f"{each}; " for each in proposals)
 
 
 # ---- how large everything is ----

@@ -5,15 +5,62 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from quire.config import EngineConfig, ResolvedConfig, step_tokens
+from quire.config import EngineConfig, Machine, ResolvedConfig, StepCost, pool_blocks, step_tokens
 from quire.errors import ConfigError
-from quire.memory.capacity.sizing import ArenaSizing, arena_bytes
+from quire.memory.capacity.sizing import ArenaSizing, arena_bytes, most_bytes, tokens_bytes
 from quire.memory.specs import KVCacheSpec
+
+# A context that is fitted to the memory has at least this many tokens: a shorter one would surprise more than an error.
+MIN_FITTED_CONTEXT = 512
 
 
 def size_pool(groups: Sequence[KVCacheSpec], num_blocks: int) -> ArenaSizing:
     """Return the arena in which each cache group of tokens has `num_blocks` blocks, null blocks besides."""
     return ArenaSizing.of(groups, arena_bytes(groups, num_blocks))
+
+
+def fit_context(
+    config: EngineConfig, groups: Sequence[KVCacheSpec], machine: Machine, max_position: int, step: StepCost
+) -> tuple[EngineConfig, int | None]:
+    """Return the options with the longest context that the memory holds, where they leave it open.
+
+    Also returned is the limit that the context was cut from, None where it was not cut. The options stay
+    as they are where the memory holds the model's own limit, or less than `MIN_FITTED_CONTEXT` tokens.
+
+    Args:
+        config: options of the engine.
+        groups: cache specs of all models.
+        machine: machine after the weights are loaded.
+        max_position: longest context that the model supports, in tokens.
+        step: memory of a step on a GPU.
+
+    Raises:
+        ConfigError: the options exceed the available memory.
+    """
+    if config.model.max_model_len is not None:
+        return config, None
+    cache, max_num_seqs = config.cache, config.scheduler.max_num_seqs
+    num_blocks, _ = pool_blocks(
+        cache,
+        machine.set_aside(cache.host_bytes, cache.host_option),
+        tokens_bytes(groups),
+        max_position,
+        max_num_seqs,
+        most_bytes(groups, max_position, max_num_seqs, cache.state_snapshot_interval),
+        step,
+    )
+    if num_blocks < 1:
+        return config, None
+    sizing = size_pool(groups, num_blocks)
+    longest = _without(sizing, num_slabs(sizing, cache.pin_limit)).longest(max_position)
+    if not MIN_FITTED_CONTEXT <= longest < max_position:
+        return config, None
+    return replace(config, model=replace(config.model, max_model_len=longest)), max_position
+
+
+def _without(sizing: ArenaSizing, count: int) -> ArenaSizing:
+    """Return the sizing of an arena that has `count` slabs less."""
+    return replace(sizing, layout=sizing.layout._replace(num_slabs=sizing.layout.num_slabs - count))
 
 
 def num_slabs(sizing: ArenaSizing, share: float) -> int:
@@ -46,8 +93,8 @@ def check_pin_limit(resolved: ResolvedConfig, sizing: ArenaSizing) -> None:
         ConfigError: with the numbers.
     """
     total = sizing.layout.num_slabs
-    num_left = total - num_slabs(sizing, resolved.pin_limit)
-    shortage = replace(sizing, layout=sizing.layout._replace(num_slabs=num_left)).shortage(resolved.max_model_len)
+    num_pinned = num_slabs(sizing, resolved.pin_limit)
+    num_left, shortage = total - num_pinned, _without(sizing, num_pinned).shortage(resolved.max_model_len)
     if resolved.pin_limit and shortage is not None:
         raise ConfigError(
             f"pin_limit={resolved.pin_limit:g} leaves {num_left} of {total} blocks or slabs, but one sequence of "

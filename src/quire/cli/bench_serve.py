@@ -143,16 +143,18 @@ async def _drive(
         print(f"{client.endpoint.url}, model {client.model}: {form}{eos}")
         print(f"{len(requests):,} requests, {pace}\n", flush=True)
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGINT, _stop_once, stop, loop)
+    # `loop.add_signal_handler` does not exist on Windows.
+    default = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, lambda *_: loop.call_soon_threadsafe(_stop_once, stop, default))
     if arrivals is None:
         return await send_in_turn(client, requests, args.concurrency, stop), described
     return await send_at(client, requests, arrivals, stop), described
 
 
-def _stop_once(stop: asyncio.Event, loop: asyncio.AbstractEventLoop) -> None:
+def _stop_once(stop: asyncio.Event, default: Any) -> None:
     """Stop sending at the first Ctrl-C; the second one ends the process as usual."""
     stop.set()
-    loop.remove_signal_handler(signal.SIGINT)
+    signal.signal(signal.SIGINT, default)
 
 
 def _traced(path: str, given: dict[str, Any]) -> list[TracedRequest]:

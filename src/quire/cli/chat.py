@@ -4,25 +4,38 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Final
 
+from quire.cli.conversation import Conversation, check_chat_parameters, dim
 from quire.cli.early_checks import checked_engine_options
 from quire.cli.options import add_engine_options, add_sampling_options, sampling_options
 from quire.cli.structured_options import add_structured_options, structured_options
-from quire.errors import ConfigError, RequestError
+from quire.cli.word_wrap import in_lines
+from quire.errors import RequestError
 from quire.sequences.params import SamplingParams
 
 if TYPE_CHECKING:
     from quire.cli.options import Subparsers
     from quire.engine.llm import LLM
 
-NEW_COMMAND = "/new"
-END_COMMANDS = ("/bye", "/exit", "/quit")
-HELP = f"{NEW_COMMAND} starts a new conversation, {END_COMMANDS[0]} ends; a line that begins with // is sent with one /"
+QUOTES = '"""'
+END: Final = ("bye", "exit", "quit")
+HELP: Final = f"""\
+/help                 shows this list
+/system TEXT          sets the instructions before the conversation; without a text, removes them
+/set NAME VALUE       sets a sampling parameter, such as temperature; without a name, shows all
+/regen                answers the last question once more
+/undo                 forgets the last question and its answer
+/clear                begins a new conversation; /new is the same
+/save FILE            writes the conversation to a new file, as JSON
+/bye                  ends; so do /exit, /quit and Ctrl-D
+{QUOTES}                   begins and ends a question of several lines
+//TEXT                sends a text that begins with one /
+Ctrl-C                stops an answer"""
 
 
 def register(subparsers: Subparsers) -> None:
@@ -30,13 +43,12 @@ def register(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "chat",
         help="talk to a model",
-        usage="quire chat [MODEL] [options]",
-        description="Talk to a model. Ctrl-C stops an answer, Ctrl-D ends, and the line "
-        f"{NEW_COMMAND} starts a new conversation. From a pipe, each line is a question.",
+        description="Talk to a model. Ctrl-C stops an answer, Ctrl-D ends, and the line /help lists the commands. "
+        "From a pipe, each line is a question or a command.",
     )
-    parser.add_argument("--system", metavar="TEXT", help="instructions before the conversation")
+    parser.add_argument("--system", metavar="TEXT", help="instructions before the conversation (default: none)")
     add_engine_options(parser)
-    add_sampling_options(parser)
+    add_sampling_options(parser, None)
     add_structured_options(parser)
     parser.set_defaults(handler=run)
 
@@ -45,18 +57,10 @@ def run(args: argparse.Namespace) -> int:
     """Run the command.
 
     Raises:
-        QuireError: an option or parameter is refused; with piped input also a refused question.
+        QuireError: an option or parameter is refused; with piped input also a refused question or command.
     """
     given = sampling_options(args) | structured_options(args)
-    for name, allowed in (
-        ("n", 1),
-        ("beam_width", None),
-        ("logprobs", None),
-        ("prompt_logprobs", None),
-        ("detokenize", True),
-    ):
-        if given.get(name, allowed) != allowed:
-            raise ConfigError(f"{name} has no place in a chat; leave it out", field=name)
+    check_chat_parameters(given)
     SamplingParams(**given)  # validates the parameters before a model is loaded
 
     options = checked_engine_options(args)
@@ -67,9 +71,11 @@ def run(args: argparse.Namespace) -> int:
         conversation = Conversation(llm, params, args.system)
         if sys.stdin.isatty():
             talk(llm, conversation)
-        else:
-            for line in filter(None, map(str.strip, sys.stdin)):
-                conversation.take(line)
+            return 0
+        lines = filter(None, map(str.strip, sys.stdin))
+        for line in lines:
+            if not handle(conversation, _with_further_lines(line, lambda: next(lines))):
+                break
     return 0
 
 
@@ -77,91 +83,71 @@ def talk(llm: LLM, conversation: Conversation) -> None:
     """Read lines from a terminal until its end."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - gives input() a line editor
-    for resolved in llm.resolved.lines():
-        print(_dim(resolved))
-    print(_dim(f"Ctrl-C stops an answer, Ctrl-D ends, {NEW_COMMAND} starts a new conversation."))
+    print(dim(f"{llm.model_name}, contexts of {llm.resolved.max_model_len:,} tokens. /help lists the commands."))
+    for notice in llm.resolved.notices():
+        print(dim(notice))
     while True:
         try:
-            line = input("\n> ").strip()
+            line = _with_further_lines(input("\n> ").strip(), lambda: input(". "))
         except EOFError:
             print()
             return
         except KeyboardInterrupt:
-            continue
-        if line in END_COMMANDS:
-            return
-        if line.startswith("/") and line != NEW_COMMAND and not line.startswith("//"):
-            print(HELP if line == "/help" else f"unknown command {line.split()[0]}: {HELP}")
+            print()
             continue
         try:
-            if line:
-                conversation.take(line.removeprefix("/") if line.startswith("//") else line)
+            if line and not handle(conversation, line):
+                return
         except RequestError as error:
-            print(f"quire: error: {error} ({NEW_COMMAND} starts a new conversation)", file=sys.stderr)
+            print(in_lines(f"quire: error: {error}"), file=sys.stderr)
 
 
-class Conversation:
-    """One conversation with a model, whose answers are printed as they are generated.
+def handle(conversation: Conversation, line: str) -> bool:
+    """Run a command, or answer a question; return False where the command ends the conversation.
+
+    Raises:
+        RequestError: the command or the question is refused; the conversation stays as it was.
+    """
+    if not line.startswith("/") or line.startswith("//"):
+        conversation.ask(line.removeprefix("/") if line.startswith("//") else line)
+        return True
+    name, _, text = line.removeprefix("/").partition(" ")
+    if name in END:
+        return False
+    commands: dict[str, Callable[[str], str | None]] = {
+        "help": lambda _: HELP,
+        "system": conversation.set_system,
+        "set": conversation.set_parameter,
+        "regen": lambda _: conversation.regenerate(),
+        "undo": lambda _: conversation.undo(),
+        "clear": lambda _: conversation.clear(),
+        "new": lambda _: conversation.clear(),
+        "save": conversation.save,
+    }
+    if name not in commands:
+        near = get_close_matches(name, [*commands, *END], n=1)
+        hint = f"did you mean /{near[0]}? " if near else ""
+        names = ", ".join(f"/{known}" for known in [*commands, *END])
+        raise RequestError(f"unknown command /{name}: {hint}There are {names}; // sends a text that begins with /")
+    said = commands[name](text.strip())
+    if said is not None:
+        print(dim(said))
+    return True
+
+
+def _with_further_lines(line: str, read: Callable[[], str]) -> str:
+    """Return a line; one that begins with three quotes with all further ones up to the next three.
 
     Args:
-        llm: engine with a chat model.
-        params: sampling parameters of every answer.
-        system: instructions before the conversation, or None.
+        line: first line.
+        read: function that returns the next line, or ends the text as its input ends.
     """
-
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
-        self._llm = llm
-        self._params = params
-        self._start = [] if system is None else [{"role": "system", "content": system}]
-        self.messages = list(self._start)
-
-    def take(self, line: str) -> None:
-        """Answer a question, or start a new conversation.
-
-        Raises:
-            RequestError: the conversation is refused, for example as too long; it stays unchanged.
-        """
-        if line == NEW_COMMAND:
-            self.messages = list(self._start)
-            return
-        history = [*self.messages, {"role": "user", "content": line}]
-        answer = self._answer(self._llm.render_chat(history))
-        self.messages = [*history, {"role": "assistant", "content": answer}]
-
-    def _answer(self, prompt: list[int]) -> str:
-        from quire.cli.live_table import printable
-
-        is_terminal = sys.stdout.isatty()
-        text = ""
-        num_tokens = num_cached = 0
-        with _interrupts() as is_interrupted:
-            for delta in self._llm.stream([prompt], self._params):
-                for output in delta.outputs:
-                    text += output.text
-                    num_tokens += len(output.token_ids)
-                    sys.stdout.write(printable(output.text) if is_terminal else output.text)
-                    sys.stdout.flush()
-                num_cached = delta.num_cached_tokens
-                if delta.error is not None:
-                    raise RequestError(delta.error)
-                if is_interrupted():
-                    break
-        print()
-        if is_terminal:
-            print(_dim(f"{num_tokens} tokens; {num_cached} of {len(prompt)} prompt tokens cached"))
-        return text
-
-
-@contextlib.contextmanager
-def _interrupts() -> Iterator[Callable[[], bool]]:
-    """Record Ctrl-C instead of raising it inside a step, which would leave the engine in an inconsistent state."""
-    received: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
-    try:
-        yield lambda: bool(received)
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _dim(text: str) -> str:
-    return f"\x1b[2m{text}\x1b[0m" if sys.stdout.isatty() else text
+    if not line.startswith(QUOTES):
+        return line
+    text = line.removeprefix(QUOTES)
+    while QUOTES not in text:
+        try:
+            text += "\n" + read()
+        except StopIteration:
+            break
+    return text.partition(QUOTES)[0].strip()

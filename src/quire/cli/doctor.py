@@ -129,7 +129,7 @@ def check_torch() -> Iterator[Finding]:
             yield Finding(name, OK, "matrix products on packed weights are right")
         else:
             yield Finding(
-                name, WARN, "not available: plain weights are used, and decoding is slower", "try another torch"
+                name, WARN, "not available: without native kernels, plain weights are used, and decoding is slower"
             )
 
 

@@ -30,15 +30,23 @@ def check_files(config: EngineConfig) -> None:
     Raises:
         ConfigError: one of them cannot be used.
     """
-    from quire.models.checkpoint import is_local, read_config
+    from quire.models.checkpoint import check_weights, find_gguf, read_config
     from quire.models.families import build
     from quire.models.quantization_config import without_quantization
 
     revision = config.model.revision
-    for model in (config.model.model, config.speculative.draft_model):
-        # The hub is asked once, when the model is loaded; the header of a GGUF file may take long.
-        if model is not None and is_local(model) and not Path(model).expanduser().is_file():
-            build(without_quantization(read_config(model, revision if model == config.model.model else None)))
+    for model in filter(None, (config.model.model, config.speculative.draft_model)):
+        known = revision if model == config.model.model else None
+        path = Path(model).expanduser()
+        # The header of a GGUF file may take long to read, and one on the hub (NAME:QUANTISATION) long to fetch.
+        if (":" in model and not path.exists()) or find_gguf(model, known) is not None:
+            continue
+        build(without_quantization(read_config(model, known)))
+        if path.is_dir():
+            check_weights(path)
+    template = config.model.chat_template
+    if template is not None and not Path(template).expanduser().is_file():
+        raise ConfigError(f"chat_template {template!r} is no file", field="chat_template")
     folder = config.cache.prefix_cache_dir
     if folder is not None and not _can_be_written(Path(folder)):
         raise ConfigError(f"prefix_cache_dir {folder!r} is no folder that can be written", field="prefix_cache_dir")

@@ -34,7 +34,6 @@ def register(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "generate",
         help="complete prompts, all at once",
-        usage="quire generate [MODEL] [options]",
         description="Complete prompts, all at once, from paged memory. Prompts come from --prompt, --prompts-file or "
         "a pipe; with none, the bundled model shows a demonstration. At most "
         f"{DEFAULT_MAX_TOKENS} new tokens without --max-tokens.",
@@ -45,7 +44,7 @@ def register(subparsers: Subparsers) -> None:
     parser.add_argument("--stream", action="store_true", help="print text as it comes; with --json, each delta")
     parser.add_argument("--demo", action="store_true", help="show the demonstration, also with piped input")
     add_engine_options(parser)
-    add_sampling_options(parser)
+    add_sampling_options(parser, DEFAULT_MAX_TOKENS)
     add_structured_options(parser)
     parser.set_defaults(handler=run)
 

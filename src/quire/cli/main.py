@@ -6,10 +6,12 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import NoReturn
 
 from quire import __version__
 from quire.cli import bench, bench_serve, chat, doctor, generate, inspect, plan, quantize, replay, serve
+from quire.cli.config_file import with_config_file
 from quire.cli.options import refuse_unknown
 from quire.errors import QuireError
 
@@ -31,19 +33,37 @@ def build_parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
     for command in (generate, chat, serve, bench, bench_serve, plan, inspect, quantize, doctor, replay):
         command.register(subparsers)
+    for name, subparser in subparsers.choices.items():
+        subparser.usage = _usage(name, subparser)
     return parser
+
+
+def _usage(name: str, parser: argparse.ArgumentParser) -> str:
+    """Return the usage of a command in one line; argparse's own has a line for every three options."""
+    words = [
+        f"[{action.metavar}]" if action.nargs == "?" else str(action.metavar)
+        for action in parser._actions
+        if not action.option_strings
+    ]
+    return " ".join(["quire", name, *words, "[options]"])
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the arguments after `quire`; None takes those of the process."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     # A command of two words; with subparsers, `bench` would take a model's name for a command.
     if " ".join(arguments[:2]) == bench_serve.NAME:
         arguments[:2] = [bench_serve.NAME]
     parser = build_parser()
+    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    if not arguments[0].startswith("-") and arguments[0] not in commands.choices:
+        near = get_close_matches(arguments[0], commands.choices, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(commands.choices)}"
+        parser.error(f"unknown command {arguments[0]!r}: {hint}")
+    if arguments[0] in commands.choices:
+        arguments[1:] = with_config_file(arguments[1:], commands.choices[arguments[0]])
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
-        (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
         actions = commands.choices[args.command]._option_string_actions
         refuse_unknown(unknown, [flag for flag, action in actions.items() if action.help is not argparse.SUPPRESS])
     if hasattr(args, "model_flag"):
@@ -60,8 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, 1 where a check failed, 2 for a user's mistake, 130 for Ctrl-C.
     """
-    args = parse_args(argv)
     try:
+        args = parse_args(argv)
         code: int = args.handler(args)
         sys.stdout.flush()
     except QuireError as error:

@@ -9,13 +9,16 @@ import json
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields
 from difflib import get_close_matches
 from functools import cache
+from types import MappingProxyType
 from typing import Any, Literal, NoReturn, TypeAlias, get_args, get_origin, get_type_hints
 
-from quire.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeConfig, checks
+from quire.cli.config_file import add_config_option
+from quire.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeConfig, checks, option_sections
 from quire.config.hints import OPTION_HINTS
+from quire.errors import InvalidParameter, UnknownParameter
 from quire.sequences.params import SamplingParams
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -24,6 +27,12 @@ Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 RENAMED = {("SamplingParams", "seed"): "request_seed"}
 # Fields in bytes whose names do not end with "_bytes".
 SIZES = frozenset({"swap_space"})
+# Fields of one text or several.
+SEVERAL = frozenset({"served_model_name"})
+# Other names of flags, from vLLM.
+ALIASES = {"num_kv_blocks": ("--num-gpu-blocks-override",)}
+# Beginning of the parsed names of options that only vLLM has: a command may have one of the same name.
+FOREIGN = "foreign_"
 # Short forms of vLLM's flags.
 FOREIGN_SHORT = {"tensor_parallel_size": ("-tp",), "pipeline_parallel_size": ("-pp",), "data_parallel_size": ("-dp",)}
 GROUPS = {ModelConfig: "model", CacheConfig: "cache", SchedulerConfig: "scheduler", SpeculativeConfig: "speculative"}
@@ -38,7 +47,7 @@ class Flag:
         dest: name in the parsed arguments; the flag is this name with dashes.
         hint: type of the field, without None.
         is_optional: True where None is a valid value.
-        help: description of the field in the docstring.
+        help: description of the field in the docstring, in the words of a shell, with the default.
         choices: valid values of the field, where they are fixed.
     """
 
@@ -50,30 +59,49 @@ class Flag:
     choices: tuple[str, ...] = ()
 
 
-def add_engine_options(parser: argparse.ArgumentParser, names: Collection[str] | None = None) -> None:
+def add_engine_options(
+    parser: argparse.ArgumentParser, names: Collection[str] | None = None, *, has_foreign: bool = True
+) -> None:
     """Add the model as the positional argument, and a flag for every other field of the configuration.
 
     Args:
         parser: parser of a command.
         names: names of the fields that apply to the command; None for all.
+        has_foreign: False where the command calls `add_foreign_options` itself, after its own options.
     """
     parser.add_argument(
         "model", nargs="?", default=ModelConfig().model, metavar="MODEL", help=_help_of(ModelConfig)["model"]
     )
+    if names is None:
+        add_config_option(parser)
     for config, title in GROUPS.items():
         group = parser.add_argument_group(f"{title} options")
+        if config is SpeculativeConfig and names is None:
+            group.add_argument(
+                "--speculative-config",
+                type=_json_or_text,
+                default=argparse.SUPPRESS,
+                metavar="JSON",
+                help="these options as one object with vLLM's names (default: none)",
+            )
         for flag in _flags(config):
             if flag.field != "model" and (names is None or flag.field in names):
                 _add(group, flag)
-    if names is None:
-        _add_foreign(parser)
+    if names is None and has_foreign:
+        add_foreign_options(parser)
 
 
-def _add_foreign(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of vLLM that do not exist here, unseen in the help; the configuration ignores or refuses them."""
+def add_foreign_options(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of vLLM that do not exist here, unseen in the help; the configuration ignores or refuses them.
+
+    Flags that the parser already has are left out.
+    """
     parser.add_argument("--model", dest="model_flag", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    known = parser._option_string_actions
     for name, (neutral, _) in OPTION_HINTS.items():
-        options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        if "--" + name.replace("_", "-") in known:
+            continue
+        options: dict[str, Any] = {"dest": FOREIGN + name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
         flags = ["--" + name.replace("_", "-"), *FOREIGN_SHORT.get(name, ())]
         if neutral is not None and {*map(type, neutral)} == {bool}:
             parser.add_argument(*flags, action=argparse.BooleanOptionalAction, **options)
@@ -81,22 +109,59 @@ def _add_foreign(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(*flags, type=_json_or_text, **options)
 
 
-def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for every sampling parameter."""
-    group = parser.add_argument_group("sampling options", "Default of an absent flag: the model's own.")
-    for flag in _flags(SamplingParams):
+def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int | None) -> None:
+    """Add a flag for every sampling parameter.
+
+    Args:
+        parser: parser of a command.
+        max_tokens: the command's default of this parameter.
+    """
+    group = parser.add_argument_group("sampling options", "The model's own defaults come before those shown.")
+    for flag in _flags(SamplingParams, {"max_tokens": max_tokens}):
         _add(group, flag)
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the given flags of the configuration as the flat options of `EngineConfig.from_options`."""
     given = {name: value for config in GROUPS for name, value in _given(args, config).items()}
-    return given | {name: getattr(args, name) for name in OPTION_HINTS if hasattr(args, name)}
+    if hasattr(args, "speculative_config"):
+        given["speculative_config"] = args.speculative_config
+    return given | {name: getattr(args, FOREIGN + name) for name in OPTION_HINTS if hasattr(args, FOREIGN + name)}
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the given flags of sampling as the arguments of `SamplingParams`."""
     return _given(args, SamplingParams)
+
+
+def sampling_parameters() -> list[str]:
+    """Return the names of the sampling parameters that have a flag."""
+    return [flag.field for flag in _flags(SamplingParams)]
+
+
+def read_sampling_parameter(name: str, text: str) -> Any:
+    """Return the value of a sampling parameter that is written as after its flag.
+
+    Raises:
+        UnknownParameter: there is no such parameter.
+        InvalidParameter: the text is not such a value.
+    """
+    flag = next((flag for flag in _flags(SamplingParams) if flag.field == name), None)
+    if flag is None:
+        near = get_close_matches(name, sampling_parameters(), n=1)
+        raise UnknownParameter(
+            f"there is no sampling parameter {name!r}" + (f"; did you mean {near[0]}?" if near else "")
+        )
+    if flag.is_optional and text.lower() == "none":
+        return None
+    if flag.hint == tuple[str, ...]:
+        return [text]
+    try:
+        value = _reader(flag)[0](text) if flag.hint is not bool else {"true": True, "false": False}[text.lower()]
+    except (argparse.ArgumentTypeError, KeyError):
+        allowed = "true or false" if flag.hint is bool else f"written as {_reader(flag)[1]}"
+        raise InvalidParameter(name, text, allowed) from None
+    return value
 
 
 def parse_size(text: str) -> int:
@@ -117,13 +182,24 @@ def refuse_unknown(unknown: list[str], known: Collection[str]) -> NoReturn:
     hints = ""
     for flag in (word.partition("=")[0] for word in unknown if word.startswith("--")):
         name = flag.removeprefix("--").replace("-", "_")
-        near = get_close_matches(flag, known, n=1)
+        near = get_close_matches(flag, known, n=1, cutoff=0.75)
         if name in OPTION_HINTS:
             hints += f"; {flag}: {OPTION_HINTS[name][1]}"
         elif near:
             hints += f"; did you mean {near[0]}?"
     print(f"quire: error: unrecognized arguments: {' '.join(unknown)}{hints}", file=sys.stderr)
     sys.exit(2)
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Parse a JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return value
 
 
 def integers(text: str) -> tuple[int, ...]:
@@ -136,7 +212,8 @@ def _given(args: argparse.Namespace, cls: type) -> dict[str, Any]:
     return {flag.field: getattr(args, flag.dest) for flag in _flags(cls) if hasattr(args, flag.dest)}
 
 
-def _flags(cls: type) -> Iterator[Flag]:
+def _flags(cls: type, defaults: Mapping[str, Any] = MappingProxyType({})) -> Iterator[Flag]:
+    """Yield the flags of a dataclass; `defaults` are shown in place of those of its fields."""
     hints, helps = get_type_hints(cls), _help_of(cls)
     for field in fields(cls):
         if field.init and field.metadata.get("has_flag", True):
@@ -145,19 +222,24 @@ def _flags(cls: type) -> Iterator[Flag]:
             hint = choices[0] if is_optional else hints[field.name]
             dest = RENAMED.get((cls.__name__, field.name), field.name)
             allowed = tuple(field.metadata.get("choices", ()))
-            yield Flag(field.name, dest, hint, is_optional, helps.get(field.name, ""), allowed)
+            shown = _with_default(
+                _for_shells(helps.get(field.name, "")), field.name, defaults.get(field.name, _default(field))
+            )
+            yield Flag(field.name, dest, hint, is_optional, shown, allowed)
 
 
 def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
-    name = "--" + flag.dest.replace("_", "-")
+    names = ["--" + flag.dest.replace("_", "-"), *ALIASES.get(flag.dest, ())]
     options: dict[str, Any] = {"dest": flag.dest, "default": argparse.SUPPRESS, "help": flag.help.replace("%", "%%")}
     if flag.hint is bool:
-        group.add_argument(name, action=argparse.BooleanOptionalAction, **options)
+        group.add_argument(*names, action=argparse.BooleanOptionalAction, **options)
+    elif flag.field in SEVERAL:
+        group.add_argument(*names, nargs="+", metavar="NAME", **options)
     elif flag.hint == tuple[str, ...]:
-        group.add_argument(name, action="append", metavar="TEXT", **options)
+        group.add_argument(*names, action="append", metavar="TEXT", **options)
     else:
         read, metavar = _reader(flag)
-        group.add_argument(name, type=_or_none(read) if flag.is_optional else read, metavar=metavar, **options)
+        group.add_argument(*names, type=_or_none(read) if flag.is_optional else read, metavar=metavar, **options)
 
 
 def _reader(flag: Flag) -> tuple[Callable[[str], Any], str]:
@@ -173,7 +255,9 @@ def _reader(flag: Flag) -> tuple[Callable[[str], Any], str]:
     if flag.hint is str or get_origin(flag.hint) is Literal:
         # The choices are only shown: the configuration checks the value, with the same message as in Python.
         choices = flag.choices + (("none",) if flag.is_optional else ())
-        return str, "{" + ",".join(choices) + "}" if flag.choices else "NAME"
+        return str, "{" + ",".join(choices) + "}" if flag.choices else "FOLDER" if flag.field.endswith(
+            "_dir"
+        ) else "NAME"
     if flag.hint == tuple[int, ...]:
         return integers, "ID,ID"
     if flag.hint == Mapping[int, float]:
@@ -181,8 +265,50 @@ def _reader(flag: Flag) -> tuple[Callable[[str], Any], str]:
     raise TypeError(f"no flag can be made for {flag.field}: {flag.hint}")
 
 
+def _for_shells(text: str) -> str:
+    """Return the description of a field with flags in place of fields, and without Python's None."""
+    text = re.sub(r"(?<=\. )None (?:takes )?", "By default ", text)
+    text = re.sub(r"(?<=; )None (?:takes )?", "by default ", text)
+    return re.sub(r"`(\w+)`", lambda name: _flag_name(name[1]), text)
+
+
+def _flag_name(name: str) -> str:
+    """Return the flag of an engine option; another name as it is."""
+    if name == "model":
+        return "MODEL"
+    names = {*option_sections(), *(item.name for item in fields(SamplingParams))}
+    return "--" + name.replace("_", "-") if name in names else name
+
+
+def _default(field: Field[Any]) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def _with_default(text: str, name: str, default: Any) -> str:
+    """Return the description of a field with its default, unless the description says what happens by default."""
+    if "default" in text.lower():
+        return text
+    if isinstance(default, bool):
+        words = f"{'on' if default else 'off'} by default"
+    elif default is None or default in ((), {}):
+        words = "default: none"
+    elif name in SIZES or name.endswith("_bytes"):
+        words = f"default: {shown_size(default)}"
+    else:
+        words = f"default: {' '.join(map(repr, default)) if isinstance(default, tuple) else default}"
+    return f"{text.removesuffix('.')} ({words})"
+
+
+def shown_size(num_bytes: int) -> str:
+    """Return a number of bytes as `parse_size` reads it, in the largest unit that divides it."""
+    for shift, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if num_bytes and num_bytes % (1 << shift) == 0:
+            return f"{num_bytes >> shift}{unit}"
+    return str(num_bytes)
+
+
 def _or_none(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    return lambda text: None if text.lower() == "none" else read(text)
+    return lambda text: None if text.lower() in ("none", "auto") else read(text)
 
 
 def _json_or_text(text: str) -> Any:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 
 from quire.cli import options
 from quire.cli.early_checks import check_files
+from quire.server.address import bind, bind_unix, tls_context
 from quire.server.settings import REASONING_PARSERS, TOOL_CALL_PARSERS, ServerConfig
 
 DEFAULT_MAX_QUEUE_LEN = 1024
@@ -19,11 +21,39 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="serve a model over HTTP, with OpenAI's API",
         description="Serve a model over HTTP, with OpenAI's API. Stop with Ctrl-C: running requests finish first.",
     )
-    options.add_engine_options(parser)
+    options.add_engine_options(parser, has_foreign=False)
     group = parser.add_argument_group("server options")
     defaults = ServerConfig()
-    group.add_argument("--host", default=defaults.host, help="address to listen on; an open one needs a key")
-    group.add_argument("--port", type=int, default=defaults.port, metavar="N", help="0 takes a free one, and prints it")
+    group.add_argument(
+        "--host",
+        default=defaults.host,
+        help=f"address to listen on; an open one needs a key (default {defaults.host})",
+    )
+    group.add_argument(
+        "--port",
+        type=int,
+        default=defaults.port,
+        metavar="N",
+        help=f"port to listen on; 0 takes a free one, and prints it (default {defaults.port})",
+    )
+    group.add_argument(
+        "--uds", metavar="PATH", help="Unix domain socket to listen on, in place of host and port (default: none)"
+    )
+    group.add_argument(
+        "--ssl-certfile", metavar="FILE", help="certificate chain, in PEM, for encrypted connections (default: none)"
+    )
+    group.add_argument(
+        "--ssl-keyfile",
+        metavar="FILE",
+        help="private key of the certificate; by default in the same file as the certificate",
+    )
+    group.add_argument(
+        "--default-chat-template-kwargs",
+        type=options.json_object,
+        default={},
+        metavar="JSON",
+        help="variables of the chat template, for requests that do not set them (default: {})",
+    )
     _add_access(group)
     _add_times(group, defaults)
     group.add_argument(
@@ -46,7 +76,13 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     _add_bounds(group, defaults)
     group.add_argument("--watch", action="store_true", help="show the block map in the terminal; 2>FILE moves the log")
-    group.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    group.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="least level of what is logged (default info)",
+    )
+    options.add_foreign_options(parser)
     parser.set_defaults(handler=run)
 
 
@@ -56,26 +92,41 @@ def _add_access(group: argparse._ArgumentGroup) -> None:
         "--api-key",
         default=os.environ.get("QUIRE_API_KEY"),
         metavar="KEY",
-        help="key of the clients; QUIRE_API_KEY sets it without showing it to other users of this machine",
+        help="key of the clients; QUIRE_API_KEY sets it without showing it to other users of this machine "
+        "(default: none)",
     )
     group.add_argument(
         "--operator-key",
         default=os.environ.get("QUIRE_OPERATOR_KEY"),
         metavar="KEY",
-        help="key for all routes, those of metrics, status, pins and resets included; QUIRE_OPERATOR_KEY sets it",
+        help="key for all routes, those of metrics, status, pins and resets included; QUIRE_OPERATOR_KEY sets it "
+        "(default: none)",
     )
     group.add_argument(
         "--allow-origin",
         action="append",
         default=[],
         metavar="ORIGIN",
-        help='a web origin whose pages may call the server, like "https://example.org"; may be repeated',
+        help='a web origin whose pages may call the server, like "https://example.org"; may be repeated '
+        "(default: none)",
     )
+    group.add_argument("--allowed-origins", type=_origins, default=[], help=argparse.SUPPRESS)
     group.add_argument(
         "--tenant-header",
         metavar="NAME",
-        help="a header that a gateway sets: only requests with the same value share cached prefixes",
+        help="a header that a gateway sets: only requests with the same value share cached prefixes (default: none)",
     )
+
+
+def _origins(text: str) -> list[str]:
+    """Parse vLLM's form of origins, a JSON list."""
+    try:
+        origins = json.loads(text)
+    except ValueError:
+        origins = None
+    if not isinstance(origins, list) or not all(isinstance(origin, str) for origin in origins):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON list of texts")
+    return origins
 
 
 def _add_times(group: argparse._ArgumentGroup, defaults: ServerConfig) -> None:
@@ -95,7 +146,11 @@ def _add_bounds(group: argparse._ArgumentGroup, defaults: ServerConfig) -> None:
     """Add the limits on requests and connections."""
     size = options.parse_size
     group.add_argument(
-        "--max-body-bytes", type=size, default=defaults.max_body_bytes, metavar="SIZE", help="longest body"
+        "--max-body-bytes",
+        type=size,
+        default=defaults.max_body_bytes,
+        metavar="SIZE",
+        help=f"longest body of a request (default {options.shown_size(defaults.max_body_bytes)})",
     )
     for flag, default, help_text in (
         ("--max-prompts", defaults.max_prompts, f"maximum of prompts in a request (default {defaults.max_prompts})"),
@@ -131,9 +186,13 @@ def run(args: argparse.Namespace) -> int:
     server_config = ServerConfig(
         host=args.host,
         port=args.port,
+        uds=args.uds,
+        ssl_certfile=args.ssl_certfile,
+        ssl_keyfile=args.ssl_keyfile,
+        default_chat_template_kwargs=args.default_chat_template_kwargs,
         api_key=args.api_key,
         operator_key=args.operator_key,
-        allow_origins=tuple(args.allow_origin),
+        allow_origins=(*args.allow_origin, *args.allowed_origins),
         tenant_header=args.tenant_header,
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
@@ -156,7 +215,10 @@ def run(args: argparse.Namespace) -> int:
     given = {"max_queue_len": DEFAULT_MAX_QUEUE_LEN, **options.engine_options(args)}
     engine_config = EngineConfig.from_options(**given)
     check_files(engine_config)
-    # Imports the engine, so only after the checks of the options.
-    from quire.server.lifecycle import serve
+    # The address comes before the engine, whose import takes seconds, and the model, which may take minutes.
+    tls_context(server_config.ssl_certfile, server_config.ssl_keyfile)  # refuses unusable files early
+    uds = server_config.uds
+    with bind(server_config.host, server_config.port) if uds is None else bind_unix(uds) as listener:
+        from quire.server.lifecycle import serve
 
-    return serve(engine_config, server_config)
+        return serve(engine_config, server_config, listener)

@@ -11,7 +11,7 @@ from quire.sequences.structured import StructuredOutputs
 
 def add_structured_options(parser: argparse.ArgumentParser) -> None:
     """Add the flags; they exclude each other."""
-    group = parser.add_argument_group("output options", "Structure of the output; needs quire[structured].")
+    group = parser.add_argument_group("output options", "Form of the output; without one of them it is free.")
     only = group.add_mutually_exclusive_group()
     only.add_argument("--json-schema", metavar="FILE", help="JSON after the schema in a file")
     only.add_argument("--json-object", action="store_true", help="any JSON object")

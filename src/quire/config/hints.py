@@ -27,6 +27,7 @@ _TEXT_ONLY: Final = "prompts are text or token ids, with embeddings of media at 
 _FILES: Final = "weights are read from the folder or file of the model, in the formats of docs/checkpoints.md"
 _LOGS: Final = "the server's --log-level and --log-interval decide what is logged"
 _TEMPLATE: Final = "the template comes with the model; LLM.chat takes another one"
+_OF_SERVE: Final = "it is an option of `quire serve`"
 _PROXY: Final = "a proxy before the server does that"
 
 OPTION_HINTS: Final[Mapping[str, Foreign]] = {
@@ -50,12 +51,10 @@ OPTION_HINTS: Final[Mapping[str, Foreign]] = {
     "convert": (("auto", "none", "embed"), _POOLS),
     "task": (("auto", "generate", "embed", "score"), _POOLS),
     "pooler_config": ((), _POOLS),
-    "generation_config": (("auto",), "the model's own is read where it exists; give SamplingParams to override it"),
     "override_generation_config": (({},), "give SamplingParams to each request"),
-    "chat_template": ((), _TEMPLATE),
     "chat_template_content_format": (("auto", "string"), _TEMPLATE),
     "trust_request_chat_template": ((False,), _TEMPLATE),
-    "default_chat_template_kwargs": (({},), "give chat_template_kwargs to each request"),
+    "default_chat_template_kwargs": (({},), "it is an option of `quire serve`; LLM.chat takes chat_template_kwargs"),
     "response_role": (("assistant",), "answers have the role assistant"),
     "enable_auto_tool_choice": (_FLAGS, "calls are allowed wherever the model's template knows tools"),
     "exclude_tools_when_tool_choice_none": ((False,), "tools stay in the prompt, so that its prefix stays cached"),
@@ -127,11 +126,12 @@ OPTION_HINTS: Final[Mapping[str, Foreign]] = {
     "model_impl": (("auto",), "the architectures that run are built in"),
     "middleware": (([],), _PROXY),
     "root_path": (("",), _PROXY),
-    "ssl_keyfile": ((), _PROXY),
-    "ssl_certfile": ((), _PROXY),
-    "uds": ((), _PROXY),
-    "allowed_origins": (([],), "use --allow-origin"),
-    "config": ((), "write the options on the command line"),
+    "ssl_keyfile": ((), _OF_SERVE),
+    "ssl_certfile": ((), _OF_SERVE),
+    "ssl_ca_certs": ((), _PROXY),
+    "ssl_cert_reqs": ((0,), _PROXY),
+    "uds": ((), _OF_SERVE),
+    "allowed_origins": (([],), _OF_SERVE),
 }
 
 SAMPLING_HINTS: Final[Mapping[str, str]] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, Literal, get_args
 
@@ -50,20 +50,25 @@ class ModelConfig:
 
     Args:
         model: local folder, Hugging Face hub id, or "bundled" for the model that ships with Quire.
-        tokenizer: the same for the tokenizer; None takes the model's.
+        tokenizer: local folder or hub id of the tokenizer; None takes the model's.
         skip_tokenizer_init: work on token ids only.
         revision: revision of the model on the hub.
         dtype: dtype of the weights; "auto" keeps the checkpoint's.
         device: device that runs the model; "auto" takes a GPU when there is one.
-        max_model_len: maximum number of tokens of prompt and output; None takes the model's own limit.
-        served_model_name: model name in the server's API; None takes `model`.
+        max_model_len: maximum number of tokens of prompt and output; "auto" is the model's own limit, or what
+            the memory holds where that is less. None takes "auto".
+        served_model_name: name of the model in the server's API, or several, of which answers have the first; None
+            takes `model`.
+        chat_template: file of a Jinja template for conversations, in place of the model's.
+        generation_config: source of the default sampling parameters: "auto" is the model's generation_config.json,
+            "vllm" is none.
         seed: seed from which requests without one derive theirs.
         num_threads: threads of the data plane on a CPU; None takes all cores that this process may use, or one for a
             model so small that more threads are slower.
         kernels: implementation of all operations but matrix products: "native" kernels, compiled when Quire was
             installed, or stock "torch" operators; "auto" takes native kernels on a CPU where they exist.
         quantization: rounding of the weights of linear layers while they are loaded, on a CPU: "int8" (one scale for
-            each output) or "int4" (one for each 32 inputs; the head has six bits); None keeps the weights.
+            each output) or "int4" (one for each 32 inputs; the head has six bits); None takes the weights as they are.
         weight_packing: layout of the weights of linear layers: "plain", or "lossless" for bfloat16 weights in about
             76 % of their bytes, with the same results bit for bit; it needs native kernels of level avx2 or better.
             "auto" takes "lossless" where it is possible.
@@ -71,7 +76,7 @@ class ModelConfig:
             mix of computed, cached and recomputed tokens. Native kernels only, with weights of 16 bits or quantized
             ones; models with other layers than attention, or with gated attention, are refused.
         classifier_from_token: the tokens for "no" and "yes" of a model that ranks documents by one of them, such as
-            Qwen3-Reranker: "no,yes". None ranks by the cosine of embeddings.
+            Qwen3-Reranker: "no,yes". None takes the cosine of embeddings.
     """
 
     model: str = "bundled"
@@ -81,7 +86,9 @@ class ModelConfig:
     dtype: str = choice("auto", DTYPES)
     device: str = choice("auto", DEVICES)
     max_model_len: int | None = None
-    served_model_name: str | None = None
+    served_model_name: str | Sequence[str] | None = None
+    chat_template: str | None = None
+    generation_config: str = choice("auto", ("auto", "vllm"))
     seed: int = 0
     num_threads: int | None = None
     kernels: str = choice("auto", KERNELS)
@@ -91,12 +98,23 @@ class ModelConfig:
     classifier_from_token: str | None = None
 
     def __post_init__(self) -> None:
+        if self.max_model_len in ("auto", -1):  # vLLM has both
+            object.__setattr__(self, "max_model_len", None)
         object.__setattr__(self, "dtype", DTYPE_ALIASES.get(self.dtype, self.dtype))
         check_choices(self)
         put_path(self, "model")
         put_path(self, "tokenizer", optional=True)
-        for name in ("revision", "served_model_name"):
-            check_text(name, getattr(self, name), optional=True)
+        put_path(self, "chat_template", optional=True)
+        check_text("revision", self.revision, optional=True)
+        names = self.served_model_name
+        if isinstance(names, Sequence) and not isinstance(names, str):
+            object.__setattr__(self, "served_model_name", tuple(names))
+        served: Sequence[object] = self.served_names
+        if not all(isinstance(name, str) and name for name in served):
+            raise ConfigError(
+                f"served_model_name must be a non-empty string, several, or None, got {shown(names)}",
+                field="served_model_name",
+            )
         check_text("classifier_from_token", self.classifier_from_token, optional=True)
         pair = self.classifier_from_token
         if pair is not None and pair.count(",") != 1:
@@ -109,6 +127,14 @@ class ModelConfig:
         check_whole("max_model_len", self.max_model_len, 1, optional=True)
         check_whole("num_threads", self.num_threads, 1, optional=True)
         check_whole("seed", self.seed, 0, 2**63 - 1)
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """Names of the model in the server's API; answers have the first."""
+        names = self.served_model_name
+        if names is None:
+            return (self.model,)
+        return names if isinstance(names, tuple) and names else (names,)
 
 
 # Size of the host tier that a prefix cache on disk uses for transfers, where there is no swap space.
@@ -125,11 +151,12 @@ class CacheConfig:
         block_size: tokens per block.
         kv_cache_dtype: dtype of the cached keys and values: "bfloat16", "float16", "float32", "fp8" (e4m3, without
             scales) or "int8" (with a float32 scale for each token and head); "auto" is the dtype of the weights.
-        num_kv_blocks: size of the pool in usable blocks; overrides the budgets below.
+        num_kv_blocks: size of the pool in usable blocks, in place of bytes or a share of the memory.
         kv_cache_memory_bytes: size of the pool in bytes.
-        kv_cache_memory_fraction: otherwise, on a CPU, share of the memory available once the weights are loaded.
-        gpu_memory_utilization: otherwise, on a GPU, share of its whole memory for weights, the largest step and the
-            pool together; the step is measured.
+        kv_cache_memory_fraction: the pool's share of the memory available once the weights are loaded, on a CPU, where
+            no size is given.
+        gpu_memory_utilization: share of a GPU's whole memory for weights, the largest step and the pool together,
+            where no size is given; the step is measured.
         enable_prefix_caching: find and reuse published blocks.
         eviction_policy: order in which idle blocks are evicted: "lru" (idle for longest), "fifo" (published first),
             "lfu" (used least often) or "slru" (never reused first).
@@ -142,9 +169,9 @@ class CacheConfig:
         kv_cache_metrics_sample: share of the blocks whose lifetime, idle time and reuse are measured; 0 measures none.
         swap_space: bytes of host memory for the blocks of preempted sequences; 0 for none. A small number, which would
             be GiB in vLLM, is refused: write "4GiB".
-        prefix_cache_dir: folder of a prefix cache on disk, which outlives the engine; None for none. Only one engine
+        prefix_cache_dir: folder of a prefix cache on disk, which outlives the engine. Only one engine
             at a time can use it.
-        prefix_cache_disk_bytes: maximum size of that folder; the least recently used blocks are evicted.
+        prefix_cache_disk_bytes: maximum size of `prefix_cache_dir`; the least recently used blocks are evicted.
         record_memory: new file for a log of every memory command, which `quire replay` runs again.
     """
 
@@ -229,10 +256,10 @@ class SchedulerConfig:
             "least_waste" (least lost time for each freed byte).
         preemption_mode: way in which a preempted sequence resumes: "recompute" its tokens, "swap" its blocks to
             `swap_space` and back, or "auto", the cheaper one by the engine's measurements.
-        max_queue_len: maximum number of waiting requests; more are refused with `QueueFull`. None is unbounded
-            (offline use).
+        max_queue_len: maximum number of waiting requests; more are refused with `QueueFull`. None takes any
+            number offline, and 1,024 in `quire serve`.
         max_inter_token_ms: target for the longest wait for a stream's next token: while sequences decode, prompts are
-            computed in smaller chunks, by measured step times, of at least 16 tokens. None lets prompts fill the step.
+            computed in smaller chunks, by measured step times, of at least 16 tokens. None sets no target.
         grammar_timeout_s: time limit of compiling a request's grammar or schema, in seconds.
         grammar_memory_bytes: memory limit of that.
     """

@@ -15,6 +15,10 @@ from quire.errors import ConfigError
 GIB = 1 << 30
 # Models with fewer parameters use one thread: an operation ends before a second thread has started.
 SMALL_MODEL_PARAMETERS = 20_000_000
+NO_KERNELS = (
+    "No native kernels: stock operators compute, at about a quarter of the speed. Install a C++ compiler, then Quire "
+    "again; `quire doctor` says more"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +39,9 @@ class ResolvedConfig:
         kv_cache_dtype: dtype of the cached keys and values.
         speculative_method: method that proposes drafts.
         num_speculative_tokens: maximum number of drafts of a sequence in a step; 0 for none.
+        lacks_kernels: True where stock operators compute on a CPU, because there are no native kernels.
+        fitted_from: longest context that the model supports, where `max_model_len` is what the memory holds instead;
+            None where it was not fitted.
     """
 
     device: str
@@ -69,11 +76,21 @@ class ResolvedConfig:
     kv_cache_dtype: str = "bfloat16"
     speculative_method: str = "off"
     num_speculative_tokens: int = 0
+    lacks_kernels: bool = False
+    fitted_from: int | None = None
 
     @property
     def kv_tokens(self) -> int:
         """Number of tokens that the whole pool holds."""
         return self.num_blocks * self.block_size
+
+    def notices(self) -> tuple[str, ...]:
+        """Return the lines of `lines` that a user may want to act upon."""
+        fitted = (
+            f"Context: {self.max_model_len:,} of the model's {self.fitted_from or 0:,} tokens fit into this memory; "
+            "max_model_len (--max-model-len) sets another length",
+        )
+        return (*(fitted if self.fitted_from else ()), *((NO_KERNELS,) if self.lacks_kernels else ()))
 
     def lines(self) -> tuple[str, ...]:
         """Return the lines that are logged at start."""
@@ -96,6 +113,7 @@ class ResolvedConfig:
             f"{self.max_num_batched_tokens} tokens a step; prefix caching "
             f"{'on' if self.enable_prefix_caching else 'off'}; device {self.device}, {self.num_threads} threads, "
             f"kernels: {self.kernels}" + (f", weights: {self.quantization}" if self.quantization else ""),
+            *self.notices(),
             *(swap if self.swap_space else ()),
             *(drafts if self.num_speculative_tokens else ()),
         )
@@ -150,6 +168,7 @@ def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> Resolv
         vocab_size=facts.vocab_size,
         seed=config.model.seed,
         kernels=facts.kernels,
+        lacks_kernels=machine.device == "cpu" and config.model.kernels == "auto" and facts.kernels.startswith("torch"),
         quantization=config.model.quantization,
         pin_limit=cache.pin_limit,
         retention_limit=cache.retention_limit,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 from pathlib import Path
 
 from quire.bounded.files import read_file
 from quire.errors import ConfigError
+from quire.platform.file_lock import lock_file
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class StoreFolder:
         self.path = path
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise _unusable(path, error) from error
         try:
@@ -53,13 +53,11 @@ class StoreFolder:
         os.close(self._lock)
 
     def _take_lock(self) -> None:
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock_file(self._lock):
             raise ConfigError(
                 f"prefix_cache_dir {self.path} is in use by another engine; give each engine a folder of its own",
                 field="prefix_cache_dir",
-            ) from None
+            )
 
     def _read_key(self) -> bytes | None:
         """Return the key, None where it is missing or damaged: then no record in the folder can be hit again."""
@@ -76,7 +74,7 @@ class StoreFolder:
         """Draw a key and write it atomically."""
         key, part = os.urandom(KEY_BYTES), self.path / "key.new"
         part.unlink(missing_ok=True)
-        file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o600)
         with open(file, "wb") as stream:
             stream.write(key)
             stream.flush()

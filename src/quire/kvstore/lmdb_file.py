@@ -95,7 +95,7 @@ class StoreFile:
             return str(error)
         except Exception as error:  # struct.error has no narrower base class
             return str(error)
-        self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        self._file = os.open(self._path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         self._num_bytes = os.fstat(self._file).st_size
         return None
 

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ HUB_ERRORS = {
     "GatedRepoError": "the model's owner must grant access, and HF_TOKEN must be set",
     "RevisionNotFoundError": "the model has no such revision",
 }
+_OWNER_ADVICE = "names on the hub have an owner (OWNER/NAME), and folders may begin with ./"
 _QUANTIZATION = re.compile(r"[A-Za-z0-9_.-]{2,32}")
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -151,9 +153,14 @@ def read_config(model: str, revision: str | None = None) -> Mapping[str, Any]:
     return _read_object(path)
 
 
-def is_local(model: str) -> bool:
-    """Return whether a model is not fetched from the hub: it is a file, a folder or bundled, or no hub id either."""
-    return model == BUNDLED or Path(model).expanduser().exists() or not _HUB_ID.fullmatch(model.partition(":")[0])
+def check_weights(folder: Path) -> None:
+    """Check that a folder has files of weights.
+
+    Raises:
+        CheckpointError: it has none.
+    """
+    if not (folder / SINGLE_FILE).is_file() and not (folder / INDEX_FILE).is_file():
+        raise CheckpointError(_missing_weights(folder))
 
 
 def locate(model: str, revision: str | None = None, only: str | None = None) -> Path:
@@ -178,8 +185,10 @@ def locate(model: str, revision: str | None = None, only: str | None = None) -> 
         if not folder.exists() and _HUB_ID.fullmatch(model):
             return _download(model, revision, HUB_FILES if only is None else (only,))
         if not folder.is_dir():
-            reason = "is a file, not a folder" if folder.exists() else "does not exist and is no hub id either"
-            raise CheckpointError(f"model {model!r} {reason}; a folder with config.json is needed", field="model")
+            reason = "does not exist: name a folder, a .gguf file, or a model on the hub as OWNER/NAME"
+            if folder.exists():
+                reason = "is a file of a kind that is not read: name the folder with config.json, or a .gguf file"
+            raise CheckpointError(f"model {model!r} {reason}", field="model")
     if revision is not None:
         raise CheckpointError(
             f"revision {revision!r} cannot be honoured: model {model!r} is a local folder, which has none",
@@ -244,10 +253,11 @@ def _download(model: str, revision: str | None, patterns: Sequence[str], ignored
     except Exception as error:
         name = type(error).__name__
         why = HUB_ERRORS.get(name) or f"{name}: {' '.join(str(error).split())[:100]}"
+        advice = "check the name, the revision and the network" if "/" in model else _OWNER_ADVICE
+        if get_close_matches(model, [BUNDLED]):
+            advice = f"did you mean {BUNDLED!r}?"
         raise CheckpointError(
-            f"model {model!r} is no local folder and could not be fetched from the hub ({why}); check the name, the "
-            "revision and the network, or download it first and name the folder",
-            field="model",
+            f"model {model!r} is no folder here, and could not be fetched from the hub: {why}; {advice}", field="model"
         ) from error
     return Path(folder)
 
@@ -268,11 +278,10 @@ def _read_object(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any
 
 
 def _read_headers(folder: Path) -> dict[str, StoredTensor]:
+    check_weights(folder)
     if (folder / SINGLE_FILE).is_file():
         return _read_header(folder / SINGLE_FILE)
     index = folder / INDEX_FILE
-    if not index.is_file():
-        raise CheckpointError(_missing_weights(folder))
     weight_map = _read_object(index, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map from tensor names to files")

@@ -88,12 +88,13 @@ class SamplingParams:
         stop: strings that end the output; not included in it unless `include_stop_str_in_output`.
         stop_token_ids: token ids that end the output; the id is kept in `token_ids`, its text only with
             `include_stop_str_in_output`.
+        include_stop_str_in_output: keep the stop string, or the text of the stop token, in the output.
         ignore_eos: generate past the model's end-of-sequence tokens.
-        max_tokens: maximum number of new tokens; None means up to the context length.
+        max_tokens: maximum number of new tokens; none takes the rest of the context.
         min_tokens: minimum number of new tokens before an end-of-sequence or stop token may be sampled.
         logprobs: number of likeliest tokens whose log probabilities are returned per position, with the chosen token's.
-        prompt_logprobs: the same for the prompt's tokens.
-        detokenize: False returns token ids only.
+        prompt_logprobs: number of likeliest tokens whose log probabilities are returned per position of the prompt.
+        detokenize: make text of the tokens.
         skip_special_tokens: leave special tokens out of the text.
         kept_special_ids: special tokens that stay in the text nevertheless.
         structured_outputs: required form of the output: `StructuredOutputs`, or a mapping of its fields.
@@ -103,7 +104,8 @@ class SamplingParams:
             needs `thinking`, which chats set where the model's chat template shows its markers.
         logits_processors: functions (prompt token ids, output token ids, logits [V]) -> logits [V], called in order
             for each token, from Python only; they block the engine's thread. One that raises ends its own request.
-        speculative: False verifies no drafts for this request; True refuses it where the engine makes none.
+        speculative: False verifies no drafts for this request; True refuses it where the engine makes none; None takes
+            drafts where there are some.
         strategy: custom decoding strategy, from Python only; None samples.
         output_kind: content of the outputs of `AsyncLLM.generate` and `LLM.stream`, from Python only. The default,
             `DELTA`, costs the same at every token; `CUMULATIVE`, vLLM's default, copies the whole output each time.

@@ -158,7 +158,7 @@ async def render_chat(
         add_generation_prompt=fields.flag("add_generation_prompt", add_generation_prompt and not continues),
         continue_final_message=continues,
         tools=tools,
-        variables=kwargs,
+        variables={**state.config.default_chat_template_kwargs, **(kwargs or {})},
         hints=read_effort(fields),
     )
 

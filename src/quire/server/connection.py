@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import json
 import logging
 import re
 import socket
-import termios
 import uuid
 from array import array
 from typing import Any, cast
@@ -378,8 +376,11 @@ class CountingTransport:
         # The kernel buffers some megabytes, and accepts more only after it has sent a large part of them.
         count = array("i", [0])
         try:
+            import fcntl  # not on Windows
+            import termios
+
             fcntl.ioctl(self._transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, count)
-        except (OSError, AttributeError):
+        except (ImportError, OSError, AttributeError):
             return 0
         return count[0]
 

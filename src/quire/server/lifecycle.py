@@ -10,17 +10,19 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from typing import Final
 
 import uvicorn
 
 from quire import __version__
 from quire.bounded.json_text import limit_digits
 from quire.config import EngineConfig
+from quire.server.address import tls_context, url_of
 from quire.server.app import build_app
 from quire.server.body import BodyReader
 from quire.server.connection import Connection, Connections
 from quire.server.errors import stopping
-from quire.server.listener import accept_connections, bind, read_max_connections
+from quire.server.listener import accept_connections, read_max_connections
 from quire.server.settings import ServerConfig
 from quire.server.state import ServerState
 from quire.server.throughput_log import log_throughput
@@ -35,39 +37,45 @@ FLUSH_TIMEOUT_S = 5
 # Time for which a server with a dead engine still answers clients and probes, before it exits for its supervisor.
 DEAD_ENGINE_GRACE_S = 2.0
 EXIT_ENGINE_DIED = 1
+# Not on Windows.
+HANGUP: Final = getattr(signal, "SIGHUP", None)
 
 
-def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
+def serve(engine_config: EngineConfig, config: ServerConfig, listener: socket.socket) -> int:
     """Load a model and serve it until a stop signal arrives or the engine has died.
+
+    Args:
+        engine_config: options of the engine.
+        config: options of the server.
+        listener: bound socket.
 
     Returns:
         The exit code: 0, or `EXIT_ENGINE_DIED`.
 
     Raises:
-        ConfigError: an option is unusable, or the address is not available.
+        ConfigError: an option is unusable.
     """
     limit_digits()
-    # The address comes first: its failure shows at once, while the engine's import takes seconds and the model minutes.
-    with bind(config.host, config.port) as listener:
-        max_connections = read_max_connections(config.max_connections)
-        from quire.engine.async_llm import AsyncLLM
+    max_connections = read_max_connections(config.max_connections)
+    from quire.engine.async_llm import AsyncLLM
 
-        llm = AsyncLLM.from_config(engine_config)
-        # These objects live until the end: a full collection that visited them would stall every stream for 30 ms.
-        gc.collect()
-        gc.freeze()
-        # Every list of integers in a valid request is at most as long as the context or the vocabulary.
-        bodies = BodyReader(config.max_body_bytes, max(llm.resolved.max_model_len, llm.resolved.vocab_size))
-        try:
-            form = _tool_format(llm.tokenizer, config.tool_call_parser)
-            state = ServerState(llm, config, bodies, __version__, created=int(time.time()), tool_format=form)
-            state.reasoning = _reasoning(llm.tokenizer, config.reasoning_parser, llm.texts.end_token_ids)
-            with asyncio.Runner() as runner:
-                runner.run(_run(state, listener, max_connections))
-        finally:
-            bodies.close()
-            llm.shutdown()
-        return EXIT_ENGINE_DIED if llm.has_failed else 0
+    llm = AsyncLLM.from_config(engine_config)
+    # These objects live until the end: a full collection that visited them would stall every stream for 30 ms.
+    gc.collect()
+    gc.freeze()
+    # Every list of integers in a valid request is at most as long as the context or the vocabulary.
+    bodies = BodyReader(config.max_body_bytes, max(llm.resolved.max_model_len, llm.resolved.vocab_size))
+    try:
+        form = _tool_format(llm.tokenizer, config.tool_call_parser)
+        state = ServerState(llm, config, bodies, __version__, created=int(time.time()), tool_format=form)
+        state.aliases = engine_config.model.served_names[1:]
+        state.reasoning = _reasoning(llm.tokenizer, config.reasoning_parser, llm.texts.end_token_ids)
+        with asyncio.Runner() as runner:
+            runner.run(_run(state, listener, max_connections))
+    finally:
+        bodies.close()
+        llm.shutdown()
+    return EXIT_ENGINE_DIED if llm.has_failed else 0
 
 
 def _tool_format(tokenizer: Tokenizer | None, wanted: str) -> ToolFormat | None:
@@ -113,6 +121,7 @@ async def _run(state: ServerState, listener: socket.socket, max_connections: int
         timeout_graceful_shutdown=FLUSH_TIMEOUT_S,
     )
     server = uvicorn.Server(settings)
+    tls = tls_context(config.ssl_certfile, config.ssl_keyfile)
     serving = asyncio.create_task(server.serve(sockets=[]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
@@ -120,7 +129,7 @@ async def _run(state: ServerState, listener: socket.socket, max_connections: int
     def make_protocol() -> Connection:
         return Connection(connections, config=settings, server_state=server.server_state, app_state={})
 
-    accepting = asyncio.create_task(accept_connections(listener, connections, make_protocol))
+    accepting = asyncio.create_task(accept_connections(listener, connections, make_protocol, tls))
     shutdown = _Shutdown(state, server, connections, accepting)
     take_signals(shutdown.on_signal)
     tasks = [accepting, asyncio.create_task(_end_when_dead(state, shutdown)), asyncio.create_task(connections.watch())]
@@ -132,7 +141,7 @@ async def _run(state: ServerState, listener: socket.socket, max_connections: int
         tasks.append(asyncio.create_task(show_in_terminal(state.block_map)))
     for task in tasks:
         task.add_done_callback(shutdown.on_task_done)
-    print(f"Quire serves {state.llm.model_name} at {_url(listener)}", flush=True)
+    print(f"Quire serves {state.llm.model_name} at {url_of(listener, 'http' if tls is None else 'https')}", flush=True)
     await serving
     for task in tasks:
         task.cancel()
@@ -153,7 +162,7 @@ def take_signals(handle: Callable[[int], None]) -> None:
         if not loop.is_closed():
             loop.call_soon_threadsafe(handle, number)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in filter(None, (signal.SIGINT, signal.SIGTERM, HANGUP)):
         # A process that was started with nohup outlives its terminal.
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, on_signal)
@@ -190,7 +199,7 @@ class _Shutdown:
         """Handle a signal."""
         if self._draining is None:
             self._begin()
-        elif number != signal.SIGHUP:  # a closing terminal may send it twice
+        elif number != HANGUP:  # a closing terminal may send it twice
             os._exit(128 + number)
 
     def on_task_done(self, task: asyncio.Task[None]) -> None:
@@ -227,8 +236,3 @@ class _Shutdown:
                 await asyncio.wait(answering, timeout=max(drain_by_s - loop.time(), 0))
         finally:
             self.end()
-
-
-def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -7,8 +7,8 @@ import contextlib
 import json
 import logging
 import os
-import resource
 import socket
+import ssl
 import time
 import uuid
 from collections.abc import Callable
@@ -29,28 +29,6 @@ RETRY_AFTER_S = 1.0
 ERROR_LOG_INTERVAL_S = 60.0
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound but does not listen yet: connections are refused until the model is loaded.
-
-    Raises:
-        ConfigError: the address is not available.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-        except OSError:
-            listener.close()
-            raise
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror or error}", field="port") from error
-    return listener
-
-
 def read_max_connections(wanted: int | None) -> int:
     """Return the maximum number of connections.
 
@@ -60,12 +38,8 @@ def read_max_connections(wanted: int | None) -> int:
     Raises:
         ConfigError: the number is less than 1 or more than the limit leaves, or the limit leaves none.
     """
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    room = (
-        DEFAULT_MAX_CONNECTIONS
-        if limit == resource.RLIM_INFINITY
-        else limit - len(os.listdir("/dev/fd")) - RESERVED_DESCRIPTORS
-    )
+    limit = _max_open_files()
+    room = DEFAULT_MAX_CONNECTIONS if limit is None else limit - len(os.listdir("/dev/fd")) - RESERVED_DESCRIPTORS
     if wanted is not None and wanted < 1:
         raise ConfigError(f"max_connections must be at least 1, got {wanted}", field="max_connections")
     if room < (wanted or 1):
@@ -77,8 +51,21 @@ def read_max_connections(wanted: int | None) -> int:
     return min(room, DEFAULT_MAX_CONNECTIONS) if wanted is None else wanted
 
 
+def _max_open_files() -> int | None:
+    """Return this process' limit of open files; None for no limit."""
+    try:
+        import resource  # not on Windows, which has no such limit
+    except ImportError:
+        return None
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
 async def accept_connections(
-    listener: socket.socket, connections: Connections, make_protocol: Callable[[], asyncio.Protocol]
+    listener: socket.socket,
+    connections: Connections,
+    make_protocol: Callable[[], asyncio.Protocol],
+    tls: ssl.SSLContext | None,
 ) -> None:
     """Accept connections until cancelled, then close the listener; excess connections are answered with a 503.
 
@@ -86,11 +73,14 @@ async def accept_connections(
     `ERROR_LOG_INTERVAL_S`.
     """
     with listener:
-        await _accept(listener, connections, make_protocol)
+        await _accept(listener, connections, make_protocol, tls)
 
 
 async def _accept(
-    listener: socket.socket, connections: Connections, make_protocol: Callable[[], asyncio.Protocol]
+    listener: socket.socket,
+    connections: Connections,
+    make_protocol: Callable[[], asyncio.Protocol],
+    tls: ssl.SSLContext | None,
 ) -> None:
     loop = asyncio.get_running_loop()
     listener.setblocking(False)
@@ -110,7 +100,7 @@ async def _accept(
             await asyncio.sleep(RETRY_AFTER_S)
             continue
         if connections.make_room(len(opening)):
-            task = loop.create_task(_open(client, make_protocol))
+            task = loop.create_task(_open(client, make_protocol, tls, connections.receive_timeout_s))
             opening.add(task)
             task.add_done_callback(opening.discard)
         else:
@@ -120,10 +110,18 @@ async def _accept(
             await asyncio.sleep(0)
 
 
-async def _open(client: socket.socket, make_protocol: Callable[[], asyncio.Protocol]) -> None:
-    # The client may have left already.
+async def _open(
+    client: socket.socket,
+    make_protocol: Callable[[], asyncio.Protocol],
+    tls: ssl.SSLContext | None,
+    handshake_timeout_s: float,
+) -> None:
+    timeout_s = None if tls is None else handshake_timeout_s
+    # The client may have left already, or speak another protocol.
     with contextlib.suppress(OSError):
-        await asyncio.get_running_loop().connect_accepted_socket(make_protocol, client)
+        await asyncio.get_running_loop().connect_accepted_socket(
+            make_protocol, client, ssl=tls, ssl_handshake_timeout=timeout_s
+        )
 
 
 def _reject(client: socket.socket) -> None:

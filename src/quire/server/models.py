@@ -16,13 +16,15 @@ from quire.server.state import ServerState
 
 async def list_models(state: ServerState, request: Request) -> Response:  # noqa: ARG001 - a route's signature
     """Answer `GET /v1/models`."""
-    return json_response({"object": "list", "data": [_card(state)]})
+    names = (state.llm.model_name, *state.aliases)
+    return json_response({"object": "list", "data": [_card(state, name) for name in names]})
 
 
 async def show_model(state: ServerState, request: Request) -> Response:
     """Answer `GET /v1/models/{id}`."""
-    check_name(state, request.path_params["model_id"])
-    return json_response(_card(state))
+    name = request.path_params["model_id"]
+    check_name(state, name)
+    return json_response(_card(state, name))
 
 
 async def read_fields(
@@ -65,7 +67,7 @@ def check_name(state: ServerState, name: str) -> None:
     Raises:
         ApiError: 404, another model.
     """
-    if name != state.llm.model_name:
+    if name != state.llm.model_name and name not in state.aliases:
         raise ApiError(
             404,
             f"the model {name[:200]!r} does not exist; this server has {state.llm.model_name!r}",
@@ -74,9 +76,9 @@ def check_name(state: ServerState, name: str) -> None:
         )
 
 
-def _card(state: ServerState) -> dict[str, Any]:
+def _card(state: ServerState, name: str) -> dict[str, Any]:
     return {
-        "id": state.llm.model_name,
+        "id": name,
         "object": "model",
         "created": state.created,
         "owned_by": "quire",

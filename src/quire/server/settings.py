@@ -5,9 +5,11 @@ from __future__ import annotations
 import ipaddress
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from quire.errors import ConfigError
+from quire.errors import ConfigError, shown
 
 DEFAULT_MAX_BODY_BYTES = 8 << 20
 DEFAULT_MAX_REQUEST_LOGPROBS = 4_000_000
@@ -26,6 +28,10 @@ class ServerConfig:
     Args:
         host: address to listen on; an address other than loopback needs `api_key`.
         port: port to listen on; 0 takes a free one.
+        uds: path of a Unix domain socket to listen on, in place of `host` and `port`.
+        ssl_certfile: file of the certificate chain, in PEM; None serves without encryption.
+        ssl_keyfile: file of its private key, in PEM; None where `ssl_certfile` has the key too.
+        default_chat_template_kwargs: variables of the chat template, for requests that do not set them.
         api_key: key of the clients for every route but `/health`; None admits the users of this machine.
         operator_key: key that opens all routes, those of operation included; None leaves those to `api_key`.
         allow_origins: web origins whose pages may call the server; none by default.
@@ -52,6 +58,10 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    uds: str | None = None
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     api_key: str | None = field(default=None, repr=False)
     operator_key: str | None = field(default=None, repr=False)
     allow_origins: tuple[str, ...] = ()
@@ -101,7 +111,14 @@ class ServerConfig:
                 f"tenant_header must be the name of a header, like X-Tenant, got {self.tenant_header!r}",
                 field="tenant_header",
             )
-        if self.api_key is None and not is_loopback(self.host):
+        if not isinstance(self.default_chat_template_kwargs, Mapping):
+            raise ConfigError(
+                f"default_chat_template_kwargs must be a JSON object, got {shown(self.default_chat_template_kwargs)}",
+                field="default_chat_template_kwargs",
+            )
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ConfigError("ssl_keyfile needs ssl_certfile, the certificate of that key", field="ssl_keyfile")
+        if self.api_key is None and self.uds is None and not is_loopback(self.host):
             raise ConfigError(
                 f"host {self.host!r} can be reached from other machines, which needs an API key: "
                 "set --api-key (or QUIRE_API_KEY), or listen on 127.0.0.1",

@@ -71,6 +71,7 @@ class ServerState:
         created: time of the server's start, in Unix seconds.
         tool_format: format of the model's tool calls, None where it is not known.
         reasoning: the model's thinking, None where it is not known.
+        aliases: further names of the model.
         is_draining: True once the server is stopping.
         in_flight: requests in the engine, by the id of their answer.
         logprobs: budget of log probabilities in answers.
@@ -87,6 +88,7 @@ class ServerState:
     created: int
     tool_format: ToolFormat | None = None
     reasoning: ReasoningModel | None = None
+    aliases: tuple[str, ...] = ()
     is_draining: bool = False
     in_flight: dict[str, InFlightRequest] = field(default_factory=dict)
     logprobs: LogprobBudget = field(init=False)

@@ -199,7 +199,7 @@ def import_llguidance() -> ModuleType:
         return import_module("llguidance")
     except ImportError as error:
         raise UnsupportedFeature(
-            "structured_outputs", f"it needs the package llguidance ({error}): pip install 'quire[structured]'"
+            "structured_outputs", f"it needs the package llguidance ({error}): pip install llguidance"
         ) from error
 
 

@@ -100,7 +100,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _chat_template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
-    source = _read_template(folder / "chat_template.jinja")
+    source = read_template(folder / "chat_template.jinja")
     if source is None:
         source = config.get("chat_template")
         if isinstance(source, list):
@@ -117,13 +117,18 @@ def _chat_template_source(folder: Path, config: Mapping[str, Any]) -> str | None
 def _tool_template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
     """Return the separate template for conversations with tools, None where the model has none."""
     if (folder / "chat_template.jinja").is_file():
-        return _read_template(folder / "additional_chat_templates" / "tool_use.jinja")
+        return read_template(folder / "additional_chat_templates" / "tool_use.jinja")
     named = config.get("chat_template")
     source = _named_templates(named).get("tool_use") if isinstance(named, list) else None
     return source if isinstance(source, str) and len(source) <= MAX_TEMPLATE_BYTES else None
 
 
-def _read_template(file: Path) -> str | None:
+def read_template(file: Path) -> str | None:
+    """Return the chat template in a file; None where there is no such file.
+
+    Raises:
+        CheckpointError: the file cannot be read, is too long, or is not UTF-8 text.
+    """
     if not file.is_file():
         return None
     try:

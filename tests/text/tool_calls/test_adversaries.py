@@ -17,7 +17,7 @@ from quire.text.tool_calls.grammar import text_tokens
 from tests.text.tool_calls.schema_check import fits
 from tests.text.tool_calls.vocabulary import BUNDLED, vocabulary
 
-llguidance = pytest.importorskip("llguidance", reason="grammars are applied by llguidance (extra: structured)")
+llguidance = pytest.importorskip("llguidance", reason="grammars are applied by llguidance")
 
 SCHEMAS: dict[str, dict[str, Any]] = {
     "now": {"type": "object", "properties": {}, "additionalProperties": False},

@@ -15,7 +15,7 @@ from quire.text.tool_calls.grammar import bare_schema
 from tests.text.tool_calls.schema_check import fits
 from tests.text.tool_calls.vocabulary import vocabulary
 
-llguidance = pytest.importorskip("llguidance", reason="grammars are applied by llguidance (extra: structured)")
+llguidance = pytest.importorskip("llguidance", reason="grammars are applied by llguidance")
 
 WEATHER = {
     "type": "object",

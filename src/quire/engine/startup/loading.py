@@ -7,13 +7,14 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 
-from quire.capacity.pool_sizing import check_pin_limit, memory_concurrency, num_slabs, size_pool
+from quire.capacity.pool_sizing import check_pin_limit, fit_context, memory_concurrency, num_slabs, size_pool
 from quire.config import (
     CACHE_DTYPES,
     EngineConfig,
@@ -30,9 +31,10 @@ from quire.engine.engine import Engine
 from quire.engine.inputs.embeddings import EmbeddingsReader
 from quire.engine.kv.disk_prefetch import DiskPrefetcher
 from quire.engine.startup.disk_cache import make_disk_prefetcher, open_disk
+from quire.engine.startup.generation_defaults import default_params
 from quire.engine.startup.speculation import load_draft, make_speculation
 from quire.engine.startup.wrappers import Wrappers
-from quire.errors import ConfigError, InvalidParameter
+from quire.errors import ConfigError, RequestError
 from quire.execution.build import build_runner
 from quire.execution.gpu_memory_profile import StepLimits, measure_step_cost
 from quire.execution.runner import InProcessExecutor
@@ -54,24 +56,14 @@ from quire.ops.interface import Ops
 from quire.platform.host_probe import num_cores, pick_device, probe
 from quire.platform.malloc import keep_freed_memory, use_huge_pages
 from quire.scheduling.scheduler import Scheduler
-from quire.sequences.params import SamplingParams
 from quire.structured.grammar_cache import GrammarCache
 from quire.structured.grammar_compiler import GrammarCompiler
+from quire.text.chat_template import ChatTemplate
 from quire.text.gguf_tokenizer import end_token_ids, read_gguf_tokenizer
 from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizer_files import read_template
 
 logger = logging.getLogger(__name__)
-
-# Fields of generation_config.json that are sampling parameters, under our names.
-GENERATION_FIELDS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "typical_p": "typical_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +105,15 @@ def load(config: EngineConfig, *, wrap: Wrappers | None = None) -> LoadedModel:
     stored = _stored(config, dtype)
     groups = [spec for each in (decoder, draft) if each for spec in _groups(config, each, stored)]
     step = _step_cost(config, decoder, draft, device, stored)
-    resolved = resolve(config, probe(device), _facts(config, decoder, groups, step, device))
+    machine = probe(device)
+    config, limit = fit_context(config, groups, machine, decoder.spec.max_position, step)
+    resolved = replace(resolve(config, machine, _facts(config, decoder, groups, step, device)), fitted_from=limit)
     torch.set_num_threads(resolved.num_threads)
     for line in resolved.lines():
         logger.info(line)
     sizing = size_pool(groups, resolved.num_blocks)
     check_pin_limit(resolved, sizing)
-    name = options.served_model_name or options.model
+    name = options.served_names[0]
     pooling = read_pooling(checkpoint, decoder.spec.width, tokenizer, options.classifier_from_token)
     ends = _end_token_ids(checkpoint, tokenizer)
     grammars = _grammars(config, tokenizer, decoder.spec.vocab_size, ends)
@@ -161,7 +155,7 @@ def load(config: EngineConfig, *, wrap: Wrappers | None = None) -> LoadedModel:
         engine.requests.can_generate = pooling.has_head
         # From here on the engine closes the disk.
         stack.pop_all()
-    return LoadedModel(name, engine, _default_params(checkpoint), pooling)
+    return LoadedModel(name, engine, default_params(checkpoint, options.generation_config), pooling)
 
 
 def _tokenizer(options: ModelConfig, checkpoint: Checkpoint) -> Tokenizer | None:
@@ -169,8 +163,30 @@ def _tokenizer(options: ModelConfig, checkpoint: Checkpoint) -> Tokenizer | None
     if options.skip_tokenizer_init:
         return None
     if options.tokenizer is None and checkpoint.gguf_fields is not None:
-        return Tokenizer.from_files(read_gguf_tokenizer(checkpoint.folder, checkpoint.gguf_fields))
-    return Tokenizer.from_folder(checkpoint.folder if options.tokenizer is None else locate(options.tokenizer))
+        tokenizer = Tokenizer.from_files(read_gguf_tokenizer(checkpoint.folder, checkpoint.gguf_fields))
+    else:
+        tokenizer = Tokenizer.from_folder(checkpoint.folder if options.tokenizer is None else locate(options.tokenizer))
+    if options.chat_template is not None:
+        tokenizer.chat_template = _template_of(tokenizer, options.chat_template)
+    return tokenizer
+
+
+def _template_of(tokenizer: Tokenizer, path: str) -> ChatTemplate:
+    """Return the chat template in a file.
+
+    Raises:
+        ConfigError: the file cannot be read, or has no template for conversations.
+    """
+    source = read_template(Path(path).expanduser())
+    if source is None:
+        raise ConfigError(f"chat_template {path!r} is no file", field="chat_template")
+    template = tokenizer.make_chat_template(source)
+    try:
+        if template.reads("messages"):
+            return template
+    except RequestError as error:
+        raise ConfigError(f"chat_template {path!r}: {error}", field="chat_template") from error
+    raise ConfigError(f"chat_template {path!r} does not use the variable messages", field="chat_template")
 
 
 def _prepare_process(options: ModelConfig) -> None:
@@ -377,22 +393,3 @@ def _grammars(
     limits = config.scheduler
     cache = GrammarCache(tokenizer.to_json, vocab_size, ends)
     return GrammarCompiler(cache, timeout_s=limits.grammar_timeout_s, memory_bytes=limits.grammar_memory_bytes)
-
-
-def _default_params(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the generation config's sampling parameters; invalid values are left out with a warning."""
-    generation = checkpoint.generation_config
-    params: dict[str, Any] = {}
-    for theirs, ours in GENERATION_FIELDS.items():
-        value = generation.get(theirs)
-        if value is None:
-            continue
-        try:
-            SamplingParams(**{ours: value})
-        except InvalidParameter as error:
-            logger.warning("generation_config.json: %s; ignored", error)
-        else:
-            params[ours] = value
-    if generation.get("do_sample") is False:
-        params["temperature"] = 0.0
-    return params

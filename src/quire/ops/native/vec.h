@@ -44,6 +44,13 @@ struct Float16 {
   uint16_t bits;
 };
 
+// The compiler's own type of such values, for conversions. GCC knows _Float16 on ARM in C++ from version 13 on only.
+#if defined(__aarch64__)
+typedef __fp16 NativeHalf;
+#else
+typedef _Float16 NativeHalf;
+#endif
+
 template <typename Vector, typename T>
 QUIRE_INLINE Vector load_bits(const T* from) {
   Vector vector;
@@ -124,7 +131,7 @@ QUIRE_INLINE float widen(Float16 value) {
 #if defined(__F16C__)
   return _cvtsh_ss(value.bits);
 #else
-  return float(bit_cast<_Float16>(value.bits));
+  return float(bit_cast<NativeHalf>(value.bits));
 #endif
 }
 
@@ -132,7 +139,7 @@ QUIRE_INLINE void narrow(Float16* to, float value) {
 #if defined(__F16C__)
   to->bits = _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT);
 #else
-  to->bits = bit_cast<uint16_t>(_Float16(value));
+  to->bits = bit_cast<uint16_t>(NativeHalf(value));
 #endif
 }
 

@@ -99,7 +99,7 @@ class ToolModel:
         tokenizer, form = self._require()
         can_force = importlib.util.find_spec("llguidance") is not None
         if choice.is_required and not can_force:
-            why = 'calls can be required where llguidance is installed: pip install "quire[structured]"'
+            why = "calls can be required where llguidance is installed: pip install llguidance"
             raise UnsupportedFeature("tool_choice", why)
         markers = (form.marker, *form.other_markers)
         tokens = {marker: tokenizer.added_ids[marker] for marker in markers if marker in tokenizer.added_ids}
