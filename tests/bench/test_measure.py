@@ -17,7 +17,7 @@ from quire.config import EngineConfig
 from quire.errors import PromptTooLong
 from quire.ops import make_ops
 from quire.ops.interface import Ops
-from quire.ops.native_dense import NativeDenseLayers
+from quire.ops.native_layers import NativeLayers
 from quire.ops.native_library import find_library
 
 OPTIONS = {"num_kv_blocks": 80, "max_model_len": 600, "num_threads": 1, "skip_tokenizer_init": True}
@@ -76,13 +76,13 @@ def test_a_profile_runs_every_step_by_its_parts(
 ) -> None:
     """Layers that run as one call have no parts to time; without timers in the layers, a step's time is theirs."""
     num_rows: list[int] = []
-    run = NativeDenseLayers.__call__
+    run = NativeLayers.__call__
 
-    def counted(self: NativeDenseLayers, x: torch.Tensor, *args: Sequence[Any]) -> torch.Tensor | None:
+    def counted(self: NativeLayers, x: torch.Tensor, *args: Sequence[Any]) -> torch.Tensor | None:
         num_rows.append(len(x))
         return run(self, x, *args)
 
-    monkeypatch.setattr(NativeDenseLayers, "__call__", counted)
+    monkeypatch.setattr(NativeLayers, "__call__", counted)
     report = bench.measure(Workload([BenchRequest([1, 2, 3], 12)], before=[]))
     assert report.step_time_s["layers"] > 0
     assert bool(num_rows) == (request.node.callspec.id == "plain")

@@ -240,7 +240,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts": 8,
             "num_experts_per_tok": 3,
             "moe_intermediate_size": 32,
-            "shared_expert_intermediate_size": 48,
+            "shared_expert_intermediate_size": 64,
         },
     ),
     "lfm2-moe": (
@@ -251,7 +251,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_dense_layers": 1,
             "num_experts": 6,
             "num_experts_per_tok": 2,
-            "moe_intermediate_size": 48,
+            "moe_intermediate_size": 64,
         },
     ),
     # Both side by side in every layer; gated with a norm, and without one.

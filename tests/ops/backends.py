@@ -42,6 +42,7 @@ NATIVE = [
 ]
 TORCH = pytest.param(Backend("cpu", partial(make_torch, "cpu")), id="torch")
 CPU_BACKENDS = [TORCH, *NATIVE]
+TORCH_DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BACKENDS = [
     TORCH,
     pytest.param(Backend("cuda", partial(make_torch, "cuda")), id="cuda", marks=pytest.mark.gpu),

@@ -73,6 +73,8 @@ def test_rows(backend: Backend, dtype: torch.dtype, width: int, num_rows: int) -
         assert_near(ops.rms_norm(half, weight, 1e-5), REFERENCE.rms_norm(half, weight, 1e-5), factor=2)
     for activation in ACTIVATIONS:
         assert_near(ops.gate(x, activation), REFERENCE.gate(x, activation), factor=2)
+    gates = x.flip(0) * 3
+    assert_near(ops.sigmoid_gate(x, gates), REFERENCE.sigmoid_gate(x, gates), factor=2)
     ids = torch.tensor([num_rows - 1, 0, num_rows - 1], device=backend.device)
     assert torch.equal(ops.embedding(ids, x), REFERENCE.embedding(ids, x))
     assert torch.equal(x, kept)

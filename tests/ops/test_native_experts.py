@@ -18,7 +18,7 @@ from quire.ops.native_library import LEVELS
 from quire.ops.native_ops import NativeOps
 from quire.ops.quantized_weight import StoredWeight
 from tests.ops.backends import LIBRARIES
-from tests.ops.test_native_dense import FORMATS, NATIVE_LEVELS, native_ops
+from tests.ops.test_native_layers import FORMATS, NATIVE_LEVELS, native_ops
 from tests.ops.test_quantized_weights import FORMS, random_weight
 from tests.ops.world import randn
 

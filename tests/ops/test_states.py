@@ -1,9 +1,9 @@
-"""Recurrence of every backend against its slow twin."""
+"""Recurrence by torch operators against its slow twin; mixers of all backends are in `test_recurrent_mixers.py`."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import copy
 from itertools import accumulate
 from typing import Any
@@ -14,10 +14,11 @@ from torch.nn import functional
 
 from quire.execution.kv_storage import StateStorage
 from quire.models.spec import StateCacheShape
-from quire.ops.interface import Ops, SSMHeads, StateBatch
-from quire.ops.torch_ops import TorchOps
-from quire.ops.torch_states import CHUNK_ROWS
-from tests.ops.backends import BACKENDS, Backend
+from quire.ops.interface import PagedStates, SSMHeads, StateBatch
+from quire.ops.recurrent_mixers import Recurrence
+from quire.ops.reference_states import ReferenceStepStates
+from quire.ops.torch_states import CHUNK_ROWS, TorchStepStates
+from tests.ops.backends import BACKENDS, TORCH_DEVICES, Backend
 from tests.ops.world import REFERENCE, TOLERANCE, assert_near, randn
 
 pytestmark = pytest.mark.pairwise
@@ -94,9 +95,9 @@ class World:
         )
         return part
 
-    def run(self, ops: Ops) -> list[torch.Tensor]:
+    def run(self, make: Callable[[StateBatch, PagedStates], Recurrence]) -> list[torch.Tensor]:
         """Convolve and scan in one layer, and correct in another; return the outputs."""
-        step = ops.step_states(self.batch, self.states)
+        step = make(self.batch, self.states)
         convolved = step.causal_conv(LAYER, self.rows, self.taps, self.bias, True)
         x, B, C = self.rows.split_with_sizes(self.parts, 1)
         scanned = step.ssm_scan(LAYER, x, B, C, self.steps, self.heads)
@@ -107,15 +108,15 @@ class World:
         corrected = step.gated_delta_rule(CORRECTED, self.pairs[:, 0], keys, values, decays, wide.sigmoid())
         return [convolved, scanned, corrected]
 
-    def check(self, ops: Ops) -> None:
-        """Compare outputs and states of a backend with the reference's."""
+    def check(self) -> None:
+        """Compare outputs and states with the reference's."""
         given = (self.rows, self.pairs, self.values)
         before, kept = self.states.data.clone(), [each.clone() for each in given]
-        expected = self.run(REFERENCE)
+        expected = self.run(ReferenceStepStates)
         written = self.states.data.clone()
         inputs, sums = self.states.conv_states[LAYER].clone(), [each.clone() for each in self.states.ssm_states]
         self.states.data.copy_(before)
-        found = self.run(ops)
+        found = self.run(TorchStepStates)
         assert [y.dtype for y in found] == [self.rows.dtype, torch.float32, torch.float32]
         assert all(y.is_contiguous() for y in found)
         assert_near(found[0], expected[0], factor=2)
@@ -136,35 +137,35 @@ class World:
         assert all(torch.equal(each, was) for each, was in zip(given, kept, strict=True))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("device", TORCH_DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kernel", [2, 3, 4, 9])
-def test_states(backend: Backend, dtype: torch.dtype, kernel: int) -> None:
-    World(RAGGED, kernel=kernel, dtype=dtype, device=backend.device).check(backend.make())
+def test_states(device: str, dtype: torch.dtype, kernel: int) -> None:
+    World(RAGGED, kernel=kernel, dtype=dtype, device=device).check()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("device", TORCH_DEVICES)
 @pytest.mark.parametrize(("num_heads", "num_groups"), [(1, 1), (4, 2), (6, 3), (3, 3)])
 @pytest.mark.parametrize(("head_dim", "state_dim"), [(1, 1), (5, 7), (32, 128)])
-def test_states_by_shape(backend: Backend, num_heads: int, num_groups: int, head_dim: int, state_dim: int) -> None:
+def test_states_by_shape(device: str, num_heads: int, num_groups: int, head_dim: int, state_dim: int) -> None:
     shape: dict[str, Any] = {
         "num_heads": num_heads,
         "num_groups": num_groups,
         "head_dim": head_dim,
         "state_dim": state_dim,
     }
-    World(RAGGED[:6], **shape, device=backend.device).check(backend.make())
+    World(RAGGED[:6], **shape, device=device).check()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("device", TORCH_DEVICES)
 @pytest.mark.parametrize("cuts", [[1] * 9, [3, 1, 5, 60, 64, 1], [2 * CHUNK_ROWS, 1, 1, CHUNK_ROWS - 1]], ids=str)
-def test_steps_carry_a_state_as_one_step_does(backend: Backend, cuts: list[int]) -> None:
-    ops, num_rows = backend.make(), sum(cuts)
-    whole = World([(num_rows, False)], device=backend.device)
-    expected = whole.run(ops)
-    parts = World([(num_rows, False)], device=backend.device)
+def test_steps_carry_a_state_as_one_step_does(device: str, cuts: list[int]) -> None:
+    num_rows = sum(cuts)
+    whole = World([(num_rows, False)], device=device)
+    expected = whole.run(TorchStepStates)
+    parts = World([(num_rows, False)], device=device)
     ends = zip(accumulate(cuts, initial=0), accumulate(cuts), strict=False)
-    found = [parts.part(0, start, end, start > 0).run(ops) for start, end in ends]
+    found = [parts.part(0, start, end, start > 0).run(TorchStepStates) for start, end in ends]
     for pieces, y in zip(zip(*found, strict=True), expected, strict=True):
         torch.testing.assert_close(torch.cat(pieces), y, rtol=1e-5, atol=2e-6 * y.abs().max().item())
     for layer_idx in (LAYER, CORRECTED):
@@ -173,17 +174,17 @@ def test_steps_carry_a_state_as_one_step_does(backend: Backend, cuts: list[int])
     assert torch.equal(parts.states.conv_states[LAYER].nan_to_num(), whole.states.conv_states[LAYER].nan_to_num())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_sequence_gets_the_same_bits_beside_others(backend: Backend) -> None:
+@pytest.mark.parametrize("device", TORCH_DEVICES)
+def test_a_sequence_gets_the_same_result_beside_others(device: str) -> None:
     """Each state is carried by itself, so company does not change a result."""
-    ops, world = backend.make(), World(RAGGED, device=backend.device)
+    world = World(RAGGED, device=device)
     before = world.states.data.clone()
-    together = world.run(ops)
+    together = world.run(TorchStepStates)
     world.states.data.copy_(before)
     batch = world.batch
     for idx, has_state in enumerate(batch.has_state):
         start, end = batch.row_starts[idx : idx + 2]
-        for alone, beside in zip(world.part(idx, start, end, has_state).run(ops), together, strict=True):
+        for alone, beside in zip(world.part(idx, start, end, has_state).run(TorchStepStates), together, strict=True):
             torch.testing.assert_close(alone, beside[start:end], rtol=1e-6, atol=1e-6)
 
 
@@ -192,7 +193,7 @@ def test_a_fast_head_does_not_blur_what_comes_after() -> None:
     world = World([(CHUNK_ROWS, False)])
     world.steps.fill_(-4.0)
     world.steps[3] = 80_000.0
-    world.check(TorchOps(torch.device("cpu")))
+    world.check()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -135,7 +135,7 @@ class Observer:
 
         def step_states(batch: StateBatch, states: PagedStates) -> Any:
             return _all_timed(
-                timed, RECURRENCE, ops.step_states(batch, states), "causal_conv", "ssm_scan", "gated_delta_rule"
+                timed, RECURRENCE, ops.step_states(batch, states), "short_conv", "gated_delta_net", "mamba2"
             )
 
         made: Any = Timed(

@@ -13,7 +13,7 @@ from quire.models.head_order import turning_order
 from quire.models.norms import scale_slot, unit_scale
 from quire.models.projections import Projection, ResidualAdd, ResidualProjection
 from quire.models.weight_slots import WeightSlot, WeightSlots, nested
-from quire.ops.fused_layers import DenseAttention, DenseMLP
+from quire.ops.fused_layers import PackedAttention, PackedMLP
 from quire.ops.interface import HeadNorms, Ops, Rotation, StepAttention
 from quire.ops.quantized_weight import StoredWeight
 
@@ -106,6 +106,7 @@ class AttentionBlock:
         num_heads, num_kv_heads, head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
         self._score_scale = _score_scale(attention)
         self._layer_idx, self._num_heads = layer_idx, num_heads
+        self._sigmoid_gate = ops.sigmoid_gate
         self._qkv = Projection(width, (num_heads + 2 * num_kv_heads) * head_dim, attention.qkv_bias, ops)
         self._output = ResidualProjection(num_heads * head_dim, width, attention.output_bias, addition, ops)
         self._gate: Projection | None = None
@@ -131,13 +132,14 @@ class AttentionBlock:
         self._sinks = tensor.clone()
 
     @property
-    def dense(self) -> DenseAttention | None:
+    def packed(self) -> PackedAttention | None:
         """The block as fused layers take it; None where it does more."""
-        output = self._output.plain
-        if output is None or self._gate is not None:
+        output, gate = self._output.plain, None if self._gate is None else self._gate.run
+        if output is None:
             return None
-        heads = self._norms, self._layer_idx, self._num_heads, self._score_scale
-        return DenseAttention(self._qkv.run, *heads, output, self._sinks)
+        return PackedAttention(
+            self._qkv.run, output, self._norms, self._num_heads, self._score_scale, self._sinks, gate
+        )
 
     def __call__(
         self, x: Tensor, residual: Tensor, inputs: AttentionInputs, picked: SelectedRows | None = None
@@ -160,7 +162,7 @@ class AttentionBlock:
             q.mul_(query_scales)
         gathered = step.attend(self._layer_idx, q, self._score_scale, self._sinks)
         if self._gate is not None:
-            gathered.mul_(self._gate.run(x).sigmoid_())
+            gathered = self._sigmoid_gate(gathered, self._gate.run(x))
         return self._output(gathered, residual)
 
 
@@ -174,8 +176,11 @@ class SharedAttentionBlock:
         addition: addition of the result to the residual.
 
     Attributes:
+        packed: None, since fused layers do not take it.
         slots: "q", "output" and, where heads are normed, "q_norm".
     """
+
+    packed = None
 
     def __init__(
         self,
@@ -263,10 +268,10 @@ class GatedMLPBlock:
         self.slots = nested(gate_up=self._gate_up.slots, down=self._down.slots)
 
     @property
-    def dense(self) -> DenseMLP | None:
+    def packed(self) -> PackedMLP | None:
         """The block as fused layers take it; None where it does more."""
         down = self._down.plain
-        return None if down is None or self._mlp.gate_scale != 1.0 else DenseMLP(self._gate_up.run, down)
+        return None if down is None or self._mlp.gate_scale != 1.0 else PackedMLP(self._gate_up.run, down)
 
     def __call__(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """Add to `residual` [T, E], if there is one, what the perceptron makes of `x` [T, E]."""

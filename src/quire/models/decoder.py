@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.models.blocks import GatedMLPBlock, SelectedRows
-from quire.models.layers import Layer, dense_layers, input_kind, make_input, make_layer
+from quire.models.layers import Layer, input_kind, make_input, make_layer, packed_layers
 from quire.models.norms import Norm
 from quire.models.per_layer_inputs import PerLayerEmbedding
 from quire.models.projections import Projection
@@ -113,7 +113,7 @@ class Decoder:
     def _fuse(self) -> None:
         """Have the backend run layers, the end of the model, or the experts of a layer by one call where it can."""
         if isinstance(self.ops, FusesLayers):
-            layers = dense_layers(self._layers, self._inputs, list(self._rotations))
+            layers = packed_layers(self.spec, self._layers, self._inputs, list(self._rotations))
             self._fused = None if layers is None else self.ops.fuse_layers(layers)
             self._fused_head = self.ops.fuse_norm(self._norm.row_norm, self._head.run)
         if isinstance(self.ops, FusesExperts):

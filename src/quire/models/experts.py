@@ -74,25 +74,32 @@ class ExpertsBlock:
 
     def fuse(self, ops: FusesExperts) -> None:
         """Let `ops` run the block by one call, if it does; all weights are there."""
-        experts, shared = self._experts, None if self._shared is None else self._shared.dense
+        self.fused = ops.fuse_experts(self._routed)
+
+    @property
+    def packed(self) -> RoutedExperts | None:
+        """The block as fused layers take it; None where it does more."""
+        return self._routed if self._addition == ResidualAdd() and self._router_norm is None else None
+
+    @property
+    def _routed(self) -> RoutedExperts:
+        experts, shared = self._experts, None if self._shared is None else self._shared.packed
         assert self._shared is None or shared is not None, "a shared expert is added as it is"
-        self.fused = ops.fuse_experts(
-            RoutedExperts(
-                self._router.run,
-                self._gate_up.runs,
-                self._down.runs,
-                experts.num_chosen,
-                self._choice_bias,
-                self._expert_scales,
-                experts.scoring == "sigmoid",
-                experts.renormalised,
-                experts.scaled_input,
-                experts.sum_eps,
-                experts.score_scale,
-                experts.logit_scale,
-                shared,
-                None if self._shared_gate is None else self._shared_gate.run,
-            )
+        return RoutedExperts(
+            self._router.run,
+            self._gate_up.runs,
+            self._down.runs,
+            experts.num_chosen,
+            self._choice_bias,
+            self._expert_scales,
+            experts.scoring == "sigmoid",
+            experts.renormalised,
+            experts.scaled_input,
+            experts.sum_eps,
+            experts.score_scale,
+            experts.logit_scale,
+            shared,
+            None if self._shared_gate is None else self._shared_gate.run,
         )
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
@@ -151,8 +158,11 @@ class MLPBesideExpertsBlock:
         width, addition, ops, new_norm: see `ExpertsBlock`.
 
     Attributes:
+        packed: None, since fused layers do not take it.
         slots: "mlp", "mlp_norm", "experts_input_norm", "experts", "experts_norm" and, with a norm of the sum, "norm".
     """
+
+    packed = None
 
     def __init__(
         self,

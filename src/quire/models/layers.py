@@ -24,7 +24,7 @@ from quire.models.recurrent import GatedDeltaNetBlock, Mamba2Block, ShortConvBlo
 from quire.models.rotations import Rope, Temperature
 from quire.models.spec import Attention, GatedDeltaNet, Mamba2, Mixer, ModelSpec, Parallel, RMSNorm, ShortConv
 from quire.models.weight_slots import WeightSlots, nested
-from quire.ops.fused_layers import DenseLayer
+from quire.ops.fused_layers import PackedAttention, PackedLayer, PackedRecurrence
 from quire.ops.interface import Ops, Rotation
 
 # A cache group and, of attention, the rotation with the head dim, and the temperature.
@@ -32,9 +32,17 @@ InputKind = tuple[int, tuple[Rope | None, int] | None, Temperature | None]
 
 
 class MixerBlock(Protocol):
-    """A mixer with its weights."""
+    """A mixer with its weights.
+
+    Attributes:
+        packed: the mixer as fused layers take it; None where it does more.
+        slots: slots of its weights.
+    """
 
     slots: WeightSlots
+
+    @property
+    def packed(self) -> PackedAttention | PackedRecurrence | None: ...
 
     def __call__(self, x: Tensor, residual: Tensor, inputs: Any, picked: SelectedRows | None = None, /) -> Tensor:
         """Add to `residual` [T, E] what the mixer makes of `x` [T, E] and of what the step gives to its kind.
@@ -135,27 +143,31 @@ def _make_mixer(
             return GatedDeltaNetBlock(mixer, *arguments, device)
 
 
-def dense_layers(
-    layers: Sequence[Layer], inputs: Sequence[InputKind], rotations: Sequence[tuple[Rope | None, int]]
-) -> list[DenseLayer] | None:
+def packed_layers(
+    spec: ModelSpec,
+    layers: Sequence[Layer],
+    inputs: Sequence[InputKind],
+    rotations: Sequence[tuple[Rope | None, int]],
+) -> list[PackedLayer] | None:
     """Return layers as fused layers take them; None where one has other parts or does more.
 
     Args:
+        spec: specification of the model.
         layers: layers with their weights.
         inputs: kinds of inputs that a step has.
         rotations: rotations that a step has, with their head dims.
     """
-    dense = []
-    for mixer_norm, ((mixer, input_idx), *others), ffn_norm, ffn, gate, scale in layers:
-        group_idx, rope_key, temperature = inputs[input_idx]
-        if not isinstance(mixer, AttentionBlock) or not isinstance(ffn, GatedMLPBlock):
+    packed = []
+    for layer, ((group_idx, layer_idx), *_) in zip(layers, spec.cache_positions, strict=True):
+        mixer_norm, ((block, input_idx), *others), ffn_norm, ffn_block, gate, scale = layer
+        _, rope_key, temperature = inputs[input_idx]
+        mixer, ffn = block.packed, ffn_block.packed
+        if mixer is None or ffn is None or others or gate or scale or temperature is not None:
             return None
-        attention, mlp = mixer.dense, ffn.dense
-        if attention is None or mlp is None or others or gate or scale or rope_key is None or temperature is not None:
-            return None
+        rotation_idx = 0 if rope_key is None else rotations.index(rope_key)
         norms = mixer_norm.row_norm, ffn_norm.row_norm
-        dense.append(DenseLayer(norms[0], attention, group_idx, rotations.index(rope_key), norms[1], mlp))
-    return dense
+        packed.append(PackedLayer(norms[0], mixer, group_idx, layer_idx, rotation_idx, norms[1], ffn))
+    return packed
 
 
 def make_input(

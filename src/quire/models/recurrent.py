@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from quire.models import spec
 from quire.models.blocks import SelectedRows
 from quire.models.norms import scale_slot
 from quire.models.projections import Projection, ResidualAdd, ResidualProjection
 from quire.models.weight_slots import WeightSlot, WeightSlots, nested
-from quire.ops.interface import Ops, SSMHeads, StepStates
-
-# Added to the squared length of queries and keys before they are divided by it.
-LENGTH_EPS = 1e-6
+from quire.ops.fused_layers import PackedRecurrence
+from quire.ops.interface import (
+    GatedDeltaNetWeights,
+    Mamba2Weights,
+    Ops,
+    ShortConvWeights,
+    SSMHeads,
+    StepStates,
+)
 
 
 class Convolution:
-    """A short convolution over a sequence, each channel by itself.
+    """The weights of a short convolution over a sequence, each channel by itself.
 
     Args:
         num_channels: C.
@@ -26,25 +30,23 @@ class Convolution:
         scales: factors of the inputs, [C] of float32 or one for all; the taps include them, so that nothing is rounded.
 
     Attributes:
+        taps: [k, C] of float32.
+        bias: [C] of float32, or None.
         slots: "weight" and, if there is one, "bias".
     """
 
-    __slots__ = ("_bias", "_taps", "slots")
+    __slots__ = ("bias", "slots", "taps")
 
     def __init__(
         self, num_channels: int, kernel: int, has_bias: bool, device: torch.device, scales: Tensor | float = 1.0
     ) -> None:
-        taps = self._taps = torch.empty(kernel, num_channels, device=device)
-        self._bias = torch.empty(num_channels, device=device) if has_bias else None
+        taps = self.taps = torch.empty(kernel, num_channels, device=device)
+        self.bias = torch.empty(num_channels, device=device) if has_bias else None
         self.slots: WeightSlots = {
             "weight": WeightSlot((num_channels, 1, kernel), lambda weight: taps.copy_(weight.squeeze(1).T).mul_(scales))
         }
-        if self._bias is not None:
-            self.slots["bias"] = WeightSlot((num_channels,), self._bias.copy_)
-
-    def __call__(self, x: Tensor, step: StepStates, layer_idx: int, activation: bool = False) -> Tensor:
-        """Convolve [T, C]; `activation` sends the result through silu."""
-        return step.causal_conv(layer_idx, x, self._taps, self._bias, activation)
+        if self.bias is not None:
+            self.slots["bias"] = WeightSlot((num_channels,), self.bias.copy_)
 
 
 class ShortConvBlock:
@@ -65,19 +67,20 @@ class ShortConvBlock:
     ) -> None:
         self._layer_idx = layer_idx
         self._input = Projection(width, 3 * conv.num_channels, conv.bias, ops)
-        self._conv = Convolution(conv.num_channels, conv.kernel, conv.bias, device)
+        convolution = Convolution(conv.num_channels, conv.kernel, conv.bias, device)
+        self._weights = ShortConvWeights(convolution.taps, convolution.bias)
         self._output = ResidualProjection(conv.num_channels, width, conv.bias, addition, ops)
-        self.slots = nested(input=self._input.slots, conv=self._conv.slots, output=self._output.slots)
+        self.slots = nested(input=self._input.slots, conv=convolution.slots, output=self._output.slots)
+
+    @property
+    def packed(self) -> PackedRecurrence | None:
+        """The block as fused layers take it; None where it does more."""
+        return _packed(self._input, self._output, self._weights)
 
     def __call__(self, x: Tensor, residual: Tensor, step: StepStates, picked: SelectedRows | None = None) -> Tensor:
         """Add to `residual` [T, E] what the block makes of `x` [T, E]; the states of the rows' sequences go on."""
-        b, c, values = self._input.run(x).chunk(3, -1)
-        y = self._conv(b * values, step, self._layer_idx)
-        if picked is not None:
-            if not len(residual):
-                return residual
-            y, c = _rows_of(picked, y, c)
-        return self._output(y.mul_(c), residual)
+        y = step.short_conv(self._layer_idx, self._input.run(x), self._weights)
+        return _add(self._output, y, residual, picked)
 
 
 class Mamba2Block:
@@ -96,53 +99,39 @@ class Mamba2Block:
         addition: addition of the result to the residual.
 
     Attributes:
+        packed: None, since fused layers do not take it.
         slots: "input", "conv", "A_log", "dt_bias", "D", "output" and, if there is one, "norm".
     """
+
+    packed = None
 
     def __init__(
         self, mamba: spec.Mamba2, width: int, layer_idx: int, addition: ResidualAdd, ops: Ops, device: torch.device
     ) -> None:
         num_heads, inner, written = mamba.num_heads, mamba.inner, mamba.num_groups * mamba.state_dim
         self._layer_idx = layer_idx
-        self._gated_norm = ops.gated_norm
-        self._norm = mamba.norm
-        self._gate_scale, *conv_scales, self._dt_scale = mamba.scales
-        self._parts = (inner, mamba.num_channels, num_heads)
-        self._conv_parts = (inner, written, written)
-        self._input = Projection(width, sum(self._parts), mamba.input_bias, ops, min_bits=8)
-        scales = torch.tensor(conv_scales).repeat_interleave(torch.tensor(self._conv_parts)).to(device)
-        self._conv = Convolution(mamba.num_channels, mamba.kernel, mamba.conv_bias, device, scales)
-        heads = self._heads = SSMHeads(*torch.empty(3, num_heads, device=device))
+        gate_scale, *conv_scales, dt_scale = mamba.scales
+        num_inputs = inner + mamba.num_channels + num_heads
+        self._input = Projection(width, num_inputs, mamba.input_bias, ops, min_bits=8)
+        scales = torch.tensor(conv_scales).repeat_interleave(torch.tensor((inner, written, written))).to(device)
+        conv = Convolution(mamba.num_channels, mamba.kernel, mamba.conv_bias, device, scales)
+        heads = SSMHeads(*torch.empty(3, num_heads, device=device))
         self._output = ResidualProjection(inner, width, mamba.output_bias, addition, ops)
-        self.slots = nested(input=self._input.slots, conv=self._conv.slots, output=self._output.slots)
+        self.slots = nested(input=self._input.slots, conv=conv.slots, output=self._output.slots)
         self.slots["A_log"] = WeightSlot((num_heads,), lambda weight: heads.A.copy_(weight).exp_().neg_())
         self.slots["dt_bias"] = WeightSlot((num_heads,), heads.dt_bias.copy_)
         self.slots["D"] = WeightSlot((num_heads,), heads.D.copy_)
-        if self._norm is not None:
-            scale = self._scale = torch.empty(mamba.num_groups, inner // mamba.num_groups, device=device)
+        norm_scales, norm_eps = None, 0.0
+        if mamba.norm is not None:
+            norm_eps = mamba.norm.eps
+            scale = norm_scales = torch.empty(mamba.num_groups, inner // mamba.num_groups, device=device)
             self.slots["norm.weight"] = WeightSlot((inner,), lambda weight: scale.copy_(weight.view_as(scale)))
+        self._weights = Mamba2Weights(conv.taps, conv.bias, heads, norm_scales, norm_eps, written, gate_scale, dt_scale)
 
     def __call__(self, x: Tensor, residual: Tensor, step: StepStates, picked: SelectedRows | None = None) -> Tensor:
         """Add to `residual` [T, E] what the block makes of `x` [T, E]; the states of the rows' sequences go on."""
-        gates, conv_inputs, dt = self._input.run(x).split_with_sizes(self._parts, 1)
-        if self._dt_scale != 1.0:
-            dt = dt.float() * self._dt_scale
-        convolved = self._conv(conv_inputs, step, self._layer_idx, activation=True)
-        values, B, C = convolved.split_with_sizes(self._conv_parts, 1)
-        y = step.ssm_scan(self._layer_idx, values, B, C, dt, self._heads)
-        if picked is not None:
-            if not len(residual):
-                return residual
-            y, gates = _rows_of(picked, y, gates)
-        return self._output(self._gate(y, gates).to(x.dtype), residual)
-
-    def _gate(self, y: Tensor, gates: Tensor) -> Tensor:
-        """Gate what the heads give [T, H * D], and norm it; where gates are scaled, in float32."""
-        if self._gate_scale != 1.0:
-            gates = gates.float() * self._gate_scale
-        if self._norm is None:
-            return functional.silu(gates.float()).mul_(y)
-        return self._gated_norm(y, gates, self._scale, self._norm.eps)
+        y = step.mamba2(self._layer_idx, self._input.run(x), self._weights)
+        return _add(self._output, y, residual, picked)
 
 
 class GatedDeltaNetBlock:
@@ -169,39 +158,39 @@ class GatedDeltaNetBlock:
     ) -> None:
         num_heads = net.num_value_heads
         self._layer_idx = layer_idx
-        self._net = net
-        self._rms_norm = ops.rms_norm
-        self._parts = (net.num_channels, net.inner, num_heads, num_heads)
-        self._conv_parts = (net.num_channels - net.inner, net.inner)
-        self._input = Projection(width, sum(self._parts), False, ops, min_bits=8)
-        self._conv = Convolution(net.num_channels, net.kernel, False, device)
-        A, dt_bias = self._A, self._dt_bias = torch.empty(2, num_heads, device=device)
-        # A length of 1 is a root mean square of K ** -0.5.
-        self._unit = torch.full((net.key_dim,), net.key_dim**-0.5, device=device)
-        self._scale = torch.empty(net.value_dim, device=device)
+        self._input = Projection(width, net.num_channels + net.inner + 2 * num_heads, False, ops, min_bits=8)
+        conv = Convolution(net.num_channels, net.kernel, False, device)
+        A, dt_bias = torch.empty(2, num_heads, device=device)
+        scale = torch.empty(net.value_dim, device=device)
+        self._weights = GatedDeltaNetWeights(conv.taps, A, dt_bias, scale, net.norm.eps, net.num_key_heads, net.key_dim)
         self._output = ResidualProjection(net.inner, width, False, addition, ops)
-        self.slots = nested(input=self._input.slots, conv=self._conv.slots, output=self._output.slots)
+        self.slots = nested(input=self._input.slots, conv=conv.slots, output=self._output.slots)
         self.slots["A_log"] = WeightSlot((num_heads,), lambda weight: A.copy_(weight).exp_().neg_())
         self.slots["dt_bias"] = WeightSlot((num_heads,), dt_bias.copy_)
-        self.slots["norm.weight"] = scale_slot(net.norm, self._scale, (net.value_dim,))
+        self.slots["norm.weight"] = scale_slot(net.norm, scale, (net.value_dim,))
+
+    @property
+    def packed(self) -> PackedRecurrence | None:
+        """The block as fused layers take it; None where it does more."""
+        return _packed(self._input, self._output, self._weights)
 
     def __call__(self, x: Tensor, residual: Tensor, step: StepStates, picked: SelectedRows | None = None) -> Tensor:
         """Add to `residual` [T, E] what the block makes of `x` [T, E]; the states of the rows' sequences go on."""
-        num_rows, key_dim = len(x), self._net.key_dim
-        conv_inputs, gates, beta, dt = self._input.run(x).split_with_sizes(self._parts, 1)
-        convolved = self._conv(conv_inputs, step, self._layer_idx, activation=True)
-        pairs, values = convolved.split_with_sizes(self._conv_parts, 1)
-        pairs = self._rms_norm(pairs.float().reshape(-1, key_dim), self._unit, LENGTH_EPS / key_dim)
-        q, k = pairs.view(num_rows, 2, -1).unbind(1)
-        g = functional.softplus(dt.float() + self._dt_bias) * self._A
-        y = step.gated_delta_rule(self._layer_idx, q * key_dim**-0.5, k, values, g, beta.float().sigmoid())
-        if picked is not None:
-            if not len(residual):
-                return residual
-            y, gates = _rows_of(picked, y, gates)
-        normed = self._rms_norm(y.view(-1, self._net.value_dim), self._scale, self._net.norm.eps).view_as(y)
-        return self._output(functional.silu(gates.float()).mul_(normed).to(x.dtype), residual)
+        y = step.gated_delta_net(self._layer_idx, self._input.run(x), self._weights)
+        return _add(self._output, y, residual, picked)
 
 
-def _rows_of(picked: SelectedRows, *parts: Tensor) -> list[Tensor]:
-    return [part.index_select(0, picked.rows) for part in parts]
+def _packed(
+    projection: Projection, output: ResidualProjection, weights: ShortConvWeights | GatedDeltaNetWeights
+) -> PackedRecurrence | None:
+    plain = output.plain
+    return None if plain is None else PackedRecurrence(projection.run, plain, weights)
+
+
+def _add(output: ResidualProjection, y: Tensor, residual: Tensor, picked: SelectedRows | None) -> Tensor:
+    """Add to `residual` what the rows of `y`, or the picked ones, are projected to."""
+    if picked is not None:
+        if not len(residual):
+            return residual
+        y = y.index_select(0, picked.rows)
+    return output(y, residual)

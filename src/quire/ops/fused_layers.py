@@ -1,4 +1,4 @@
-"""Layers of a dense model, and the experts of a layer, described for a backend that runs them as one call."""
+"""Layers, and the experts of a layer, with packed weights: described for a backend that runs them as one call."""
 
 from __future__ import annotations
 
@@ -7,7 +7,17 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from quire.ops.interface import AttentionBatch, HeadNorms, Linear, PagedKV, PagedStates, Rotation, StateBatch
+from quire.ops.interface import (
+    AttentionBatch,
+    GatedDeltaNetWeights,
+    HeadNorms,
+    Linear,
+    PagedKV,
+    PagedStates,
+    Rotation,
+    ShortConvWeights,
+    StateBatch,
+)
 
 
 class RowNorm(NamedTuple):
@@ -22,29 +32,43 @@ class RowNorm(NamedTuple):
     eps: float
 
 
-class DenseAttention(NamedTuple):
+class PackedAttention(NamedTuple):
     """Attention whose result is added to the residual as it is.
 
     Args:
         qkv: projection to queries, keys and values.
+        output: projection of what attention gives.
         head_norms: norms of heads, where the model has them.
-        layer_idx: index of the layer in its cache group.
         num_heads: H.
         score_scale: factor of the scores before the softmax.
-        output: projection of what attention gives.
         sinks: attention sinks, [H] of float32; None for none.
+        gate: projection to gates, whose sigmoids multiply what attention gives; None for none.
     """
 
     qkv: Linear
+    output: Linear
     head_norms: HeadNorms | None
-    layer_idx: int
     num_heads: int
     score_scale: float
-    output: Linear
     sinks: Tensor | None = None
+    gate: Linear | None = None
 
 
-class DenseMLP(NamedTuple):
+class PackedRecurrence(NamedTuple):
+    """A recurrent mixer whose result is added to the residual as it is.
+
+    Args:
+        input: projection to what the mixer takes.
+        output: projection of what it gives.
+        weights: the other weights, which say its kind.
+    """
+
+    input: Linear
+    output: Linear
+    weights: ShortConvWeights | GatedDeltaNetWeights
+
+
+class PackedMLP(NamedTuple):
     """A gated perceptron whose result is added to the residual as it is.
 
     Args:
@@ -54,62 +78,6 @@ class DenseMLP(NamedTuple):
 
     gate_up: Linear
     down: Linear
-
-
-class DenseLayer(NamedTuple):
-    """A layer of attention and a gated perceptron.
-
-    Args:
-        mixer_norm: norm before attention.
-        attention: attention.
-        group_idx: index of the cache group.
-        rotation_idx: index of the rotation among those of a step.
-        ffn_norm: norm before the perceptron.
-        mlp: the perceptron.
-    """
-
-    mixer_norm: RowNorm
-    attention: DenseAttention
-    group_idx: int
-    rotation_idx: int
-    ffn_norm: RowNorm
-    mlp: DenseMLP
-
-
-class FusedLayers(Protocol):
-    """The layers of a dense model, run by one call of a step."""
-
-    def __call__(
-        self,
-        x: Tensor,
-        rotations: Sequence[Rotation],
-        groups: Sequence[AttentionBatch | StateBatch],
-        storages: Sequence[PagedKV | PagedStates],
-        /,
-    ) -> Tensor | None:
-        """Run the layers; keys and values are stored.
-
-        Args:
-            x: [T, E], contiguous.
-            rotations: rotations of the rows.
-            groups: the step's part in each cache group, of attention all.
-            storages: storage of each cache group.
-
-        Returns:
-            [T, E] with the bits that the layers give one by one; None, and nothing is stored, for a step that they
-            compute as fast.
-        """
-
-
-@runtime_checkable
-class FusesLayers(Protocol):
-    """A backend that runs the layers of a dense model by one call, and the end of a model by another."""
-
-    def fuse_layers(self, layers: Sequence[DenseLayer]) -> FusedLayers | None:
-        """Return the fused layers; None where the backend computes some of their parts otherwise."""
-
-    def fuse_norm(self, norm: RowNorm, linear: Linear) -> Callable[[Tensor], Tensor] | None:
-        """Return a norm with the product of its result, [R, E] to [R, out], with the same bits; None as above."""
 
 
 class RoutedExperts(NamedTuple):
@@ -136,8 +104,66 @@ class RoutedExperts(NamedTuple):
     sum_eps: float
     score_scale: float
     logit_scale: float
-    shared: DenseMLP | None
+    shared: PackedMLP | None
     shared_gate: Linear | None
+
+
+class PackedLayer(NamedTuple):
+    """A layer with packed weights.
+
+    Args:
+        mixer_norm: norm before the mixer.
+        mixer: the mixer.
+        group_idx: index of its cache group.
+        layer_idx: index of the layer in that group.
+        rotation_idx: index of the rotation of attention among those of a step; 0 for other mixers.
+        ffn_norm: norm before the feed-forward part.
+        ffn: gated perceptron, or experts.
+    """
+
+    mixer_norm: RowNorm
+    mixer: PackedAttention | PackedRecurrence
+    group_idx: int
+    layer_idx: int
+    rotation_idx: int
+    ffn_norm: RowNorm
+    ffn: PackedMLP | RoutedExperts
+
+
+class FusedLayers(Protocol):
+    """The layers of a model, run by one call of a step."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        rotations: Sequence[Rotation],
+        groups: Sequence[AttentionBatch | StateBatch],
+        storages: Sequence[PagedKV | PagedStates],
+        /,
+    ) -> Tensor | None:
+        """Run the layers; keys, values and states are stored.
+
+        Args:
+            x: [T, E], contiguous.
+            rotations: rotations of the rows.
+            groups: the step's part in each cache group.
+            storages: storage of each cache group.
+
+        Returns:
+            [T, E] with the bits that the layers give one by one; None, and nothing is stored, for a step that they
+            compute as fast.
+        """
+
+
+@runtime_checkable
+class FusesLayers(Protocol):
+    """A backend that runs the layers of a model by one call, and its end by another."""
+
+    def fuse_layers(self, layers: Sequence[PackedLayer]) -> FusedLayers | None:
+        """Return the fused layers; None where the backend computes some of their parts otherwise."""
+
+    def fuse_norm(self, norm: RowNorm, linear: Linear) -> Callable[[Tensor], Tensor] | None:
+        """Return a norm with the product of its result, [R, E] to [R, out], with the same bits; None as above."""
 
 
 class FusedExperts(Protocol):

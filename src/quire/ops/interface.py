@@ -204,64 +204,91 @@ class SSMHeads(NamedTuple):
     D: Tensor
 
 
+class ShortConvWeights(NamedTuple):
+    """The weights of a gated short convolution between its projections.
+
+    Args:
+        taps: [k, C] of float32, the tap of the row itself last.
+        bias: [C] of float32, or None.
+    """
+
+    taps: Tensor
+    bias: Tensor | None
+
+
+class GatedDeltaNetWeights(NamedTuple):
+    """The weights of a gated delta net between its projections, of float32.
+
+    Args:
+        taps: [k, C] of the convolution, the tap of the row itself last.
+        A: [H], decay rates, negative.
+        dt_bias: [H], added to a token's `dt` before the softplus.
+        norm_scales: [V], of the norm of a head's output.
+        norm_eps: added to the mean square there.
+        num_key_heads: G.
+        key_dim: K.
+    """
+
+    taps: Tensor
+    A: Tensor
+    dt_bias: Tensor
+    norm_scales: Tensor
+    norm_eps: float
+    num_key_heads: int
+    key_dim: int
+
+
+class Mamba2Weights(NamedTuple):
+    """The weights of a Mamba 2 mixer between its projections, of float32.
+
+    Args:
+        taps: [k, C] of the convolution, the tap of the row itself last.
+        bias: [C], or None.
+        heads: parameters of the heads.
+        norm_scales: [G, H * D / G], of the norm of each group's gated output; None for no norm.
+        norm_eps: added to the mean square there.
+        written: G * N.
+        gate_scale, dt_scale: factors of gates and of `dt`.
+    """
+
+    taps: Tensor
+    bias: Tensor | None
+    heads: SSMHeads
+    norm_scales: Tensor | None
+    norm_eps: float
+    written: int
+    gate_scale: float
+    dt_scale: float
+
+
 class StepStates(Protocol):
-    """Recurrence of one step over one cache group; made once a step, used by every layer of the group."""
+    """Recurrence of one step over one cache group; made once a step, used by every layer of the group.
 
-    def causal_conv(
-        self, layer_idx: int, x: Tensor, conv_weight: Tensor, conv_bias: Tensor | None, activation: bool
-    ) -> Tensor:
-        """Convolve each channel of the rows with the inputs before them, and store the last inputs.
+    A method is a mixer between its projections: it updates each sequence's state with its rows, and reads from it.
+    `projected` [T, ...] has what the input projection gives of each row; results are contiguous, of its dtype.
+    """
+
+    def short_conv(self, layer_idx: int, projected: Tensor, weights: ShortConvWeights) -> Tensor:
+        """Return `c * convolution(b * x)`, [T, C], of `b, c, x` [T, 3 C]."""
+
+    def gated_delta_net(self, layer_idx: int, projected: Tensor, weights: GatedDeltaNetWeights) -> Tensor:
+        """Convolve queries, keys and values, apply the gated delta rule, norm and gate.
 
         Args:
-            x: [T, C].
-            conv_weight: [k, C] of float32, the tap of the row itself last.
-            conv_bias: [C] of float32.
-            activation: True to apply silu to the sum.
+            projected: queries and keys of G heads each, values and gates of H heads, then beta and dt, [T, H] each.
 
         Returns:
-            [T, C], contiguous, of the dtype of `x`; summed in float32, rounded once.
+            [T, H * V].
         """
 
-    def ssm_scan(self, layer_idx: int, x: Tensor, B: Tensor, C: Tensor, dt: Tensor, heads: SSMHeads) -> Tensor:
-        """Update each sequence's state with its rows, and read from it: a selective state space.
-
-        For each head, with `dt = softplus(dt + dt_bias)` and the state S [D, N]:
-
-            S = exp(dt * A) * S + dt * outer(x, B)
-            y = S @ C + D * x
+    def mamba2(self, layer_idx: int, projected: Tensor, weights: Mamba2Weights) -> Tensor:
+        """Convolve values, B and C, scan them, gate and norm.
 
         Args:
-            x: [T, H * D].
-            B, C: [T, G * N]; heads `[g * H / G, (g + 1) * H / G)` share group `g`.
-            dt: [T, H].
-            heads: parameters of the layer.
+            projected: gates and values [T, H * D] each, B and C [T, G * N] each, dt [T, H]; in this order.
 
         Returns:
-            [T, H * D] of float32, contiguous.
-
-        Source: Mamba 2, arXiv 2405.21060.
-        """
-
-    def gated_delta_rule(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        """Update each sequence's state with its rows, and read from it: the gated delta rule.
-
-        For each head, with the state S [K, V]:
-
-            S = exp(g) * S
-            S = S + outer(k, beta * (v - k @ S))
-            y = q @ S
-
-        Args:
-            q, k: [T, G * K] of float32, keys of a length of 1 at most; heads `[g * H / G, (g + 1) * H / G)` share
-                group `g`.
-            v: [T, H * V].
-            g: [T, H] of float32, logarithms of the decay.
-            beta: [T, H] of float32, from 0 to 1: rate of the correction.
-
-        Returns:
-            [T, H * V] of float32, contiguous.
-
-        Source: Gated Delta Networks, arXiv 2412.06464.
+            [T, H * D].
         """
 
 
@@ -328,6 +355,9 @@ class Ops(Protocol):
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """Return `activation(gate) * up` of the two halves: [T, 2 F], contiguous, to [T, F]; see `Activation`."""
+
+    def sigmoid_gate(self, x: Tensor, gates: Tensor) -> Tensor:
+        """Return `x * sigmoid(gates)` of two contiguous [T, F]; the sigmoid is rounded to their dtype."""
 
     def gated_norm(self, x: Tensor, gates: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Return `norm(x * silu(gates)) * weight`, computed in float32 and rounded once.

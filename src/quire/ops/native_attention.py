@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from quire.ops.interface import AttentionBatch, HeadNorms, PagedKV, Rotation
-from quire.ops.native_library import MAX_HEAD_DIM, TYPES, Cache, NativeLibrary, StepRows
+from quire.ops.native_library import MAX_HEAD_DIM, TYPES, NativeLibrary
+from quire.ops.native_structures import Cache, StepRows
 
 
 def reads_cache(kv: PagedKV) -> bool:

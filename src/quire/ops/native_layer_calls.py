@@ -1,34 +1,83 @@
-"""Structures of a layer's norms and weights, as the native call for all layers reads them."""
+"""Structures of layers, as the native calls for a model's layers, its end and its experts read them."""
 
 from __future__ import annotations
 
-from quire.ops.fused_layers import DenseLayer, RowNorm
-from quire.ops.interface import HeadNorms, Linear
-from quire.ops.native_library import TYPES, DenseLayerCall, LinearCall, NormScales
+import ctypes
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from quire.ops.fused_layers import PackedAttention, PackedLayer, PackedMLP, PackedRecurrence, RoutedExperts, RowNorm
+from quire.ops.interface import GatedDeltaNetWeights, HeadNorms, Linear, ShortConvWeights
+from quire.ops.native_library import TYPES
 from quire.ops.native_linear import NativeLinear
+from quire.ops.native_states import gated_delta_net_call, short_conv_call
+from quire.ops.native_structures import AttentionCall, ExpertCall, ExpertsCall, LayerCall, LinearCall, NormScales
 
 
-def layer_call(layer: DenseLayer) -> DenseLayerCall:
+def layer_call(layer: PackedLayer) -> LayerCall:
     """Return the structure of a layer; it points into the tensors of its parts."""
-    attention, mlp = layer.attention, layer.mlp
-    return DenseLayerCall(
+    mixer, ffn = layer.mixer, layer.ffn
+    call = LayerCall(
         mixer_norm=norm_scales(layer.mixer_norm),
-        qkv=_linear_call(attention.qkv),
-        head_norms=norm_scales(attention.head_norms),
-        rotation_idx=layer.rotation_idx,
+        output=linear_call(mixer.output),
         group_idx=layer.group_idx,
-        layer_idx=attention.layer_idx,
+        layer_idx=layer.layer_idx,
+        ffn_norm=norm_scales(layer.ffn_norm),
+    )
+    match mixer:
+        case PackedAttention():
+            call.input = linear_call(mixer.qkv)
+            call.attention = ctypes.pointer(_attention_call(mixer, layer.rotation_idx))
+        case PackedRecurrence(weights=ShortConvWeights() as weights):
+            call.input, call.short_conv = linear_call(mixer.input), ctypes.pointer(short_conv_call(weights))
+        case PackedRecurrence(weights=GatedDeltaNetWeights() as weights):
+            call.input, call.delta_net = linear_call(mixer.input), ctypes.pointer(gated_delta_net_call(weights))
+    match ffn:
+        case PackedMLP():
+            call.gate_up, call.down = map(linear_call, ffn)
+        case RoutedExperts():
+            call.experts = ctypes.pointer(experts_call(ffn))
+    return call
+
+
+def _attention_call(attention: PackedAttention, rotation_idx: int) -> AttentionCall:
+    return AttentionCall(
+        head_norms=norm_scales(attention.head_norms),
+        rotation_idx=rotation_idx,
         num_heads=attention.num_heads,
         score_scale=attention.score_scale,
-        sinks=None if attention.sinks is None else attention.sinks.data_ptr(),
-        output=_linear_call(attention.output),
-        ffn_norm=norm_scales(layer.ffn_norm),
-        gate_up=_linear_call(mlp.gate_up),
-        down=_linear_call(mlp.down),
+        sinks=_pointer(attention.sinks),
+        gate=linear_call(attention.gate),
     )
 
 
-def _linear_call(linear: Linear) -> LinearCall:
+def experts_call(experts: RoutedExperts) -> ExpertsCall:
+    """Return the structure of experts; it points into their tensors."""
+    pairs = zip(map(linear_call, experts.gate_ups), map(linear_call, experts.downs), strict=True)
+    parts = [ExpertCall(*pair) for pair in pairs]
+    return ExpertsCall(
+        router=linear_call(experts.router),
+        choice_bias=_pointer(experts.choice_bias),
+        expert_scales=_pointer(experts.expert_scales),
+        experts=(ExpertCall * len(parts))(*parts),
+        num_experts=len(parts),
+        num_chosen=experts.num_chosen,
+        is_sigmoid=experts.is_sigmoid,
+        is_renormalised=experts.renormalised,
+        is_input_scaled=experts.scaled_input,
+        sum_eps=experts.sum_eps,
+        score_scale=experts.score_scale,
+        logit_scale=experts.logit_scale,
+        shared=ExpertCall(*map(linear_call, experts.shared or ())),
+        shared_gate=linear_call(experts.shared_gate),
+    )
+
+
+def linear_call(linear: Linear | None) -> LinearCall:
+    """Return the structure of a linear layer; without a kernel where there is none."""
+    if linear is None:
+        return LinearCall()
     assert isinstance(linear, NativeLinear)
     return linear.as_call()
 
@@ -38,3 +87,39 @@ def norm_scales(norm: RowNorm | HeadNorms | None) -> NormScales:
     if norm is None:
         return NormScales()
     return NormScales(TYPES[norm.scales.dtype], norm.scales.data_ptr(), len(norm.scales), norm.eps)
+
+
+def can_fuse(layers: Sequence[PackedLayer]) -> bool:
+    """Return whether all products are native, and the attention of each cache group has as many heads."""
+    attention = [(layer.group_idx, layer.mixer) for layer in layers if isinstance(layer.mixer, PackedAttention)]
+    heads = {(group_idx, mixer.num_heads) for group_idx, mixer in attention}
+    return len(heads) == len(dict(heads)) and all(map(_are_native, layers))
+
+
+def can_fuse_experts(experts: RoutedExperts) -> bool:
+    """Return whether all products are native."""
+    return all(isinstance(part, NativeLinear) for part in _products_of_experts(experts))
+
+
+def _are_native(layer: PackedLayer) -> bool:
+    mixer, ffn = layer.mixer, layer.ffn
+    products: list[Linear] = [mixer.output]
+    if isinstance(mixer, PackedAttention):
+        products += [mixer.qkv, *([] if mixer.gate is None else [mixer.gate])]
+    else:
+        products.append(mixer.input)
+    products += ffn if isinstance(ffn, PackedMLP) else _products_of_experts(ffn)
+    return all(isinstance(part, NativeLinear) for part in products)
+
+
+def _products_of_experts(experts: RoutedExperts) -> Iterator[Linear]:
+    yield experts.router
+    yield from experts.gate_ups
+    yield from experts.downs
+    yield from experts.shared or ()
+    if experts.shared_gate is not None:
+        yield experts.shared_gate
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -19,17 +19,31 @@ from torch import Tensor
 from quire.errors import ConfigError
 from quire.ops.interface import Activation
 from quire.ops.native_quantized import BlockRows, QuantizedKernels, UnpackedRows
+from quire.ops.native_structures import (
+    Cache,
+    ExpertsCall,
+    GatedDeltaNetCall,
+    LinearCall,
+    NormScales,
+    ShortConvCall,
+    StateCache,
+    StateRows,
+    StepRows,
+)
 from quire.ops.weight_formats import UNITS, WeightFormat
 from quire.ops.weight_memory import WeightMemory
 
 FOLDER: Final = Path(__file__).parent / "native"
 # The number that `quire_interface_version` must return.
-INTERFACE_VERSION: Final = 24
+INTERFACE_VERSION: Final = 28
 # The best last. A processor that runs one runs those before it, except that some with AVX-512 lack AVX-VNNI.
 LEVELS: Final = ("portable", "avx2", "avx_vnni", "avx512", "avx512_bf16")
 # An environment variable with the best level to take, where that is not to be the processor's: for tests of the others.
 MAX_LEVEL_VARIABLE: Final = "QUIRE_MAX_CPU_LEVEL"
 MAX_HEAD_DIM: Final = 256
+# Steps of more rows take so long that the time of their calls is not measurable, and long runs of a sequence's rows
+# through a recurrence are faster by matrix products.
+MAX_ROWS: Final = 32
 # Types and activations as the libraries number them.
 TYPES: Final = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 ACTIVATIONS: Final[dict[Activation | None, int]] = {None: 0, "silu": 1, "gelu_tanh": 2, "swigluoai": 3}
@@ -37,105 +51,10 @@ ACTIVATIONS: Final[dict[Activation | None, int]] = {None: 0, "silu": 1, "gelu_ta
 PANEL_COLUMNS, BLOCK_WIDTH, TABLE_BYTES = 64, 32, 16
 
 _POINTER, _INT, _BOOL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_bool
-_FLOAT, _DOUBLE = ctypes.c_float, ctypes.c_double
+_FLOAT = ctypes.c_float
 # Arguments of a product with a packed weight, and of a look-up of its rows, in every format of weights.
 _PRODUCT: Final = (_INT, _POINTER, _INT, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _POINTER)
 _LOOK_UP: Final = (_INT, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER)
-
-
-class StepRows(ctypes.Structure):
-    """The rows of a step; `AttentionBatch` in the libraries' words (`StepRows` in cache.h)."""
-
-    _fields_ = (
-        ("num_seqs", _INT),
-        ("row_starts", _POINTER),
-        ("context_lens", _POINTER),
-        ("block_starts", _POINTER),
-        ("block_ids", _POINTER),
-        ("slot_mapping", _POINTER),
-    )
-
-
-class Cache(ctypes.Structure):
-    """The blocks of a cache group; strides in bytes (`Cache` in cache.h)."""
-
-    _fields_ = (
-        ("data", _POINTER),
-        ("type", _INT),
-        ("is_quantised", _INT),
-        ("block_stride", _INT),
-        ("layer_stride", _INT),
-        ("slot_bytes", _INT),
-        ("num_kv_heads", _INT),
-        ("block_size", _INT),
-        ("head_dim", _INT),
-    )
-
-
-class LinearCall(ctypes.Structure):
-    """A linear layer (`Linear` in linear_call.h)."""
-
-    _fields_ = (
-        ("kernel", _POINTER),
-        ("packed", _POINTER),
-        ("num_columns", _INT),
-        ("width", _INT),
-        ("bias", _POINTER),
-        ("gate", _INT),
-    )
-
-
-class NormScales(ctypes.Structure):
-    """Scales of a norm, or of the norms of heads (`Norm` in dense_layers.cpp)."""
-
-    _fields_ = (("type", _INT), ("scales", _POINTER), ("num_heads", _INT), ("eps", _DOUBLE))
-
-
-class DenseLayerCall(ctypes.Structure):
-    """A layer of attention and a gated perceptron (`DenseLayer` in dense_layers.cpp)."""
-
-    _fields_ = (
-        ("mixer_norm", NormScales),
-        ("qkv", LinearCall),
-        ("head_norms", NormScales),
-        ("rotation_idx", _INT),
-        ("group_idx", _INT),
-        ("layer_idx", _INT),
-        ("num_heads", _INT),
-        ("score_scale", _DOUBLE),
-        ("sinks", _POINTER),
-        ("output", LinearCall),
-        ("ffn_norm", NormScales),
-        ("gate_up", LinearCall),
-        ("down", LinearCall),
-    )
-
-
-class ExpertCall(ctypes.Structure):
-    """An expert (`Expert` in experts.cpp)."""
-
-    _fields_ = (("gate_up", LinearCall), ("down", LinearCall))
-
-
-class ExpertsCall(ctypes.Structure):
-    """Experts with a router (`Experts` in experts.cpp)."""
-
-    _fields_ = (
-        ("router", LinearCall),
-        ("choice_bias", _POINTER),
-        ("expert_scales", _POINTER),
-        ("experts", ctypes.POINTER(ExpertCall)),
-        ("num_experts", _INT),
-        ("num_chosen", _INT),
-        ("is_sigmoid", _INT),
-        ("is_renormalised", _INT),
-        ("is_input_scaled", _INT),
-        ("sum_eps", _DOUBLE),
-        ("score_scale", _DOUBLE),
-        ("logit_scale", _DOUBLE),
-        ("shared", ExpertCall),
-        ("shared_gate", LinearCall),
-    )
 
 
 class WeightKernels(NamedTuple):
@@ -211,8 +130,9 @@ class NativeLibrary:
     Attributes:
         packed_types: the types of weights that it packs and multiplies faster than torch does.
         panel_columns: columns of a panel, of weights that are rounded (True) and of those that are not.
-        attend, plan_attention, free_attention_plan, tokens_read, gate, prepare, rms_norm, dense_layers, experts,
-            normed_linear, keep_tokens: the functions of the same names, with `quire_` before, of the sources.
+        attend, plan_attention, free_attention_plan, tokens_read, gate, sigmoid_gate, prepare, rms_norm, layers,
+            experts, short_conv, gated_delta_net, normed_linear: functions of the sources, there with `quire_` before.
+        apply_token_bitmask: `quire_keep_tokens`.
         plain: the kernels of weights that are not rounded.
         weight_kernels: the kernels of each format of rounded weights.
         quantized: the kernels of stored quantised weights.
@@ -248,8 +168,14 @@ class NativeLibrary:
         self.rms_norm = _typed(
             library.quire_rms_norm, _INT, _POINTER, _INT, _INT, _POINTER, _FLOAT, _INT, _INT, _POINTER
         )
-        self.dense_layers = _typed(
-            library.quire_dense_layers, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _POINTER
+        self.sigmoid_gate = _typed(library.quire_sigmoid_gate, _INT, _POINTER, _POINTER, _INT, _INT, _POINTER)
+        self.layers = _typed(library.quire_layers, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _POINTER)
+        states = ctypes.POINTER(StateRows), ctypes.POINTER(StateCache), _INT
+        self.short_conv = _typed(
+            library.quire_short_conv, _INT, *states, ctypes.POINTER(ShortConvCall), _POINTER, _POINTER
+        )
+        self.gated_delta_net = _typed(
+            library.quire_gated_delta_net, _INT, *states, ctypes.POINTER(GatedDeltaNetCall), _POINTER, _POINTER
         )
         norm, linear = ctypes.POINTER(NormScales), ctypes.POINTER(LinearCall)
         self.normed_linear = _typed(

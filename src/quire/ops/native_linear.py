@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from quire.ops.interface import Activation
-from quire.ops.native_library import ACTIVATIONS, TYPES, LinearCall, LosslessKernels, WeightKernels
+from quire.ops.native_library import ACTIVATIONS, TYPES, LosslessKernels, WeightKernels
 from quire.ops.native_quantized import QuantizedKernels
+from quire.ops.native_structures import LinearCall
 from quire.ops.quantized_weight import StoredWeight
 from quire.ops.weight_memory import WeightMemory
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.config import Quantization
 from quire.errors import ConfigError
-from quire.ops.fused_layers import DenseLayer, RoutedExperts, RowNorm
+from quire.ops.fused_layers import PackedLayer, RoutedExperts, RowNorm
 from quire.ops.gated import GatedLinear
 from quire.ops.interface import (
     Activation,
@@ -25,10 +25,12 @@ from quire.ops.interface import (
 )
 from quire.ops.joined import pack_joined
 from quire.ops.native_attention import NativeStepAttention, reads_cache
-from quire.ops.native_dense import NativeDenseLayers, NativeNormedLinear, can_fuse
-from quire.ops.native_experts import NativeExperts, can_fuse_experts
+from quire.ops.native_experts import NativeExperts
+from quire.ops.native_layer_calls import can_fuse, can_fuse_experts
+from quire.ops.native_layers import NativeLayers, NativeNormedLinear
 from quire.ops.native_library import ACTIVATIONS, TYPES, NativeLibrary
 from quire.ops.native_linear import ExactNativeLinear, NativeLinear
+from quire.ops.native_states import NativeStepStates
 from quire.ops.quantized_weight import StoredWeight
 from quire.ops.reordered import ReorderedLinear
 from quire.ops.torch_ops import TorchOps
@@ -37,7 +39,7 @@ from quire.ops.weight_memory import WeightMemory
 
 
 class NativeOps:
-    """Compiled kernels, but for look-ups, for recurrence, and for the matrix products that oneDNN computes as fast.
+    """Compiled kernels, but for look-ups, recurrence of many rows, and matrix products that oneDNN computes as fast.
 
     Args:
         library: that this processor runs.
@@ -155,6 +157,12 @@ class NativeOps:
         )
         return output
 
+    def sigmoid_gate(self, x: Tensor, gates: Tensor) -> Tensor:
+        """Gate rows by sigmoids."""
+        output = torch.empty_like(x)
+        self._library.sigmoid_gate(TYPES[x.dtype], x.data_ptr(), gates.data_ptr(), *x.shape, output.data_ptr())
+        return output
+
     def gated_norm(self, x: Tensor, gates: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Gate and normalise rows."""
         return self._torch.gated_norm(x, gates, weight, eps)
@@ -176,8 +184,8 @@ class NativeOps:
         return None
 
     def step_states(self, batch: StateBatch, states: PagedStates) -> StepStates:
-        """Leave recurrence to torch."""
-        return self._torch.step_states(batch, states)
+        """Leave sequences with many rows to torch."""
+        return NativeStepStates(self._library, batch, states, self)
 
     def step_attention(self, batch: AttentionBatch, kv: PagedKV) -> StepAttention:
         """Attend natively where the kernels can."""
@@ -185,9 +193,9 @@ class NativeOps:
             return self._torch.step_attention(batch, kv)
         return NativeStepAttention(self._library, batch, kv, self._is_deterministic)
 
-    def fuse_layers(self, layers: Sequence[DenseLayer]) -> NativeDenseLayers | None:
+    def fuse_layers(self, layers: Sequence[PackedLayer]) -> NativeLayers | None:
         """Run the layers of steps of few rows in one call, where none of their products is torch's."""
-        return NativeDenseLayers(self._library, layers, self._is_deterministic) if can_fuse(layers) else None
+        return NativeLayers(self._library, layers, self, self._is_deterministic) if can_fuse(layers) else None
 
     def fuse_norm(self, norm: RowNorm, linear: Linear) -> NativeNormedLinear | None:
         """Norm and multiply in one call, where the product is not torch's."""

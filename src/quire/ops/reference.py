@@ -26,6 +26,7 @@ from quire.ops.interface import (
 )
 from quire.ops.joined import pack_joined
 from quire.ops.quantized_weight import StoredWeight
+from quire.ops.recurrent_mixers import RecurrentMixers
 from quire.ops.reference_quantised import ReferenceQuantisedLinear, ReferenceStoredLinear
 from quire.ops.reference_states import ReferenceStepStates
 from quire.ops.reordered import ReorderedLinear
@@ -86,6 +87,10 @@ class ReferenceOps:
             factor = 0.5 * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (gates + 0.044715 * gates**3)))
         return (gates * factor * ups).to(gate_up.dtype)
 
+    def sigmoid_gate(self, x: Tensor, gates: Tensor) -> Tensor:
+        """Round the sigmoids, and multiply."""
+        return x * torch.sigmoid(gates.float()).to(gates.dtype)
+
     def gated_norm(self, x: Tensor, gates: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Gate and normalise in float32, part by part."""
         parts = (x * gates.float() * torch.sigmoid(gates.float())).chunk(len(weight), -1)
@@ -105,9 +110,9 @@ class ReferenceOps:
         """Keep the batch as it is."""
         return ReferenceStepAttention(batch, kv)
 
-    def step_states(self, batch: StateBatch, states: PagedStates) -> ReferenceStepStates:
+    def step_states(self, batch: StateBatch, states: PagedStates) -> RecurrentMixers:
         """Keep the batch as it is."""
-        return ReferenceStepStates(batch, states)
+        return RecurrentMixers(ReferenceStepStates(batch, states), self)
 
 
 class ReferenceLinear:

@@ -17,6 +17,7 @@ from quire.ops.gated import GatedLinear
 from quire.ops.interface import Activation, AttentionBatch, Linear, PagedKV, PagedStates, StateBatch, StepAttention
 from quire.ops.joined import pack_joined
 from quire.ops.quantized_weight import StoredWeight
+from quire.ops.recurrent_mixers import RecurrentMixers
 from quire.ops.reordered import ReorderedLinear
 from quire.ops.torch_attention import Scratch, TorchStepAttention
 from quire.ops.torch_quantised import TorchQuantisedLinear
@@ -85,6 +86,10 @@ class TorchOps:
         """Gate rows."""
         return torch_rows.gate(gate_up, activation)
 
+    def sigmoid_gate(self, x: Tensor, gates: Tensor) -> Tensor:
+        """Gate rows by sigmoids."""
+        return gates.sigmoid().mul_(x)
+
     def gated_norm(self, x: Tensor, gates: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Gate and normalise rows."""
         return torch_rows.gated_norm(x, gates, weight, eps)
@@ -99,9 +104,9 @@ class TorchOps:
             return WidenedStepAttention(batch, kv, self._scratch)
         return TorchStepAttention(batch, kv, self._scratch)
 
-    def step_states(self, batch: StateBatch, states: PagedStates) -> TorchStepStates:
+    def step_states(self, batch: StateBatch, states: PagedStates) -> RecurrentMixers:
         """Compute once for all layers which inputs the convolutions see."""
-        return TorchStepStates(batch, states)
+        return RecurrentMixers(TorchStepStates(batch, states), self)
 
 
 class PlainLinear:

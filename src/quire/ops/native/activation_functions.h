@@ -54,6 +54,8 @@ struct SwigluOai {
   }
 };
 
+QUIRE_INLINE Floats sigmoid(Floats x) { return 1.0f / (exponential(-x) + 1.0f); }
+
 template <typename Form>
 QUIRE_INLINE Floats activated(Floats x) {
   const Floats gate = Form::gate(x);

@@ -7,33 +7,10 @@
 #include <memory>
 #include <vector>
 
-#include "linear_call.h"
+#include "experts.h"
 #include "parallel.h"
 
 namespace {
-
-struct Expert {
-  Linear gate_up;
-  Linear down;
-};
-
-// Experts of a layer. A missing linear layer has no kernel, a missing vector is null.
-struct Experts {
-  Linear router;
-  const float* choice_bias;    // [num_experts]
-  const float* expert_scales;  // [num_experts]
-  const Expert* experts;
-  int64_t num_experts;
-  int64_t num_chosen;
-  int64_t is_sigmoid;       // scores are sigmoids, not a softmax
-  int64_t is_renormalised;  // the chosen scores are divided by their sum
-  int64_t is_input_scaled;  // scores multiply what experts see, not what they give
-  double sum_eps;
-  double score_scale;
-  double logit_scale;
-  Expert shared;
-  Linear shared_gate;
-};
 
 struct Choice {
   int64_t row;
@@ -41,6 +18,9 @@ struct Choice {
 };
 
 constexpr int64_t kGrain = 1 << 14;  // number of values that justifies a second thread
+// Number of rows up to which threads stay together, and run whole experts side by side: the products of more rows take
+// so long that neither matters.
+constexpr int64_t kFewRows = 32;
 
 float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
 
@@ -100,22 +80,34 @@ template <typename T>
 class Mixture {
  public:
   Mixture(Type type, const Experts& experts, int64_t num_rows, const T* x)
-      : type_(type), experts_(experts), num_rows_(num_rows), width_(experts.experts->gate_up.width), x_(x) {
-    const int64_t inner = std::max(experts.experts->down.width, experts.shared.down.width);
-    const int64_t num_logits = std::max(experts.num_experts, width_);
-    buffer_.reset(new T[num_rows * (2 * num_logits + inner)]);
+      : type_(type),
+        experts_(experts),
+        num_rows_(num_rows),
+        width_(experts.experts->gate_up.width),
+        inner_width_(std::max(experts.experts->down.width, experts.shared.down.width)),
+        is_few_(num_rows <= kFewRows),
+        x_(x) {
+    // Of few rows, each choice has its own part of the buffers; of more, experts use the same one after the other.
+    const int64_t num_places = num_rows * (is_few_ ? std::max(int64_t(1), experts.num_chosen) : 1);
+    const int64_t num_logits = num_rows * experts.num_experts;
+    buffer_.reset(new T[num_places * (2 * width_ + inner_width_) + num_logits]);
     seen_ = buffer_.get();
-    given_ = seen_ + num_rows * num_logits;
-    inner_ = given_ + num_rows * num_logits;
+    given_ = seen_ + num_places * width_;
+    inner_ = given_ + num_places * width_;
+    logits_ = inner_ + num_places * inner_width_;
     sums_.reset(new float[num_rows * width_]);
   }
 
   void run(const T* routed, const T* start, T* output) {
     route(routed);
     begin(start);
-    for (int64_t idx = 0; idx < experts_.num_experts; ++idx) {
-      const int64_t first = starts_[idx], count = starts_[idx + 1] - first;
-      if (count > 0) add_expert(experts_.experts[idx], choices_.data() + first, count);
+    if (is_few_) {
+      add_side_by_side();
+    } else {
+      for (const int64_t idx : present_) {
+        run_expert(idx);
+        for_columns([&](int64_t first, int64_t count) { add_outputs(idx, first, count); });
+      }
     }
     for_rows(num_rows_, [&](int64_t row) {
       for (int64_t idx = 0; idx < width_; ++idx) narrow(output + row * width_ + idx, sums_[row * width_ + idx]);
@@ -133,19 +125,22 @@ class Mixture {
   // Chooses the experts of all rows, and lists the rows of each expert.
   void route(const T* routed) {
     const int64_t num_experts = experts_.num_experts, num_chosen = experts_.num_chosen;
-    experts_.router(type_, routed, num_rows_, nullptr, given_);
+    experts_.router(type_, routed, num_rows_, nullptr, logits_);
     std::vector<int64_t> chosen(num_rows_ * num_chosen);
     std::vector<float> scores(num_rows_ * num_chosen);
     quire::in_parallel(num_rows_, 16, [&](int64_t begin, int64_t end) {
       std::vector<float> logits(num_experts);
       for (int64_t row = begin; row < end; ++row) {
-        for (int64_t idx = 0; idx < num_experts; ++idx) logits[idx] = widen(given_[row * num_experts + idx]);
+        for (int64_t idx = 0; idx < num_experts; ++idx) logits[idx] = widen(logits_[row * num_experts + idx]);
         choose(experts_, logits.data(), chosen.data() + row * num_chosen, scores.data() + row * num_chosen);
       }
     });
     starts_.assign(num_experts + 1, 0);
     for (const int64_t idx : chosen) ++starts_[idx + 1];
-    for (int64_t idx = 0; idx < num_experts; ++idx) starts_[idx + 1] += starts_[idx];
+    for (int64_t idx = 0; idx < num_experts; ++idx) {
+      if (starts_[idx + 1] > 0) present_.push_back(idx);
+      starts_[idx + 1] += starts_[idx];
+    }
     choices_.resize(chosen.size());
     std::vector<int64_t> next(starts_.begin(), starts_.end() - 1);
     for (int64_t place = 0; place < int64_t(chosen.size()); ++place)
@@ -169,34 +164,76 @@ class Mixture {
     });
   }
 
-  void add_expert(const Expert& expert, const Choice* choices, int64_t count) {
-    for_rows(count, [&](int64_t idx) {
-      const T* const from = x_ + choices[idx].row * width_;
-      T* const to = seen_ + idx * width_;
+  // Each thread runs whole experts, as many as the others; what is left over is shared by all threads.
+  void add_side_by_side() {
+    const int64_t num_present = int64_t(present_.size()), num_threads = quire::max_threads();
+    const int64_t num_whole = num_present / num_threads * num_threads;
+    quire::in_turns(num_whole, [&](int64_t job) { run_expert(present_[job]); });
+    for (int64_t idx = num_whole; idx < num_present; ++idx) run_expert(present_[idx]);
+    for_columns([&](int64_t first, int64_t count) {
+      for (const int64_t idx : present_) add_outputs(idx, first, count);
+    });
+  }
+
+  // Returns where the rows of an expert begin in the buffers.
+  int64_t place_of(int64_t expert) const { return is_few_ ? starts_[expert] : 0; }
+  int64_t count_of(int64_t expert) const { return starts_[expert + 1] - starts_[expert]; }
+
+  // Computes an expert's outputs for the rows that go through it.
+  void run_expert(int64_t idx) {
+    const Expert& expert = experts_.experts[idx];
+    const Choice* const choices = choices_.data() + starts_[idx];
+    const int64_t place = place_of(idx), count = count_of(idx);
+    T* const seen = seen_ + place * width_;
+    for_rows(count, [&](int64_t row) {
+      const T* const from = x_ + choices[row].row * width_;
+      T* const to = seen + row * width_;
       if (experts_.is_input_scaled)
-        copy_scaled(from, choices[idx].score, width_, to);
+        copy_scaled(from, choices[row].score, width_, to);
       else
         std::copy_n(from, width_, to);
     });
-    expert.gate_up(type_, seen_, count, nullptr, inner_);
-    expert.down(type_, inner_, count, nullptr, given_);
-    for_rows(count, [&](int64_t idx) {
-      const float factor = experts_.is_input_scaled ? 1.0f : choices[idx].score;
-      add_scaled(given_ + idx * width_, factor, width_, sums_.get() + choices[idx].row * width_);
-    });
+    T* const inner = inner_ + place * inner_width_;
+    expert.gate_up(type_, seen, count, nullptr, inner);
+    expert.down(type_, inner, count, nullptr, given_ + place * width_);
+  }
+
+  // Calls `body(first, count)` for ranges of columns.
+  template <typename Body>
+  void for_columns(Body body) {
+    constexpr int64_t kColumns = 64;
+    const int64_t num_values = int64_t(choices_.size()) * kColumns;
+    quire::in_parallel((width_ + kColumns - 1) / kColumns, kGrain / (num_values + 1) + 1,
+                       [&](int64_t begin, int64_t end) {
+                         body(begin * kColumns, std::min(width_, end * kColumns) - begin * kColumns);
+                       });
+  }
+
+  // Adds some columns of an expert's outputs.
+  void add_outputs(int64_t idx, int64_t first, int64_t count) {
+    const Choice* const choices = choices_.data() + starts_[idx];
+    const T* const given = given_ + place_of(idx) * width_ + first;
+    for (int64_t row = 0; row < count_of(idx); ++row) {
+      const float factor = experts_.is_input_scaled ? 1.0f : choices[row].score;
+      add_scaled(given + row * width_, factor, count, sums_.get() + choices[row].row * width_ + first);
+    }
   }
 
   const Type type_;
   const Experts& experts_;
   const int64_t num_rows_;
   const int64_t width_;
+  const int64_t inner_width_;
+  const bool is_few_;
   const T* const x_;
   std::unique_ptr<T[]> buffer_;
   std::unique_ptr<float[]> sums_;
   T* seen_;
   T* given_;
   T* inner_;
-  std::vector<int64_t> starts_;    // [num_experts + 1], of each expert in `choices_`
+  T* logits_;
+  std::vector<int64_t> starts_;   // [num_experts + 1], of each expert in `choices_`
+  std::vector<int64_t> present_;  // experts that a row goes through, in order
   std::vector<Choice> choices_;
 };
 
@@ -206,14 +243,13 @@ class Mixture {
 // router sees `routed`.
 QUIRE_EXPORT void quire_experts(Type type, const Experts* experts, int64_t num_rows, const void* x, const void* routed,
                                 const void* start, void* output) {
-  constexpr int64_t kTogetherRows = 32;  // of more, the products take so long that threads are woken up for each
   with_type(type, [&](auto* as) {
     using T = std::remove_pointer_t<decltype(as)>;
     const auto run = [&] {
       Mixture<T>(type, *experts, num_rows, static_cast<const T*>(x))
           .run(static_cast<const T*>(routed), static_cast<const T*>(start), static_cast<T*>(output));
     };
-    if (num_rows <= kTogetherRows) return quire::together(run);
+    if (num_rows <= kFewRows) return quire::together(run);
     run();
   });
 }

@@ -2,6 +2,7 @@
 // and values.
 #include "activation_functions.h"
 #include "cache.h"
+#include "norms.h"
 #include "parallel.h"
 
 namespace {
@@ -10,20 +11,6 @@ namespace {
 constexpr int64_t kGrain = 1 << 14;
 
 int64_t rows_per_grain(int64_t width) { return kGrain / width + 1; }
-
-// Returns the factor that makes the root mean square of a row one.
-template <typename T>
-QUIRE_INLINE float inverse_rms(const T* row, int64_t width, float eps) {
-  Floats squares{};
-  int64_t idx = 0;
-  for (; idx + kLanes <= width; idx += kLanes) {
-    const Floats values = load(row + idx);
-    squares += values * values;
-  }
-  float sum = sum_of(squares)[0];
-  for (; idx < width; ++idx) sum += widen(row[idx]) * widen(row[idx]);
-  return 1.0f / __builtin_sqrtf(sum / float(width) + eps);
-}
 
 // Scales in the type of the weights: with float weights, nothing is rounded before the store.
 template <typename T, typename W>
@@ -70,6 +57,16 @@ QUIRE_INLINE void gate(const T* gates, const T* ups, int64_t width, T* output) {
   for (; idx < width; ++idx)
     narrow(output + idx, rounded<T>(activated<Form>(splat(widen(gates[idx])))[0]) *
                              Form::factor(splat(widen(ups[idx])))[0]);
+}
+
+// The output may be `x` itself.
+template <typename T>
+QUIRE_INLINE void apply_sigmoids(const T* x, const T* gates, int64_t width, T* output) {
+  int64_t idx = 0;
+  for (; idx + kLanes <= width; idx += kLanes)
+    store(output + idx, load(x + idx) * rounded<T>(sigmoid(load(gates + idx))));
+  for (; idx < width; ++idx)
+    narrow(output + idx, widen(x[idx]) * rounded<T>(sigmoid(splat(widen(gates[idx]))))[0]);
 }
 
 template <typename Form>
@@ -156,6 +153,21 @@ QUIRE_EXPORT void quire_gate(int64_t type, Activation activation, const void* ga
                    : activation == Activation::kGeluTanh ? gate_rows<GeluTanh>
                                                          : gate_rows<SwigluOai>;
   run(type, gate_up, num_rows, width, output);
+}
+
+// Multiplies each row [width] by the sigmoids of its gates, rounded like a stored row.
+QUIRE_EXPORT void quire_sigmoid_gate(Type type, const void* x, const void* gates, int64_t num_rows, int64_t width,
+                                     void* output) {
+  with_type(type, [&](auto* as) {
+    using T = std::remove_pointer_t<decltype(as)>;
+    quire::in_parallel(num_rows, rows_per_grain(width), [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        const int64_t start = row * width;
+        apply_sigmoids(static_cast<const T*>(x) + start, static_cast<const T*>(gates) + start, width,
+                       static_cast<T*>(output) + start);
+      }
+    });
+  });
 }
 
 // Norms the first heads of each row, rotates its query and key heads, and stores its keys and values in its slot of the

@@ -12,14 +12,22 @@ import torch
 from torch import Tensor
 
 from quire.config import Quantization
-from quire.execution.kv_storage import KVStorage
-from quire.ops.fused_layers import DenseAttention, DenseLayer, DenseMLP, RowNorm
-from quire.ops.interface import AttentionBatch, HeadNorms, Linear, Ops, Rotation
-from quire.ops.native_dense import MAX_ROWS, NativeDenseLayers
-from quire.ops.native_library import LEVELS, NativeLibrary
+from quire.execution.kv_storage import KVStorage, StateStorage
+from quire.ops.fused_layers import (
+    PackedAttention,
+    PackedLayer,
+    PackedMLP,
+    PackedRecurrence,
+    RoutedExperts,
+    RowNorm,
+)
+from quire.ops.interface import AttentionBatch, HeadNorms, Linear, Rotation, ShortConvWeights, StateBatch
+from quire.ops.native_layers import NativeLayers
+from quire.ops.native_library import LEVELS, MAX_ROWS, NativeLibrary
 from quire.ops.native_ops import NativeOps
 from quire.ops.torch_widened import WIDENED, narrowed
 from tests.ops.backends import LIBRARIES
+from tests.ops.test_recurrent_mixers import DELTA_SHAPE, SHORT_SHAPE, delta_weights, short_conv_weights
 from tests.ops.world import randn, rotation_of
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, BLOCK = 64, 4, 2, 16, 16
@@ -43,23 +51,52 @@ class Model:
     Args:
         width: how many times wider the gates are than rows.
         mlp_width: width of the gates of the last layer, where it differs.
+        is_hybrid: attention has gates, and a gated delta net and a short convolution come between; half of the layers
+            have experts, one with a shared expert.
     """
 
-    def __init__(self, ops: Ops, width: int = 1, mlp_width: int | None = None) -> None:
+    def __init__(self, ops: NativeOps, width: int = 1, mlp_width: int | None = None, is_hybrid: bool = False) -> None:
         self.ops = ops
         self.layers = []
         for idx in range(4):
             norm = RowNorm(randn(WIDTH, dtype=torch.float32 if idx % 2 else torch.bfloat16, seed=idx), 1e-6)
-            head_norms = HeadNorms(randn(HEADS + KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, seed=idx + 4), 1e-5)
-            qkv = self._linear((HEADS + 2 * KV_HEADS) * HEAD_DIM, WIDTH, 10 * idx + 2, has_bias=idx > 1)
-            output = self._linear(WIDTH, HEADS * HEAD_DIM, 10 * idx + 3)
-            norms = head_norms if idx < 3 else None
-            sinks = randn(HEADS, seed=idx) * 3 if idx % 2 else None
-            attention = DenseAttention(qkv, norms, idx // 2, HEADS, 0.25, output, sinks)
             columns = width * WIDTH * 2 if idx < 3 or mlp_width is None else mlp_width
-            gate_up = self._linear(2 * columns, WIDTH, 10 * idx + 4, gate="silu" if idx else "gelu_tanh")
-            mlp = DenseMLP(gate_up, self._linear(WIDTH, columns, 10 * idx + 5, has_bias=idx < 2))
-            self.layers.append(DenseLayer(norm, attention, idx % 2, (idx + 1) % 2, norm, mlp))
+            ffn = self._experts(idx) if is_hybrid and idx % 2 else self._mlp(idx, columns)
+            attention = self._attention(idx, has_gate=is_hybrid)
+            self.layers.append(PackedLayer(norm, attention, idx % 2, idx // 2, (idx + 1) % 2, norm, ffn))
+            if is_hybrid and idx % 2 == 0:
+                state = PackedLayer(norm, self._recurrence(idx), 2 + idx // 2, 0, 0, norm, self._mlp(idx, columns))
+                self.layers.append(state)
+
+    def _attention(self, idx: int, has_gate: bool) -> PackedAttention:
+        head_norms = HeadNorms(randn(HEADS + KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, seed=idx + 4), 1e-5)
+        qkv = self._linear((HEADS + 2 * KV_HEADS) * HEAD_DIM, WIDTH, 10 * idx + 2, has_bias=idx > 1)
+        output = self._linear(WIDTH, HEADS * HEAD_DIM, 10 * idx + 3)
+        norms = head_norms if idx < 3 else None
+        sinks = randn(HEADS, seed=idx) * 3 if idx % 2 else None
+        gate = self._linear(HEADS * HEAD_DIM, WIDTH, 10 * idx + 6) if has_gate else None
+        return PackedAttention(qkv, output, norms, HEADS, 0.25, sinks, gate)
+
+    def _recurrence(self, idx: int) -> PackedRecurrence:
+        weights = short_conv_weights(has_bias=True) if idx else delta_weights()
+        shape = SHORT_SHAPE if idx else DELTA_SHAPE
+        inner = weights.taps.shape[1] if idx else shape.sums[0] * shape.sums[2]
+        num_inputs = 3 * inner if idx else shape.num_channels + inner + 2 * shape.sums[0]
+        return PackedRecurrence(
+            self._linear(num_inputs, WIDTH, 10 * idx + 7), self._linear(WIDTH, inner, 10 * idx + 8), weights
+        )
+
+    def _mlp(self, idx: int, columns: int) -> PackedMLP:
+        gate_up = self._linear(2 * columns, WIDTH, 10 * idx + 4, gate="silu" if idx else "gelu_tanh")
+        return PackedMLP(gate_up, self._linear(WIDTH, columns, 10 * idx + 5, has_bias=idx < 2))
+
+    def _experts(self, idx: int) -> RoutedExperts:
+        mlps = [self._mlp(idx + expert, WIDTH) for expert in range(5)]
+        router = self._linear(5, WIDTH, idx + 9)
+        has_shared = idx > 1
+        shared, gate = (self._mlp(idx + 9, WIDTH), self._linear(1, WIDTH, idx)) if has_shared else (None, None)
+        parts = [mlp.gate_up for mlp in mlps], [mlp.down for mlp in mlps]
+        return RoutedExperts(router, *parts, 2, None, None, False, True, False, 0.0, 1.0, 1.0, shared, gate)
 
     def _linear(self, num_outputs: int, width: int, seed: int, has_bias: bool = False, gate: Any = None) -> Linear:
         weight = randn(num_outputs, width, dtype=torch.bfloat16, seed=seed) * width**-0.5
@@ -70,26 +107,51 @@ class Model:
         self, x: Tensor, rotations: Sequence[Rotation], groups: Sequence[Any], storages: Sequence[Any]
     ) -> Tensor:
         """Run the layers one by one."""
-        steps = [self.ops.step_attention(*group) for group in zip(groups, storages, strict=True)]
-        for mixer_norm, attention, group_idx, rotation_idx, ffn_norm, mlp in self.layers:
-            step = steps[group_idx]
-            qkv = attention.qkv(self.ops.rms_norm(x, *mixer_norm))
-            queries = step.prepare(attention.layer_idx, qkv, attention.head_norms, rotations[rotation_idx])
-            x = attention.output(step.attend(attention.layer_idx, queries, attention.score_scale, attention.sinks), x)
-            x = mlp.down(mlp.gate_up(self.ops.rms_norm(x, *ffn_norm)), x)
+        steps = [
+            self.ops.step_states(*group) if isinstance(group[0], StateBatch) else self.ops.step_attention(*group)
+            for group in zip(groups, storages, strict=True)
+        ]
+        for layer in self.layers:
+            rows = self.ops.rms_norm(x, *layer.mixer_norm)
+            x = layer.mixer.output(self._mix(layer, rows, steps[layer.group_idx], rotations[layer.rotation_idx]), x)
+            rows = self.ops.rms_norm(x, *layer.ffn_norm)
+            if isinstance(layer.ffn, PackedMLP):
+                x = layer.ffn.down(layer.ffn.gate_up(rows), x)
+            else:
+                experts = self.ops.fuse_experts(layer.ffn)
+                assert experts is not None
+                x = experts(rows, rows, x)
         return x
+
+    def _mix(self, layer: PackedLayer, rows: Tensor, step: Any, rotation: Rotation) -> Tensor:
+        mixer = layer.mixer
+        if isinstance(mixer, PackedRecurrence):
+            run = step.short_conv if isinstance(mixer.weights, ShortConvWeights) else step.gated_delta_net
+            return run(layer.layer_idx, mixer.input(rows), mixer.weights)  # type: ignore[no-any-return]
+        queries = step.prepare(layer.layer_idx, mixer.qkv(rows), mixer.head_norms, rotation)
+        gathered: Tensor = step.attend(layer.layer_idx, queries, mixer.score_scale, mixer.sinks)
+        return gathered if mixer.gate is None else self.ops.sigmoid_gate(gathered, mixer.gate(rows))
 
 
 class Caches:
-    """The memory of two cache groups, full of numbers: one of all tokens, one of a window."""
+    """The memory of two cache groups, full of numbers: one of all tokens, one of a window.
 
-    def __init__(self, num_blocks: int = 220, stored: str | None = None) -> None:
+    Args:
+        has_states: two groups of states are behind them, of a gated delta net and of a short convolution.
+    """
+
+    def __init__(self, num_blocks: int = 220, stored: str | None = None, has_states: bool = False) -> None:
         self.num_blocks = num_blocks
-        self.storages = [
-            KVStorage(num_blocks, 2, BLOCK, KV_HEADS, HEAD_DIM, torch.bfloat16, CPU, stored=stored) for _ in range(2)
-        ]
-        for seed, storage in enumerate(self.storages):
+        self.storages: list[KVStorage | StateStorage] = []
+        for seed in range(2):
+            storage = KVStorage(num_blocks, 2, BLOCK, KV_HEADS, HEAD_DIM, torch.bfloat16, CPU, stored=stored)
             fill_slots(storage, seed)
+            self.storages.append(storage)
+        for shape in (DELTA_SHAPE, SHORT_SHAPE) if has_states else ():
+            states = StateStorage(40, 1, shape, torch.bfloat16, CPU)
+            for part in (states.conv_states[0], states.ssm_states[0]):
+                part.copy_(randn(*part.shape, seed=len(self.storages)))
+            self.storages.append(states)
         self.contents = [storage.data.clone() for storage in self.storages]
 
     def step(self, spans: list[tuple[int, int]], seed: int = 0, num_shared: int = 0, window: int = 9) -> Step:
@@ -99,7 +161,13 @@ class Caches:
             seed: of their blocks.
             num_shared: blocks at the front of every sequence that are the first one's.
         """
-        groups = [self._batch(spans, seed, num_shared, sight) for seed, sight in ((seed, None), (seed + 1, window))]
+        groups: list[AttentionBatch | StateBatch] = [
+            self._batch(spans, seed, num_shared, sight) for seed, sight in ((seed, None), (seed + 1, window))
+        ]
+        for idx in range(2, len(self.storages)):
+            ids = random.Random(seed + idx).sample(range(1, 40), len(spans))
+            starts = list(accumulate((rows for _, rows in spans), initial=0))
+            groups.append(StateBatch(ids, starts, [history > 0 for history, _ in spans]))
         return Step(self, groups)
 
     def _batch(self, spans: list[tuple[int, int]], seed: int, num_shared: int, window: int | None) -> AttentionBatch:
@@ -132,7 +200,7 @@ def fill_slots(storage: KVStorage, seed: int) -> None:
 class Step:
     """A step over caches that are as they were before each run."""
 
-    def __init__(self, caches: Caches, groups: list[AttentionBatch]) -> None:
+    def __init__(self, caches: Caches, groups: Sequence[AttentionBatch | StateBatch]) -> None:
         self.caches, self.groups = caches, groups
         self.num_rows = groups[0].row_starts[-1]
         cos, sin = rotation_of(self.num_rows, HEAD_DIM, torch.bfloat16)
@@ -155,14 +223,14 @@ def assert_same(found: tuple[Tensor, list[Tensor]], expected: tuple[Tensor, list
     assert all(torch.equal(*caches) for caches in zip(found[1], expected[1], strict=True))
 
 
-def fused(model: Model) -> NativeDenseLayers:
+def fused(model: Model) -> NativeLayers:
     assert isinstance(model.ops, NativeOps)
     made = model.ops.fuse_layers(model.layers)
     assert made is not None
     return made
 
 
-def check(layers: NativeDenseLayers, model: Model, steps: Iterable[Step]) -> None:
+def check(layers: NativeLayers, model: Model, steps: Iterable[Step]) -> None:
     """Run steps with both, and compare all that they leave."""
     for seed, step in enumerate(steps):
         assert_same(step.run(layers, seed), step.run(model, seed))
@@ -184,6 +252,17 @@ def test_fused_layers_give_the_bits_of_the_layers(level: str, weights: str) -> N
             [(600, 1), (3, 4)],
         ):
             check(layers, model, [caches.step(spans)] * 2)
+
+
+@pytest.mark.parametrize("weights", ["plain", "int4"])
+@pytest.mark.parametrize("level", NATIVE_LEVELS)
+@torch.inference_mode()
+def test_states_gates_and_experts_give_the_bits_of_the_layers(level: str, weights: str) -> None:
+    model = Model(native_ops(level, weights), is_hybrid=True)
+    layers = fused(model)
+    caches = Caches(has_states=True)
+    for spans in ([(37, 1)], [(0, 1), (15, 1), (63, 1)], [(20, 2), (5, 3), (0, MAX_ROWS - 6), (31, 1)]):
+        check(layers, model, [caches.step(spans)] * 2)
 
 
 @pytest.mark.parametrize("weights", FORMATS)
@@ -225,9 +304,9 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 @torch.inference_mode()
 def test_threads_that_stay_together_give_the_bits_of_others(weights: str, threads: int) -> None:
     level = [*LIBRARIES][-1]
-    model = Model(native_ops(level, weights), width=4)
+    model = Model(native_ops(level, weights), width=4, is_hybrid=weights == "plain")
     layers = fused(model)
-    caches = Caches()
+    caches = Caches(has_states=weights == "plain")
     for spans in ([(37, 1)], [(700, 2), (5, 3), (600, 1)], [(40, 1)] * 30):
         check(layers, model, [caches.step(spans, seed) for seed in (0, 0, *range(30 if threads < 16 else 5))])
     assert torch.get_num_threads() == threads
@@ -281,7 +360,19 @@ def test_torch_products_and_uneven_heads_are_not_fused() -> None:
     assert ops.fuse_layers([first, *others]) is not None
     odd = Model(ops, mlp_width=WIDTH + 1).layers  # gates that fill no panel
     assert ops.fuse_layers(odd) is None
-    more_heads = first._replace(attention=first.attention._replace(num_heads=2 * HEADS))
+    assert isinstance(first.mixer, PackedAttention)
+    more_heads = first._replace(mixer=first.mixer._replace(num_heads=2 * HEADS))
     assert ops.fuse_layers([more_heads, *others]) is None
     product = ops.pack_linear(randn(8, WIDTH - 1, dtype=torch.bfloat16, seed=0))  # rows that no kernel takes
     assert ops.fuse_norm(first.mixer_norm, product) is None
+    hybrid = Model(ops, is_hybrid=True).layers
+    assert ops.fuse_layers(hybrid) is not None
+    mixer, experts = hybrid[1].mixer, hybrid[2].ffn
+    assert isinstance(mixer, PackedRecurrence)
+    assert isinstance(experts, RoutedExperts)
+    for other in (
+        hybrid[1]._replace(mixer=mixer._replace(input=product)),
+        hybrid[0]._replace(mixer=first.mixer._replace(gate=product)),
+        hybrid[2]._replace(ffn=experts._replace(router=product)),
+    ):
+        assert ops.fuse_layers([other]) is None
