@@ -31,14 +31,14 @@ def check_files(config: EngineConfig) -> None:
         ConfigError: one of them cannot be used.
     """
     from quire.models.checkpoint import is_local, read_config
-    from quire.models.families import build
+    from quire.models.families import read_model
     from quire.models.quantization_config import without_quantization
 
     revision = config.model.revision
     for model in (config.model.model, config.speculative.draft_model):
         # The hub is asked once, when the model is loaded; the header of a GGUF file may take long.
         if model is not None and is_local(model) and not Path(model).expanduser().is_file():
-            build(without_quantization(read_config(model, revision if model == config.model.model else None)))
+            read_model(without_quantization(read_config(model, revision if model == config.model.model else None)))
     folder = config.cache.prefix_cache_dir
     if folder is not None and not _can_be_written(Path(folder)):
         raise ConfigError(f"prefix_cache_dir {folder!r} is no folder that can be written", field="prefix_cache_dir")

@@ -17,6 +17,7 @@ from quire.ops.interface import (
     SWIGLUOAI_LIMIT,
     Activation,
     AttentionBatch,
+    Elementwise,
     HeadNorms,
     Linear,
     PagedKV,
@@ -26,6 +27,7 @@ from quire.ops.interface import (
 )
 from quire.ops.joined import pack_joined
 from quire.ops.quantized_weight import StoredWeight
+from quire.ops.reference_encoder import activate, layer_norm, ragged_attention
 from quire.ops.reference_quantised import ReferenceQuantisedLinear, ReferenceStoredLinear
 from quire.ops.reference_states import ReferenceStepStates
 from quire.ops.reordered import ReorderedLinear
@@ -85,6 +87,24 @@ class ReferenceOps:
         else:
             factor = 0.5 * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (gates + 0.044715 * gates**3)))
         return (gates * factor * ups).to(gate_up.dtype)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """Normalise in float32."""
+        return layer_norm(x, weight, bias, eps)
+
+    def activate(self, x: Tensor, activation: Elementwise) -> Tensor:
+        """Apply the definition in float32."""
+        return activate(x, activation)
+
+    def ragged_attention(
+        self, qkv: Tensor, num_heads: int, row_starts: Sequence[int], rotation: Rotation | None, window: int | None
+    ) -> Tensor:
+        """Attend row by row."""
+        if rotation is not None:
+            heads = qkv.view(len(qkv), 3 * num_heads, -1)
+            turned = rotary(heads[:, : 2 * num_heads], rotation)
+            qkv = torch.cat((turned, heads[:, 2 * num_heads :]), 1).flatten(1)
+        return ragged_attention(qkv, num_heads, row_starts, window)
 
     def gated_norm(self, x: Tensor, gates: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Gate and normalise in float32, part by part."""
