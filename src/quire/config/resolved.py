@@ -93,7 +93,7 @@ class ResolvedConfig:
             f"Speculative decoding: {self.speculative_method}, at most {self.num_speculative_tokens} tokens of a "
             "sequence in a step",
         )
-        cache = (
+        cache: tuple[str, ...] = (
             f"Available KV cache memory: {kv_bytes / GIB:.2f} GiB "
             f"({self.num_blocks:,} blocks of {self.block_size} tokens in {self.kv_cache_dtype}, "
             f"{self.bytes_per_block:,} bytes each)",

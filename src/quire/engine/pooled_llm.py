@@ -83,7 +83,7 @@ class PooledLLM(ABC):
         self.pooling.check(params)
         options: dict[str, Any] = {"use_tqdm": use_tqdm, "cache_salt": cache_salt, "tenant": tenant}
         is_normal = self.pooling.normalize if params.normalize is None else params.normalize
-        inputs = with_prompt(as_prompts(prompts), self.pooling.prompt_of(prompt_name))
+        inputs = self.pooling.with_prompt(as_prompts(prompts), prompt_name)
         return [
             EmbeddingRequestOutput(
                 output.request_id,
@@ -203,10 +203,3 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     if prompts and isinstance(prompts[0], int):
         return [prompts]  # type: ignore[list-item]
     return prompts  # type: ignore[return-value]
-
-
-def with_prompt(prompts: Sequence[Prompt], text: str) -> Sequence[Prompt]:
-    """Return prompts with a text in front of those that are text."""
-    if not text:
-        return prompts
-    return [text + prompt if isinstance(prompt, str) else prompt for prompt in prompts]

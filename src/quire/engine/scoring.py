@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from operator import mul
+from operator import mul, sub
 from typing import NamedTuple
 
 from quire.engine.inputs.prompts import TextPair
@@ -25,21 +24,25 @@ _RERANKER_PROMPT = (
 )
 
 
-def _distance(order: float, first: Sequence[float], second: Sequence[float]) -> float:
-    return -(sum(abs(x - y) ** order for x, y in zip(first, second, strict=True)) ** (1 / order))
+def _dot(first: Sequence[float], second: Sequence[float]) -> float:
+    return math.fsum(map(mul, first, second))
+
+
+def _manhattan(first: Sequence[float], second: Sequence[float]) -> float:
+    return -math.fsum(map(abs, map(sub, first, second)))
 
 
 def _cosine(first: Sequence[float], second: Sequence[float]) -> float:
     units = (embedding_of(each, None, normalize=True) for each in (first, second))
-    return sum(map(mul, *units))
+    return _dot(*units)
 
 
 # The functions of two embeddings, by the names in a checkpoint; higher for texts that are more alike.
 SIMILARITIES: Mapping[str, Callable[[Sequence[float], Sequence[float]], float]] = {
     "cosine": _cosine,
-    "dot": lambda first, second: sum(map(mul, first, second)),
-    "euclidean": partial(_distance, 2),
-    "manhattan": partial(_distance, 1),
+    "dot": _dot,
+    "euclidean": lambda first, second: -math.dist(first, second),
+    "manhattan": _manhattan,
 }
 
 

@@ -24,7 +24,7 @@ class TextRows(NamedTuple):
     Args:
         input_ids: [T] of int64.
         row_starts: S + 1 numbers; text `s` owns rows `[row_starts[s], row_starts[s + 1])`, never none.
-        second_starts: for each text, the position of the first token of a pair's second text; None for one text.
+        second_starts: position of the first token of a pair's second text, for each text; None for one text.
     """
 
     input_ids: Tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -81,20 +81,25 @@ class PoolingConfig(NamedTuple):
         if params.dimensions is not None and params.dimensions > self.width:
             raise InvalidParameter("dimensions", params.dimensions, f"at most the width of the model ({self.width})")
 
-    def prompt_of(self, name: str | None) -> str:
-        """Return the text to put in front of inputs; None names the default prompt, and there may be none.
+    def with_prompt(self, inputs: Sequence[Any], name: str | None = None) -> Sequence[Any]:
+        """Return inputs with a prompt of the checkpoint in front of those that are text.
+
+        Args:
+            inputs: texts, and inputs in other forms.
+            name: name of the prompt; None for the default one, if there is one.
 
         Raises:
             InvalidParameter: the checkpoint has no prompt of the name.
         """
+        name = self.default_prompt if name is None else name
         if name is None:
-            return "" if self.default_prompt is None else self.prompts[self.default_prompt]
-        if not isinstance(name, str) or name not in self.prompts:
+            return inputs
+        if name not in self.prompts:
             allowed = (
                 f"one of {', '.join(map(repr, self.prompts))}" if self.prompts else "None: the model has no prompts"
             )
             raise InvalidParameter("prompt_name", name, allowed)
-        return self.prompts[name]
+        return [self.prompts[name] + each if isinstance(each, str) else each for each in inputs]
 
     def require_classes(self) -> ClassifierHead:
         """Return the head that classifies.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -148,9 +148,16 @@ async def version(state: ServerState, request: Request) -> Response:  # noqa: AR
 
 
 async def _read(state: ServerState, request: Request) -> Fields:
+    return await read_body(state, request, UNSUPPORTED, KNOWN_FIELDS)
+
+
+async def read_body(
+    state: ServerState, request: Request, unsupported: Mapping[str, Refusal], known: Collection[str]
+) -> Fields:
+    """Return the fields of a request for the served model, which `:latest` may follow; see `models.read_fields`."""
     fields = Fields(await state.bodies.read_object(request))
-    fields.refuse(UNSUPPORTED)
-    fields.log_unknown(KNOWN_FIELDS)
+    fields.refuse(unsupported)
+    fields.log_unknown(known)
     name = fields.text("model") or fields.text("name")
     if name is not None and name != f"{state.llm.model_name}{LATEST}":
         check_name(state, name)

@@ -213,22 +213,21 @@ class Tokenizer:
             InvalidParameter: see `encode`; or the special tokens leave no room for the texts.
         """
         for text in (first, second):
-            if not isinstance(text, str) or len(text) > self._long_texts.piece_chars:
-                value = f"{len(text)} characters" if isinstance(text, str) else text
+            if len(text) > self._long_texts.piece_chars:
                 allowed = f"texts of at most {self._long_texts.piece_chars} characters in a pair"
-                raise InvalidParameter("prompt", value, allowed)
+                raise InvalidParameter("prompt", f"{len(text)} characters", allowed)
         try:
             library = self._library
-            encodings = guarded(library.encode_batch, [first, second], add_special_tokens=False)
+            one, two = guarded(library.encode_batch, [first, second], add_special_tokens=False)
             num_special: int = library.num_special_tokens_to_add(True)
             if num_tokens is not None and num_tokens <= num_special:
                 allowed = f"more than the {num_special} special tokens of a pair"
                 raise InvalidParameter("truncate_prompt_tokens", num_tokens, allowed)
             if num_tokens is not None:
-                lengths = _longest_first(len(encodings[0]), len(encodings[1]), num_tokens - num_special)
-                for encoding, length in zip(encodings, lengths, strict=True):
-                    encoding.truncate(length)
-            encoding = library.post_process(*encodings)
+                lengths = _longest_first(len(one), len(two), num_tokens - num_special)
+                for part, length in zip((one, two), lengths, strict=True):
+                    part.truncate(length)
+            encoding = library.post_process(one, two)
         except RequestError:
             raise
         except (TypeError, UnicodeEncodeError) as error:  # lone surrogates

@@ -137,8 +137,7 @@ class RequestBuilder:
         """
         if isinstance(prompt, TextPair):
             read, second_start = self._prompts.read_pair(prompt, truncate_prompt_tokens)
-            pooling = pooling._replace(second_start=second_start)
-            return self.prepare(read, NO_SAMPLING, add_special_tokens=False)._replace(pooling=pooling)
+            return PreparedRequest(read, TokenizedParams(), pooling._replace(second_start=second_start))
         if truncate_prompt_tokens is not None:
             prompt = self._prompts.truncate(prompt, truncate_prompt_tokens, add_special_tokens=add_special_tokens)
         return self.prepare(prompt, NO_SAMPLING, add_special_tokens=add_special_tokens)._replace(pooling=pooling)

@@ -1,15 +1,21 @@
-"""The configuration of an encoder's engine: a step that holds the longest prompt, and no KV cache."""
+"""An encoder, and the configuration of its engine: a step that holds the longest prompt, and no KV cache."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from quire.config import EngineConfig, context_length, step_tokens
+import torch
+
+from quire.config import EngineConfig, ModelConfig, context_length, step_tokens
 from quire.errors import ConfigError, shown
 from quire.models.checkpoint import Checkpoint
+from quire.models.encoder import Encoder
 from quire.models.encoder_spec import EncoderSpec
+from quire.models.loading import load_encoder
 from quire.models.pooling_config import read_max_length
+from quire.ops.interface import Ops
 
 # Options that an encoder cannot honour, and their values that ask for nothing.
 NEUTRAL: dict[str, Any] = {
@@ -23,6 +29,21 @@ NEUTRAL: dict[str, Any] = {
     "classifier_from_token": None,
     "deterministic": False,
 }
+
+
+def open_encoder(
+    options: ModelConfig, checkpoint: Checkpoint, device: str, dtype: torch.dtype, wrap_ops: Callable[[Ops], Ops]
+) -> Encoder:
+    """Load the encoder of a checkpoint with the options of its kernels and weights; see `load_encoder`."""
+    return load_encoder(
+        checkpoint,
+        device=device,
+        dtype=dtype,
+        kernels=options.kernels,
+        quantization=options.quantization,
+        weight_packing=options.weight_packing,
+        wrap_ops=wrap_ops,
+    )
 
 
 def encoder_config(config: EngineConfig, checkpoint: Checkpoint, spec: EncoderSpec, device: str) -> EngineConfig:

@@ -30,7 +30,7 @@ from quire.engine.engine import Engine
 from quire.engine.inputs.embeddings import EmbeddingsReader
 from quire.engine.kv.disk_prefetch import DiskPrefetcher
 from quire.engine.startup.disk_cache import make_disk_prefetcher, open_disk
-from quire.engine.startup.encoders import encoder_config
+from quire.engine.startup.encoders import encoder_config, open_encoder
 from quire.engine.startup.model_defaults import read_default_params, read_end_token_ids
 from quire.engine.startup.speculation import load_draft, make_speculation
 from quire.engine.startup.wrappers import Wrappers
@@ -52,7 +52,7 @@ from quire.models.checkpoint import Checkpoint, locate
 from quire.models.decoder import Decoder
 from quire.models.encoder import Encoder
 from quire.models.families.encoders import find_encoder
-from quire.models.loading import load_decoder, load_encoder
+from quire.models.loading import load_decoder
 from quire.models.mtp import MTPHead
 from quire.models.pooling_config import PoolingConfig, read_pooling
 from quire.models.weights import choose_dtype
@@ -105,7 +105,7 @@ def load(config: EngineConfig, *, wrap: Wrappers | None = None) -> LoadedModel:
     guide: Checkpoint | None = None
     draft: Decoder | None = None
     if find_encoder(checkpoint.config) is not None:
-        model = _load_encoder(options, checkpoint, device, dtype, wrap.ops)
+        model = open_encoder(options, checkpoint, device, dtype, wrap.ops)
         config = encoder_config(config, checkpoint, model.spec, device)
     else:
         model = wrap.decoder(_load_decoder(options, checkpoint, device, dtype, wrap.ops))
@@ -187,20 +187,6 @@ def _load_decoder(
         weight_packing=options.weight_packing,
         deterministic=options.deterministic,
         max_model_len=options.max_model_len,
-        wrap_ops=wrap_ops,
-    )
-
-
-def _load_encoder(
-    options: ModelConfig, checkpoint: Checkpoint, device: str, dtype: torch.dtype, wrap_ops: Callable[[Ops], Ops]
-) -> Encoder:
-    return load_encoder(
-        checkpoint,
-        device=device,
-        dtype=dtype,
-        kernels=options.kernels,
-        quantization=options.quantization,
-        weight_packing=options.weight_packing,
         wrap_ops=wrap_ops,
     )
 
