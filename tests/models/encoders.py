@@ -14,8 +14,12 @@ from tokenizers.processors import TemplateProcessing
 WORDS = ["red", "kite", "small", "fox", "the", "sailor", "slept", "flies", "toy", "##s", "a", "quick", "sea", "."]
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
 SIZES: dict[str, Any] = {
-    **{"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4},
-    **{"intermediate_size": 48, "max_position_embeddings": 64},
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
 }
 # The name in transformers, and fields beside the sizes; windows are short, so that texts are longer.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -137,9 +137,16 @@ async def show(state: ServerState, request: Request) -> Response:
             "template": "" if template is None else template.source,
             "details": _details(state),
             "model_info": {"general.architecture": "quire", "quire.context_length": resolved.max_model_len},
-            "capabilities": ["completion", *(["tools"] if state.tool_format is not None else [])],
+            "capabilities": _capabilities(state),
         }
     )
+
+
+def _capabilities(state: ServerState) -> list[str]:
+    """Return Ollama's names of what the model can do."""
+    if not state.llm.pooling.has_head:
+        return ["embedding"]
+    return ["completion", *(["tools"] if state.tool_format is not None else [])]
 
 
 async def version(state: ServerState, request: Request) -> Response:  # noqa: ARG001 - a route's signature
