@@ -27,7 +27,7 @@ class Made(NamedTuple):
 
 @pytest.fixture(scope="module", params=encoders.FAMILIES)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
-    longest = {"max_position_embeddings": 65} if request.param == "roberta" else {}
+    longest: dict[str, Any] = {"max_position_embeddings": 65} if request.param == "roberta" else {}
     folder = tmp_path_factory.mktemp(request.param)
     return Made(folder, encoders.save(folder, request.param, **longest))
 

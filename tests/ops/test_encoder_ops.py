@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -36,7 +38,7 @@ def test_norms_and_activations(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(2)
     x, weight, bias = (torch.randn(shape, generator=generator).to(dtype) for shape in ((7, 24), (24,), (24,)))
     torch_ops, reference = TorchOps(torch.device("cpu")), ReferenceOps()
-    close = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
+    close: dict[str, Any] = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
     for each in (bias, None):
         torch.testing.assert_close(
             torch_ops.layer_norm(3 * x + 1, weight, each, 1e-5),

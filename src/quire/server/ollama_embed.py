@@ -18,7 +18,7 @@ from quire.server.chat_protocols import OWN_OPTIONS
 from quire.server.completions import max_prompts, read_prompts
 from quire.server.errors import REQUEST_ID, ApiError
 from quire.server.fields import Fields
-from quire.server.generation import GenerationRequest, run
+from quire.server.generation import GenerationRequest, json_response, run
 from quire.server.json_stream import JsonArray
 from quire.server.ollama import LOAD_OPTIONS, OPTIONS, UNSUPPORTED_OPTIONS, read_body
 from quire.server.sampling import NEVER_IGNORED, read_options
@@ -77,7 +77,7 @@ async def embed(state: ServerState, request: Request) -> ASGIApp:
         vectors = (embedding_of(each, params.dimensions, normalize=True) for each in values)
         return {
             "model": state.llm.model_name,
-            "embeddings": JsonArray(vectors),
+            "embeddings": JsonArray(vectors) if values else [],
             "total_duration": count.last_ns - count.begin_ns,
             "load_duration": 0,
             "prompt_eval_count": count.num_prompt,
@@ -111,6 +111,8 @@ async def _embed(
     config = state.llm.pooling
     config.check(params)
     options = fields.object("options") or Fields({}, "options.")
+    if not inputs:
+        return json_response(build([], TokenCount()))
     options.log_unknown((*OPTIONS, *UNSUPPORTED_OPTIONS, *LOAD_OPTIONS))
     prompts, pooling = config.with_prompt(inputs), Pooling(kind=config.kind)
     prepare = partial(state.llm.texts.prepare_pooled, prompts, pooling, params.truncate_prompt_tokens)
