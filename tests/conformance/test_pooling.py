@@ -111,3 +111,31 @@ def test_embeddings_are_normalised_and_cut(core_reference: Reference, expected: 
     ):
         (output,) = llm.embed(prompt, params, use_tqdm=False)
         torch.testing.assert_close(torch.tensor(output.outputs.embedding), wanted, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("swap_space", [0, 1 << 24])
+def test_means_in_chunks_and_after_preemptions(core_reference: Reference, swap_space: int) -> None:
+    """The mean of all hidden states: no prefix is reused for it, and each token counts once in any history."""
+    model = transformers.AutoModel.from_pretrained(core_reference.folder, dtype=torch.float32).eval()
+    prompts = [*core_reference.prompts, core_reference.prompts[-1]]
+    with torch.inference_mode():
+        wanted = [model(torch.tensor([prompt])).last_hidden_state[0].mean(0) for prompt in prompts]
+    mode = "swap" if swap_space else "recompute"
+    options: dict[str, Any] = {"swap_space": swap_space, "preemption_mode": mode, "scheduling_policy": "priority"}
+    llm = load(core_reference, max_num_batched_tokens=4, max_num_seqs=1, **options)
+    engine, found, late = llm.engine, {}, prompts[-2:]
+    for idx, prompt in enumerate(prompts):
+        prepared = engine.requests.prepare_pooled(prompt, Pooling(kind="mean"))
+        engine.add_request(f"mean-{idx}", prepared, NO_SAMPLING, priority=1)
+    while engine.has_unfinished:
+        if late and any(each.num_computed > 4 and each.request.pooling for each in engine.scheduler.running):
+            engine.add_request(f"text-{len(late)}", late.pop(), SamplingParams(temperature=0.0, max_tokens=2))
+        for output in engine.step():
+            if output.pooled:
+                assert output.num_cached_tokens == 0
+                found[output.request_id] = output.pooled
+    assert engine.scheduler.stats.num_preemptions == 2
+    for idx, each in enumerate(wanted):
+        torch.testing.assert_close(torch.tensor(found[f"mean-{idx}"]), each, rtol=2e-4, atol=2e-4)
+    check(engine.scheduler.memory)
+    assert llm.usage().used == 0

@@ -27,6 +27,7 @@ from quire.errors import (
 )
 from quire.models.checkpoint import Checkpoint, locate
 from quire.models.pooling_config import read_pooling
+from quire.models.spec import ModelSpec, RMSNorm
 from quire.sequences.pooling import NO_SAMPLING, Pooling
 from tests.conformance.checkpoints import FAMILIES
 from tests.engine.test_llm import load
@@ -117,7 +118,7 @@ def test_the_checkpoint_states_whether_embeddings_are_normalised(tmp_path: Path)
 @pytest.mark.parametrize(
     ("modules", "pooling", "words"),
     [
-        (["Transformer", "Pooling"], {"pooling_mode_mean_tokens": True}, "states the pooling 'mean_tokens'"),
+        (["Transformer", "Pooling"], {"pooling_mode_max_tokens": True}, "states the pooling 'max_tokens'"),
         (["Transformer", "Pooling"], {"pooling_mode": "cls"}, "states the pooling 'cls'"),
         (["Transformer", "Pooling", "Dense"], {"pooling_mode": "lasttoken"}, "modules.json has a module 'Dense'"),
     ],
@@ -288,9 +289,20 @@ def test_a_text_ends_with_the_tokenizers_end_token_cut_or_not(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("stated", "refusal"), [(None, None), (3, None), (1, "mean"), (4, "rank"), (9, "9"), ([1], "[1]")]
+    ("stated", "kind", "refusal"),
+    [
+        (None, "last", None),
+        (3, "last", None),
+        (1, "mean", None),
+        (2, "last", "cls"),
+        (4, "last", "rank"),
+        (9, "last", "9"),
+        ([1], "last", "[1]"),
+    ],
 )
-def test_a_gguf_file_states_its_pooling(tmp_path: Path, stated: object, refusal: str | None) -> None:
+def test_a_gguf_file_states_its_pooling(tmp_path: Path, stated: object, kind: str, refusal: str | None) -> None:
     fields = {} if stated is None else {"qwen3.pooling_type": stated}
-    found = read_pooling(Checkpoint(tmp_path, {}, {}, {}, gguf_fields=fields), 8).refusal
-    assert (found is None) if refusal is None else (found is not None and repr(refusal) in found)
+    spec = ModelSpec(8, 8, (), RMSNorm(1e-6), tied_head=True, max_position=8)
+    found = read_pooling(Checkpoint(tmp_path, {}, {}, {}, gguf_fields=fields), spec)
+    assert found.kind == kind
+    assert (found.refusal is None) if refusal is None else (repr(refusal) in str(found.refusal))

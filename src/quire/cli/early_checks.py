@@ -31,7 +31,7 @@ def check_files(config: EngineConfig) -> None:
         ConfigError: one of them cannot be used.
     """
     from quire.models.checkpoint import check_weights, find_gguf, read_config
-    from quire.models.families import build
+    from quire.models.families import read_model
     from quire.models.quantization_config import without_quantization
 
     revision = config.model.revision
@@ -41,7 +41,7 @@ def check_files(config: EngineConfig) -> None:
         # The header of a GGUF file may take long to read, and one on the hub (NAME:QUANTISATION) long to fetch.
         if (":" in model and not path.exists()) or find_gguf(model, known) is not None:
             continue
-        build(without_quantization(read_config(model, known)))
+        read_model(without_quantization(read_config(model, known)))
         if path.is_dir():
             check_weights(path)
     template = config.model.chat_template

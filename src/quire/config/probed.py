@@ -79,6 +79,7 @@ class ModelFacts:
         concurrency: function from a number of blocks to the number of sequences of `max_model_len` tokens that can run
             at once; None divides by the blocks of one sequence.
         step: memory of a step; measured on a GPU.
+        is_encoder: True for a model without a KV cache, which computes a prompt in one step and generates nothing.
     """
 
     max_position: int
@@ -91,3 +92,4 @@ class ModelFacts:
     longest_bytes: int | None = None
     concurrency: Callable[[int], int] | None = None
     step: StepCost = StepCost()
+    is_encoder: bool = False

@@ -42,6 +42,7 @@ class ResolvedConfig:
         lacks_kernels: True where stock operators compute on a CPU, because there are no native kernels.
         fitted_from: longest context that the model supports, where `max_model_len` is what the memory holds instead;
             None where it was not fitted.
+        is_encoder: see `ModelFacts`.
     """
 
     device: str
@@ -78,6 +79,12 @@ class ResolvedConfig:
     num_speculative_tokens: int = 0
     lacks_kernels: bool = False
     fitted_from: int | None = None
+    is_encoder: bool = False
+
+    @property
+    def max_prompt_len(self) -> int:
+        """Maximum number of tokens of a prompt: a decoder leaves room for one more."""
+        return self.max_model_len if self.is_encoder else self.max_model_len - 1
 
     @property
     def kv_tokens(self) -> int:
@@ -103,12 +110,17 @@ class ResolvedConfig:
             f"Speculative decoding: {self.speculative_method}, at most {self.num_speculative_tokens} tokens of a "
             "sequence in a step",
         )
-        return (
+        cache: tuple[str, ...] = (
             f"Available KV cache memory: {kv_bytes / GIB:.2f} GiB "
             f"({self.num_blocks:,} blocks of {self.block_size} tokens in {self.kv_cache_dtype}, "
             f"{self.bytes_per_block:,} bytes each)",
             f"KV cache size: {self.kv_tokens:,} tokens, maximum concurrency for {self.max_model_len:,} tokens "
             f"per request: {self.max_concurrency:,}x",
+        )
+        if self.is_encoder:
+            cache = (f"Encoder without a KV cache: prompts of up to {self.max_model_len:,} tokens, each in one step",)
+        return (
+            *cache,
             f"Scheduler: {self.scheduling_policy}, at most {self.max_num_seqs} sequences and "
             f"{self.max_num_batched_tokens} tokens a step; prefix caching "
             f"{'on' if self.enable_prefix_caching else 'off'}; device {self.device}, {self.num_threads} threads, "
@@ -176,6 +188,7 @@ def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> Resolv
         state_snapshot_interval=cache.state_snapshot_interval,
         speculative_method=config.speculative.speculative_method,
         num_speculative_tokens=config.speculative.num_tokens,
+        is_encoder=facts.is_encoder,
     )
 
 

@@ -78,7 +78,7 @@ class Engine:
         self.executor = executor
         self.tokenizer = tokenizer
         self.num_steps = 0
-        prompts = PromptReader(tokenizer, config.vocab_size, config.max_model_len, media_reader)
+        prompts = PromptReader(tokenizer, config.vocab_size, config.max_model_len, media_reader, config.is_encoder)
         self.pins = PrefixPins(config, scheduler.memory, prompts, cache_name)
         share = config.kv_cache_metrics_sample
         pools = [group.pool for group in scheduler.memory.groups]

@@ -8,9 +8,11 @@ from functools import partial
 from typing import Any, cast
 
 from quire.engine.engine import Engine
-from quire.engine.inputs.prompts import Prompt
+from quire.engine.inputs.prompts import Prompt, TextPair
 from quire.engine.outputs.outputs import RequestOutput
 from quire.engine.outputs.pooled_outputs import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
     ScoringOutput,
@@ -18,7 +20,7 @@ from quire.engine.outputs.pooled_outputs import (
     embedding_of,
     pooled_values,
 )
-from quire.engine.scoring import make_score_job
+from quire.engine.scoring import CLASSES, class_scores, make_score_job
 from quire.errors import InvalidParameter
 from quire.models.pooling_config import PoolingConfig
 from quire.sequences.params import SamplingParams
@@ -53,18 +55,20 @@ class PooledLLM(ABC):
         prompts: Prompt | Sequence[Prompt],
         pooling_params: PoolingParams | None = None,
         *,
+        prompt_name: str | None = None,
         use_tqdm: bool = True,
         cache_salt: str | None = None,
         tenant: str | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """Return the embeddings of prompts: the last token's hidden state after the last norm, by default of length 1.
+        """Return the embeddings of prompts: pooled hidden states after the last norm, by default of length 1.
 
-        They use the prefix cache, and are batched with all other requests. A text ends with the special tokens of the
-        tokenizer, such as an end token.
+        Those of a last token use the prefix cache, and all are batched with all other requests. A text has the special
+        tokens of the tokenizer, such as an end token.
 
         Args:
             prompts: one prompt or several: text, token ids, or `{"prompt_token_ids": [...]}`.
             pooling_params: dimensions, normalisation and truncation; None takes the defaults.
+            prompt_name: name of the checkpoint's prompt that is put in front of texts; None takes its default, if any.
             use_tqdm: show a progress bar on standard error, where that is a terminal.
             cache_salt, tenant: only requests with equal values of both share cached prefixes.
 
@@ -79,6 +83,7 @@ class PooledLLM(ABC):
         self.pooling.check(params)
         options: dict[str, Any] = {"use_tqdm": use_tqdm, "cache_salt": cache_salt, "tenant": tenant}
         is_normal = self.pooling.normalize if params.normalize is None else params.normalize
+        inputs = self.pooling.with_prompt(as_prompts(prompts), prompt_name)
         return [
             EmbeddingRequestOutput(
                 output.request_id,
@@ -86,7 +91,7 @@ class PooledLLM(ABC):
                 output.prompt_token_ids,
                 output.num_cached_tokens,
             )
-            for output in self._pool(as_prompts(prompts), Pooling(), params.truncate_prompt_tokens, options)
+            for output in self._pool(inputs, Pooling(kind=self.pooling.kind), params.truncate_prompt_tokens, options)
         ]
 
     def score(
@@ -95,6 +100,8 @@ class PooledLLM(ABC):
         documents: str | Sequence[str],
         *,
         instruction: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_activation: bool | None = None,
         use_tqdm: bool = True,
         cache_salt: str | None = None,
         tenant: str | None = None,
@@ -102,12 +109,15 @@ class PooledLLM(ABC):
         """Return how well each document matches the query at its place, or the only query.
 
         With the option `classifier_from_token` it is the probability of the second of these tokens against the first,
-        after a prompt with both texts, else the cosine of their embeddings.
+        after a prompt with both texts; with a model that classifies (a cross-encoder), the score of its only class for
+        both texts; else the similarity of their embeddings, by default the cosine.
 
         Args:
             queries: one text, or one for each document.
             documents: texts.
             instruction: task of a reranker; None takes that of a web search.
+            truncate_prompt_tokens: see `PoolingParams`; of a pair, the longer text is cut first.
+            use_activation: False for the logit of a cross-encoder; None or True for its score.
             use_tqdm, cache_salt, tenant: see `embed`.
 
         Returns:
@@ -117,9 +127,10 @@ class PooledLLM(ABC):
             RequestError, WorkerError: see `embed`.
         """
         first, second = ([each] if isinstance(each, str) else each for each in (queries, documents))
-        job = make_score_job(self.pooling, first, second, instruction)
+        job = make_score_job(self.pooling, first, second, instruction, use_activation=use_activation)
+        limit = PoolingParams(truncate_prompt_tokens=truncate_prompt_tokens).truncate_prompt_tokens
         options: dict[str, Any] = {"use_tqdm": use_tqdm, "cache_salt": cache_salt, "tenant": tenant}
-        outputs = self._pool(job.prompts, job.pooling, None, options, add_special_tokens=job.adds_special_tokens)
+        outputs = self._pool(job.prompts, job.pooling, limit, options, add_special_tokens=job.adds_special_tokens)
         scores = job.scores([pooled_values(output) for output in outputs])
         found = (outputs[document] for _, document in job.pairs)
         return [
@@ -127,9 +138,46 @@ class PooledLLM(ABC):
             for each, score in zip(found, scores, strict=True)
         ]
 
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_activation: bool | None = None,
+        use_tqdm: bool = True,
+        cache_salt: str | None = None,
+        tenant: str | None = None,
+    ) -> list[ClassificationRequestOutput]:
+        """Return the scores of the classes of each prompt, with a model that has a head that classifies.
+
+        Args:
+            prompts: see `embed`.
+            truncate_prompt_tokens: see `PoolingParams`.
+            use_activation: False for logits; None or True for scores.
+            use_tqdm, cache_salt, tenant: see `embed`.
+
+        Returns:
+            One output for each prompt, in their order.
+
+        Raises:
+            RequestError, WorkerError: see `embed`.
+        """
+        head = self.pooling.require_classes()
+        limit = PoolingParams(truncate_prompt_tokens=truncate_prompt_tokens).truncate_prompt_tokens
+        class_scores(head, [0.0], use_activation=use_activation)  # a wrong value is refused before anything runs
+        options: dict[str, Any] = {"use_tqdm": use_tqdm, "cache_salt": cache_salt, "tenant": tenant}
+        return [
+            ClassificationRequestOutput(
+                output.request_id,
+                ClassificationOutput(class_scores(head, pooled_values(output), use_activation=use_activation)),
+                output.prompt_token_ids,
+            )
+            for output in self._pool(as_prompts(prompts), CLASSES, limit, options)
+        ]
+
     def _pool(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Prompt | TextPair],
         pooling: Pooling,
         truncate_prompt_tokens: int | None,
         options: dict[str, Any],

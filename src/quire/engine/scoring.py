@@ -1,17 +1,20 @@
-"""Scores of documents for a query: the prompts that they take, and how results of prompts make scores."""
+"""Scores of documents for a query, and of classes: the prompts that they take, and how results make scores."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from operator import mul
+from collections.abc import Callable, Mapping, Sequence
+from operator import mul, sub
 from typing import NamedTuple
 
+from quire.engine.inputs.prompts import TextPair
 from quire.engine.outputs.pooled_outputs import embedding_of
 from quire.errors import InvalidParameter, UnsupportedFeature
+from quire.models.encoder_spec import ClassifierHead
 from quire.models.pooling_config import PoolingConfig
 from quire.sequences.pooling import Pooling, PoolingParams
 
+CLASSES = Pooling(kind="classify")
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 # The prompt on which Qwen3-Reranker was trained, which answers yes or no.
 _RERANKER_PROMPT = (
@@ -19,6 +22,28 @@ _RERANKER_PROMPT = (
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n<Instruct>: {}\n'
     "<Query>: {}\n<Document>: {}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 )
+
+
+def _dot(first: Sequence[float], second: Sequence[float]) -> float:
+    return math.fsum(map(mul, first, second))
+
+
+def _manhattan(first: Sequence[float], second: Sequence[float]) -> float:
+    return -math.fsum(map(abs, map(sub, first, second)))
+
+
+def _cosine(first: Sequence[float], second: Sequence[float]) -> float:
+    units = (embedding_of(each, None, normalize=True) for each in (first, second))
+    return _dot(*units)
+
+
+# The functions of two embeddings, by the names in a checkpoint; higher for texts that are more alike.
+SIMILARITIES: Mapping[str, Callable[[Sequence[float], Sequence[float]], float]] = {
+    "cosine": _cosine,
+    "dot": _dot,
+    "euclidean": lambda first, second: -math.dist(first, second),
+    "manhattan": _manhattan,
+}
 
 
 class ScoreJob(NamedTuple):
@@ -29,11 +54,13 @@ class ScoreJob(NamedTuple):
         pooling: result of each.
         pairs: indices of the prompts of each score: of the query's and the document's embedding, or twice that of the
             prompt with both.
+        to_scores: function from the results of the prompts to the scores.
     """
 
-    prompts: list[str]
+    prompts: list[str | TextPair]
     pooling: Pooling
     pairs: list[tuple[int, int]]
+    to_scores: Callable[[Sequence[float], Sequence[float]], float]
 
     @property
     def adds_special_tokens(self) -> bool:
@@ -41,11 +68,8 @@ class ScoreJob(NamedTuple):
         return not self.pooling.token_ids
 
     def scores(self, values: Sequence[Sequence[float]]) -> list[float]:
-        """Return the scores from the results of the prompts: P(yes) of P(yes) + P(no), or cosines of embeddings."""
-        if self.pooling.token_ids:
-            return [0.5 + 0.5 * math.tanh((values[idx][1] - values[idx][0]) / 2) for idx, _ in self.pairs]
-        units = [embedding_of(each, None, normalize=True) for each in values]
-        return [sum(map(mul, units[query], units[document])) for query, document in self.pairs]
+        """Return the scores from the results of the prompts."""
+        return [self.to_scores(values[first], values[second]) for first, second in self.pairs]
 
 
 def make_score_job(
@@ -54,19 +78,23 @@ def make_score_job(
     documents: Sequence[str],
     instruction: str | None = None,
     names: tuple[str, str] = ("queries", "documents"),
+    use_activation: bool | None = None,
 ) -> ScoreJob:
     """Return the requests for the score of each document with the query at its place, or with the only query.
 
     Args:
-        config: pooling of the model: a reranker reads query and document in one prompt, others embed each.
+        config: pooling of the model: a reranker and a model with a head that classifies read query and document in one
+            prompt, others embed each.
         queries: one query, or one for each document.
         documents: documents, at least one.
         instruction: task of a reranker; None takes that of a web search.
         names: names of the fields of both, for errors.
+        use_activation: False for the logits of a head that classifies; None or True for its scores.
 
     Raises:
         InvalidParameter: another type, or numbers of texts that do not match.
-        UnsupportedFeature: an instruction for an embedding model, or one whose embeddings are not supported.
+        UnsupportedFeature: an instruction for a model without one, a head of several classes, or a model whose
+            embeddings are not supported.
     """
     for name, texts in zip(names, (queries, documents), strict=True):
         if not isinstance(texts, list | tuple) or not texts or not all(isinstance(text, str) for text in texts):
@@ -76,12 +104,53 @@ def make_score_job(
     if instruction is not None and not isinstance(instruction, str):
         raise InvalidParameter("instruction", instruction, "a string")
     places = [(0 if len(queries) == 1 else idx, idx) for idx in range(len(documents))]
+    own = [(idx, idx) for _, idx in places]
     if config.classifier is not None:
         task = INSTRUCTION if instruction is None else instruction
-        prompts = [_RERANKER_PROMPT.format(task, queries[query], documents[idx]) for query, idx in places]
-        return ScoreJob(prompts, Pooling(config.classifier), [(idx, idx) for _, idx in places])
+        texts = [_RERANKER_PROMPT.format(task, queries[query], documents[idx]) for query, idx in places]
+        return ScoreJob([*texts], Pooling(config.classifier), own, lambda values, _: _probability_of_yes(values))
     if instruction is not None:
         raise UnsupportedFeature("instruction", "an embedding model has none; write it in front of the query")
+    if config.head is not None:
+        head = config.head
+        if len(head.labels) != 1:
+            raise UnsupportedFeature("score", f"the model has {len(head.labels)} classes; a score needs one")
+        pairs = [TextPair(queries[query], documents[idx]) for query, idx in places]
+        return ScoreJob(
+            [*pairs], CLASSES, own, lambda values, _: class_scores(head, values, use_activation=use_activation)[0]
+        )
     config.check(PoolingParams())
-    pairs = [(query, len(queries) + idx) for query, idx in places]
-    return ScoreJob([*queries, *documents], Pooling(), pairs)
+    embedded = [(query, len(queries) + idx) for query, idx in places]
+    similarity, normalize = SIMILARITIES[config.similarity], config.normalize
+
+    def compare(query: Sequence[float], document: Sequence[float]) -> float:
+        return similarity(*(embedding_of(each, None, normalize=normalize) for each in (query, document)))
+
+    return ScoreJob([*queries, *documents], Pooling(kind=config.kind), embedded, compare)
+
+
+def class_scores(head: ClassifierHead, logits: Sequence[float], *, use_activation: bool | None = None) -> list[float]:
+    """Return the scores of classes.
+
+    Args:
+        head: head of the model, which states the function from logits to scores.
+        logits: logits of the classes.
+        use_activation: False for the logits themselves; None or True for scores.
+
+    Raises:
+        InvalidParameter: `use_activation` is no such value.
+    """
+    if use_activation is not None and not isinstance(use_activation, bool):
+        raise InvalidParameter("use_activation", use_activation, "true, false or None")
+    if use_activation is False or head.scores == "none":
+        return list(logits)
+    if head.scores == "sigmoid":
+        return [0.5 + 0.5 * math.tanh(logit / 2) for logit in logits]
+    largest = max(logits)
+    powers = [math.exp(logit - largest) for logit in logits]
+    return [power / sum(powers) for power in powers]
+
+
+def _probability_of_yes(logits: Sequence[float]) -> float:
+    """Return P(yes) of P(yes) + P(no) from the logits of no and yes."""
+    return 0.5 + 0.5 * math.tanh((logits[1] - logits[0]) / 2)

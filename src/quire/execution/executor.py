@@ -8,6 +8,19 @@ from quire.memory.results import MemoryOps
 from quire.scheduling.plan import StepPlan, StepResult
 
 
+class Runner(Protocol):
+    """Executes plans on one device; methods raise what the data plane raises."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step."""
+
+    def measure_copies(self) -> float | None:
+        """Return the bytes that move between the tiers in a second, None without a host tier; before the first plan."""
+
+    def move(self, ops: MemoryOps) -> None:
+        """Make movements without a step."""
+
+
 class Executor(Protocol):
     """Carries plans to one or more workers."""
 

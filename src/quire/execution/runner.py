@@ -12,6 +12,7 @@ from quire.execution.batch import BatchBuilder, end_rows
 from quire.execution.block_copies import BlockCopier
 from quire.execution.draft_model import DraftModel, with_drafts
 from quire.execution.embeddings import MultimodalEmbeddings
+from quire.execution.executor import Runner
 from quire.execution.kv_storage import Storage
 from quire.execution.mtp_drafter import MTPDrafter
 from quire.execution.pooling import Pooler
@@ -115,11 +116,13 @@ class ModelRunner:
         given = self._embeddings.rows(plan.items, batch.row_starts) if self._embeddings.by_sequence else None
         counts = [item.num_draft + 1 if item.num_samples else 0 for item in items]
         is_measured = self._sampler.measures_prompts(items)  # then every row is read, else what is sampled
-        reads_all = is_measured or isinstance(self._draft, MTPDrafter)
+        reads_all = is_measured or isinstance(self._draft, MTPDrafter) or self._pooler.reads_all(items)
         read = None if reads_all else self._builder.lay_out_ends(items, counts, self._groups)
         hidden = self._decoder(batch.input_ids, batch.positions, batch.groups, self._storages, given, read)
         if isinstance(self._draft, MTPDrafter):
             self._draft.follow(items, hidden, given)
+        if self._pooler.by_sequence:
+            self._pooler.add_rows(items, batch.row_starts, hidden)
         sampled = hidden[end_rows(items, counts)] if reads_all else hidden
         results, found = self._sample(items, plan.beams, sampled)
         if is_measured:
@@ -187,11 +190,11 @@ class InProcessExecutor:
     """Runs every step in the caller's own process and thread.
 
     Args:
-        runner: model runner, which executes plans.
+        runner: runner of the model, which executes plans.
     """
 
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner: ModelRunner | None = runner
+    def __init__(self, runner: Runner) -> None:
+        self._runner: Runner | None = runner
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step.

@@ -5,11 +5,17 @@ from __future__ import annotations
 from quire.config import CacheDtype
 from quire.errors import UnsupportedModel
 from quire.memory.specs import ChunkedLocal, FullAttention, KVCacheSpec, RecurrentState, SlidingWindow
+from quire.models.encoder_spec import EncoderSpec
 from quire.models.spec import LayerGroup, ModelSpec, StateCacheShape
 
 
-def cache_specs(spec: ModelSpec, block_size: int, cache_dtype: CacheDtype, input_bytes: int) -> tuple[KVCacheSpec, ...]:
+def cache_specs(
+    spec: ModelSpec | EncoderSpec, block_size: int, cache_dtype: CacheDtype, input_bytes: int
+) -> tuple[KVCacheSpec, ...]:
     """Return the cache spec of each cache group of a model, in the order of `ModelSpec.cache_groups`.
+
+    An encoder keeps nothing of a token. Its one group has slots that nothing is stored in: they count the tokens of a
+    step, so that scheduler and memory manager need no second kind of sequence.
 
     Args:
         spec: the model.
@@ -20,6 +26,8 @@ def cache_specs(spec: ModelSpec, block_size: int, cache_dtype: CacheDtype, input
     Raises:
         UnsupportedModel: no layer keeps tokens, so the KV cache would have no blocks to size it by.
     """
+    if isinstance(spec, EncoderSpec):
+        return (FullAttention(block_size=block_size, element_bytes=1),)
     specs = tuple(_cache_spec(group, block_size, cache_dtype, input_bytes) for group in spec.cache_groups)
     if all(each.is_recurrent for each in specs):
         raise UnsupportedModel(

@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.errors import ConfigError
 from quire.models.checkpoint import Checkpoint
-from quire.models.families import build
+from quire.models.families import read_model
 from quire.models.gguf.block_types import BLOCK_TYPES
 from quire.models.gguf.tensor_types import TENSOR_TYPES
 from quire.models.quantization_config import without_quantization
@@ -87,7 +87,7 @@ def inspect(model: str, revision: str | None = None) -> Inspection:
         if quantization is not None:
             kind += f", {type(quantization).__name__}"
             quantized = _quantized_tensors(quantization, checkpoint)
-        spec, _ = build(without_quantization(checkpoint.config))
+        spec, _ = read_model(without_quantization(checkpoint.config))
         num_layers, width = len(spec.layers), spec.width
         vocab_size, max_position = spec.vocab_size, spec.max_position
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""From a checkpoint to a decoder that runs."""
+"""From a checkpoint to a model that runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from quire.errors import ConfigError
 from quire.models.checkpoint import Checkpoint
 from quire.models.decoder import Decoder
 from quire.models.determinism import check_deterministic
+from quire.models.encoder import Encoder
 from quire.models.families import build
+from quire.models.families.encoders import build_encoder
 from quire.models.quantization_config import without_quantization
 from quire.models.sizes import check_sizes
 from quire.models.weights import load_weights
@@ -48,12 +50,7 @@ def load_decoder(
         UnsupportedModel: no family implements the architecture or one of its options.
         CheckpointError: a tensor or a field is missing or wrong.
     """
-    if weight_packing == "lossless" and dtype != torch.bfloat16:
-        raise ConfigError(
-            f"weight_packing 'lossless' is for dtype bfloat16, and weights are of {str(dtype).removeprefix('torch.')}; "
-            "use 'plain', or dtype 'bfloat16'",
-            field="weight_packing",
-        )
+    _check_packing(weight_packing, dtype)
     spec, weight_map = build(without_quantization(checkpoint.config))
     check_sizes(spec, checkpoint.tensors)
     if max_model_len is not None:
@@ -67,3 +64,32 @@ def load_decoder(
     decoder = Decoder(spec, ops=ops, dtype=dtype, device=torch_device)
     load_weights(checkpoint, weight_map, decoder)
     return decoder
+
+
+def load_encoder(
+    checkpoint: Checkpoint,
+    *,
+    device: str,
+    dtype: torch.dtype,
+    kernels: str = "auto",
+    quantization: Quantization | None = None,
+    weight_packing: str = "auto",
+    wrap_ops: Callable[[Ops], Ops] | None = None,
+) -> Encoder:
+    """Build the encoder that a checkpoint describes, and fill it; arguments and errors are those of `load_decoder`."""
+    _check_packing(weight_packing, dtype)
+    spec, weight_map = build_encoder(without_quantization(checkpoint.config))
+    check_sizes(spec, checkpoint.tensors)
+    ops = make_ops(torch.device(device), kernels, quantization, weight_packing)
+    encoder = Encoder(spec, ops=ops if wrap_ops is None else wrap_ops(ops), dtype=dtype, device=torch.device(device))
+    load_weights(checkpoint, weight_map, encoder)
+    return encoder
+
+
+def _check_packing(weight_packing: str, dtype: torch.dtype) -> None:
+    if weight_packing == "lossless" and dtype != torch.bfloat16:
+        raise ConfigError(
+            f"weight_packing 'lossless' is for dtype bfloat16, and weights are of {str(dtype).removeprefix('torch.')}; "
+            "use 'plain', or dtype 'bfloat16'",
+            field="weight_packing",
+        )

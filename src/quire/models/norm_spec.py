@@ -21,3 +21,16 @@ class RMSNorm:
     zero_centred: bool = False
     wide: bool = False
     learned: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorm:
+    """Subtraction of the mean and division by the standard deviation, then a learned scale.
+
+    Args:
+        eps: added to the variance.
+        bias: whether a learned bias is added at last.
+    """
+
+    eps: float
+    bias: bool = True

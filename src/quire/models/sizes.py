@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from math import prod
 
 from quire.errors import CheckpointError
+from quire.models.encoder_spec import EncoderSpec
 from quire.models.spec import (
     Attention,
     GatedDeltaNet,
@@ -20,7 +21,7 @@ from quire.models.spec import (
 from quire.models.stored_tensor import StoredTensor
 
 
-def check_sizes(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> None:
+def check_sizes(spec: ModelSpec | EncoderSpec, tensors: Mapping[str, StoredTensor]) -> None:
     """Refuse a model that is larger than what is stored of it.
 
     Whether all shapes fit is found out when they are all known. Here it is enough that nothing is made that no tensor
@@ -36,9 +37,24 @@ def check_sizes(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> None:
         )
     longest = max((size for tensor in tensors.values() for size in tensor.shape), default=0)
     largest = max((prod(tensor.shape) for tensor in tensors.values()), default=0)
-    for name, size, most in (*_sizes(spec, longest), *((*values, largest) for values in _convolutions(spec))):
+    sizes: list[tuple[str, int, int]] = []
+    if isinstance(spec, EncoderSpec):
+        sizes += ((name, size, longest) for name, size in _encoder_sizes(spec))
+    else:
+        sizes += (*_sizes(spec, longest), *((*values, largest) for values in _convolutions(spec)))
+    for name, size, most in sizes:
         if size > most:
             raise CheckpointError(f"config.json: {name} is {size:,}, but the largest that is stored has {most:,}")
+
+
+def _encoder_sizes(spec: EncoderSpec) -> Iterator[tuple[str, int]]:
+    """Yield sizes that some dimension must have."""
+    yield "vocab_size", spec.vocab_size
+    yield "hidden_size", spec.width
+    yield "max_position_embeddings", spec.num_positions
+    yield "type_vocab_size", spec.num_token_types
+    yield "intermediate_size", max(layer.mlp.width for layer in spec.layers)
+    yield "num_labels", 0 if spec.head is None else len(spec.head.labels)
 
 
 def _sizes(spec: ModelSpec, longest: int) -> Iterator[tuple[str, int, int]]:

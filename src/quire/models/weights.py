@@ -12,6 +12,7 @@ from torch import Tensor
 from quire.errors import CheckpointError, shown
 from quire.models.checkpoint import Checkpoint
 from quire.models.decoder import Decoder
+from quire.models.encoder import Encoder
 from quire.models.spec import WeightMap
 from quire.models.stored_quantization import LayerWeight
 from quire.models.tensor_reader import DTYPES, STORED_DTYPES, TensorReader, join_parts
@@ -25,6 +26,8 @@ MOST_BROKEN_ROWS = 0.5
 # keys and values are for engines that round these by stored scales; here they keep their own.
 HARMLESS_SUFFIXES = (
     *("rotary_emb.inv_freq", "lm_head.weight"),
+    # The pooler of BERT is a head that embeddings do not use; the ids are a list of numbers.
+    *("pooler.dense.weight", "pooler.dense.bias", "embeddings.position_ids"),
     *("input_scale", "input_zero_point", "activation_scale"),
     *("k_scale", "v_scale", "q_scale", "kv_scale", "k_zero_point", "v_zero_point"),
 )
@@ -56,21 +59,21 @@ def choose_dtype(option: str, checkpoint: Checkpoint) -> torch.dtype:
     return DTYPES[name]
 
 
-def load_weights(checkpoint: Checkpoint, weight_map: WeightMap, decoder: Decoder) -> None:
-    """Fill a decoder's parameters from a checkpoint.
+def load_weights(checkpoint: Checkpoint, weight_map: WeightMap, model: Decoder | Encoder) -> None:
+    """Fill a model's parameters from a checkpoint.
 
     Names, shapes and dtypes are all checked before the first byte is read. Files are mapped, and what was taken from
-    them is let go, so that no more than the decoder itself and one parameter are ever in memory.
+    them is let go, so that no more than the model itself and one parameter are ever in memory.
 
     Args:
         checkpoint: the model's files.
         weight_map: parameter name -> names of the stored tensors that make it up, concatenated on dimension 0.
-        decoder: decoder to fill; tensors of other dtypes than its parameters are cast.
+        model: model to fill; tensors of other dtypes than its parameters are cast.
 
     Raises:
         CheckpointError: a tensor is missing, of a wrong shape or dtype, or not all numbers; the message names it.
     """
-    shapes = decoder.weights.shapes()
+    shapes = model.weights.shapes()
     weight_map = {name: tuple(checkpoint.sources_of(sources)) for name, sources in weight_map.items()}
     reader = TensorReader(checkpoint)
     for name, shape in shapes.items():
@@ -80,7 +83,7 @@ def load_weights(checkpoint: Checkpoint, weight_map: WeightMap, decoder: Decoder
         parts = [_as_rows(reader.read(source), len(shape)) for source in weight_map[name]]
         for source, part in zip(weight_map[name], parts, strict=True):
             check_finite(checkpoint, source, part, most=MOST_BROKEN_ROWS if name == EMBEDDING else 0.0)
-        decoder.weights.load(name, join_parts(parts, shape, decoder.weights.dtype(name)))
+        model.weights.load(name, join_parts(parts, shape, model.weights.dtype(name)))
         reader.let_go(weight_map[name])
 
 

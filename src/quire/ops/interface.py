@@ -18,6 +18,8 @@ from quire.ops.quantized_weight import StoredWeight
 # Activations of a gate: x * sigmoid(x); gelu (arXiv 1606.08415) with tanh in place of the error function; and that of
 # gpt-oss, x * sigmoid(ALPHA * x) with x limited to LIMIT, beside which `up` is clamped to +-LIMIT and increased by 1.
 Activation = Literal["silu", "gelu_tanh", "swigluoai"]
+# Activations of each value by itself, in models without gates or beside them; "gelu" is that with the error function.
+Elementwise = Literal["gelu", "gelu_tanh", "relu", "silu", "tanh"]
 SWIGLUOAI_ALPHA: Final = 1.702
 SWIGLUOAI_LIMIT: Final = 7.0
 # Vectors of int8 whose values are no larger are zeros: neither a scale nor a quotient is then ever subnormal.
@@ -351,6 +353,37 @@ class Ops(Protocol):
 
         Returns:
             [T, E], of the dtype of `x`.
+        """
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """Subtract the mean of rows and divide them by their standard deviation, then scale them.
+
+        Args:
+            x: [T, E].
+            weight: [E], of the dtype of `x`.
+            bias: [E], added at last; None for none.
+
+        Returns:
+            [T, E], of the dtype of `x`.
+        """
+
+    def activate(self, x: Tensor, activation: Elementwise) -> Tensor:
+        """Return the activation of each value of `x`."""
+
+    def ragged_attention(
+        self, qkv: Tensor, num_heads: int, row_starts: Sequence[int], rotation: Rotation | None, window: int | None
+    ) -> Tensor:
+        """Let each row see all rows of its sequence, before it and after it; nothing is cached.
+
+        Args:
+            qkv: [T, 3 * H * D], contiguous: query heads, key heads, value heads. Scores are divided by `sqrt(D)`.
+            num_heads: H.
+            row_starts: S + 1 numbers; sequence `s` owns rows `[row_starts[s], row_starts[s + 1])`.
+            rotation: rotation of queries and keys; None for none.
+            window: distance of the furthest row that a row sees on either side; None for all rows.
+
+        Returns:
+            [T, H * D], contiguous.
         """
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:

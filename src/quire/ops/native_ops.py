@@ -16,9 +16,11 @@ from quire.ops.gated import GatedLinear
 from quire.ops.interface import (
     Activation,
     AttentionBatch,
+    Elementwise,
     Linear,
     PagedKV,
     PagedStates,
+    Rotation,
     StateBatch,
     StepAttention,
     StepStates,
@@ -147,6 +149,20 @@ class NativeOps:
             output.data_ptr(),
         )
         return output
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """Normalise rows by torch."""
+        return self._torch.layer_norm(x, weight, bias, eps)
+
+    def activate(self, x: Tensor, activation: Elementwise) -> Tensor:
+        """Apply an activation to each value, by torch."""
+        return self._torch.activate(x, activation)
+
+    def ragged_attention(
+        self, qkv: Tensor, num_heads: int, row_starts: Sequence[int], rotation: Rotation | None, window: int | None
+    ) -> Tensor:
+        """Attend by torch."""
+        return self._torch.ragged_attention(qkv, num_heads, row_starts, rotation, window)
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """Gate rows [T, 2 F]."""

@@ -17,6 +17,7 @@ from quire.ops.interface import (
     SWIGLUOAI_LIMIT,
     Activation,
     AttentionBatch,
+    Elementwise,
     HeadNorms,
     Linear,
     PagedKV,
@@ -27,6 +28,7 @@ from quire.ops.interface import (
 from quire.ops.joined import pack_joined
 from quire.ops.quantized_weight import StoredWeight
 from quire.ops.recurrent_mixers import RecurrentMixers
+from quire.ops.reference_encoder import activate, layer_norm, ragged_attention
 from quire.ops.reference_quantised import ReferenceQuantisedLinear, ReferenceStoredLinear
 from quire.ops.reference_states import ReferenceStepStates
 from quire.ops.reordered import ReorderedLinear
@@ -90,6 +92,24 @@ class ReferenceOps:
     def sigmoid_gate(self, x: Tensor, gates: Tensor) -> Tensor:
         """Round the sigmoids, and multiply."""
         return x * torch.sigmoid(gates.float()).to(gates.dtype)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """Normalise in float32."""
+        return layer_norm(x, weight, bias, eps)
+
+    def activate(self, x: Tensor, activation: Elementwise) -> Tensor:
+        """Apply the definition in float32."""
+        return activate(x, activation)
+
+    def ragged_attention(
+        self, qkv: Tensor, num_heads: int, row_starts: Sequence[int], rotation: Rotation | None, window: int | None
+    ) -> Tensor:
+        """Attend row by row."""
+        if rotation is not None:
+            heads = qkv.view(len(qkv), 3 * num_heads, -1)
+            turned = rotary(heads[:, : 2 * num_heads], rotation)
+            qkv = torch.cat((turned, heads[:, 2 * num_heads :]), 1).flatten(1)
+        return ragged_attention(qkv, num_heads, row_starts, window)
 
     def gated_norm(self, x: Tensor, gates: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Gate and normalise in float32, part by part."""

@@ -12,9 +12,19 @@ from torch import Tensor
 from torch.nn import functional
 
 from quire.config import Quantization
-from quire.ops import torch_rows
+from quire.ops import torch_encoder, torch_rows
 from quire.ops.gated import GatedLinear
-from quire.ops.interface import Activation, AttentionBatch, Linear, PagedKV, PagedStates, StateBatch, StepAttention
+from quire.ops.interface import (
+    Activation,
+    AttentionBatch,
+    Elementwise,
+    Linear,
+    PagedKV,
+    PagedStates,
+    Rotation,
+    StateBatch,
+    StepAttention,
+)
 from quire.ops.joined import pack_joined
 from quire.ops.quantized_weight import StoredWeight
 from quire.ops.recurrent_mixers import RecurrentMixers
@@ -81,6 +91,20 @@ class TorchOps:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Normalise rows."""
         return torch_rows.rms_norm(x, weight, eps)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """Normalise rows."""
+        return torch_encoder.layer_norm(x, weight, bias, eps)
+
+    def activate(self, x: Tensor, activation: Elementwise) -> Tensor:
+        """Apply an activation to each value."""
+        return torch_encoder.activate(x, activation)
+
+    def ragged_attention(
+        self, qkv: Tensor, num_heads: int, row_starts: Sequence[int], rotation: Rotation | None, window: int | None
+    ) -> Tensor:
+        """Attend sequence by sequence."""
+        return torch_encoder.ragged_attention(qkv, num_heads, row_starts, rotation, window)
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """Gate rows."""

@@ -72,6 +72,7 @@ class Admission:
         prefetch: function called for each sequence before its prefix is matched; the sequence waits while it returns
             False.
         order: order of the requests, which decides about preemptions by priority.
+        whole_prompts: True where a sequence waits for a step that has the budget for all its tokens.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Admission:
         max_num_batched_tokens: int,
         prefetch: Callable[[Sequence], bool] | None = None,
         order: Order,
+        whole_prompts: bool = False,
     ) -> None:
         self._memory = memory
         self._queues = queues
@@ -94,6 +96,7 @@ class Admission:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._prefetch = prefetch
         self._order = order
+        self._whole_prompts = whole_prompts
 
     def preempt_lower_priority(self) -> bool:
         """Preempt running sequences of a lower priority where the first sequence that does not run lacks memory.
@@ -172,6 +175,8 @@ class Admission:
         """Admit a waiting sequence with its longest prefix hit, and schedule its first tokens, if all of them fit."""
         memory, num_tokens = self._memory, len(sequence.tokens)
         if slots_needed(sequence) > budget.num_slots or not self._is_prefetched(sequence):
+            return False
+        if self._whole_prompts and num_tokens > budget.num_tokens:
             return False
         hit = memory.match_prefix(sequence.chain, sequence.request.hit_limit)
         step = self._max_num_batched_tokens

@@ -17,7 +17,7 @@ from collections.abc import Sequence as Seq
 from quire.decoding import beams as beam_search
 from quire.decoding.drafting import Drafter
 from quire.decoding.stop import end_of_tokens
-from quire.errors import InvalidParameter, InvariantViolation
+from quire.errors import InvalidParameter, InvariantViolation, PromptTooLong
 from quire.memory.manager import KVCacheManager
 from quire.memory.results import NO_OPS
 from quire.scheduling.admission import Admission, check_can_ever_fit
@@ -50,6 +50,7 @@ class Scheduler:
         prefetch: function called for each sequence before its prefix is matched; while it returns False, the sequence
             and all after it wait.
         drafter: drafter that proposes tokens; None disables drafts.
+        whole_prompts: True to compute each prompt in one step, for models that see all of it at once.
 
     Attributes:
         waiting, running, swapped: see `Queues`.
@@ -70,6 +71,7 @@ class Scheduler:
         preemption_mode: str = "auto",
         prefetch: Callable[[Sequence], bool] | None = None,
         drafter: Drafter | None = None,
+        whole_prompts: bool = False,
     ) -> None:
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(f"{max_num_batched_tokens} tokens a step cannot serve {max_num_seqs} sequences")
@@ -77,6 +79,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.chunk_tokens: int | None = None
+        self._whole_prompts = whole_prompts
         self.stats = SchedulerStats()
         self.drafts = DraftSlots(memory, drafter, self.stats)
         self._queues = Queues()
@@ -97,13 +100,14 @@ class Scheduler:
             max_num_batched_tokens=max_num_batched_tokens,
             prefetch=prefetch,
             order=order,
+            whole_prompts=whole_prompts,
         )
 
     def add(self, request: Request) -> None:
         """Queue a request.
 
         Raises:
-            PromptTooLong: it does not fit even an empty KV cache.
+            PromptTooLong: it does not fit even an empty KV cache, or a step that must compute it whole.
             InvalidParameter: it has more samples or beams than can run at once.
             ValueError: its id is in use, or its prompt leaves no room within its own `max_total_tokens`.
         """
@@ -114,6 +118,8 @@ class Scheduler:
         if request.params.num_sequences > self.max_num_seqs:
             name = "n" if request.params.beam_width is None else "beam_width"
             raise InvalidParameter(name, request.params.num_sequences, f"at most max_num_seqs ({self.max_num_seqs})")
+        if self._whole_prompts and request.num_prompt > self.max_num_batched_tokens:
+            raise PromptTooLong(request.num_prompt, self.max_num_batched_tokens, "the token budget of a step")
         check_can_ever_fit(self.memory, request)
         self._registry.add(request)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from quire.errors import InvalidParameter
 from quire.sequences.param_checks import integer
@@ -14,14 +14,25 @@ MAX_DIMENSIONS = 1 << 20
 NO_SAMPLING: Final = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
 
 
+# The rows of a prompt whose hidden states are pooled: the last one, the first, the mean of all; or those that the head
+# of a model takes that classifies, whose logits are the result then.
+PoolingKind = Literal["last", "cls", "mean", "classify"]
+
+
 class Pooling(NamedTuple):
-    """Result of a pooled request at the last token of its prompt.
+    """Result of a pooled request.
 
     Args:
-        token_ids: tokens whose logits are the result; none for the hidden state after the last norm.
+        token_ids: tokens whose logits at the last token of the prompt are the result; none for a hidden state after the
+            last norm, or the logits of classes.
+        kind: see `PoolingKind`.
+        second_start: position of the first token of the second text of a pair, for models with token types; None for
+            one text.
     """
 
     token_ids: tuple[int, ...] = ()
+    kind: PoolingKind = "last"
+    second_start: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -248,8 +248,10 @@ class Request:
         """Number of prompt tokens that a prefix hit may cover, None for all.
 
         A hit gives no logits. While prompt log probabilities are missing, it may cover only positions for which those
-        of the next token are known.
+        of the next token are known. A mean needs the hidden states of all tokens.
         """
+        if self.pooling is not None and self.pooling.kind == "mean":
+            return 0
         if self.params.prompt_logprobs is None or self.num_known_prompt_logprobs >= self.num_prompt - 1:
             return None
         return self.num_known_prompt_logprobs

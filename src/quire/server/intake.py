@@ -13,7 +13,10 @@ from quire.server.errors import unavailable
 from quire.server.state import ServerState
 
 # Requests to these paths take a queue slot.
-POOLING = ("/v1/embeddings", "/v1/score", "/v1/rerank", "/rerank")
+POOLING = (
+    *("/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank", "/classify"),
+    *("/api/embed", "/api/embeddings"),
+)
 CHATS = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat", "/api/generate")
 GENERATING = frozenset({"/v1/completions", *CHATS, *POOLING})
 # Bytes of a body that are not counted: a connection reads this many ahead, and most bodies are shorter.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -137,9 +137,16 @@ async def show(state: ServerState, request: Request) -> Response:
             "template": "" if template is None else template.source,
             "details": _details(state),
             "model_info": {"general.architecture": "quire", "quire.context_length": resolved.max_model_len},
-            "capabilities": ["completion", *(["tools"] if state.tool_format is not None else [])],
+            "capabilities": _capabilities(state),
         }
     )
+
+
+def _capabilities(state: ServerState) -> list[str]:
+    """Return Ollama's names of what the model can do."""
+    if not state.llm.pooling.has_head:
+        return ["embedding"]
+    return ["completion", *(["tools"] if state.tool_format is not None else [])]
 
 
 async def version(state: ServerState, request: Request) -> Response:  # noqa: ARG001 - a route's signature
@@ -148,9 +155,16 @@ async def version(state: ServerState, request: Request) -> Response:  # noqa: AR
 
 
 async def _read(state: ServerState, request: Request) -> Fields:
+    return await read_body(state, request, UNSUPPORTED, KNOWN_FIELDS)
+
+
+async def read_body(
+    state: ServerState, request: Request, unsupported: Mapping[str, Refusal], known: Collection[str]
+) -> Fields:
+    """Return the fields of a request for the served model, which `:latest` may follow; see `models.read_fields`."""
     fields = Fields(await state.bodies.read_object(request))
-    fields.refuse(UNSUPPORTED)
-    fields.log_unknown(KNOWN_FIELDS)
+    fields.refuse(unsupported)
+    fields.log_unknown(known)
     name = fields.text("model") or fields.text("name")
     if name is not None and name != f"{state.llm.model_name}{LATEST}":
         check_name(state, name)

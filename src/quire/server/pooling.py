@@ -1,4 +1,4 @@
-"""`POST /v1/embeddings`, `/v1/score`, `/v1/rerank` and `/rerank`: answers without generated tokens."""
+"""`POST /v1/embeddings`, `/v1/score`, `/v1/rerank` and `/classify`: answers without generated tokens."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ ENCODINGS = ("float", "base64")
 _COMMON = ("model", "priority", "cache_salt", *LABEL_FIELDS)
 EMBEDDING_FIELDS = (
     *(*_COMMON, "input", "encoding_format", "dimensions", "normalize"),
-    *("truncate_prompt_tokens", "add_special_tokens"),
+    *("truncate_prompt_tokens", "add_special_tokens", "prompt_name"),
 )
-SCORE_FIELDS = (*_COMMON, "text_1", "text_2", "queries", "documents", "instruction")
-RERANK_FIELDS = (*_COMMON, "query", "documents", "top_n", "return_documents", "instruction")
+_SCORED = (*_COMMON, "documents", "instruction", "truncate_prompt_tokens", "use_activation")
+SCORE_FIELDS = (*_SCORED, "text_1", "text_2", "queries")
+RERANK_FIELDS = (*_SCORED, "query", "top_n", "return_documents")
+CLASSIFY_FIELDS = (*_COMMON, "input", "truncate_prompt_tokens", "add_special_tokens", "use_activation")
 # Makes the fields of an answer from the results of its prompts.
 Build = Callable[[list[tuple[float, ...]]], dict[str, Any]]
 
@@ -63,7 +65,7 @@ class PooledReply:
 async def embeddings(state: ServerState, request: Request) -> ASGIApp:
     """Answer `POST /v1/embeddings`: an embedding of each input."""
     fields = await read_fields(state, request, NEVER_IGNORED, EMBEDDING_FIELDS)
-    inputs = read_prompts(fields.get("input"), max_prompts(state), "input")
+    given = read_prompts(fields.get("input"), max_prompts(state), "input")
     encoding = fields.text("encoding_format") or "float"
     if encoding not in ENCODINGS:
         raise InvalidParameter("encoding_format", encoding, f"one of {', '.join(ENCODINGS)}")
@@ -80,9 +82,38 @@ async def embeddings(state: ServerState, request: Request) -> ASGIApp:
         )
         return {"data": JsonArray(data)}
 
+    inputs = config.with_prompt(given, fields.text("prompt_name"))
+    return await _answer_inputs(state, request, fields, inputs, Pooling(kind=config.kind), build)
+
+
+async def classify(state: ServerState, request: Request) -> ASGIApp:
+    """Answer `POST /classify`: the scores of the classes of each input."""
+    from quire.engine.scoring import CLASSES, class_scores  # the server starts before the engine is imported
+
+    fields = await read_fields(state, request, NEVER_IGNORED, CLASSIFY_FIELDS)
+    inputs = read_prompts(fields.get("input"), max_prompts(state), "input")
+    head = state.llm.pooling.require_classes()
+    use_activation = fields.flag("use_activation", True)
+
+    def build(values: list[tuple[float, ...]]) -> dict[str, Any]:
+        each = [class_scores(head, logits, use_activation=use_activation) for logits in values]
+        data = [
+            {"index": idx, "label": head.labels[scores.index(max(scores))], "probs": scores, "num_classes": len(scores)}
+            for idx, scores in enumerate(each)
+        ]
+        return {"data": data}
+
+    return await _answer_inputs(state, request, fields, inputs, CLASSES, build)
+
+
+async def _answer_inputs(
+    state: ServerState, request: Request, fields: Fields, inputs: Sequence[Any], pooling: Pooling, build: Build
+) -> ASGIApp:
+    """Run a pooled request for each input and return the response."""
+    params = PoolingParams(truncate_prompt_tokens=fields.get("truncate_prompt_tokens"))
     special = fields.flag("add_special_tokens", True)
     prepare = partial(
-        state.llm.texts.prepare_pooled, inputs, Pooling(), params.truncate_prompt_tokens, add_special_tokens=special
+        state.llm.texts.prepare_pooled, inputs, pooling, params.truncate_prompt_tokens, add_special_tokens=special
     )
     return await _answer(
         state, request, fields, len(inputs), prepare, build, {"prompt": "input", "prompt_token_ids": "input"}
@@ -90,7 +121,7 @@ async def embeddings(state: ServerState, request: Request) -> ASGIApp:
 
 
 async def score(state: ServerState, request: Request) -> ASGIApp:
-    """Answer `POST /v1/score`: a score of each document for its query."""
+    """Answer `POST /v1/score` and `/score`: a score of each document for its query."""
     fields = await read_fields(state, request, NEVER_IGNORED, SCORE_FIELDS)
     names = ("queries", "documents") if fields.get("queries") is not None else ("text_1", "text_2")
 
@@ -101,7 +132,7 @@ async def score(state: ServerState, request: Request) -> ASGIApp:
 
 
 async def rerank(state: ServerState, request: Request) -> ASGIApp:
-    """Answer `POST /v1/rerank` and `POST /rerank`: the documents in the order of their scores, the best first."""
+    """Answer `POST /v1/rerank`, `/v2/rerank` and `/rerank`: the documents in the order of their scores."""
     fields = await read_fields(state, request, NEVER_IGNORED, RERANK_FIELDS)
     query, documents = fields.text("query"), _texts(fields.get("documents"))
     if query is None:
@@ -138,9 +169,15 @@ async def _score(
         if isinstance(each, list) and len(each) > limit:
             raise InvalidParameter(name, f"{len(each)} texts", f"at most {limit} texts")
     queries, documents = texts
-    job = make_score_job(state.llm.pooling, queries, documents, fields.text("instruction"), names)
+    activation = fields.flag("use_activation", True)
+    job = make_score_job(state.llm.pooling, queries, documents, fields.text("instruction"), names, activation)
+    params = PoolingParams(truncate_prompt_tokens=fields.get("truncate_prompt_tokens"))
     prepare = partial(
-        state.llm.texts.prepare_pooled, job.prompts, job.pooling, add_special_tokens=job.adds_special_tokens
+        state.llm.texts.prepare_pooled,
+        job.prompts,
+        job.pooling,
+        params.truncate_prompt_tokens,
+        add_special_tokens=job.adds_special_tokens,
     )
     return await _answer(
         state,

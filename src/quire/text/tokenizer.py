@@ -199,6 +199,44 @@ class Tokenizer:
         end = len(token_ids) - len(after)
         return token_ids[: min(end, num_tokens - len(after))] + token_ids[end:]
 
+    def encode_pair(self, first: str, second: str, *, num_tokens: int | None = None) -> tuple[list[int], int | None]:
+        """Convert two texts to the token ids of one, with the model's special tokens around and between them.
+
+        Args:
+            first, second: texts, each of at most the characters that are tokenized at once.
+            num_tokens: limit to which the longer text is cut, then both alike; None for no limit.
+
+        Returns:
+            The token ids, and the position of the first one of token type 1; None where all types are 0.
+
+        Raises:
+            InvalidParameter: see `encode`; or the special tokens leave no room for the texts.
+        """
+        for text in (first, second):
+            if len(text) > self._long_texts.piece_chars:
+                allowed = f"texts of at most {self._long_texts.piece_chars} characters in a pair"
+                raise InvalidParameter("prompt", f"{len(text)} characters", allowed)
+        try:
+            library = self._library
+            one, two = guarded(library.encode_batch, [first, second], add_special_tokens=False)
+            num_special: int = library.num_special_tokens_to_add(True)
+            if num_tokens is not None and num_tokens <= num_special:
+                allowed = f"more than the {num_special} special tokens of a pair"
+                raise InvalidParameter("truncate_prompt_tokens", num_tokens, allowed)
+            if num_tokens is not None:
+                lengths = _longest_first(len(one), len(two), num_tokens - num_special)
+                for part, length in zip((one, two), lengths, strict=True):
+                    part.truncate(length)
+            encoding = library.post_process(one, two)
+        except RequestError:
+            raise
+        except (TypeError, UnicodeEncodeError) as error:  # lone surrogates
+            raise InvalidParameter("prompt", [first, second], "Unicode text without lone surrogates") from error
+        except Exception as error:  # the library raises nothing narrower
+            raise InvalidParameter("prompt", first, f"text that the tokenizer can express ({error})") from error
+        types: list[int] = encoding.type_ids
+        return encoding.ids, types.index(1) if 1 in types else None
+
     def prepare_long_texts(self) -> None:
         """Prepare the tokenization of long texts, which blocks other threads, ahead of the first one."""
         with suppress(Exception):  # a failure of the library is reported with the first long text
@@ -296,6 +334,14 @@ class Tokenizer:
         except InvalidParameter:  # the decoder fails on this token; all others must stay usable
             return "\ufffd".encode()
         return twice[len(once) :].encode()
+
+
+def _longest_first(first: int, second: int, limit: int) -> tuple[int, int]:
+    """Return the lengths of two texts of at most `limit` tokens: the longer is cut to the shorter, then both alike."""
+    if first + second <= limit:
+        return first, second
+    shorter = min(first, second, limit // 2)
+    return (shorter, limit - shorter) if first <= second else (limit - shorter, shorter)
 
 
 def _fallback_byte(token: str) -> int | None:

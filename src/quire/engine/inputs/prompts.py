@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from quire.engine.inputs.embeddings import EmbeddingsReader
@@ -33,20 +34,39 @@ class TokenPrompt(NamedTuple):
     media: tuple[Media, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class TextPair:
+    """Two texts of one prompt, such as a query and a document.
+
+    Args:
+        first, second: the texts.
+    """
+
+    first: str
+    second: str
+
+
 class PromptReader(NamedTuple):
     """Converts prompts to token ids, for one model.
 
     Args:
         tokenizer: the tokenizer; None refuses text.
         vocab_size: exclusive upper limit of token ids.
-        max_model_len: context length; a prompt must leave room for one more token.
+        max_model_len: context length.
         media_reader: reader of media; None, where the data plane accepts no embeddings, refuses them.
+        is_encoder: True where a prompt may fill the context; else it must leave room for one more token.
     """
 
     tokenizer: Tokenizer | None
     vocab_size: int
     max_model_len: int
     media_reader: EmbeddingsReader | None = None
+    is_encoder: bool = False
+
+    @property
+    def max_prompt_len(self) -> int:
+        """Maximum number of tokens of a prompt."""
+        return self.max_model_len if self.is_encoder else self.max_model_len - 1
 
     def read(self, prompt: object, *, add_special_tokens: bool = True) -> TokenPrompt:
         """Convert a prompt to token ids.
@@ -59,7 +79,7 @@ class PromptReader(NamedTuple):
         Raises:
             InvalidParameter: another type, an empty prompt, a token id outside the vocabulary, text that is not
                 Unicode, or invalid media; see `EmbeddingsReader`.
-            PromptTooLong: more than `max_model_len - 1` tokens.
+            PromptTooLong: more than `max_prompt_len` tokens.
             UnsupportedFeature: text without a tokenizer, or media for a data plane that accepts no embeddings.
         """
         if isinstance(prompt, TokenPrompt):
@@ -87,10 +107,7 @@ class PromptReader(NamedTuple):
         Raises:
             InvalidParameter: more tokens than fit, or fewer than the special tokens; or a text that is not Unicode.
         """
-        most = self.max_model_len - 1
-        if num_tokens > most:
-            raise InvalidParameter("truncate_prompt_tokens", num_tokens, f"-1, or at most {most}")
-        limit = most if num_tokens == -1 else num_tokens
+        limit = self._kept_tokens(num_tokens)
         if isinstance(prompt, Mapping) and len(prompt) == 1:
             (prompt,) = prompt.values()
         if isinstance(prompt, str) and self.tokenizer is not None:
@@ -98,10 +115,45 @@ class PromptReader(NamedTuple):
             return TokenPrompt(check_token_ids("prompt", kept, self.vocab_size), prompt) if kept else prompt
         return prompt[:limit] if isinstance(prompt, list | tuple) else prompt
 
+    def read_pair(self, pair: TextPair, truncate_prompt_tokens: int | None) -> tuple[TokenPrompt, int | None]:
+        """Convert two texts to the token ids of one prompt, with the tokenizer's special tokens for a pair.
+
+        Args:
+            pair: the texts.
+            truncate_prompt_tokens: number of tokens to which the prompt is cut, the longer text first; -1 for as many
+                as fit, None refuses a prompt that does not fit.
+
+        Returns:
+            The prompt, and the position of the first token whose token type is 1; None where all types are 0.
+
+        Raises:
+            InvalidParameter: see `Tokenizer.encode_pair` and `truncate`.
+            PromptTooLong: more than `max_prompt_len` tokens.
+            UnsupportedFeature: the engine has no tokenizer.
+        """
+        if self.tokenizer is None:
+            raise UnsupportedFeature("prompt", "this engine runs without a tokenizer; give prompt_token_ids")
+        limit = None if truncate_prompt_tokens is None else self._kept_tokens(truncate_prompt_tokens)
+        token_ids, second_start = self.tokenizer.encode_pair(pair.first, pair.second, num_tokens=limit)
+        if not token_ids:
+            raise InvalidParameter("prompt", pair.first, "at least one token long, with its pair")
+        return TokenPrompt(self._check(token_ids), None), second_start
+
+    def _kept_tokens(self, truncate_prompt_tokens: int) -> int:
+        """Return the number of tokens that `truncate_prompt_tokens` keeps.
+
+        Raises:
+            InvalidParameter: more than fit.
+        """
+        most = self.max_prompt_len
+        if truncate_prompt_tokens > most:
+            raise InvalidParameter("truncate_prompt_tokens", truncate_prompt_tokens, f"-1, or at most {most}")
+        return most if truncate_prompt_tokens == -1 else truncate_prompt_tokens
+
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if self.tokenizer is None:
             raise UnsupportedFeature("prompt", "this engine runs without a tokenizer; give prompt_token_ids")
-        most = self.max_model_len - 1
+        most = self.max_prompt_len
         try:
             token_ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens, max_tokens=most)
         except TooManyTokens as error:
@@ -111,8 +163,8 @@ class PromptReader(NamedTuple):
         return token_ids
 
     def _check(self, token_ids: Sequence[object]) -> list[int]:
-        if len(token_ids) >= self.max_model_len:
-            raise too_long(TooManyTokens(len(token_ids), is_exact=True), self.max_model_len - 1, self.max_model_len)
+        if len(token_ids) > self.max_prompt_len:
+            raise too_long(TooManyTokens(len(token_ids), is_exact=True), self.max_prompt_len, self.max_model_len)
         return check_token_ids("prompt_token_ids", token_ids, self.vocab_size)
 
     def _read_mapping(self, prompt: Mapping[str, object], *, add_special_tokens: bool) -> TokenPrompt:

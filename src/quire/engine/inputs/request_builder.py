@@ -6,7 +6,7 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from quire.config import ResolvedConfig
-from quire.engine.inputs.prompts import Prompt, PromptReader, TokenPrompt
+from quire.engine.inputs.prompts import Prompt, PromptReader, TextPair, TokenPrompt
 from quire.engine.inputs.tokenized_params import TokenizedParams, tokenize_params
 from quire.errors import InvalidParameter, UnsupportedFeature
 from quire.memory.prefix.token_chain import Namespace
@@ -118,7 +118,7 @@ class RequestBuilder:
 
     def prepare_pooled(
         self,
-        prompt: Prompt,
+        prompt: Prompt | TextPair,
         pooling: Pooling,
         truncate_prompt_tokens: int | None = None,
         *,
@@ -127,7 +127,7 @@ class RequestBuilder:
         """Convert the prompt of a pooled request to tokens; thread-safe. `NO_SAMPLING` are its parameters.
 
         Args:
-            prompt: see `PromptReader.read`.
+            prompt: see `PromptReader.read`; or two texts, which always have the tokenizer's special tokens.
             pooling: result of the request.
             truncate_prompt_tokens: see `PoolingParams`.
             add_special_tokens: True to add the tokenizer's special tokens to a text prompt.
@@ -135,6 +135,9 @@ class RequestBuilder:
         Raises:
             RequestError: a field is refused.
         """
+        if isinstance(prompt, TextPair):
+            read, second_start = self._prompts.read_pair(prompt, truncate_prompt_tokens)
+            return PreparedRequest(read, TokenizedParams(), pooling._replace(second_start=second_start))
         if truncate_prompt_tokens is not None:
             prompt = self._prompts.truncate(prompt, truncate_prompt_tokens, add_special_tokens=add_special_tokens)
         return self.prepare(prompt, NO_SAMPLING, add_special_tokens=add_special_tokens)._replace(pooling=pooling)
@@ -180,7 +183,7 @@ class RequestBuilder:
             raise UnsupportedFeature("prompt", "the checkpoint has no output head: this engine makes embeddings only")
         if params.speculative and not can_guess:
             raise UnsupportedFeature("speculative", "this engine guesses no tokens; see speculative_method")
-        num_prompt, limit = len(tokens.token_ids), self._config.max_model_len
+        num_prompt = len(tokens.token_ids)
         grammar = None
         if params.thinking_token_budget is not None and (params.thinking is None or self._grammars is None):
             why = "no markers of thinking are known; chats know them from the model's template"
@@ -193,7 +196,7 @@ class RequestBuilder:
             request_id=request_id,
             prompt_token_ids=tokens.token_ids,
             params=params.clone(),  # the caller may assign to theirs
-            max_total_tokens=limit if params.max_tokens is None else min(limit, num_prompt + params.max_tokens),
+            max_total_tokens=self._max_total_tokens(num_prompt, params),
             end_token_ids=frozenset() if params.ignore_eos else self.end_token_ids,
             arrival=arrival,
             seed=self._seed(arrival) if params.seed is None else params.seed,
@@ -210,6 +213,11 @@ class RequestBuilder:
         if params.allowed_token_ids is not None and set(params.allowed_token_ids) <= set(request.suppressed_ids):
             raise InvalidParameter("min_tokens", params.min_tokens, "0 where all allowed_token_ids end the output")
         return request, tokens.text
+
+    def _max_total_tokens(self, num_prompt: int, params: SamplingParams) -> int:
+        # An encoder ends with the prompt, which may fill the context: the one token more is never computed.
+        limit = self._config.max_prompt_len + 1
+        return limit if params.max_tokens is None else min(limit, num_prompt + params.max_tokens)
 
     def _seed(self, number: int) -> int:
         """Return the seed of a request without one, derived from the engine's seed and the request's number."""

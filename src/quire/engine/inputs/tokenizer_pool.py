@@ -8,7 +8,7 @@ from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
-from quire.engine.inputs.prompts import Prompt, too_long
+from quire.engine.inputs.prompts import Prompt, TextPair, too_long
 from quire.engine.inputs.request_builder import PreparedRequest, RequestBuilder
 from quire.errors import InvalidParameter, TextsFull, UnsupportedFeature
 from quire.platform.threads import WorkerThreads
@@ -83,7 +83,7 @@ class TokenizerPool:
 
     async def prepare_pooled(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Prompt | TextPair],
         pooling: Pooling,
         truncate_prompt_tokens: int | None = None,
         *,
@@ -201,6 +201,8 @@ def _as_list(value: object) -> list[Any]:
 
 def _length(prompt: object) -> int:
     """Return the number of characters of a prompt; token ids count as 0, since they take no time."""
+    if isinstance(prompt, TextPair):
+        return len(prompt.first) + len(prompt.second)
     if isinstance(prompt, Mapping):
         prompt = prompt.get("prompt")
     return len(prompt) if isinstance(prompt, str) else 0

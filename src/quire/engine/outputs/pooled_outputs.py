@@ -45,7 +45,7 @@ class ScoringOutput:
     """A score.
 
     Args:
-        score: 0 to 1 of a reranker, -1 to 1 of embeddings; higher for a better match.
+        score: 0 to 1 of a reranker, -1 to 1 of cosines; higher for a better match.
     """
 
     score: float
@@ -70,11 +70,46 @@ class ScoringRequestOutput:
     finished: bool = True
 
 
+@dataclass(slots=True)
+class ClassificationOutput:
+    """The classes of a text.
+
+    Args:
+        probs: score of each class, in the order of the model's classes.
+    """
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes."""
+        return len(self.probs)
+
+
+@dataclass(slots=True)
+class ClassificationRequestOutput:
+    """The classes of one prompt.
+
+    Args:
+        request_id: name of the request.
+        outputs: the classes.
+        prompt_token_ids: the prompt's token ids.
+        num_cached_tokens: always 0.
+        finished: always True.
+    """
+
+    request_id: str
+    outputs: ClassificationOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
+
+
 def embedding_of(values: Sequence[float], dimensions: int | None, *, normalize: bool) -> list[float]:
     """Return the embedding of a hidden state.
 
     Args:
-        values: the hidden state after the last norm, E values.
+        values: the pooled hidden state after the last norm, E values.
         dimensions: number of leading values to keep; None keeps all.
         normalize: True to scale what is kept to length 1.
     """

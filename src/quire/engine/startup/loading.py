@@ -31,11 +31,14 @@ from quire.engine.engine import Engine
 from quire.engine.inputs.embeddings import EmbeddingsReader
 from quire.engine.kv.disk_prefetch import DiskPrefetcher
 from quire.engine.startup.disk_cache import make_disk_prefetcher, open_disk
-from quire.engine.startup.generation_defaults import default_params
+from quire.engine.startup.encoders import encoder_config, open_encoder
+from quire.engine.startup.model_defaults import read_default_params, read_end_token_ids
 from quire.engine.startup.speculation import load_draft, make_speculation
 from quire.engine.startup.wrappers import Wrappers
 from quire.errors import ConfigError, RequestError
 from quire.execution.build import build_runner
+from quire.execution.encoder_runner import EncoderRunner
+from quire.execution.executor import Runner
 from quire.execution.gpu_memory_profile import StepLimits, measure_step_cost
 from quire.execution.runner import InProcessExecutor
 from quire.kvstore.disk_blocks import DiskBlocks
@@ -48,6 +51,8 @@ from quire.memory.specs import KVCacheSpec
 from quire.models.cache_layout import cache_specs
 from quire.models.checkpoint import Checkpoint, locate
 from quire.models.decoder import Decoder
+from quire.models.encoder import Encoder
+from quire.models.families.encoders import find_encoder
 from quire.models.loading import load_decoder
 from quire.models.mtp import MTPHead
 from quire.models.pooling_config import PoolingConfig, read_pooling
@@ -59,7 +64,7 @@ from quire.scheduling.scheduler import Scheduler
 from quire.structured.grammar_cache import GrammarCache
 from quire.structured.grammar_compiler import GrammarCompiler
 from quire.text.chat_template import ChatTemplate
-from quire.text.gguf_tokenizer import end_token_ids, read_gguf_tokenizer
+from quire.text.gguf_tokenizer import read_gguf_tokenizer
 from quire.text.tokenizer import Tokenizer
 from quire.text.tokenizer_files import read_template
 
@@ -99,44 +104,42 @@ def load(config: EngineConfig, *, wrap: Wrappers | None = None) -> LoadedModel:
     tokenizer = _tokenizer(options, checkpoint)
     dtype = choose_dtype(options.dtype, checkpoint)
     _prepare_process(options)
-    decoder = wrap.decoder(_load_decoder(options, checkpoint, device, dtype, wrap.ops))
-    load_decoder_of = partial(_load_decoder, options, device=device, dtype=dtype)
-    guide, draft = load_draft(config, checkpoint, decoder, tokenizer, load_decoder_of)
+    model: Decoder | Encoder
+    guide: Checkpoint | None = None
+    draft: Decoder | None = None
+    if find_encoder(checkpoint.config) is not None:
+        model = open_encoder(options, checkpoint, device, dtype, wrap.ops)
+        config = encoder_config(config, checkpoint, model.spec, device)
+    else:
+        model = wrap.decoder(_load_decoder(options, checkpoint, device, dtype, wrap.ops))
+        load_decoder_of = partial(_load_decoder, options, device=device, dtype=dtype)
+        guide, draft = load_draft(config, checkpoint, model, tokenizer, load_decoder_of)
     stored = _stored(config, dtype)
-    groups = [spec for each in (decoder, draft) if each for spec in _groups(config, each, stored)]
-    step = _step_cost(config, decoder, draft, device, stored)
-    machine = probe(device)
-    config, limit = fit_context(config, groups, machine, decoder.spec.max_position, step)
-    resolved = replace(resolve(config, machine, _facts(config, decoder, groups, step, device)), fitted_from=limit)
+    groups = [spec for each in (model, draft) if each for spec in _groups(config, each, stored)]
+    step = _step_cost(config, model, draft, device, stored)
+    machine, limit = probe(device), None
+    if not isinstance(model, Encoder):
+        config, limit = fit_context(config, groups, machine, model.spec.max_position, step)
+    resolved = replace(resolve(config, machine, _facts(config, model, groups, step, device)), fitted_from=limit)
     torch.set_num_threads(resolved.num_threads)
     for line in resolved.lines():
         logger.info(line)
     sizing = size_pool(groups, resolved.num_blocks)
     check_pin_limit(resolved, sizing)
     name = options.served_names[0]
-    pooling = read_pooling(checkpoint, decoder.spec.width, tokenizer, options.classifier_from_token)
-    ends = _end_token_ids(checkpoint, tokenizer)
-    grammars = _grammars(config, tokenizer, decoder.spec.vocab_size, ends)
+    pooling = read_pooling(checkpoint, model.spec, tokenizer, options.classifier_from_token)
+    ends = read_end_token_ids(checkpoint, tokenizer)
+    grammars = _grammars(config, tokenizer, model.spec.vocab_size, ends)
     disk = None
-    if config.cache.prefix_cache_dir is not None:
-        models = [(each, model.spec) for each, model in ((checkpoint, decoder), (guide, draft)) if each and model]
+    if config.cache.prefix_cache_dir is not None and not isinstance(model, Encoder):
+        models = [(each, of.spec) for each, of in ((checkpoint, model), (guide, draft)) if each and of]
         disk = open_disk(config, models, resolved, groups, dtype)
     with ExitStack() as stack:
         if disk is not None:
             stack.callback(disk.close)
         memory = _memory(resolved, sizing, _open_log(config.cache.record_memory), disk)
-        runner = build_runner(
-            decoder,
-            num_blocks=[len(group.pool.ref_counts) for group in memory.groups],
-            block_size=resolved.block_size,
-            device=device,
-            dtype=dtype,
-            stored=stored,
-            host_bytes=resolved.host_bytes,
-            disk=disk,
-            draft=draft,
-            grammars=None if grammars is None else grammars.cache,
-        )
+        cache = None if grammars is None else grammars.cache
+        runner = _runner(model, draft, memory, resolved, dtype=dtype, stored=stored, disk=disk, grammars=cache)
         disk_prefetch = None if disk is None else make_disk_prefetcher(memory, disk, resolved, groups)
         speculation = make_speculation(config.speculative)
         engine = Engine(
@@ -148,14 +151,14 @@ def load(config: EngineConfig, *, wrap: Wrappers | None = None) -> LoadedModel:
             cache_name=":".join((name, str(dtype), stored, *filter(None, [options.quantization]))),
             disk_prefetch=disk_prefetch,
             # Keyed with the memory manager's secret, which is stored with a prefix cache on disk.
-            media_reader=EmbeddingsReader(decoder.spec.width, dtype, memory.chain([], Namespace("media")).root[0]),
+            media_reader=_media_reader(model, memory),
             speculation=speculation,
             grammars=grammars,
         )
         engine.requests.can_generate = pooling.has_head
         # From here on the engine closes the disk.
         stack.pop_all()
-    return LoadedModel(name, engine, default_params(checkpoint, options.generation_config), pooling)
+    return LoadedModel(name, engine, read_default_params(checkpoint, options.generation_config), pooling)
 
 
 def _tokenizer(options: ModelConfig, checkpoint: Checkpoint) -> Tokenizer | None:
@@ -216,19 +219,54 @@ def _load_decoder(
     )
 
 
-def _groups(config: EngineConfig, decoder: Decoder, stored: str) -> tuple[KVCacheSpec, ...]:
+def _runner(
+    model: Decoder | Encoder,
+    draft: Decoder | None,
+    memory: KVCacheManager,
+    resolved: ResolvedConfig,
+    *,
+    dtype: torch.dtype,
+    stored: str,
+    disk: DiskBlocks | None,
+    grammars: GrammarCache | None,
+) -> Runner:
+    """Return the runner of the model, with the KV memory of a decoder."""
+    if isinstance(model, Encoder):
+        return EncoderRunner(model)
+    return build_runner(
+        model,
+        num_blocks=[len(group.pool.ref_counts) for group in memory.groups],
+        block_size=resolved.block_size,
+        device=resolved.device,
+        dtype=dtype,
+        stored=stored,
+        host_bytes=resolved.host_bytes,
+        disk=disk,
+        draft=draft,
+        grammars=grammars,
+    )
+
+
+def _media_reader(model: Decoder | Encoder, memory: KVCacheManager) -> EmbeddingsReader | None:
+    """Return the reader of prompts' embeddings; None for an encoder, which takes none."""
+    if isinstance(model, Encoder):
+        return None
+    return EmbeddingsReader(model.spec.width, model.dtype, memory.chain([], Namespace("media")).root[0])
+
+
+def _groups(config: EngineConfig, model: Decoder | Encoder, stored: str) -> tuple[KVCacheSpec, ...]:
     """Return the cache groups of a model, in the order of its storages."""
-    return cache_specs(decoder.spec, config.cache.block_size, CACHE_DTYPES[stored], decoder.dtype.itemsize)
+    return cache_specs(model.spec, config.cache.block_size, CACHE_DTYPES[stored], model.dtype.itemsize)
 
 
 def _facts(
-    config: EngineConfig, decoder: Decoder, groups: Sequence[KVCacheSpec], step: StepCost, device: str
+    config: EngineConfig, model: Decoder | Encoder, groups: Sequence[KVCacheSpec], step: StepCost, device: str
 ) -> ModelFacts:
     """Return the model's facts for the resolution of the configuration.
 
     Args:
         config: configuration of the engine.
-        decoder: the model.
+        model: the model.
         groups: the cache groups.
         step: memory of the largest step.
         device: "cpu" or "cuda".
@@ -237,19 +275,20 @@ def _facts(
     def concurrency(num_blocks: int) -> int:
         return memory_concurrency(config, size_pool(groups, num_blocks), max_model_len, device)
 
-    max_model_len = context_length(config.model.max_model_len, decoder.spec.max_position)
+    max_model_len = context_length(config.model.max_model_len, model.spec.max_position)
     interval = config.cache.state_snapshot_interval
     return ModelFacts(
-        max_position=decoder.spec.max_position,
+        max_position=model.spec.max_position,
         bytes_per_token=tokens_bytes(groups) // config.cache.block_size,
-        vocab_size=decoder.spec.vocab_size,
-        num_parameters=sum(math.prod(shape) for shape in decoder.weights.shapes().values()),
-        dtype=_name(decoder.dtype),
-        kernels=decoder.kernels,
+        vocab_size=model.spec.vocab_size,
+        num_parameters=sum(math.prod(shape) for shape in model.weights.shapes().values()),
+        dtype=_name(model.dtype),
+        kernels=model.kernels,
         most_bytes=most_bytes(groups, max_model_len, config.scheduler.max_num_seqs, interval),
         longest_bytes=_longest_bytes(groups, max_model_len),
         concurrency=concurrency,
         step=step,
+        is_encoder=isinstance(model, Encoder),
     )
 
 
@@ -273,28 +312,30 @@ def _stored(config: EngineConfig, dtype: torch.dtype) -> str:
     return stored
 
 
-def _step_cost(config: EngineConfig, decoder: Decoder, draft: Decoder | None, device: str, stored: str) -> StepCost:
-    """Return the GPU memory of a step; zero on a CPU, where it is not measured.
+def _step_cost(
+    config: EngineConfig, model: Decoder | Encoder, draft: Decoder | None, device: str, stored: str
+) -> StepCost:
+    """Return the GPU memory of a step; zero on a CPU, where it is not measured, and for an encoder.
 
     Args:
         config: configuration of the engine.
-        decoder: the model.
+        model: the model.
         draft: a draft model, which runs before it, or its MTP head, which runs after it too.
         device: "cpu" or "cuda".
         stored: dtype of stored keys and values.
     """
-    if device == "cpu":
+    if device == "cpu" or isinstance(model, Encoder):
         return StepCost()
     limits = StepLimits(
         config.scheduler.max_num_seqs,
         step_tokens(config.scheduler, device),
-        context_length(config.model.max_model_len, decoder.spec.max_position),
+        context_length(config.model.max_model_len, model.spec.max_position),
         config.cache.block_size,
         config.speculative.num_tokens,
     )
     if isinstance(draft, MTPHead):
-        return measure_step_cost(decoder, limits, decoder.dtype, stored, draft)
-    costs = [measure_step_cost(each, limits, each.dtype, stored) for each in (decoder, draft) if each]
+        return measure_step_cost(model, limits, model.dtype, stored, draft)
+    costs = [measure_step_cost(each, limits, each.dtype, stored) for each in (model, draft) if each]
     return StepCost(
         fixed_bytes=max(cost.fixed_bytes for cost in costs), bytes_per_token=max(cost.bytes_per_token for cost in costs)
     )
@@ -372,15 +413,8 @@ def _scheduler(
         preemption_mode=resolved.preemption_mode if resolved.swap_space else "recompute",
         prefetch=None if disk_prefetch is None else disk_prefetch.prepare,
         drafter=drafter,
+        whole_prompts=resolved.is_encoder,
     )
-
-
-def _end_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """Return the tokens that end a sequence: those of the configs, and the tokenizer's own end token."""
-    ids = {*checkpoint.eos_token_ids, *end_token_ids(checkpoint.gguf_fields or {})}
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        ids.add(tokenizer.eos_token_id)
-    return frozenset(ids)
 
 
 def _grammars(

@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from quire.errors import CheckpointError, UnsupportedModel, shown
+from quire.models.encoder_spec import EncoderSpec
 from quire.models.families.base_models import causal_name
+from quire.models.families.encoders import ENCODERS, build_encoder, find_encoder
 from quire.models.families.falcon_h1 import falcon_h1
 from quire.models.families.gemma3 import gemma3, gemma3_of_text_and_images
 from quire.models.families.gemma4 import gemma4, gemma4_of_text_and_images
@@ -53,16 +55,29 @@ FAMILIES: Final[dict[str, Callable[[HFConfig], tuple[ModelSpec, WeightMap]]]] = 
 }
 
 
+def read_model(config: Mapping[str, Any]) -> tuple[ModelSpec | EncoderSpec, WeightMap]:
+    """Read a checkpoint's configuration, of a decoder or an encoder; errors are those of `build`."""
+    return build(config) if find_encoder(config) is None else build_encoder(config)
+
+
 def build(config: Mapping[str, Any]) -> tuple[ModelSpec, WeightMap]:
-    """Read a checkpoint's configuration.
+    """Read the configuration of a decoder.
 
     Args:
         config: the content of `config.json`.
 
     Raises:
-        UnsupportedModel: no family implements the architecture, or the family refuses an option of it.
+        UnsupportedModel: no family implements the architecture, or the family refuses an option of it; or it is an
+            encoder.
         CheckpointError: a field is missing or of the wrong type.
     """
+    encoder = find_encoder(config)
+    if encoder is not None:
+        raise UnsupportedModel(
+            f"the architecture {encoder} is an encoder, which generates no text and has no KV cache: it serves "
+            "embeddings, scores and classes",
+            field="architectures",
+        )
     names = config.get("architectures")
     if not isinstance(names, list) or not names:
         raise CheckpointError("config.json lacks the field architectures", field="architectures")
@@ -70,6 +85,6 @@ def build(config: Mapping[str, Any]) -> tuple[ModelSpec, WeightMap]:
         if isinstance(name, str) and causal_name(name) in FAMILIES:
             return FAMILIES[causal_name(name)](HFConfig(config))
     raise UnsupportedModel(
-        f"the architecture {shown(names[0])} is not implemented; implemented are {', '.join(FAMILIES)}",
+        f"the architecture {shown(names[0])} is not implemented; implemented are {', '.join((*FAMILIES, *ENCODERS))}",
         field="architectures",
     )

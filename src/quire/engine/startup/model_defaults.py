@@ -1,4 +1,4 @@
-"""Sampling parameters that a checkpoint states in its generation_config.json."""
+"""The defaults that a checkpoint states for its requests: sampling parameters, and tokens that end a sequence."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 from quire.errors import InvalidParameter
 from quire.models.checkpoint import Checkpoint
 from quire.sequences.params import SamplingParams
+from quire.text.gguf_tokenizer import end_token_ids
+from quire.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +25,15 @@ GENERATION_FIELDS = {
 }
 
 
-def default_params(checkpoint: Checkpoint, source: str) -> dict[str, Any]:
+def read_end_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """Return the tokens that end a sequence: those of the configs, and the tokenizer's own end token."""
+    ids = {*checkpoint.eos_token_ids, *end_token_ids(checkpoint.gguf_fields or {})}
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    return frozenset(ids)
+
+
+def read_default_params(checkpoint: Checkpoint, source: str) -> dict[str, Any]:
     """Return the generation config's sampling parameters; invalid values are left out with a warning.
 
     Args:

@@ -1,0 +1,93 @@
+"""An encoder, and the configuration of its engine: a step that holds the longest prompt, and no KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from quire.config import EngineConfig, ModelConfig, context_length, step_tokens
+from quire.errors import ConfigError, shown
+from quire.models.checkpoint import Checkpoint
+from quire.models.encoder import Encoder
+from quire.models.encoder_spec import EncoderSpec
+from quire.models.loading import load_encoder
+from quire.models.pooling_config import read_max_length
+from quire.ops.interface import Ops
+
+# Options that an encoder cannot honour, and their values that ask for nothing.
+NEUTRAL: dict[str, Any] = {
+    "kv_cache_dtype": "auto",
+    "num_kv_blocks": None,
+    "kv_cache_memory_bytes": None,
+    "swap_space": 0,
+    "pin_limit": 0.0,
+    "prefix_cache_dir": None,
+    "speculative_method": "off",
+    "classifier_from_token": None,
+    "deterministic": False,
+}
+
+
+def open_encoder(
+    options: ModelConfig, checkpoint: Checkpoint, device: str, dtype: torch.dtype, wrap_ops: Callable[[Ops], Ops]
+) -> Encoder:
+    """Load the encoder of a checkpoint with the options of its kernels and weights; see `load_encoder`."""
+    return load_encoder(
+        checkpoint,
+        device=device,
+        dtype=dtype,
+        kernels=options.kernels,
+        quantization=options.quantization,
+        weight_packing=options.weight_packing,
+        wrap_ops=wrap_ops,
+    )
+
+
+def encoder_config(config: EngineConfig, checkpoint: Checkpoint, spec: EncoderSpec, device: str) -> EngineConfig:
+    """Return the configuration with which an encoder is served.
+
+    Its prompts are as long as the model, the checkpoint's `max_seq_length`, `max_model_len` and a step's tokens allow.
+    Without `max_num_batched_tokens` a step holds the longest prompt.
+
+    Args:
+        config: the user's configuration.
+        checkpoint: the model's files.
+        spec: the model.
+        device: "cpu" or "cuda".
+
+    Raises:
+        ConfigError: an option of the KV cache, or another one that an encoder cannot honour.
+    """
+    model, cache, scheduler = config.model, config.cache, config.scheduler
+    for name, neutral in NEUTRAL.items():
+        part = next(each for each in (model, cache, config.speculative) if hasattr(each, name))
+        if getattr(part, name) != neutral:
+            raise ConfigError(
+                f"{name}={shown(getattr(part, name))} is for models that generate, and this one is an encoder without "
+                f"a KV cache: leave {name} out",
+                field=name,
+            )
+    longest = context_length(model.max_model_len, spec.max_position)
+    if model.max_model_len is None:
+        longest = min(longest, read_max_length(checkpoint) or longest)
+    budget = scheduler.max_num_batched_tokens
+    if budget is None:
+        budget = max(step_tokens(scheduler, device), longest)
+    elif budget < longest and model.max_model_len is not None:
+        raise ConfigError(
+            f"max_num_batched_tokens ({budget}) is less than max_model_len ({longest}), and an encoder computes a "
+            f"prompt in one step: set max_model_len to at most {budget}",
+            field="max_num_batched_tokens",
+        )
+    longest = min(longest, budget)
+    # Slots for a full step; each sequence may leave a part of its last block unused, and has one slot more.
+    num_blocks = -(-budget // cache.block_size) + 2 * scheduler.max_num_seqs
+    return replace(
+        config,
+        model=replace(model, max_model_len=longest),
+        cache=replace(cache, enable_prefix_caching=False, num_kv_blocks=num_blocks, watermark=0.0),
+        scheduler=replace(scheduler, max_num_batched_tokens=budget),
+    )

@@ -1,0 +1,29 @@
+"""BERT: learned positions, two token types, norms after each residual, a head over the first token's pooler."""
+
+from __future__ import annotations
+
+from quire.models.encoder_spec import ClassifierHead, EncoderSpec
+from quire.models.families.encoder_layout import read_bert_layout, read_labels, read_scores
+from quire.models.families.hf_config import HFConfig
+from quire.models.spec import WeightMap
+
+
+def bert(config: HFConfig) -> tuple[EncoderSpec, WeightMap]:
+    """Read a `BertModel`; its pooler, which embeddings do not use, is left out."""
+    return read_bert_layout(config, "")
+
+
+def bert_of_masked_words(config: HFConfig) -> tuple[EncoderSpec, WeightMap]:
+    """Read a `BertForMaskedLM` without its head."""
+    return read_bert_layout(config, "bert.")
+
+
+def bert_classifier(config: HFConfig) -> tuple[EncoderSpec, WeightMap]:
+    """Read a `BertForSequenceClassification`."""
+    labels = read_labels(config)
+    head = ClassifierHead(labels, "cls", "tanh", bias=True, norm=None, scores=read_scores(config, len(labels)))
+    spec, names = read_bert_layout(config, "bert.", head=head)
+    modules = {"dense": ("bert.pooler.dense",), "output": ("classifier",)}
+    for ours, (theirs,) in modules.items():
+        names |= {f"head.{ours}.{kind}": (f"{theirs}.{kind}",) for kind in ("weight", "bias")}
+    return spec, names

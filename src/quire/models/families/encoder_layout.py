@@ -1,0 +1,153 @@
+"""The layout that BERT introduced and RoBERTa kept, and what the configurations of all encoders state alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final, Literal
+
+from quire.errors import CheckpointError, UnsupportedModel, shown
+from quire.models.encoder_spec import BidirectionalAttention, ClassifierHead, EncoderLayer, EncoderMLP, EncoderSpec
+from quire.models.families.hf_config import HFConfig
+from quire.models.families.llama_layout import map_modules
+from quire.models.norm_spec import LayerNorm
+from quire.models.spec import WeightMap
+
+if TYPE_CHECKING:  # planning reads configurations without torch
+    from quire.ops.interface import Elementwise
+
+# The name of an activation -> ours.
+ACTIVATIONS: Final[Mapping[str, Elementwise]] = {
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+    "tanh": "tanh",
+}
+EMBEDDINGS: Final = {
+    "embedding.weight": "word_embeddings.weight",
+    "positions.weight": "position_embeddings.weight",
+    "token_types.weight": "token_type_embeddings.weight",
+    "embedding_norm.weight": "LayerNorm.weight",
+    "embedding_norm.bias": "LayerNorm.bias",
+}
+# A layer's modules, each with a bias: our name -> the parts of the checkpoint.
+MODULES: Final[Mapping[str, tuple[str, ...]]] = {
+    "qkv": ("attention.self.query", "attention.self.key", "attention.self.value"),
+    "output": ("attention.output.dense",),
+    "mixer_norm": ("attention.output.LayerNorm",),
+    "ffn.up": ("intermediate.dense",),
+    "ffn.down": ("output.dense",),
+    "ffn_norm": ("output.LayerNorm",),
+}
+
+
+def read_bert_layout(
+    config: HFConfig, prefix: str, first_position: int = 0, head: ClassifierHead | None = None
+) -> tuple[EncoderSpec, WeightMap]:
+    """Read an encoder with learned positions and norms after each residual.
+
+    Args:
+        prefix: prefix of all tensors but the head's, with its dot.
+        first_position: row of a text's first token in the embedding of positions.
+        head: head that classifies, whose tensors the caller names.
+
+    Raises:
+        CheckpointError: a field is missing or of the wrong type, or the heads do not divide.
+        UnsupportedModel: a field asks for something that is not implemented.
+    """
+    config.require("position_embedding_type", None, "absolute")
+    config.require("is_decoder", None, False)
+    num_positions = config.integer("max_position_embeddings", 512)
+    if num_positions <= first_position:
+        raise CheckpointError(
+            f"config.json: max_position_embeddings must be more than {first_position}, got {num_positions}",
+            field="max_position_embeddings",
+        )
+    norm = LayerNorm(config.number("layer_norm_eps", 1e-12))
+    attention = read_heads(config, bias=True)
+    mlp = EncoderMLP(config.integer("intermediate_size"), read_elementwise(config, "hidden_act", "gelu"))
+    spec = EncoderSpec(
+        vocab_size=config.integer("vocab_size"),
+        width=config.integer("hidden_size"),
+        layers=(EncoderLayer(attention, mlp, norm, norm, norm_first=False),) * config.integer("num_hidden_layers"),
+        embedding_norm=norm,
+        norm=None,
+        max_position=num_positions - first_position,
+        num_positions=num_positions,
+        first_position=first_position,
+        num_token_types=config.integer("type_vocab_size", 2),
+        head=head,
+    )
+    names: WeightMap = {ours: (f"{prefix}embeddings.{theirs}",) for ours, theirs in EMBEDDINGS.items()}
+    for idx in range(len(spec.layers)):
+        names |= map_modules(f"layers.{idx}", f"{prefix}encoder.layer.{idx}", MODULES, has_bias=True)
+    return spec, names
+
+
+def read_heads(config: HFConfig, *, bias: bool) -> BidirectionalAttention:
+    """Read the heads, among which the width is divided.
+
+    Raises:
+        CheckpointError: they do not divide it evenly.
+    """
+    width, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    head_dim, rest = divmod(width, num_heads)
+    if rest or head_dim % 2:
+        raise CheckpointError(
+            f"config.json: hidden_size ({width}) must be an even multiple of num_attention_heads ({num_heads})",
+            field="num_attention_heads",
+        )
+    return BidirectionalAttention(num_heads, head_dim, bias)
+
+
+def read_elementwise(config: HFConfig, name: str, default: str) -> Elementwise:
+    """Read the name of an activation.
+
+    Raises:
+        UnsupportedModel: it is not implemented.
+    """
+    value = config.text(name, default)
+    if value not in ACTIVATIONS:
+        allowed = ", ".join(map(repr, ACTIVATIONS))
+        raise UnsupportedModel(f"config.json: {name} is {shown(value)}, but only {allowed} are implemented", field=name)
+    return ACTIVATIONS[value]
+
+
+def read_labels(config: HFConfig) -> tuple[str, ...]:
+    """Read the names of the classes from `id2label`; without it there are `num_labels`, or two.
+
+    Raises:
+        CheckpointError: the keys are not the numbers from 0.
+    """
+    part = config.part("id2label")
+    if part is None:
+        return tuple(f"LABEL_{idx}" for idx in range(config.integer("num_labels", 2)))
+    keys = [str(idx) for idx in range(len(part.names()))]
+    if not keys or set(keys) != set(part.names()):
+        raise CheckpointError("config.json: id2label must name the classes 0, 1, ... without a gap", field="id2label")
+    return tuple(part.text(key, "") for key in keys)
+
+
+def read_scores(config: HFConfig, num_labels: int) -> Literal["sigmoid", "softmax", "none"]:
+    """Read the function from logits to scores: the sigmoid of one class, the softmax over several, unless it is stated.
+
+    Raises:
+        UnsupportedModel: another function is stated.
+    """
+    own = config.part("sentence_transformers")
+    field, name = "sbert_ce_default_activation_function", "activation_fn"
+    stated = own.text(name, "") if own is not None and own.has(name) else config.text(field, "")
+    if stated:
+        kind = stated.rpartition(".")[2]
+        if kind not in ("Sigmoid", "Identity"):
+            raise UnsupportedModel(
+                f"config.json: {field} is {shown(stated)}, but only Sigmoid and Identity are implemented", field=field
+            )
+        return "none" if kind == "Identity" else "sigmoid"
+    problem = config.text("problem_type", "")
+    if problem == "regression":
+        return "none"
+    return "sigmoid" if num_labels == 1 or problem == "multi_label_classification" else "softmax"

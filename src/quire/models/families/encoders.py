@@ -1,0 +1,48 @@
+"""The families of encoders, and the row that finds each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from quire.models.encoder_spec import EncoderSpec
+from quire.models.families.bert import bert, bert_classifier, bert_of_masked_words
+from quire.models.families.hf_config import HFConfig
+from quire.models.families.modernbert import modernbert, modernbert_classifier, modernbert_of_masked_words
+from quire.models.families.roberta import roberta, roberta_classifier, roberta_of_masked_words
+from quire.models.spec import WeightMap
+
+# The name that a checkpoint's config.json lists under "architectures" -> how such a configuration is read.
+ENCODERS: Final[dict[str, Callable[[HFConfig], tuple[EncoderSpec, WeightMap]]]] = {
+    "BertForMaskedLM": bert_of_masked_words,
+    "BertForSequenceClassification": bert_classifier,
+    "BertModel": bert,
+    "ModernBertForMaskedLM": modernbert_of_masked_words,
+    "ModernBertForSequenceClassification": modernbert_classifier,
+    "ModernBertModel": modernbert,
+    "RobertaForMaskedLM": roberta_of_masked_words,
+    "RobertaForSequenceClassification": roberta_classifier,
+    "RobertaModel": roberta,
+    "XLMRobertaForMaskedLM": roberta_of_masked_words,
+    "XLMRobertaForSequenceClassification": roberta_classifier,
+    "XLMRobertaModel": roberta,
+}
+
+
+def build_encoder(config: Mapping[str, Any]) -> tuple[EncoderSpec, WeightMap]:
+    """Read the configuration of an encoder.
+
+    Raises:
+        CheckpointError: a field is missing or of the wrong type.
+        UnsupportedModel: the family refuses an option.
+    """
+    name = find_encoder(config)
+    assert name is not None, "the configuration of an encoder"
+    return ENCODERS[name](HFConfig(config))
+
+
+def find_encoder(config: Mapping[str, Any]) -> str | None:
+    """Return the architecture of a configuration where it is an encoder, else None."""
+    names = config.get("architectures")
+    first = names[0] if isinstance(names, list) and names else None
+    return first if isinstance(first, str) and first in ENCODERS else None

@@ -1,0 +1,158 @@
+"""Embeddings, scores and classes of encoders equal those of transformers, alone, batched and cut."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformers
+
+from quire import LLM, PoolingParams
+from quire.memory import check
+from tests.models import encoders
+
+RAW = PoolingParams(normalize=False)
+LENGTHS = (5, 1, 40, 17, 64, 2, 33)
+TEXTS = ["a red kite", "the small fox slept", "kites .", "the sailor flies a quick toy a the sea . a red fox"]
+
+
+class Made(NamedTuple):
+    """A checkpoint, and transformers' model of it."""
+
+    folder: Path
+    model: Any
+
+
+@pytest.fixture(scope="module", params=encoders.FAMILIES)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    longest: dict[str, Any] = {"max_position_embeddings": 65} if request.param == "roberta" else {}
+    folder = tmp_path_factory.mktemp(request.param)
+    return Made(folder, encoders.save(folder, request.param, **longest))
+
+
+@pytest.fixture(scope="module", params=[("modernbert", "mean"), ("bert", "cls"), ("roberta", "cls")], ids=str)
+def classifier(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    family, pooling = request.param
+    folder = tmp_path_factory.mktemp(family)
+    fields = {"classifier_pooling": pooling} if family == "modernbert" else {}
+    return Made(folder, encoders.save(folder, family, "ForSequenceClassification", num_labels=3, **fields))
+
+
+def load(folder: Path, **options: Any) -> LLM:
+    return LLM(str(folder), **{"dtype": "float32", "num_threads": 1, **options})
+
+
+def token_ids(length: int) -> list[int]:
+    generator = torch.Generator().manual_seed(length)
+    return torch.randint(3, 18, (length,), generator=generator).tolist()
+
+
+def states(model: Any, prompt: list[int]) -> torch.Tensor:
+    """Return transformers' hidden states of a prompt, [T, E]."""
+    with torch.inference_mode():
+        hidden: torch.Tensor = model(torch.tensor([prompt])).last_hidden_state[0].float()
+    return hidden
+
+
+def agree(llm: LLM, prompts: list[list[int]], wanted: list[torch.Tensor], tolerance: float = 2e-5) -> None:
+    outputs = llm.embed(prompts, RAW, use_tqdm=False)
+    for output, prompt, each in zip(outputs, prompts, wanted, strict=True):
+        assert (output.prompt_token_ids, output.num_cached_tokens) == (prompt, 0)
+        torch.testing.assert_close(torch.tensor(output.outputs.embedding), each, rtol=tolerance, atol=tolerance)
+    check(llm.engine.scheduler.memory)
+    assert llm.usage().used == 0
+
+
+def test_embeddings_alone_and_batched(made: Made) -> None:
+    """In one step, and in steps whose budget takes some of the texts; each text is whole in one step."""
+    prompts = [token_ids(length) for length in LENGTHS]
+    first = [states(made.model, prompt)[0] for prompt in prompts]
+    with load(made.folder, max_num_batched_tokens=512) as llm:
+        agree(llm, prompts, first)
+        assert llm.engine.num_steps == 1
+        agree(llm, prompts[2:3], first[2:3])
+    for budget, seqs in ((64, 64), (100, 2)):
+        with load(made.folder, max_num_batched_tokens=budget, max_num_seqs=seqs) as llm:
+            agree(llm, prompts, first)
+            assert 2 < llm.engine.num_steps < len(LENGTHS)
+
+
+@pytest.mark.parametrize("mode", ["mean_tokens", "lasttoken", "cls_token"])
+def test_the_stated_pooling(made: Made, mode: str) -> None:
+    prompts = [token_ids(length) for length in LENGTHS]
+    encoders.state_pooling(made.folder, f"pooling_mode_{mode}")
+    hidden = [states(made.model, prompt) for prompt in prompts]
+    wanted = [each.mean(0) if mode == "mean_tokens" else each[-1 if mode == "lasttoken" else 0] for each in hidden]
+    with load(made.folder) as llm:
+        agree(llm, prompts, wanted)
+        (unit,) = llm.embed(prompts[0], use_tqdm=False)
+        (short,) = llm.embed(prompts[0], PoolingParams(dimensions=7), use_tqdm=False)
+    for output, vector in ((unit, wanted[0]), (short, wanted[0][:7])):
+        torch.testing.assert_close(torch.tensor(output.outputs.embedding), vector / vector.norm(), rtol=1e-5, atol=1e-5)
+
+
+def test_bfloat16(made: Made) -> None:
+    """The distance to transformers in float32 is about that of transformers in bfloat16."""
+    prompts = [token_ids(length) for length in LENGTHS]
+    exact = torch.stack([states(made.model, prompt).mean(0) for prompt in prompts])
+    encoders.state_pooling(made.folder, "pooling_mode_mean_tokens")
+    rounded = transformers.AutoModel.from_pretrained(made.folder, dtype=torch.bfloat16).eval()
+    theirs = torch.stack([states(rounded, prompt).mean(0) for prompt in prompts])
+    with load(made.folder, dtype="bfloat16") as llm:
+        ours = torch.tensor([each.outputs.embedding for each in llm.embed(prompts, RAW, use_tqdm=False)])
+    assert (ours - exact).norm() < 1.5 * (theirs - exact).norm()
+
+
+def test_classes_and_pairs(classifier: Made) -> None:
+    """Pairs have transformers' tokens and token types; classes are the softmax of transformers' logits."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(classifier.folder)
+    with load(classifier.folder) as llm:
+        outputs = llm.classify(TEXTS, use_tqdm=False)
+        logits = llm.classify(TEXTS[0], use_activation=False, use_tqdm=False)[0].outputs.probs
+        assert llm.tokenizer is not None
+        pairs = [(TEXTS[0], TEXTS[1]), (TEXTS[3], TEXTS[2]), (TEXTS[1], TEXTS[3])]
+        found = [llm.tokenizer.encode_pair(*pair) for pair in pairs]
+        cut = [llm.tokenizer.encode_pair(*pair, num_tokens=limit) for pair in pairs for limit in (6, 9, 12, 13)]
+    for output, text in zip(outputs, TEXTS, strict=True):
+        with torch.inference_mode():
+            wanted = classifier.model(**tokenizer(text, return_tensors="pt")).logits[0]
+        torch.testing.assert_close(torch.tensor(output.outputs.probs), wanted.softmax(0), rtol=1e-4, atol=1e-5)
+        if text == TEXTS[0]:
+            torch.testing.assert_close(torch.tensor(logits), wanted, rtol=1e-4, atol=1e-4)
+    limits = [(pair, limit) for pair in pairs for limit in (6, 9, 12, 13)]
+    for (ids, second), (pair, limit) in zip([*found, *cut], [*((each, 500) for each in pairs), *limits], strict=True):
+        theirs = tokenizer(*pair, truncation=True, max_length=limit, return_token_type_ids=True)
+        types = [0] * len(ids) if second is None else [0] * second + [1] * (len(ids) - second)
+        assert (ids, types) == (theirs["input_ids"], theirs["token_type_ids"])
+
+
+@pytest.mark.parametrize("family", encoders.FAMILIES)
+def test_a_cross_encoder_scores_pairs(family: str, tmp_path: Path) -> None:
+    model = encoders.save(tmp_path, family, "ForSequenceClassification", num_labels=1)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    types = {"return_token_type_ids": family == "bert"}
+    inputs = tokenizer([TEXTS[0]] * 3, TEXTS[1:], padding=True, return_tensors="pt", **types)
+    cut = tokenizer([TEXTS[0]], [TEXTS[3]], truncation=True, max_length=9, return_tensors="pt", **types)
+    with torch.inference_mode():
+        logits, of_cut = model(**inputs).logits[:, 0], model(**cut).logits[:, 0]
+    with load(tmp_path) as llm:
+        scores = llm.score(TEXTS[0], TEXTS[1:], use_tqdm=False)
+        raw = llm.score(TEXTS[0], TEXTS[1:], use_activation=False, use_tqdm=False)
+        short = llm.score(TEXTS[0], TEXTS[3], truncate_prompt_tokens=9, use_tqdm=False)
+    for outputs, wanted in ((scores, logits.sigmoid()), (raw, logits), (short, of_cut.sigmoid())):
+        found = torch.tensor([output.outputs.score for output in outputs])
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_rounded_weights(made: Made, quantization: str) -> None:
+    """Rounded weights change embeddings little: by their bits."""
+    prompts = [token_ids(length) for length in LENGTHS]
+    exact = torch.stack([states(made.model, prompt)[-1] for prompt in prompts])
+    encoders.state_pooling(made.folder, "pooling_mode_lasttoken")
+    with load(made.folder, quantization=quantization) as llm:
+        found = torch.tensor([each.outputs.embedding for each in llm.embed(prompts, RAW, use_tqdm=False)])
+    distance = ((found - exact).norm() / exact.norm()).item()
+    assert 1e-5 < distance < (0.05 if quantization == "int8" else 0.5)

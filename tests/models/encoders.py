@@ -1,0 +1,88 @@
+"""Tiny random checkpoints of encoders, with tokenizers, that transformers made."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+import transformers
+from tokenizers.processors import TemplateProcessing
+
+WORDS = ["red", "kite", "small", "fox", "the", "sailor", "slept", "flies", "toy", "##s", "a", "quick", "sea", "."]
+SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
+SIZES: dict[str, Any] = {
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+}
+# The name in transformers, and fields beside the sizes; windows are short, so that texts are longer.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("Bert", {}),
+    "roberta": ("XLMRoberta", {"pad_token_id": 0, "type_vocab_size": 1}),
+    "modernbert": (
+        "ModernBert",
+        {"local_attention": 8, "global_attn_every_n_layers": 3, "pad_token_id": 0, "bos_token_id": 1}
+        | {"eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2},
+    ),
+}
+
+
+def save(folder: Path, family: str, head: str = "Model", **fields: Any) -> Any:
+    """Save a checkpoint with random weights, none of them zero, and return transformers' model.
+
+    Args:
+        folder: folder of the checkpoint.
+        family: name in `FAMILIES`.
+        head: ending of the name of the model's class.
+        fields: fields of the configuration.
+    """
+    torch.manual_seed(7)
+    name, more = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **more, **fields})
+    model = getattr(transformers, name + head)(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0 if parameter.ndim > 1 else 0.5, 0.25)
+    model.save_pretrained(folder)
+    save_tokenizer(folder, family)
+    return model
+
+
+def save_tokenizer(folder: Path, family: str) -> None:
+    """Save a tokenizer of words, with the template of the family: BERT's has token types, RoBERTa's two ends."""
+    vocab = {token: idx for idx, token in enumerate([*SPECIAL, *WORDS])}
+    library = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocab, unk_token="<unk>"))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    library.decoder = tokenizers.decoders.WordPiece()
+    second = "</s> $B </s>" if family == "roberta" else "$B:1 </s>:1"
+    library.post_processor = TemplateProcessing(
+        single="<s> $A </s>", pair=f"<s> $A </s> {second}", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    library.add_special_tokens(SPECIAL)
+    library.save(str(folder / "tokenizer.json"))
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 64}
+    (folder / "tokenizer_config.json").write_text(json.dumps(kind | names))
+
+
+def state_pooling(folder: Path, mode: str, *, normalize: bool = True, **more: Any) -> None:
+    """Write the files of sentence-transformers that state a pooling.
+
+    Args:
+        folder: folder of the checkpoint.
+        mode: field of `1_Pooling/config.json` that is true.
+        normalize: whether embeddings are divided by their length.
+        more: fields of `config_sentence_transformers.json`.
+    """
+    names = ["Transformer", "Pooling", *(["Normalize"] if normalize else [])]
+    modules = [{"idx": idx, "path": f"{idx}_{name}", "type": f"models.{name}"} for idx, name in enumerate(names)]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({mode: True}))
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(more))
