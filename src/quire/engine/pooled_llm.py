@@ -21,6 +21,7 @@ from quire.engine.outputs.pooled_outputs import (
 from quire.engine.scoring import make_score_job
 from quire.errors import InvalidParameter
 from quire.models.pooling_config import PoolingConfig
+from quire.sequences.lora import LoRARequest
 from quire.sequences.params import SamplingParams
 from quire.sequences.pooling import NO_SAMPLING, Pooling, PoolingParams
 
@@ -45,6 +46,7 @@ class PooledLLM(ABC):
         use_tqdm: bool = True,
         cache_salt: str | None = None,
         tenant: str | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """See `LLM.generate`."""
 
@@ -56,6 +58,7 @@ class PooledLLM(ABC):
         use_tqdm: bool = True,
         cache_salt: str | None = None,
         tenant: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """Return the embeddings of prompts: the last token's hidden state after the last norm, by default of length 1.
 
@@ -67,6 +70,7 @@ class PooledLLM(ABC):
             pooling_params: dimensions, normalisation and truncation; None takes the defaults.
             use_tqdm: show a progress bar on standard error, where that is a terminal.
             cache_salt, tenant: only requests with equal values of both share cached prefixes.
+            lora_request: adapter of all prompts; None for the model alone.
 
         Returns:
             One output for each prompt, in their order.
@@ -78,6 +82,7 @@ class PooledLLM(ABC):
         params = PoolingParams() if pooling_params is None else pooling_params
         self.pooling.check(params)
         options: dict[str, Any] = {"use_tqdm": use_tqdm, "cache_salt": cache_salt, "tenant": tenant}
+        options["lora_request"] = lora_request
         is_normal = self.pooling.normalize if params.normalize is None else params.normalize
         return [
             EmbeddingRequestOutput(
@@ -98,6 +103,7 @@ class PooledLLM(ABC):
         use_tqdm: bool = True,
         cache_salt: str | None = None,
         tenant: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> list[ScoringRequestOutput]:
         """Return how well each document matches the query at its place, or the only query.
 
@@ -108,7 +114,7 @@ class PooledLLM(ABC):
             queries: one text, or one for each document.
             documents: texts.
             instruction: task of a reranker; None takes that of a web search.
-            use_tqdm, cache_salt, tenant: see `embed`.
+            use_tqdm, cache_salt, tenant, lora_request: see `embed`.
 
         Returns:
             One output for each document, in their order.
@@ -119,6 +125,7 @@ class PooledLLM(ABC):
         first, second = ([each] if isinstance(each, str) else each for each in (queries, documents))
         job = make_score_job(self.pooling, first, second, instruction)
         options: dict[str, Any] = {"use_tqdm": use_tqdm, "cache_salt": cache_salt, "tenant": tenant}
+        options["lora_request"] = lora_request
         outputs = self._pool(job.prompts, job.pooling, None, options, add_special_tokens=job.adds_special_tokens)
         scores = job.scores([pooled_values(output) for output in outputs])
         found = (outputs[document] for _, document in job.pairs)

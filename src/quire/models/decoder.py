@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from quire.models.adapted_linear import StepAdapters
 from quire.models.blocks import GatedMLPBlock, SelectedRows
 from quire.models.layers import Layer, dense_layers, input_kind, make_input, make_layer
 from quire.models.norms import Norm
@@ -20,6 +21,7 @@ from quire.models.spec import LayerGroup, ModelSpec
 from quire.models.weight_slots import WeightSlot, WeightTable, nested
 from quire.ops.fused_layers import FusedLayers, FusesExperts, FusesLayers
 from quire.ops.interface import AttentionBatch, KeepsRows, Ops, PagedKV, PagedStates, StateBatch
+from quire.ops.lora import LoraRows
 from quire.ops.quantized_weight import StoredWeight
 
 
@@ -40,7 +42,7 @@ class OutputRows(NamedTuple):
 class Decoder:
     """A decoder-only language model over paged memory.
 
-    It holds no state of a step: all that a step needs is an argument. Call it under `torch.inference_mode()`.
+    All that a step needs is an argument. Call it under `torch.inference_mode()`.
 
     Args:
         spec: specification of the model.
@@ -50,6 +52,7 @@ class Decoder:
     Attributes:
         ops, spec, dtype, device: the arguments of these names.
         weights: the weights to load; the decoder runs when none is missing.
+        step_adapters: adapters of the present step's rows, for layers that may have adapters.
     """
 
     def __init__(self, spec: ModelSpec, *, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
@@ -57,6 +60,7 @@ class Decoder:
         self.ops = ops
         self.dtype = dtype
         self.device = device
+        self.step_adapters = StepAdapters()
         self._embed: Callable[[Tensor], Tensor]
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
         self._head = Projection(spec.width, spec.vocab_size, False, ops, min_bits=6)
@@ -129,6 +133,7 @@ class Decoder:
         storages: Sequence[PagedKV | PagedStates],
         given: tuple[Tensor, Tensor] | None = None,
         output_rows: OutputRows | None = None,
+        adapters: tuple[LoraRows, LoraRows | None] | None = None,
     ) -> Tensor:
         """Run the layers over a step's rows; what they keep of the rows is stored on the way.
 
@@ -141,10 +146,12 @@ class Decoder:
             storages: one for each cache group.
             given: rows, [M] of int64, and embeddings [M, E] to take for them as they are, in place of the tokens' own.
             output_rows: rows whose hidden states are returned; None for all rows.
+            adapters: rows that have an adapter, among all rows and among the output rows; None for no such row.
 
         Returns:
             Hidden states before the last norm, [T, E]; where `output_rows` are given, [R, E].
         """
+        self.step_adapters.begin(adapters)
         x = self._embed(input_ids)
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
@@ -152,7 +159,7 @@ class Decoder:
             x = x.index_copy(0, *given)
         per_layer = None if self._per_layer_inputs is None else self._per_layer_inputs(input_ids, x)
         rotations = {rope_key: rotate(positions) for rope_key, rotate in self._rotations.items()}
-        if output_rows is None and self._fused is not None:
+        if output_rows is None and adapters is None and self._fused is not None:
             hidden = self._fused(x, list(rotations.values()), groups, storages)
             if hidden is not None:
                 return hidden

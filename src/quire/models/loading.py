@@ -8,12 +8,14 @@ import torch
 
 from quire.config import Quantization
 from quire.errors import ConfigError
+from quire.models.adapters.slots import AdapterSlots
 from quire.models.checkpoint import Checkpoint
 from quire.models.decoder import Decoder
 from quire.models.determinism import check_deterministic
 from quire.models.families import build
 from quire.models.quantization_config import without_quantization
 from quire.models.sizes import check_sizes
+from quire.models.tensor_reader import TensorReader
 from quire.models.weights import load_weights
 from quire.ops import make_ops
 from quire.ops.interface import Ops
@@ -67,3 +69,20 @@ def load_decoder(
     decoder = Decoder(spec, ops=ops, dtype=dtype, device=torch_device)
     load_weights(checkpoint, weight_map, decoder)
     return decoder
+
+
+def make_adapter_slots(checkpoint: Checkpoint, decoder: Decoder, max_rank: int) -> AdapterSlots:
+    """Let the linear layers of a decoder take adapters.
+
+    Args:
+        checkpoint: files that the decoder was loaded from.
+        decoder: decoder with all its weights.
+        max_rank: largest rank of an adapter.
+    """
+    _, weight_map = build(without_quantization(checkpoint.config))
+    reader = TensorReader(checkpoint)
+
+    def row_count(name: str) -> int:
+        return sum(reader.shape(source, name)[0] for source in checkpoint.sources_of([name]))
+
+    return AdapterSlots(decoder, weight_map, row_count, max_rank)

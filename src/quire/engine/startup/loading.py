@@ -29,6 +29,7 @@ from quire.decoding.drafting import Drafter
 from quire.engine.engine import Engine
 from quire.engine.inputs.embeddings import EmbeddingsReader
 from quire.engine.kv.disk_prefetch import DiskPrefetcher
+from quire.engine.startup.adapters import load_adapters
 from quire.engine.startup.disk_cache import make_disk_prefetcher, open_disk
 from quire.engine.startup.speculation import load_draft, make_speculation
 from quire.engine.startup.wrappers import Wrappers
@@ -46,7 +47,7 @@ from quire.memory.specs import KVCacheSpec
 from quire.models.cache_layout import cache_specs
 from quire.models.checkpoint import Checkpoint, locate
 from quire.models.decoder import Decoder
-from quire.models.loading import load_decoder
+from quire.models.loading import load_decoder, make_adapter_slots
 from quire.models.mtp import MTPHead
 from quire.models.pooling_config import PoolingConfig, read_pooling
 from quire.models.weights import choose_dtype
@@ -107,7 +108,11 @@ def load(config: EngineConfig, *, wrap: Wrappers | None = None) -> LoadedModel:
     tokenizer = _tokenizer(options, checkpoint)
     dtype = choose_dtype(options.dtype, checkpoint)
     _prepare_process(options)
-    decoder = wrap.decoder(_load_decoder(options, checkpoint, device, dtype, wrap.ops))
+    plain_decoder = _load_decoder(options, checkpoint, device, dtype, wrap.ops)
+    slots = None
+    if config.lora.enable_lora:
+        slots = make_adapter_slots(checkpoint, plain_decoder, config.lora.max_lora_rank)
+    decoder = wrap.decoder(plain_decoder)
     load_decoder_of = partial(_load_decoder, options, device=device, dtype=dtype)
     guide, draft = load_draft(config, checkpoint, decoder, tokenizer, load_decoder_of)
     stored = _stored(config, dtype)
@@ -159,6 +164,8 @@ def load(config: EngineConfig, *, wrap: Wrappers | None = None) -> LoadedModel:
             grammars=grammars,
         )
         engine.requests.can_generate = pooling.has_head
+        if slots is not None:
+            engine.adapters = load_adapters(config.lora, slots, engine.scheduler.requests, name)
         # From here on the engine closes the disk.
         stack.pop_all()
     return LoadedModel(name, engine, _default_params(checkpoint), pooling)

@@ -1,0 +1,43 @@
+"""The adapters that an engine loads at its start."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from quire.config import LoRAConfig
+from quire.engine.adapters import AdapterRegistry
+from quire.errors import ConfigError, RequestError
+from quire.models.adapters.slots import AdapterSlots
+from quire.sequences.lora import LoRARequest
+from quire.sequences.sequence import Request
+
+logger = logging.getLogger(__name__)
+
+
+def load_adapters(
+    config: LoRAConfig, slots: AdapterSlots, requests: Mapping[str, Request], model_name: str
+) -> AdapterRegistry:
+    """Make the registry of an engine, and load the adapters of the configuration.
+
+    Args:
+        config: options of adapters.
+        slots: slots of the decoder.
+        requests: unfinished requests of the engine, by id.
+        model_name: name of the model.
+
+    Raises:
+        ConfigError: one of the adapters cannot be loaded.
+    """
+
+    def used_slots() -> list[int | None]:
+        return [request.adapter for request in requests.values()]
+
+    registry = AdapterRegistry(slots, config.max_adapters, used_slots, model_name)
+    for name, path in config.adapters.items():
+        try:
+            registry.load(LoRARequest(name, lora_path=path), registry.read(path))
+        except RequestError as error:
+            raise ConfigError(f"lora_modules: {error}", field="lora_modules") from error
+        logger.info("Adapter %s: loaded from %s", name, path)
+    return registry

@@ -1,0 +1,216 @@
+// Low-rank adapters: the products of rows with the two matrices of their adapter, for all adapters of a step at once.
+//
+//     h = A x            A [ranks, width]; all matrices of the parts of a layer lie in one
+//     y = residual + B h     B [columns, rank] of each part, added to its own columns
+//
+// Rows come grouped by adapter, so that a matrix is read once for all rows of a group. Each sum has one order, whichever
+// other rows there are: a row gets the same bits in every batch.
+#include <algorithm>
+#include <memory>
+#include <type_traits>
+#include <vector>
+
+#include "cache.h"
+#include "gemm.h"
+#include "parallel.h"
+
+namespace {
+
+constexpr int kLoraColumns = 64;  // columns of a panel of B
+constexpr int kGroupRows = 32;    // maximum number of rows of a job
+constexpr int kJobRanks = 8;      // ranks of a job of the first pass
+constexpr int kJobPanels = 8;     // panels of a job of the second pass
+// Rows whose sums stay in registers, beside those of four ranks or four vectors of columns.
+constexpr int kLoraRows = kRegisters == 32 ? 4 : 2;
+constexpr int kAcross = 4;
+
+// The matrix B of one part of a layer.
+struct LoraPart {
+  const void* panels;  // [panels, rank, kLoraColumns]
+  int64_t rank;
+  int64_t first_rank;  // its ranks among those of A
+  int64_t first_column;
+  int64_t num_columns;
+};
+
+// An adapter's matrices of one layer.
+struct LoraWeight {
+  const void* a;  // [num_ranks, width]
+  int64_t num_ranks;
+  const LoraPart* parts;
+  int64_t num_parts;
+};
+
+// The rows of a step that have an adapter, grouped by adapter.
+struct LoraRows {
+  int64_t num_groups;
+  const int64_t* slots;   // adapter of each group
+  const int64_t* starts;  // [num_groups + 1], places in `rows`
+  const int64_t* rows;
+};
+
+// A part of the work of a pass: some rows of a group, from a place in `LoraRows::rows` on, and a range of ranks of A or
+// of panels of a part's B.
+struct LoraJob {
+  const LoraWeight* weight;
+  const LoraPart* part;
+  int64_t first;
+  int num_rows;
+  int begin;
+  int end;
+};
+
+template <typename T>
+struct LoraStep {
+  const T* x;
+  int64_t row_stride;
+  int width;
+  const T* residual;
+  int64_t num_columns;
+  T* output;
+  const int64_t* rows;
+  float* h;  // [rows with an adapter, h_stride]
+  int64_t h_stride;
+
+  // Computes kAcross ranks, or the last one of them repeated, of a few rows.
+  template <int kRows>
+  void reduce(const LoraJob& job, int64_t first, int rank) const {
+    const T *a[kAcross], *from[kRows];
+    for (int beside = 0; beside < kAcross; ++beside)
+      a[beside] = static_cast<const T*>(job.weight->a) + int64_t(std::min(rank + beside, job.end - 1)) * width;
+    for (int row = 0; row < kRows; ++row) from[row] = x + rows[first + row] * row_stride;
+    Floats sums[kRows][kAcross]{};
+    int step = 0;
+    for (; step + kLanes <= width; step += kLanes) {
+      Floats columns[kAcross];
+#pragma GCC unroll 4
+      for (int beside = 0; beside < kAcross; ++beside) columns[beside] = load(a[beside] + step);
+#pragma GCC unroll 4
+      for (int row = 0; row < kRows; ++row) {
+        const Floats value = load(from[row] + step);
+#pragma GCC unroll 4
+        for (int beside = 0; beside < kAcross; ++beside) sums[row][beside] += value * columns[beside];
+      }
+    }
+    for (int row = 0; row < kRows; ++row)
+      for (int beside = 0; beside < kAcross && rank + beside < job.end; ++beside) {
+        float sum = sum_of(sums[row][beside])[0];
+        for (int last = step; last < width; ++last) sum += widen(from[row][last]) * widen(a[beside][last]);
+        h[(first + row) * h_stride + rank + beside] = sum;
+      }
+  }
+
+  // The first pass: ranks of A for the rows of a job.
+  void reduce(const LoraJob& job) const {
+    for (int rank = job.begin; rank < job.end; rank += kAcross)
+      in_tiles<kLoraRows>(job.num_rows, [&](int row, auto count) { reduce<count.value>(job, job.first + row, rank); });
+  }
+
+  // Computes kAcross vectors of columns of a panel, from `column` of it on, for a few rows.
+  template <int kRows>
+  void expand(const LoraPart& part, int panel, int column, int64_t first) const {
+    const T* from = static_cast<const T*>(part.panels) + int64_t(panel) * part.rank * kLoraColumns + column;
+    Floats sums[kRows][kAcross]{};
+    for (int rank = 0; rank < part.rank; ++rank, from += kLoraColumns) {
+      Floats columns[kAcross];
+#pragma GCC unroll 4
+      for (int vector = 0; vector < kAcross; ++vector) columns[vector] = load(from + vector * kLanes);
+#pragma GCC unroll 4
+      for (int row = 0; row < kRows; ++row) {
+        const Floats value = splat(h[(first + row) * h_stride + part.first_rank + rank]);
+#pragma GCC unroll 4
+        for (int vector = 0; vector < kAcross; ++vector) sums[row][vector] += value * columns[vector];
+      }
+    }
+    const int begin = panel * kLoraColumns + column;
+    const int count = std::min(kAcross * kLanes, int(part.num_columns) - begin);
+    for (int row = 0; row < kRows; ++row) {
+      const int64_t place = rows[first + row] * num_columns + part.first_column + begin;
+      alignas(64) float values[kAcross * kLanes];
+      for (int vector = 0; vector < kAcross; ++vector) store(values + vector * kLanes, sums[row][vector]);
+      int idx = 0;
+      for (; idx + kLanes <= count; idx += kLanes) {
+        const Floats value = load(values + idx);
+        store(output + place + idx, residual == nullptr ? value : value + load(residual + place + idx));
+      }
+      for (; idx < count; ++idx)
+        narrow(output + place + idx, residual == nullptr ? values[idx] : values[idx] + widen(residual[place + idx]));
+    }
+  }
+
+  // The second pass: panels of B for the rows of a job.
+  void expand(const LoraJob& job) const {
+    for (int panel = job.begin; panel < job.end; ++panel)
+      for (int column = 0; column < kLoraColumns && panel * kLoraColumns + column < job.part->num_columns;
+           column += kAcross * kLanes)
+        in_tiles<kLoraRows>(job.num_rows, [&](int row, auto count) {
+          expand<count.value>(*job.part, panel, column, job.first + row);
+        });
+  }
+
+  // Writes the residual, or zeros, to a row that no adapter writes to as a whole.
+  void fill(int64_t row) const {
+    T* const to = output + row * num_columns;
+    if (residual == nullptr)
+      std::fill_n(to, num_columns, T{});
+    else
+      std::copy_n(residual + row * num_columns, num_columns, to);
+  }
+};
+
+// Adds the jobs of a pass over `count` ranks or panels, `unit` at a time, for the rows of a group.
+void add_jobs(const LoraWeight* weight, const LoraPart* part, int64_t first, int64_t last, int count, int unit,
+              std::vector<LoraJob>& jobs) {
+  for (int begin = 0; begin < count; begin += unit)
+    for (int64_t row = first; row < last; row += kGroupRows)
+      jobs.push_back(
+          {weight, part, row, int(std::min<int64_t>(kGroupRows, last - row)), begin, std::min(count, begin + unit)});
+}
+
+}  // namespace
+
+// Returns the number of columns of a panel of B.
+QUIRE_EXPORT int64_t quire_lora_columns() { return kLoraColumns; }
+
+// Computes what the adapters of rows add to a layer's product: output = residual + B A x, and `residual` (zeros where it
+// is null) for rows and columns without an adapter.
+//
+// x: [num_rows, width], `row_stride` values apart. residual, output: [num_rows, num_columns].
+// weights: matrices of each adapter slot, null where the adapter has none for the layer.
+QUIRE_EXPORT void quire_lora(Type type, const void* x, int64_t row_stride, int64_t num_rows, int64_t width,
+                             const LoraWeight* const* weights, const LoraRows* step, const void* residual,
+                             int64_t num_columns, void* output) {
+  std::vector<LoraJob> reductions, expansions;
+  std::vector<char> is_whole(num_rows, 0);
+  int64_t most_ranks = 0;
+  for (int64_t group = 0; group < step->num_groups; ++group) {
+    const LoraWeight* const weight = weights[step->slots[group]];
+    if (weight == nullptr) continue;
+    const int64_t first = step->starts[group], last = step->starts[group + 1];
+    add_jobs(weight, nullptr, first, last, int(weight->num_ranks), kJobRanks, reductions);
+    int64_t covered = 0;
+    for (const LoraPart* part = weight->parts; part < weight->parts + weight->num_parts; ++part) {
+      const int num_panels = int((part->num_columns + kLoraColumns - 1) / kLoraColumns);
+      add_jobs(weight, part, first, last, num_panels, kJobPanels, expansions);
+      covered += part->num_columns;
+    }
+    if (covered == num_columns)
+      for (int64_t place = first; place < last; ++place) is_whole[step->rows[place]] = 1;
+    most_ranks = std::max(most_ranks, weight->num_ranks);
+  }
+  with_type(type, [&](auto* null) {
+    using T = std::remove_pointer_t<decltype(null)>;
+    const std::unique_ptr<float[]> h(new float[step->starts[step->num_groups] * most_ranks]);
+    const LoraStep<T> layer{static_cast<const T*>(x), row_stride,  int(width),
+                            static_cast<const T*>(residual), num_columns, static_cast<T*>(output),
+                            step->rows, h.get(), most_ranks};
+    quire::together([&] {
+      quire::in_runs(int64_t(reductions.size()), [&](int64_t job) { layer.reduce(reductions[job]); });
+      quire::in_parallel(num_rows, 8, [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row)
+          if (!is_whole[row]) layer.fill(row);
+      });
+      quire::in_runs(int64_t(expansions.size()), [&](int64_t job) { layer.expand(expansions[job]); });
+    });
+  });
+}
