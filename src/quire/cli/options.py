@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from functools import cache
 from typing import Any, Literal, NoReturn, TypeAlias, get_args, get_origin, get_type_hints
 
-from quire.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeConfig, checks
+from quire.config import CacheConfig, LoRAConfig, ModelConfig, SchedulerConfig, SpeculativeConfig, checks
 from quire.config.hints import OPTION_HINTS
 from quire.sequences.params import SamplingParams
 
@@ -26,7 +26,13 @@ RENAMED = {("SamplingParams", "seed"): "request_seed"}
 SIZES = frozenset({"swap_space"})
 # Short forms of vLLM's flags.
 FOREIGN_SHORT = {"tensor_parallel_size": ("-tp",), "pipeline_parallel_size": ("-pp",), "data_parallel_size": ("-dp",)}
-GROUPS = {ModelConfig: "model", CacheConfig: "cache", SchedulerConfig: "scheduler", SpeculativeConfig: "speculative"}
+GROUPS = {
+    ModelConfig: "model",
+    CacheConfig: "cache",
+    SchedulerConfig: "scheduler",
+    SpeculativeConfig: "speculative",
+    LoRAConfig: "adapter",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +46,7 @@ class Flag:
         is_optional: True where None is a valid value.
         help: description of the field in the docstring.
         choices: valid values of the field, where they are fixed.
+        nargs: number of values that follow the flag, in argparse's form; None for one.
     """
 
     field: str
@@ -48,6 +55,7 @@ class Flag:
     is_optional: bool
     help: str
     choices: tuple[str, ...] = ()
+    nargs: str | None = None
 
 
 def add_engine_options(parser: argparse.ArgumentParser, names: Collection[str] | None = None) -> None:
@@ -145,7 +153,8 @@ def _flags(cls: type) -> Iterator[Flag]:
             hint = choices[0] if is_optional else hints[field.name]
             dest = RENAMED.get((cls.__name__, field.name), field.name)
             allowed = tuple(field.metadata.get("choices", ()))
-            yield Flag(field.name, dest, hint, is_optional, helps.get(field.name, ""), allowed)
+            nargs = field.metadata.get("nargs")
+            yield Flag(field.name, dest, hint, is_optional, helps.get(field.name, ""), allowed, nargs)
 
 
 def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
@@ -154,7 +163,8 @@ def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
     if flag.hint is bool:
         group.add_argument(name, action=argparse.BooleanOptionalAction, **options)
     elif flag.hint == tuple[str, ...]:
-        group.add_argument(name, action="append", metavar="TEXT", **options)
+        action = "append" if flag.nargs is None else "extend"
+        group.add_argument(name, action=action, nargs=flag.nargs, metavar="TEXT", **options)
     else:
         read, metavar = _reader(flag)
         group.add_argument(name, type=_or_none(read) if flag.is_optional else read, metavar=metavar, **options)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.errors import ConfigError, InvalidAdapter, UnknownAdapter, UnsupportedFeature
+from quire.errors import ConfigError, InvalidAdapter, InvalidParameter, UnknownAdapter, UnsupportedFeature
 from quire.sequences.lora import LoRARequest
 
 if TYPE_CHECKING:
     from quire.models.adapters.slots import Adapter, AdapterSlots
+
+# Adapters of several prompts: one for all of them, or one or None for each.
+Adapters = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 @dataclass(slots=True, eq=False)
@@ -200,4 +203,14 @@ def require_adapters(adapters: AdapterRegistry | None) -> AdapterRegistry:
     """
     if adapters is None:
         raise UnsupportedFeature("lora_request", "this engine runs without adapters; start with enable_lora")
+    return adapters
+
+
+def adapters_of(adapters: Adapters, count: int) -> Sequence[LoRARequest | None]:
+    """Return one adapter, or None, for each prompt."""
+    if adapters is None or isinstance(adapters, LoRARequest):
+        return [adapters] * count
+    if not isinstance(adapters, list | tuple) or len(adapters) != count:
+        allowed = f"a LoRARequest, or a list of one or None for each of {count} prompts"
+        raise InvalidParameter("lora_request", adapters, allowed)
     return adapters

@@ -8,9 +8,11 @@ import secrets
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from quire.config import EngineConfig, ResolvedConfig
+from quire.engine.adapters import LoadedAdapter, require_adapters
 from quire.engine.async_commands import Abort, Call, Stream
 from quire.engine.engine import Engine
 from quire.engine.engine_thread import EngineThread
@@ -26,6 +28,7 @@ from quire.engine.queue_slots import QueueSlots, SlotReservation
 from quire.engine.startup.loading import LoadedModel, load
 from quire.errors import RequestError, WorkerError
 from quire.memory.usage import Usage
+from quire.sequences.lora import LoRARequest
 from quire.sequences.params import SamplingParams
 from quire.text.tokenizer import Tokenizer
 
@@ -146,6 +149,7 @@ class AsyncLLM:
         cache_salt: str | None = None,
         tenant: str | None = None,
         retain_cache: bool = False,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Generate, as a stream of outputs: deltas, unless `sampling_params.output_kind` is another kind.
 
@@ -162,6 +166,7 @@ class AsyncLLM:
             add_special_tokens: True to add the tokenizer's special tokens to a text prompt.
             cache_salt, tenant: only requests with equal values of both share cached prefixes.
             retain_cache: True to evict the request's cached blocks last, within `retention_limit`.
+            lora_request: adapter of the request; None for the model alone.
 
         Raises:
             RequestError: the request was refused; raised at the first item. `QueueFull` where no slot is free.
@@ -175,6 +180,7 @@ class AsyncLLM:
             "cache_salt": cache_salt,
             "tenant": tenant,
             "retain_cache": retain_cache,
+            "lora_request": lora_request,
         }
         return self._stream(prompt, sampling_params, options, place, request_id)
 
@@ -193,9 +199,10 @@ class AsyncLLM:
             params = params.clone()
 
         def submit(engine: Engine) -> None:
-            engine.add_request(name, prompt, params, arrival_s=arrival_s, **options)
+            engine.add_request(name, prompt, params, arrival_s=arrival_s, **asked)
 
         with self.reserve(1) if place is None else contextlib.nullcontext(place) as held:
+            asked = {**options, "lora_request": await self._with_adapter(options.get("lora_request"))}
             if not isinstance(prompt, PreparedRequest):
                 (prompt,) = await self.texts.prepare([prompt], params, add_special_tokens=options["add_special_tokens"])
             grammars = self._engine.grammars
@@ -257,6 +264,7 @@ class AsyncLLM:
         *,
         tenant: str | None = None,
         add_special_tokens: bool = True,
+        lora_request: LoRARequest | None = None,
     ) -> int:
         """Keep a prompt's whole blocks in the prefix cache until `unpin_prefix`; compute them first if needed.
 
@@ -265,14 +273,20 @@ class AsyncLLM:
         """
         options: dict[str, Any] = {"cache_salt": cache_salt, "tenant": tenant}
         (read,) = await self.texts.prepare([prompt], ONE_TOKEN, add_special_tokens=add_special_tokens)
-        num_tokens = await self._call(lambda engine: engine.pins.pin(name, read.prompt, **options))
+        asked = await self._with_adapter(lora_request)
+        num_tokens = 0
 
         def pin(engine: Engine) -> None:
             nonlocal num_tokens
-            num_tokens = engine.pins.pin(name, read.prompt, **options)
+            adapter = engine.acquire_adapter(asked)
+            num_tokens = engine.pins.pin(
+                name, read.prompt, adapter=None if adapter is None else adapter.digest, **options
+            )
+
+        await self._call(pin)
 
         if not num_tokens:
-            async for _ in self._stream(read, ONE_TOKEN, options, on_end=pin):
+            async for _ in self._stream(read, ONE_TOKEN, {**options, "lora_request": asked}, on_end=pin):
                 pass
         if not num_tokens:
             raise WorkerError(f"the prefix {name!r} could not be computed")
@@ -286,6 +300,44 @@ class AsyncLLM:
             WorkerError: the engine is dead.
         """
         await self._call(lambda engine: engine.pins.unpin(name, tenant))
+
+    # ---- adapters ----
+
+    def adapters(self) -> tuple[LoadedAdapter, ...]:
+        """Return the loaded adapters; empty without `enable_lora`."""
+        adapters = self._engine.adapters
+        return () if adapters is None else adapters.loaded
+
+    async def add_lora(self, lora_request: LoRARequest) -> LoadedAdapter:
+        """Load an adapter, which stays until `remove_lora`; its folder is read while requests run.
+
+        Raises:
+            RequestError: the name is in use and `load_inplace` is not set, or the folder has no adapter that fits.
+            WorkerError: the engine is dead.
+        """
+        adapters = require_adapters(self._engine.adapters)
+        adapter = await asyncio.to_thread(adapters.read, lora_request.lora_path)
+        loaded: LoadedAdapter = await self._call(lambda _: adapters.load(lora_request, adapter))
+        return loaded
+
+    async def remove_lora(self, lora_name: str) -> None:
+        """Unload an adapter: requests that use it go on, new ones are refused.
+
+        Raises:
+            RequestError: no adapter of that name is loaded.
+            WorkerError: the engine is dead.
+        """
+        adapters = require_adapters(self._engine.adapters)
+        await self._call(lambda _: adapters.unload(lora_name))
+
+    async def _with_adapter(self, lora_request: LoRARequest | None) -> LoRARequest | None:
+        """Load the adapter of a request if it is not loaded; return the request for the loaded one."""
+        adapters = self._engine.adapters
+        if adapters is None or not isinstance(lora_request, LoRARequest) or adapters.find(lora_request) is not None:
+            return lora_request
+        adapter = await asyncio.to_thread(adapters.read, lora_request.lora_path)
+        await self._call(lambda _: adapters.load(lora_request, adapter, is_kept=False))
+        return replace(lora_request, load_inplace=False)
 
     async def _call(self, run: Callable[[Engine], Any]) -> Any:
         """Run a function in the engine's thread between two steps, and return its result."""

@@ -9,6 +9,7 @@ from os import PathLike
 from typing import Any
 
 from quire.config import EngineConfig, ResolvedConfig
+from quire.engine.adapters import Adapters, adapters_of
 from quire.engine.engine import Engine
 from quire.engine.exporters.kv_report import KvReport
 from quire.engine.inputs.prompts import Prompt
@@ -34,7 +35,6 @@ logger = logging.getLogger(__name__)
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 Messages = Sequence[Mapping[str, Any]]
-Adapters = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class LLM(PooledLLM):
@@ -369,7 +369,7 @@ class LLM(PooledLLM):
         many = as_prompts(prompts)
         each = self._params_of(params, len(many))
         names = [str(index) for index in range(len(many))]
-        adapters = _adapters_of(lora_request, len(many))
+        adapters = adapters_of(lora_request, len(many))
         queued: list[str] = []
         try:
             for name, prompt, wanted, adapter in zip(names, many, each, adapters, strict=True):
@@ -401,13 +401,3 @@ class LLM(PooledLLM):
             allowed = f"SamplingParams, or a list of one for each of {count} prompts"
             raise InvalidParameter("sampling_params", params, allowed)
         return params
-
-
-def _adapters_of(adapters: Adapters, count: int) -> Sequence[LoRARequest | None]:
-    """Return one adapter, or None, for each prompt."""
-    if adapters is None or isinstance(adapters, LoRARequest):
-        return [adapters] * count
-    if not isinstance(adapters, list | tuple) or len(adapters) != count:
-        allowed = f"a LoRARequest, or a list of one or None for each of {count} prompts"
-        raise InvalidParameter("lora_request", adapters, allowed)
-    return adapters

@@ -28,8 +28,8 @@ from quire.ops.native_attention import NativeStepAttention, reads_cache
 from quire.ops.native_dense import NativeDenseLayers, NativeNormedLinear, can_fuse
 from quire.ops.native_experts import NativeExperts, can_fuse_experts
 from quire.ops.native_library import ACTIVATIONS, TYPES, NativeLibrary
-from quire.ops.native_lora import NativeLoraLayer
 from quire.ops.native_linear import ExactNativeLinear, NativeLinear
+from quire.ops.native_lora import NativeLoraLayer
 from quire.ops.quantized_weight import StoredWeight
 from quire.ops.reordered import ReorderedLinear
 from quire.ops.torch_ops import TorchOps

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from os import PathLike, fspath
 from typing import Final
 
 from quire.errors import InvalidParameter
@@ -36,9 +35,8 @@ class LoRARequest:
             raise InvalidParameter("lora_name", name, f"a string of 1 to {MAX_NAME_LEN} characters")
         if type(self.lora_int_id) is not int or self.lora_int_id < 1:
             raise InvalidParameter("lora_int_id", self.lora_int_id, "a positive integer")
-        if not isinstance(path, str | PathLike) or "\0" in fspath(path):
-            raise InvalidParameter("lora_path", path, "the path of a folder")
-        object.__setattr__(self, "lora_path", fspath(path))
+        if type(path) is not str or "\0" in path:
+            raise InvalidParameter("lora_path", path, "a text, the path of a folder")
         if type(self.load_inplace) is not bool:
             raise InvalidParameter("load_inplace", self.load_inplace, "true or false")
         if self.load_inplace and not self.lora_path:

@@ -174,9 +174,7 @@ class RequestBuilder:
         """
         if type(priority) is not int or abs(priority) > MAX_PRIORITY:
             raise InvalidParameter("priority", priority, f"an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}")
-        namespace = read_namespace(
-            self._cache_name, cache_salt, tenant, None if adapter is None else adapter.digest
-        )
+        namespace = read_namespace(self._cache_name, cache_salt, tenant, None if adapter is None else adapter.digest)
         if type(retain_cache) is not bool:
             raise InvalidParameter("retain_cache", retain_cache, "true or false")
         if not isinstance(prompt, PreparedRequest):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections.abc import Mapping
 from hashlib import blake2b
@@ -99,7 +100,8 @@ def read_peft(folder: Path, shapes: Mapping[str, ModuleShape], max_rank: int) ->
             if not bool(tensor.isfinite().all()):
                 raise CheckpointError(f"{path}: lora_{name} of {shown(module)} holds values that are no finite numbers")
             digest.update(repr((module_key(module), name, tensor.dtype, tuple(tensor.shape), scale)).encode())
-            digest.update(memoryview(tensor.contiguous().view(torch.uint8).numpy()))
+            whole = tensor.contiguous()
+            digest.update((ctypes.c_char * whole.nbytes).from_address(whole.data_ptr()))
         if module_key(module) in matrices:
             raise CheckpointError(f"{path} has two adapters for the module {shown(module)}")
         matrices[module_key(module)] = Matrices(a, b, scale)

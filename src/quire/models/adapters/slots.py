@@ -61,9 +61,7 @@ class AdapterSlots:
         max_rank: largest rank of an adapter.
     """
 
-    def __init__(
-        self, decoder: Decoder, weight_map: WeightMap, row_count: Callable[[str], int], max_rank: int
-    ) -> None:
+    def __init__(self, decoder: Decoder, weight_map: WeightMap, row_count: Callable[[str], int], max_rank: int) -> None:
         self._dtype, self._device, self._max_rank = decoder.dtype, decoder.device, max_rank
         self._linears: list[AdaptedLinear] = []
         self._places: dict[str, list[Place]] = {}
