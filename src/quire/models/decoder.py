@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quire.models.adapted_linear import StepAdapters
 from quire.models.blocks import GatedMLPBlock, SelectedRows
 from quire.models.layers import Layer, dense_layers, input_kind, make_input, make_layer
 from quire.models.norms import Norm
@@ -19,6 +18,7 @@ from quire.models.projections import Projection
 from quire.models.rope import RotaryEmbedding, query_scales
 from quire.models.spec import LayerGroup, ModelSpec
 from quire.models.weight_slots import WeightSlot, WeightTable, nested
+from quire.ops.adapted_linear import StepAdapters
 from quire.ops.fused_layers import FusedLayers, FusesExperts, FusesLayers
 from quire.ops.interface import AttentionBatch, KeepsRows, Ops, PagedKV, PagedStates, StateBatch
 from quire.ops.lora import LoraRows
@@ -94,6 +94,7 @@ class Decoder:
             self._layers.append(layer)
             slots |= nested(**{f"layers.{idx}": layer_slots})
         self._fused: FusedLayers | None = None
+        self._fused_adapted: FusedLayers | None = None
         self._fused_head: Callable[[Tensor], Tensor] | None = None
         slots |= nested(norm=self._norm.slots)
         if not spec.tied_head:
@@ -117,13 +118,21 @@ class Decoder:
     def _fuse(self) -> None:
         """Have the backend run layers, the end of the model, or the experts of a layer by one call where it can."""
         if isinstance(self.ops, FusesLayers):
-            layers = dense_layers(self._layers, self._inputs, list(self._rotations))
-            self._fused = None if layers is None else self.ops.fuse_layers(layers)
+            self._fused = self._fuse_layers(self.ops)
             self._fused_head = self.ops.fuse_norm(self._norm.row_norm, self._head.run)
         if isinstance(self.ops, FusesExperts):
             for layer in self._layers:
                 if not isinstance(layer.ffn, GatedMLPBlock):
                     layer.ffn.fuse(self.ops)
+
+    def _fuse_layers(self, ops: FusesLayers) -> FusedLayers | None:
+        layers = dense_layers(self._layers, self._inputs, list(self._rotations))
+        return None if layers is None else ops.fuse_layers(layers)
+
+    def fuse_adapted(self) -> None:
+        """Have the backend run layers that take adapters by one call too, for steps with adapters."""
+        if isinstance(self.ops, FusesLayers):
+            self._fused_adapted = self._fuse_layers(self.ops)
 
     def __call__(
         self,
@@ -159,8 +168,9 @@ class Decoder:
             x = x.index_copy(0, *given)
         per_layer = None if self._per_layer_inputs is None else self._per_layer_inputs(input_ids, x)
         rotations = {rope_key: rotate(positions) for rope_key, rotate in self._rotations.items()}
-        if output_rows is None and adapters is None and self._fused is not None:
-            hidden = self._fused(x, list(rotations.values()), groups, storages)
+        fused = self._fused if adapters is None else self._fused_adapted
+        if output_rows is None and fused is not None:
+            hidden = fused(x, list(rotations.values()), groups, storages)
             if hidden is not None:
                 return hidden
         scales = {temperature: query_scales(temperature, positions) for temperature in self._temperatures}

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.models.adapted_linear import AdaptedLinear
 from quire.models.norms import Norm
 from quire.models.weight_slots import AdaptedRows, WeightSlot, WeightSlots, nested
+from quire.ops.adapted_linear import AdaptedLinear
 from quire.ops.interface import Activation, Linear, Ops
 from quire.ops.quantized_weight import StoredWeight
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from quire.ops.fused_layers import DenseLayer, RowNorm
 from quire.ops.interface import Rotation
 from quire.ops.native_attention import NativeStepAttention, reads_cache
-from quire.ops.native_layer_calls import layer_call, norm_scales
+from quire.ops.native_layer_calls import is_native, layer_call, norm_scales
 from quire.ops.native_library import TYPES, DenseLayerCall, NativeLibrary
 from quire.ops.native_linear import NativeLinear
 
@@ -109,4 +109,4 @@ def can_fuse(layers: Sequence[DenseLayer]) -> bool:
     """Return whether all products are native, and the layers of each cache group have as many heads."""
     heads = {(layer.group_idx, layer.attention.num_heads) for layer in layers}
     products = [part for layer in layers for part in (layer.attention.qkv, layer.attention.output, *layer.mlp)]
-    return len(heads) == len(dict(heads)) and all(isinstance(part, NativeLinear) for part in products)
+    return len(heads) == len(dict(heads)) and all(map(is_native, products))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from quire.ops.adapted_linear import AdaptedLinear
 from quire.ops.fused_layers import DenseLayer, RowNorm
 from quire.ops.interface import HeadNorms, Linear
 from quire.ops.native_library import TYPES, DenseLayerCall, LinearCall, NormScales
 from quire.ops.native_linear import NativeLinear
+from quire.ops.native_lora import NativeLoraLayer
 
 
 def layer_call(layer: DenseLayer) -> DenseLayerCall:
@@ -28,7 +30,15 @@ def layer_call(layer: DenseLayer) -> DenseLayerCall:
     )
 
 
+def is_native(linear: Linear) -> bool:
+    """Return whether a layer is a native kernel, with adapters or without."""
+    return isinstance(linear.linear if isinstance(linear, AdaptedLinear) else linear, NativeLinear)
+
+
 def _linear_call(linear: Linear) -> LinearCall:
+    if isinstance(linear, AdaptedLinear):
+        assert isinstance(linear.layer, NativeLoraLayer)
+        return linear.layer.as_call(_linear_call(linear.linear), linear.step)
     assert isinstance(linear, NativeLinear)
     return linear.as_call()
 

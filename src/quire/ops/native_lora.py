@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from quire.ops.adapted_linear import StepAdapters
 from quire.ops.lora import LoraRows, LoraWeight
-from quire.ops.native_library import TYPES, NativeLibrary
+from quire.ops.native_library import TYPES, LinearCall, NativeLibrary
 
 
 class PackedLora(NamedTuple):
@@ -40,7 +42,11 @@ class NativeLoraLayer:
         self._run, self._panel_columns = library.lora, library.lora_columns
         self._num_columns = num_columns
         self._packed: dict[int, PackedLora] = {}
-        self._table = array("q")  # address of each slot's structure, 0 for none
+        self._weights = array("q")  # address of each slot's structure, 0 for none
+        # Address and length of that (`LoraTable` in lora.cpp); its own address stays.
+        self._table = array("q", (0, 0))
+        self._adapted_linear = library.adapted_linear
+        self._fused: array[int] | None = None
 
     def pack(self, weight: LoraWeight) -> PackedLora:
         """Lay the second matrices out in panels of columns, so that each is read front to back."""
@@ -60,9 +66,23 @@ class NativeLoraLayer:
         self._packed.pop(slot, None)
         if packed is not None:
             self._packed[slot] = packed
-        most = max((slot, *self._packed))
-        known = (self._packed.get(each) for each in range(most + 1))
-        self._table = array("q", (0 if each is None else each.call.buffer_info()[0] for each in known))
+        known = (self._packed.get(each) for each in range(max(self._packed, default=-1) + 1))
+        self._weights = array("q", (0 if each is None else each.call.buffer_info()[0] for each in known))
+        self._table[0], self._table[1] = self._weights.buffer_info()
+
+    def as_call(self, linear: LinearCall, step: StepAdapters) -> LinearCall:
+        """Return a linear layer with these adapters as fused layers take it; it is valid as long as both live.
+
+        Args:
+            linear: the layer without adapters.
+            step: adapters of the present step's rows.
+        """
+        addresses = (self._table.buffer_info()[0], step.cell.buffer_info()[0])
+        self._fused = array("q", (*array("q", bytes(linear)), *addresses))  # `AdaptedLinear` in lora.cpp
+        kernel = ctypes.cast(self._adapted_linear, ctypes.c_void_p)
+        return LinearCall(
+            kernel, self._fused.buffer_info()[0], linear.num_columns, linear.width, linear.bias, linear.gate
+        )
 
     def has(self, slots: Sequence[int]) -> bool:
         """Return whether the adapter of any of the slots has a part in the layer."""
@@ -70,9 +90,6 @@ class NativeLoraLayer:
 
     def __call__(self, x: Tensor, rows: LoraRows, residual: Tensor | None) -> Tensor:
         """Multiply by the matrices of all adapters in one call."""
-        table = self._table
-        if max(rows.slots) >= len(table):  # a later slot's adapter has no part here
-            table = self._table = array("q", (*table, *(0,) * (max(rows.slots) + 1 - len(table))))
         num_rows, width = x.shape
         output = torch.empty(num_rows, self._num_columns, dtype=x.dtype)
         self._run(
@@ -81,7 +98,7 @@ class NativeLoraLayer:
             x.stride(0),
             num_rows,
             width,
-            table.buffer_info()[0],
+            self._table.buffer_info()[0],
             rows.call.buffer_info()[0],
             None if residual is None else residual.data_ptr(),
             self._num_columns,

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from quire.errors import CheckpointError
-from quire.models.adapted_linear import AdaptedLinear
 from quire.models.adapters.peft_folder import Matrices, ModuleShape, module_key, read_peft
 from quire.models.decoder import Decoder
 from quire.models.spec import WeightMap
 from quire.models.tensor_reader import WEIGHT
 from quire.models.weight_slots import AdaptedRows
+from quire.ops.adapted_linear import AdaptedLinear
 from quire.ops.lora import LoraPart, LoraWeight
 
 # Its inputs are rows of other positions than a step's.
@@ -51,8 +51,8 @@ class Adapter(NamedTuple):
 class AdapterSlots:
     """The adapters of a decoder.
 
-    Each linear layer that takes adapters is wrapped, once all weights are there and layers are fused: what is fused is
-    run for steps without adapters only.
+    Each linear layer that takes adapters is wrapped, once all weights are there and layers are fused: what was fused
+    before is run for steps without adapters, which cost nothing more.
 
     Args:
         decoder: decoder with all its weights.
@@ -78,6 +78,7 @@ class AdapterSlots:
                 for linear_idx, (_, rows) in zip(linears, slot.adapted, strict=True):
                     places += _places(linear_idx, rows, start, num_rows)
                 start += num_rows
+        decoder.fuse_adapted()
 
     def _wrap(self, decoder: Decoder, adapted: AdaptedRows) -> int:
         """Wrap a linear layer, and return its index."""

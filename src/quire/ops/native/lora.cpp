@@ -12,6 +12,7 @@
 
 #include "cache.h"
 #include "gemm.h"
+#include "linear_call.h"
 #include "parallel.h"
 
 namespace {
@@ -41,12 +42,27 @@ struct LoraWeight {
   int64_t num_parts;
 };
 
+// The matrices of each adapter slot, null where the adapter has none for the layer.
+struct LoraTable {
+  const LoraWeight* const* weights;
+  int64_t num_slots;
+
+  const LoraWeight* at(int64_t slot) const { return slot < num_slots ? weights[slot] : nullptr; }
+};
+
 // The rows of a step that have an adapter, grouped by adapter.
 struct LoraRows {
   int64_t num_groups;
   const int64_t* slots;   // adapter of each group
   const int64_t* starts;  // [num_groups + 1], places in `rows`
   const int64_t* rows;
+};
+
+// A linear layer with adapters, as fused layers take it: `packed` of a `Linear` whose kernel is `quire_adapted_linear`.
+struct AdaptedLinear {
+  Linear linear;
+  const LoraTable* table;
+  const LoraRows* const* rows;  // of the present step
 };
 
 // A part of the work of a pass: some rows of a group, from a place in `LoraRows::rows` on, and a range of ranks of A or
@@ -176,15 +192,14 @@ QUIRE_EXPORT int64_t quire_lora_columns() { return kLoraColumns; }
 // is null) for rows and columns without an adapter.
 //
 // x: [num_rows, width], `row_stride` values apart. residual, output: [num_rows, num_columns].
-// weights: matrices of each adapter slot, null where the adapter has none for the layer.
 QUIRE_EXPORT void quire_lora(Type type, const void* x, int64_t row_stride, int64_t num_rows, int64_t width,
-                             const LoraWeight* const* weights, const LoraRows* step, const void* residual,
-                             int64_t num_columns, void* output) {
+                             const LoraTable* table, const LoraRows* step, const void* residual, int64_t num_columns,
+                             void* output) {
   std::vector<LoraJob> reductions, expansions;
   std::vector<char> is_whole(num_rows, 0);
   int64_t most_ranks = 0;
   for (int64_t group = 0; group < step->num_groups; ++group) {
-    const LoraWeight* const weight = weights[step->slots[group]];
+    const LoraWeight* const weight = table->at(step->slots[group]);
     if (weight == nullptr) continue;
     const int64_t first = step->starts[group], last = step->starts[group + 1];
     add_jobs(weight, nullptr, first, last, int(weight->num_ranks), kJobRanks, reductions);
@@ -213,4 +228,22 @@ QUIRE_EXPORT void quire_lora(Type type, const void* x, int64_t row_stride, int64
       quire::in_runs(int64_t(expansions.size()), [&](int64_t job) { layer.expand(expansions[job]); });
     });
   });
+}
+
+// A linear layer with the adapters of the present step; for the arguments, see `Linear::Kernel`.
+QUIRE_EXPORT void quire_adapted_linear(Type type, const void* x, int64_t row_stride, int64_t num_rows,
+                                       const AdaptedLinear* adapted, int64_t num_columns, int64_t width,
+                                       const void* bias, const void* residual, Activation gate, void* output) {
+  const LoraRows* const rows = *adapted->rows;
+  bool has_any = false;
+  for (int64_t group = 0; rows != nullptr && group < rows->num_groups; ++group)
+    has_any |= adapted->table->at(rows->slots[group]) != nullptr;
+  thread_local std::vector<float> added;  // of any type; kept for the next layer
+  if (has_any) {
+    added.resize(std::max<size_t>(added.size(), num_rows * num_columns));
+    quire_lora(type, x, row_stride, num_rows, width, adapted->table, rows, residual, num_columns, added.data());
+    residual = added.data();
+  }
+  adapted->linear.kernel(type, x, row_stride, num_rows, adapted->linear.packed, num_columns, width, bias, residual, gate,
+                         output);
 }

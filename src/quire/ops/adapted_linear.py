@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 from torch import Tensor
 
 from quire.ops.interface import Linear
@@ -16,13 +18,15 @@ class StepAdapters:
     Attributes:
         all: rows among all rows; None where no row of the step has an adapter.
         output: rows among the output rows; None where none of these has one, or all rows are output rows.
+        cell: address of what `all` is for native kernels, 0 for None; its own address stays.
     """
 
-    __slots__ = ("all", "output")
+    __slots__ = ("all", "cell", "output")
 
     def __init__(self) -> None:
         self.all: LoraRows | None = None
         self.output: LoraRows | None = None
+        self.cell = array("q", [0])
 
     def begin(self, adapters: tuple[LoraRows, LoraRows | None] | None) -> None:
         """Begin a step.
@@ -31,6 +35,7 @@ class StepAdapters:
             adapters: `all` and `output` of the step; None where no row has an adapter.
         """
         self.all, self.output = adapters or (None, None)
+        self.cell[0] = 0 if self.all is None else self.all.call.buffer_info()[0]
 
     def rows(self, num_rows: int) -> LoraRows | None:
         """Return the rows for a layer that is given so many."""
@@ -44,21 +49,24 @@ class AdaptedLinear:
         linear: the layer.
         layer: adapters of the layer.
         step: adapters of the present step's rows.
+
+    Attributes:
+        linear, layer, step: the arguments.
     """
 
-    __slots__ = ("_linear", "_step", "layer")
+    __slots__ = ("layer", "linear", "step")
 
     def __init__(self, linear: Linear, layer: LoraLayer, step: StepAdapters) -> None:
-        self._linear, self.layer, self._step = linear, layer, step
+        self.linear, self.layer, self.step = linear, layer, step
 
     @property
     def is_active(self) -> bool:
         """True where an adapter of the present step adds to the layer."""
-        return self._step.all is not None and self.layer.has(self._step.all.slots)
+        return self.step.all is not None and self.layer.has(self.step.all.slots)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Multiply, and add what adapters of the rows give: [T, in] to [T, out]."""
-        rows = self._step.rows(len(x))
+        rows = self.step.rows(len(x))
         if rows is not None and self.layer.has(rows.slots):
             residual = self.layer(x, rows, residual)
-        return self._linear(x, residual)
+        return self.linear(x, residual)
