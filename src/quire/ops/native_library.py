@@ -212,7 +212,8 @@ class NativeLibrary:
         packed_types: the types of weights that it packs and multiplies faster than torch does.
         panel_columns: columns of a panel, of weights that are rounded (True) and of those that are not.
         attend, plan_attention, free_attention_plan, tokens_read, gate, prepare, rms_norm, dense_layers, experts,
-            normed_linear, keep_tokens, lora, adapted_linear: the functions of the same names, with `quire_` before, of the sources.
+            normed_linear, keep_tokens, lora, adapted_linear: the functions of the same names, with `quire_` before, of
+            the sources.
         lora_columns: columns of a panel of an adapter's second matrix.
         plain: the kernels of weights that are not rounded.
         weight_kernels: the kernels of each format of rounded weights.

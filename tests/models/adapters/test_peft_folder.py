@@ -1,4 +1,4 @@
-"""Adapter folders: what is read, and damaged, foreign or hostile ones, which are refused by a message that names why."""
+"""Folders of adapters: what is read, and damaged, foreign or hostile ones, refused by a message that names why."""
 
 from __future__ import annotations
 
@@ -159,16 +159,15 @@ def grow(folder: Path) -> None:
     ],
 )
 def test_files_that_are_refused(tmp_path: Path, damage: Callable[[Path], object], message: str) -> None:
-    config: dict[str, Any] = {"target_modules": "all-linear"}
+    folder = write(tmp_path, target_modules="all-linear")
+    damage(folder)
     with pytest.raises(CheckpointError, match=message):
-        folder = write(tmp_path, **config)
-        damage(folder)
         read(folder)
 
 
 def test_ranks_end_at_the_limit(tmp_path: Path) -> None:
     assert read(write(tmp_path), 4).matrices
-    with pytest.raises(CheckpointError, match="rank 4 in .*above max_lora_rank, which is 3"):
+    with pytest.raises(CheckpointError, match=r"rank 4 in .*above max_lora_rank, which is 3"):
         read(tmp_path, 3)
 
 
