@@ -217,12 +217,8 @@ def test_options_that_are_refused(world: World, options: dict[str, Any], message
 
 def test_modules_are_named_in_every_spelling(world: World) -> None:
     path = world.paths["one"]
-    for modules in (
-        f"a={path}",
-        [f'{{"name": "a", "path": "{path}"}}'],
-        {"name": "a", "path": path},
-        {"a": Path(path)},
-    ):
+    module = {"name": "a", "path": path}
+    for modules in (f"a={path}", [json.dumps(module)], json.dumps([module]), module, {"a": Path(path)}):
         with world.load(lora_modules=modules) as llm:
             assert llm.engine.adapters is not None
             assert [(each.name, each.path) for each in llm.engine.adapters.loaded] == [("a", path)]
@@ -241,13 +237,13 @@ def test_adapters_come_and_go_while_requests_stream(world: World) -> None:
             plain, one, two, again = await asyncio.gather(*(tokens(llm, each) for each in requests))
             assert one == again
             assert len({*map(tuple, (plain, one, two))}) == 3
-            await llm.remove_lora("one")
+            await llm.adapters.unload("one")
             with pytest.raises(RequestError, match="'one' is not loaded"):
                 await tokens(llm, LoRARequest("one"))
-            await llm.add_lora(LoRARequest("kept", lora_path=world.paths["same"]))
-            assert [each.name for each in llm.adapters()] == ["two", "kept"]
+            await llm.adapters.load(LoRARequest("kept", lora_path=world.paths["same"]))
+            assert [each.name for each in llm.adapters.loaded] == ["two", "kept"]
             assert await tokens(llm, LoRARequest("kept")) == one
             with pytest.raises(InvalidAdapter, match="not in use"):
-                await llm.add_lora(LoRARequest("kept", lora_path=world.paths["same"]))
+                await llm.adapters.load(LoRARequest("kept", lora_path=world.paths["same"]))
 
     asyncio.run(main())

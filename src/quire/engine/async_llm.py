@@ -8,11 +8,10 @@ import secrets
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from quire.config import EngineConfig, ResolvedConfig
-from quire.engine.adapters import LoadedAdapter, require_adapters
+from quire.engine.async_adapters import AsyncAdapters
 from quire.engine.async_commands import Abort, Call, Stream
 from quire.engine.engine import Engine
 from quire.engine.engine_thread import EngineThread
@@ -62,6 +61,7 @@ class AsyncLLM:
     Attributes:
         texts: makes texts into tokens.
         pooling: pooling of the model's embeddings.
+        adapters: loaded adapters.
     """
 
     def __init__(self, model: LoadedModel, metrics: Metrics | None = None) -> None:
@@ -73,6 +73,7 @@ class AsyncLLM:
         self.metrics.set_config(self.resolved)
         self.metrics.set_engine(model.engine)
         self.texts = TokenizerPool(model.engine.requests, self.tokenizer, self.resolved.max_model_len)
+        self.adapters = AsyncAdapters(model.engine.adapters, self._call)
         self._defaults = model.default_params
         self._engine = model.engine
         # Part of generated request ids, so that they differ from the callers' own.
@@ -202,7 +203,7 @@ class AsyncLLM:
             engine.add_request(name, prompt, params, arrival_s=arrival_s, **asked)
 
         with self.reserve(1) if place is None else contextlib.nullcontext(place) as held:
-            asked = {**options, "lora_request": await self._with_adapter(options.get("lora_request"))}
+            asked = {**options, "lora_request": await self.adapters.ready(options.get("lora_request"))}
             if not isinstance(prompt, PreparedRequest):
                 (prompt,) = await self.texts.prepare([prompt], params, add_special_tokens=options["add_special_tokens"])
             grammars = self._engine.grammars
@@ -273,7 +274,7 @@ class AsyncLLM:
         """
         options: dict[str, Any] = {"cache_salt": cache_salt, "tenant": tenant}
         (read,) = await self.texts.prepare([prompt], ONE_TOKEN, add_special_tokens=add_special_tokens)
-        asked = await self._with_adapter(lora_request)
+        asked = await self.adapters.ready(lora_request)
         num_tokens = 0
 
         def pin(engine: Engine) -> None:
@@ -300,44 +301,6 @@ class AsyncLLM:
             WorkerError: the engine is dead.
         """
         await self._call(lambda engine: engine.pins.unpin(name, tenant))
-
-    # ---- adapters ----
-
-    def adapters(self) -> tuple[LoadedAdapter, ...]:
-        """Return the loaded adapters; empty without `enable_lora`."""
-        adapters = self._engine.adapters
-        return () if adapters is None else adapters.loaded
-
-    async def add_lora(self, lora_request: LoRARequest) -> LoadedAdapter:
-        """Load an adapter, which stays until `remove_lora`; its folder is read while requests run.
-
-        Raises:
-            RequestError: the name is in use and `load_inplace` is not set, or the folder has no adapter that fits.
-            WorkerError: the engine is dead.
-        """
-        adapters = require_adapters(self._engine.adapters)
-        adapter = await asyncio.to_thread(adapters.read, lora_request.lora_path)
-        loaded: LoadedAdapter = await self._call(lambda _: adapters.load(lora_request, adapter))
-        return loaded
-
-    async def remove_lora(self, lora_name: str) -> None:
-        """Unload an adapter: requests that use it go on, new ones are refused.
-
-        Raises:
-            RequestError: no adapter of that name is loaded.
-            WorkerError: the engine is dead.
-        """
-        adapters = require_adapters(self._engine.adapters)
-        await self._call(lambda _: adapters.unload(lora_name))
-
-    async def _with_adapter(self, lora_request: LoRARequest | None) -> LoRARequest | None:
-        """Load the adapter of a request if it is not loaded; return the request for the loaded one."""
-        adapters = self._engine.adapters
-        if adapters is None or not isinstance(lora_request, LoRARequest) or adapters.find(lora_request) is not None:
-            return lora_request
-        adapter = await asyncio.to_thread(adapters.read, lora_request.lora_path)
-        await self._call(lambda _: adapters.load(lora_request, adapter, is_kept=False))
-        return replace(lora_request, load_inplace=False)
 
     async def _call(self, run: Callable[[Engine], Any]) -> Any:
         """Run a function in the engine's thread between two steps, and return its result."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -131,12 +133,10 @@ class LLM(PooledLLM):
         self._check_open()
         options: dict[str, Any] = {"cache_salt": cache_salt, "tenant": tenant}
         adapter = self.engine.acquire_adapter(lora_request)
-        pinned = options | {"adapter": None if adapter is None else adapter.digest}
-        num_tokens = self.engine.pins.pin(name, prompt, **pinned)
-        if not num_tokens:
-            for _ in self._run(prompt, ONE_TOKEN, None, lora_request, **options):
-                pass
-            num_tokens = self.engine.pins.pin(name, prompt, **pinned)
+        pin = partial(self.engine.pins.pin, name, prompt, adapter=adapter and adapter.digest, **options)
+        if not (num_tokens := pin()):
+            deque(self._run(prompt, ONE_TOKEN, None, lora_request, **options), maxlen=0)
+            num_tokens = pin()
         if not num_tokens:
             raise WorkerError(f"the prefix {name!r} could not be computed")
         return num_tokens
@@ -271,8 +271,8 @@ class LLM(PooledLLM):
         Raises:
             RequestError: a prompt or parameter that is refused, or a request that failed.
         """
-        options: dict[str, Any] = {"use_tqdm": use_tqdm, "lora_request": lora_request}
-        return beam_outputs(self.generate(prompts, params.as_sampling(), **options))
+        sampling = params.as_sampling()
+        return beam_outputs(self.generate(prompts, sampling, use_tqdm=use_tqdm, lora_request=lora_request))
 
     def render_chat(self, messages: Messages, **template_args: Any) -> list[int]:
         """Return the token ids of a conversation, by default ready for the assistant's turn.
@@ -369,10 +369,11 @@ class LLM(PooledLLM):
         many = as_prompts(prompts)
         each = self._params_of(params, len(many))
         names = [str(index) for index in range(len(many))]
-        adapters = adapters_of(lora_request, len(many))
         queued: list[str] = []
         try:
-            for name, prompt, wanted, adapter in zip(names, many, each, adapters, strict=True):
+            for name, prompt, wanted, adapter in zip(
+                names, many, each, adapters_of(lora_request, len(many)), strict=True
+            ):
                 self.engine.add_request(name, prompt, wanted, lora_request=adapter, **options)
                 queued.append(name)
             if on_start is not None:

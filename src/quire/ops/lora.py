@@ -97,8 +97,8 @@ class LoraLayer(Protocol):
     def __call__(self, x: Tensor, rows: LoraRows, residual: Tensor | None) -> Tensor:
         """Return what adapters add to the product of `x` [T, in], plus the residual: [T, out], contiguous.
 
-        A row gets `B @ A @ x` of its adapter, summed in float32, and one rounding after the residual is added. The sum
-        does not depend on other rows.
+        A row gets `B @ (A @ x)` of its adapter. Both products are summed in float32; the first is rounded, the second
+        once the residual is added. The sums do not depend on other rows.
 
         Args:
             x: rows of the step.
@@ -142,7 +142,7 @@ class TorchLoraLayer:
             if weight is None:
                 continue
             of_group = torch.tensor(rows.rows[rows.starts[group] : rows.starts[group + 1]], device=x.device)
-            inner = x[of_group].float() @ weight.a.float().T
+            inner = (x[of_group].float() @ weight.a.float().T).to(x.dtype).float()
             for b, first_rank, first_column in weight.parts:
                 num_columns, rank = b.shape
                 added = inner[:, first_rank : first_rank + rank] @ b.float().T

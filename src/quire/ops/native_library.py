@@ -212,8 +212,8 @@ class NativeLibrary:
         packed_types: the types of weights that it packs and multiplies faster than torch does.
         panel_columns: columns of a panel, of weights that are rounded (True) and of those that are not.
         attend, plan_attention, free_attention_plan, tokens_read, gate, prepare, rms_norm, dense_layers, experts,
-            normed_linear, keep_tokens, lora, adapted_linear: the functions of the same names, with `quire_` before, of
-            the sources.
+            normed_linear, keep_tokens, lora, lora_values, adapted_linear: the functions of the same names, with
+            `quire_` before, of the sources.
         lora_columns: columns of a panel of an adapter's second matrix.
         plain: the kernels of weights that are not rounded.
         weight_kernels: the kernels of each format of rounded weights.
@@ -264,6 +264,7 @@ class NativeLibrary:
             library.quire_lora, *(_INT, _POINTER, _INT, _INT, _INT, _POINTER, _POINTER, _POINTER, _INT, _POINTER)
         )
         self.adapted_linear = _typed(library.quire_adapted_linear, *_PRODUCT)
+        self.lora_values = _typed(library.quire_lora_values, _INT, returns=_INT)
         self.lora_columns: int = _typed(library.quire_lora_columns, returns=_INT)()
         self.apply_token_bitmask = _typed(library.quire_keep_tokens, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER)
         panel_columns = _typed(library.quire_panel_columns, _BOOL, returns=_INT)

@@ -22,7 +22,7 @@ class PackedLora(NamedTuple):
     Args:
         call: address of A, its number of ranks, address and number of `parts` (`LoraWeight` in lora.cpp).
         parts: five numbers for each part (`LoraPart` in lora.cpp).
-        tensors: what they point to.
+        tensors: tensors that they point to.
     """
 
     call: array[int]
@@ -39,7 +39,7 @@ class NativeLoraLayer:
     """
 
     def __init__(self, library: NativeLibrary, num_columns: int) -> None:
-        self._run, self._panel_columns = library.lora, library.lora_columns
+        self._run, self._panel_columns, self._values = library.lora, library.lora_columns, library.lora_values
         self._num_columns = num_columns
         self._packed: dict[int, PackedLora] = {}
         self._weights = array("q")  # address of each slot's structure, 0 for none
@@ -54,8 +54,10 @@ class NativeLoraLayer:
         tensors = [a]
         for b, first_rank, first_column in weight.parts:
             num_columns, rank = b.shape
-            padded = functional.pad(b, (0, 0, 0, -num_columns % self._panel_columns))
-            panels = padded.view(-1, self._panel_columns, rank).mT.contiguous()
+            values = self._values(TYPES[b.dtype])
+            padded = functional.pad(b, (0, -rank % values, 0, -num_columns % self._panel_columns))
+            shape = -1, self._panel_columns, padded.shape[1] // values, values
+            panels = padded.view(shape).transpose(1, 2).contiguous()
             parts.extend((panels.data_ptr(), rank, first_rank, first_column, num_columns))
             tensors.append(panels)
         call = array("q", (a.data_ptr(), len(a), parts.buffer_info()[0], len(weight.parts)))

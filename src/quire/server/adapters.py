@@ -23,12 +23,12 @@ async def load_lora_adapter(state: ServerState, request: Request) -> Response:
     if not path:
         raise InvalidParameter("lora_path", path, "the path of a folder on the server's machine")
     lora_request = LoRARequest(_name(fields), lora_path=path, load_inplace=fields.flag("load_inplace"))
-    return json_response(adapter_card(state, await state.llm.add_lora(lora_request)))
+    return json_response(adapter_card(state, await state.llm.adapters.load(lora_request)))
 
 
 async def unload_lora_adapter(state: ServerState, request: Request) -> Response:
     """Answer `POST /v1/unload_lora_adapter`: requests that use the adapter go on, new ones are refused."""
-    await state.llm.remove_lora(_name(await _read(state, request)))
+    await state.llm.adapters.unload(_name(await _read(state, request)))
     return json_response({})
 
 

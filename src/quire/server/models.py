@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # the server starts before the engine is imported
 
 async def list_models(state: ServerState, request: Request) -> Response:  # noqa: ARG001 - a route's signature
     """Answer `GET /v1/models`."""
-    adapters = [adapter_card(state, each) for each in state.llm.adapters()]
+    adapters = [adapter_card(state, each) for each in state.llm.adapters.loaded]
     return json_response({"object": "list", "data": [_card(state), *adapters]})
 
 
@@ -27,7 +27,7 @@ async def show_model(state: ServerState, request: Request) -> Response:
     """Answer `GET /v1/models/{id}`."""
     name = request.path_params["model_id"]
     choose_model(state, request, name)
-    adapter = next((each for each in state.llm.adapters() if each.name == name), None)
+    adapter = next((each for each in state.llm.adapters.loaded if each.name == name), None)
     return json_response(_card(state) if adapter is None else adapter_card(state, adapter))
 
 

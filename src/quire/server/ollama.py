@@ -116,7 +116,7 @@ async def generate(state: ServerState, request: Request) -> ASGIApp:
 
 async def tags(state: ServerState, request: Request) -> Response:  # noqa: ARG001 - a route's signature
     """Answer `GET /api/tags`."""
-    names = (state.llm.model_name, *(each.name for each in state.llm.adapters()))
+    names = (state.llm.model_name, *(each.name for each in state.llm.adapters.loaded))
     shared = {"modified_at": _timestamp(state.created), "details": _details(state)}
     return json_response({"models": [{"name": name, "model": name, **shared} for name in names]})
 

@@ -22,7 +22,7 @@ def choose_model(state: ServerState, request: Request, name: str) -> None:
     """
     if name == state.llm.model_name:
         return
-    adapters = [each.name for each in state.llm.adapters()]
+    adapters = [each.name for each in state.llm.adapters.loaded]
     if name not in adapters:
         shown = ", ".join(map(repr, (state.llm.model_name, *adapters[:8]))) + (", ..." if len(adapters) > 8 else "")
         raise ApiError(

@@ -47,7 +47,7 @@ from quire.memory.specs import KVCacheSpec
 from quire.models.cache_layout import cache_specs
 from quire.models.checkpoint import Checkpoint, locate
 from quire.models.decoder import Decoder
-from quire.models.loading import load_decoder, make_adapter_slots
+from quire.models.loading import load_decoder
 from quire.models.mtp import MTPHead
 from quire.models.pooling_config import PoolingConfig, read_pooling
 from quire.models.weights import choose_dtype
@@ -103,16 +103,11 @@ def load(config: EngineConfig, *, wrap: Wrappers | None = None) -> LoadedModel:
         ConfigError: an option or a checkpoint that cannot be honoured; the message names the fix.
     """
     options, wrap = config.model, wrap or Wrappers()
-    device = pick_device(options.device)
-    checkpoint = Checkpoint.open(options.model, options.revision)
+    device, checkpoint = pick_device(options.device), Checkpoint.open(options.model, options.revision)
     tokenizer = _tokenizer(options, checkpoint)
     dtype = choose_dtype(options.dtype, checkpoint)
     _prepare_process(options)
-    plain_decoder = _load_decoder(options, checkpoint, device, dtype, wrap.ops)
-    slots = None
-    if config.lora.enable_lora:
-        slots = make_adapter_slots(checkpoint, plain_decoder, config.lora.max_lora_rank)
-    decoder = wrap.decoder(plain_decoder)
+    decoder = wrap.decoder(_load_decoder(options, checkpoint, device, dtype, wrap.ops))
     load_decoder_of = partial(_load_decoder, options, device=device, dtype=dtype)
     guide, draft = load_draft(config, checkpoint, decoder, tokenizer, load_decoder_of)
     stored = _stored(config, dtype)
@@ -164,8 +159,7 @@ def load(config: EngineConfig, *, wrap: Wrappers | None = None) -> LoadedModel:
             grammars=grammars,
         )
         engine.requests.can_generate = pooling.has_head
-        if slots is not None:
-            engine.adapters = load_adapters(config.lora, slots, engine.scheduler.requests, name)
+        engine.adapters = load_adapters(config.lora, checkpoint, decoder, engine.scheduler.requests, name)
         # From here on the engine closes the disk.
         stack.pop_all()
     return LoadedModel(name, engine, _default_params(checkpoint), pooling)

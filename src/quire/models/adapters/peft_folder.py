@@ -21,7 +21,7 @@ from quire.models.checkpoint import read_object
 
 TENSORS_FILE: Final = "adapter_model.safetensors"
 DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
-# Of a file, besides its matrices.
+# The header of a file, which is read besides its matrices.
 MAX_HEADER_BYTES: Final = 8 << 20
 _MATRIX = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<which>[AB])(?:\.default)?\.weight")
 # Parts of names that say where in a model of several parts the language model lies.
@@ -118,7 +118,7 @@ def _tensors(path: Path, shapes: Mapping[str, ModuleShape], max_rank: int) -> di
     except OSError as error:
         reason = f"{error.strerror} ({max_rank=}; see max_lora_rank)"
         raise CheckpointError(f"{path} cannot be read: {reason}") from error
-    # Of a dtype that torch lacks, a key error.
+    # A dtype that torch lacks raises a key error.
     except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
         raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
 

@@ -23,7 +23,7 @@ HEAD = "head."
 
 
 class Place(NamedTuple):
-    """What a module of the checkpoint is of a linear layer of the decoder.
+    """The part of a decoder's linear layer that a module of the checkpoint is.
 
     Args:
         linear_idx: index of the layer.
@@ -132,7 +132,7 @@ class AdapterSlots:
 
 
 def _places(linear_idx: int, rows: Tensor | None, start: int, num_rows: int) -> list[Place]:
-    """Return what the rows `[start, start + num_rows)` of a stored weight are of a layer that takes `rows` of it."""
+    """Return the places that rows `[start, start + num_rows)` of a stored weight have in a layer of its `rows`."""
     if rows is None:
         return [Place(linear_idx, start, None)]
     columns = ((rows >= start) & (rows < start + num_rows)).nonzero().flatten()

@@ -1,15 +1,18 @@
 // Low-rank adapters: the products of rows with the two matrices of their adapter, for all adapters of a step at once.
 //
-//     h = A x            A [ranks, width]; all matrices of the parts of a layer lie in one
+//     h = A x                A [ranks, width]; the matrices of all parts of a layer lie in one
 //     y = residual + B h     B [columns, rank] of each part, added to its own columns
 //
-// Rows come grouped by adapter, so that a matrix is read once for all rows of a group. Each sum has one order, whichever
-// other rows there are: a row gets the same bits in every batch.
+// `h` is rounded to the type of the rows. Where the instruction set multiplies pairs of bfloat16, both products do.
+//
+// Rows come grouped by adapter, so that a matrix is read once for all rows of a group. Each sum has one order,
+// whichever other rows there are: a row gets the same bits in every batch.
 #include <algorithm>
 #include <memory>
 #include <type_traits>
 #include <vector>
 
+#include "activation_functions.h"
 #include "cache.h"
 #include "gemm.h"
 #include "linear_call.h"
@@ -27,7 +30,7 @@ constexpr int kAcross = 4;
 
 // The matrix B of one part of a layer.
 struct LoraPart {
-  const void* panels;  // [panels, rank, kLoraColumns]
+  const void* panels;  // [panels, steps of ranks, kLoraColumns, values of a step], zeros behind the last rank
   int64_t rank;
   int64_t first_rank;  // its ranks among those of A
   int64_t first_column;
@@ -76,8 +79,22 @@ struct LoraJob {
   int end;
 };
 
+// Loads the values of a vector of steps, as they are multiplied.
+template <typename Steps, typename T>
+QUIRE_INLINE Floats load_values(const T* from) {
+  if constexpr (Steps::kValues == 2) {
+    return load_bits<Floats>(from);
+  } else {
+    return load(from);
+  }
+}
+
 template <typename T>
 struct LoraStep {
+  using Steps = typename StepsOf<T>::Type;
+  using Value = typename Steps::Value;
+  static constexpr int kValues = Steps::kValues;
+
   const T* x;
   int64_t row_stride;
   int width;
@@ -85,7 +102,7 @@ struct LoraStep {
   int64_t num_columns;
   T* output;
   const int64_t* rows;
-  float* h;  // [rows with an adapter, h_stride]
+  Value* h;  // [rows with an adapter, h_stride], with a value more at the end
   int64_t h_stride;
 
   // Computes kAcross ranks, or the last one of them repeated, of a few rows.
@@ -97,22 +114,22 @@ struct LoraStep {
     for (int row = 0; row < kRows; ++row) from[row] = x + rows[first + row] * row_stride;
     Floats sums[kRows][kAcross]{};
     int step = 0;
-    for (; step + kLanes <= width; step += kLanes) {
+    for (; step + kLanes * kValues <= width; step += kLanes * kValues) {
       Floats columns[kAcross];
 #pragma GCC unroll 4
-      for (int beside = 0; beside < kAcross; ++beside) columns[beside] = load(a[beside] + step);
+      for (int beside = 0; beside < kAcross; ++beside) columns[beside] = load_values<Steps>(a[beside] + step);
 #pragma GCC unroll 4
       for (int row = 0; row < kRows; ++row) {
-        const Floats value = load(from[row] + step);
+        const Floats value = load_values<Steps>(from[row] + step);
 #pragma GCC unroll 4
-        for (int beside = 0; beside < kAcross; ++beside) sums[row][beside] += value * columns[beside];
+        for (int beside = 0; beside < kAcross; ++beside) Steps::multiply_add(sums[row][beside], value, columns[beside]);
       }
     }
     for (int row = 0; row < kRows; ++row)
       for (int beside = 0; beside < kAcross && rank + beside < job.end; ++beside) {
         float sum = sum_of(sums[row][beside])[0];
         for (int last = step; last < width; ++last) sum += widen(from[row][last]) * widen(a[beside][last]);
-        h[(first + row) * h_stride + rank + beside] = sum;
+        narrow(h + (first + row) * h_stride + rank + beside, rounded<T>(sum));
       }
   }
 
@@ -125,17 +142,19 @@ struct LoraStep {
   // Computes kAcross vectors of columns of a panel, from `column` of it on, for a few rows.
   template <int kRows>
   void expand(const LoraPart& part, int panel, int column, int64_t first) const {
-    const T* from = static_cast<const T*>(part.panels) + int64_t(panel) * part.rank * kLoraColumns + column;
+    const int depth = int(part.rank + kValues - 1) / kValues;
+    const T* from = static_cast<const T*>(part.panels) + (int64_t(panel) * depth * kLoraColumns + column) * kValues;
     Floats sums[kRows][kAcross]{};
-    for (int rank = 0; rank < part.rank; ++rank, from += kLoraColumns) {
+    for (int step = 0; step < depth; ++step, from += kLoraColumns * kValues) {
       Floats columns[kAcross];
 #pragma GCC unroll 4
-      for (int vector = 0; vector < kAcross; ++vector) columns[vector] = load(from + vector * kLanes);
+      for (int vector = 0; vector < kAcross; ++vector)
+        columns[vector] = load_values<Steps>(from + vector * kLanes * kValues);
 #pragma GCC unroll 4
       for (int row = 0; row < kRows; ++row) {
-        const Floats value = splat(h[(first + row) * h_stride + part.first_rank + rank]);
+        const Floats value = Steps::broadcast(h + (first + row) * h_stride + part.first_rank + step * kValues);
 #pragma GCC unroll 4
-        for (int vector = 0; vector < kAcross; ++vector) sums[row][vector] += value * columns[vector];
+        for (int vector = 0; vector < kAcross; ++vector) Steps::multiply_add(sums[row][vector], value, columns[vector]);
       }
     }
     const int begin = panel * kLoraColumns + column;
@@ -188,8 +207,15 @@ void add_jobs(const LoraWeight* weight, const LoraPart* part, int64_t first, int
 // Returns the number of columns of a panel of B.
 QUIRE_EXPORT int64_t quire_lora_columns() { return kLoraColumns; }
 
-// Computes what the adapters of rows add to a layer's product: output = residual + B A x, and `residual` (zeros where it
-// is null) for rows and columns without an adapter.
+// Returns the number of values of a step of ranks in a panel of B.
+QUIRE_EXPORT int64_t quire_lora_values(Type type) {
+  int values = 1;
+  with_type(type, [&](auto* null) { values = LoraStep<std::remove_pointer_t<decltype(null)>>::kValues; });
+  return values;
+}
+
+// Computes what the adapters of rows add to a layer's product: output = residual + B A x, and `residual` (zeros where
+// it is null) for rows and columns without an adapter.
 //
 // x: [num_rows, width], `row_stride` values apart. residual, output: [num_rows, num_columns].
 QUIRE_EXPORT void quire_lora(Type type, const void* x, int64_t row_stride, int64_t num_rows, int64_t width,
@@ -197,7 +223,7 @@ QUIRE_EXPORT void quire_lora(Type type, const void* x, int64_t row_stride, int64
                              void* output) {
   std::vector<LoraJob> reductions, expansions;
   std::vector<char> is_whole(num_rows, 0);
-  int64_t most_ranks = 0;
+  int64_t most_ranks = 0, num_whole = 0;
   for (int64_t group = 0; group < step->num_groups; ++group) {
     const LoraWeight* const weight = table->at(step->slots[group]);
     if (weight == nullptr) continue;
@@ -210,21 +236,24 @@ QUIRE_EXPORT void quire_lora(Type type, const void* x, int64_t row_stride, int64
       covered += part->num_columns;
     }
     if (covered == num_columns)
-      for (int64_t place = first; place < last; ++place) is_whole[step->rows[place]] = 1;
+      for (int64_t place = first; place < last; ++place, ++num_whole) is_whole[step->rows[place]] = 1;
     most_ranks = std::max(most_ranks, weight->num_ranks);
   }
   with_type(type, [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
-    const std::unique_ptr<float[]> h(new float[step->starts[step->num_groups] * most_ranks]);
+    // The value behind the last rank of a part is multiplied by zero, so it must be a number.
+    const std::unique_ptr<typename LoraStep<T>::Value[]> h(
+        new typename LoraStep<T>::Value[step->starts[step->num_groups] * most_ranks + 1]());
     const LoraStep<T> layer{static_cast<const T*>(x), row_stride,  int(width),
                             static_cast<const T*>(residual), num_columns, static_cast<T*>(output),
                             step->rows, h.get(), most_ranks};
     quire::together([&] {
       quire::in_runs(int64_t(reductions.size()), [&](int64_t job) { layer.reduce(reductions[job]); });
-      quire::in_parallel(num_rows, 8, [&](int64_t begin, int64_t end) {
-        for (int64_t row = begin; row < end; ++row)
-          if (!is_whole[row]) layer.fill(row);
-      });
+      if (num_whole < num_rows)
+        quire::in_parallel(num_rows, 8, [&](int64_t begin, int64_t end) {
+          for (int64_t row = begin; row < end; ++row)
+            if (!is_whole[row]) layer.fill(row);
+        });
       quire::in_runs(int64_t(expansions.size()), [&](int64_t job) { layer.expand(expansions[job]); });
     });
   });
@@ -244,6 +273,6 @@ QUIRE_EXPORT void quire_adapted_linear(Type type, const void* x, int64_t row_str
     quire_lora(type, x, row_stride, num_rows, width, adapted->table, rows, residual, num_columns, added.data());
     residual = added.data();
   }
-  adapted->linear.kernel(type, x, row_stride, num_rows, adapted->linear.packed, num_columns, width, bias, residual, gate,
-                         output);
+  const Linear& linear = adapted->linear;
+  linear.kernel(type, x, row_stride, num_rows, linear.packed, num_columns, width, bias, residual, gate, output);
 }
