@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
@@ -135,7 +134,7 @@ class LLM(PooledLLM):
         adapter = self.engine.acquire_adapter(lora_request)
         pin = partial(self.engine.pins.pin, name, prompt, adapter=adapter and adapter.digest, **options)
         if not (num_tokens := pin()):
-            deque(self._run(prompt, ONE_TOKEN, None, lora_request, **options), maxlen=0)
+            list(self._run(prompt, ONE_TOKEN, None, lora_request, **options))
             num_tokens = pin()
         if not num_tokens:
             raise WorkerError(f"the prefix {name!r} could not be computed")
@@ -221,8 +220,7 @@ class LLM(PooledLLM):
         Args:
             messages: a list of `{"role": ..., "content": ...}`, or a list of such lists.
             sampling_params: see `generate`.
-            use_tqdm: show a progress bar.
-            cache_salt, tenant, retain_cache, lora_request: see `generate`.
+            use_tqdm, cache_salt, tenant, retain_cache, lora_request: see `generate`.
             tools: functions that the model may call, as in OpenAI's API; outputs then have `content` and `tool_calls`.
             tool_choice: "auto" (or None), "required", "none", or an object that names the allowed tools.
             parallel_tool_calls: False allows at most one call.
@@ -271,8 +269,7 @@ class LLM(PooledLLM):
         Raises:
             RequestError: a prompt or parameter that is refused, or a request that failed.
         """
-        sampling = params.as_sampling()
-        return beam_outputs(self.generate(prompts, sampling, use_tqdm=use_tqdm, lora_request=lora_request))
+        return beam_outputs(self.generate(prompts, params.as_sampling(), use_tqdm=use_tqdm, lora_request=lora_request))
 
     def render_chat(self, messages: Messages, **template_args: Any) -> list[int]:
         """Return the token ids of a conversation, by default ready for the assistant's turn.
@@ -368,12 +365,10 @@ class LLM(PooledLLM):
         self._check_open()
         many = as_prompts(prompts)
         each = self._params_of(params, len(many))
-        names = [str(index) for index in range(len(many))]
+        names, adapters = list(map(str, range(len(many)))), adapters_of(lora_request, len(many))
         queued: list[str] = []
         try:
-            for name, prompt, wanted, adapter in zip(
-                names, many, each, adapters_of(lora_request, len(many)), strict=True
-            ):
+            for name, prompt, wanted, adapter in zip(names, many, each, adapters, strict=True):
                 self.engine.add_request(name, prompt, wanted, lora_request=adapter, **options)
                 queued.append(name)
             if on_start is not None:
