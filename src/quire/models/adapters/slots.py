@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,11 +87,6 @@ class AdapterSlots:
         projection.run = AdaptedLinear(projection.run, layer, decoder.step_adapters)
         self._linears.append(projection.run)
         return len(self._linears) - 1
-
-    @property
-    def modules(self) -> Mapping[str, ModuleShape]:
-        """Widths of the modules that take adapters, by name."""
-        return self._shapes
 
     def read(self, folder: Path) -> Adapter:
         """Read an adapter, and lay it out for the kernels; thread-safe, and may take long.
