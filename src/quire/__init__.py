@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from quire.config.lora import LoRAConfig
     from quire.config.options import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
     from quire.config.speculative import SpeculativeConfig
     from quire.decoding.strategies import Sampling
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
         CheckpointError,
         ConfigError,
         EngineClosed,
+        InvalidAdapter,
         InvalidParameter,
         PinLimitReached,
         PromptTooLong,
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
         UnsupportedModel,
         WorkerError,
     )
+    from quire.sequences.lora import LoRARequest
     from quire.sequences.params import RequestOutputKind, SamplingParams
     from quire.sequences.pooling import PoolingParams
     from quire.sequences.status import FinishReason
@@ -72,7 +75,10 @@ __all__ = [
     "Finish",
     "FinishReason",
     "Fork",
+    "InvalidAdapter",
     "InvalidParameter",
+    "LoRAConfig",
+    "LoRARequest",
     "Logprob",
     "ModelConfig",
     "PinLimitReached",
@@ -104,6 +110,7 @@ __all__ = [
 
 # Module -> the names that `quire` exports from it; importing `quire` imports none of them.
 _EXPORTS = {
+    "config.lora": ("LoRAConfig",),
     "config.options": ("CacheConfig", "EngineConfig", "ModelConfig", "SchedulerConfig"),
     "config.speculative": ("SpeculativeConfig",),
     "decoding.strategies": ("Sampling",),
@@ -122,6 +129,7 @@ _EXPORTS = {
         "CheckpointError",
         "ConfigError",
         "EngineClosed",
+        "InvalidAdapter",
         "InvalidParameter",
         "PinLimitReached",
         "PromptTooLong",
@@ -134,6 +142,7 @@ _EXPORTS = {
         "UnsupportedModel",
         "WorkerError",
     ),
+    "sequences.lora": ("LoRARequest",),
     "sequences.params": ("RequestOutputKind", "SamplingParams"),
     "sequences.pooling": ("PoolingParams",),
     "sequences.status": ("FinishReason",),

@@ -150,6 +150,25 @@ class InvalidParameter(RequestError):
         self.allowed = allowed
 
 
+class InvalidAdapter(RequestError):
+    """An adapter that cannot be loaded or used; the message names the file, the field or the name, and the reason."""
+
+    code = "invalid_adapter"
+
+
+class UnknownAdapter(InvalidAdapter):
+    """An adapter that is not loaded.
+
+    Args:
+        name: name of the adapter.
+    """
+
+    code = "model_not_found"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"the adapter {shown(name)} is not loaded", field="lora_name")
+
+
 class PromptTooLong(RequestError):
     """A prompt that leaves no room for a new token.
 

@@ -40,6 +40,9 @@ def check(ops: NativeOps, kind: type, dtype: torch.dtype, activation: Activation
         found = gated(x[:num_rows])
         assert found.shape == (num_rows, width)
         assert torch.equal(found, ops.gate(plain(x[:num_rows]), activation))
+        residual = randn(num_rows, 2 * width, dtype=dtype, seed=3)
+        added = gated(x[:num_rows], residual)
+        assert torch.equal(added, ops.gate(plain(x[:num_rows], residual), activation))
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -17,6 +17,7 @@ from quire.cli.early_checks import checked_engine_options
 from quire.cli.options import add_engine_options, add_sampling_options, sampling_options
 from quire.cli.structured_options import add_structured_options, structured_options
 from quire.errors import ConfigError
+from quire.sequences.lora import LoRARequest
 from quire.sequences.params import NO_CHOICE, SamplingParams
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def register(subparsers: Subparsers) -> None:
     parser.add_argument("--prompts-file", metavar="FILE", help="prompts, one a line; - is standard input")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line, for each prompt")
     parser.add_argument("--stream", action="store_true", help="print text as it comes; with --json, each delta")
+    parser.add_argument("--lora", metavar="NAME", help="the adapter of --lora-modules that the prompts go through")
     parser.add_argument("--demo", action="store_true", help="show the demonstration, also with piped input")
     add_engine_options(parser)
     add_sampling_options(parser, DEFAULT_MAX_TOKENS)
@@ -85,10 +87,12 @@ def run(args: argparse.Namespace) -> int:
             print(line, file=sys.stderr)
         defaults = {"max_tokens": DEFAULT_MAX_TOKENS, **(NO_CHOICE if "beam_width" in given else {})}
         params = replace(llm.get_default_sampling_params(), **{**defaults, **given})
+        adapter = None if args.lora is None else LoRARequest(args.lora)
         if args.stream:
-            return _print_stream(llm, prompts, params, is_json=args.json)
+            return _print_stream(llm, prompts, params, adapter, is_json=args.json)
         logging.getLogger("quire.engine.llm").addHandler(logging.NullHandler())  # `_report_errors` reports them
-        outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty() and not args.json)
+        is_shown = sys.stderr.isatty() and not args.json
+        outputs = llm.generate(prompts, params, use_tqdm=is_shown, lora_request=adapter)
     for idx, output in enumerate(outputs):
         if args.json:
             print(json.dumps(as_json(output), ensure_ascii=False))
@@ -167,9 +171,11 @@ def _has_piped_input() -> bool:
     return stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)
 
 
-def _print_stream(llm: LLM, prompts: list[str], params: SamplingParams, *, is_json: bool) -> int:
+def _print_stream(
+    llm: LLM, prompts: list[str], params: SamplingParams, adapter: LoRARequest | None, *, is_json: bool
+) -> int:
     failed = []
-    for delta in llm.stream(prompts, params):
+    for delta in llm.stream(prompts, params, lora_request=adapter):
         if delta.error is not None:
             failed.append(delta)
         text = json.dumps(as_json(delta), ensure_ascii=False) + "\n" if is_json else "".join(_texts(delta))

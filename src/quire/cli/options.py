@@ -16,7 +16,15 @@ from types import MappingProxyType
 from typing import Any, Literal, NoReturn, TypeAlias, get_args, get_origin, get_type_hints
 
 from quire.cli.config_file import add_config_option
-from quire.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeConfig, checks, option_sections
+from quire.config import (
+    CacheConfig,
+    LoRAConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    checks,
+    option_sections,
+)
 from quire.config.hints import OPTION_HINTS
 from quire.errors import InvalidParameter, UnknownParameter
 from quire.sequences.params import SamplingParams
@@ -35,7 +43,13 @@ ALIASES = {"num_kv_blocks": ("--num-gpu-blocks-override",)}
 FOREIGN = "foreign_"
 # Short forms of vLLM's flags.
 FOREIGN_SHORT = {"tensor_parallel_size": ("-tp",), "pipeline_parallel_size": ("-pp",), "data_parallel_size": ("-dp",)}
-GROUPS = {ModelConfig: "model", CacheConfig: "cache", SchedulerConfig: "scheduler", SpeculativeConfig: "speculative"}
+GROUPS = {
+    ModelConfig: "model",
+    CacheConfig: "cache",
+    SchedulerConfig: "scheduler",
+    SpeculativeConfig: "speculative",
+    LoRAConfig: "adapter",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +63,7 @@ class Flag:
         is_optional: True where None is a valid value.
         help: description of the field in the docstring, in the words of a shell, with the default.
         choices: valid values of the field, where they are fixed.
+        nargs: number of values that follow the flag, in argparse's form; None for one.
     """
 
     field: str
@@ -57,6 +72,7 @@ class Flag:
     is_optional: bool
     help: str
     choices: tuple[str, ...] = ()
+    nargs: str | None = None
 
 
 def add_engine_options(
@@ -225,7 +241,7 @@ def _flags(cls: type, defaults: Mapping[str, Any] = MappingProxyType({})) -> Ite
             shown = _with_default(
                 _for_shells(helps.get(field.name, "")), field.name, defaults.get(field.name, _default(field))
             )
-            yield Flag(field.name, dest, hint, is_optional, shown, allowed)
+            yield Flag(field.name, dest, hint, is_optional, shown, allowed, field.metadata.get("nargs"))
 
 
 def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
@@ -236,7 +252,8 @@ def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
     elif flag.field in SEVERAL:
         group.add_argument(*names, nargs="+", metavar="NAME", **options)
     elif flag.hint == tuple[str, ...]:
-        group.add_argument(*names, action="append", metavar="TEXT", **options)
+        action = "append" if flag.nargs is None else "extend"
+        group.add_argument(*names, action=action, nargs=flag.nargs, metavar="TEXT", **options)
     else:
         read, metavar = _reader(flag)
         group.add_argument(*names, type=_or_none(read) if flag.is_optional else read, metavar=metavar, **options)

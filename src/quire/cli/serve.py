@@ -74,6 +74,11 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action="store_true",
         help="send reasoning as reasoning_content too, for older clients",
     )
+    group.add_argument(
+        "--allow-runtime-lora-updating",
+        action="store_true",
+        help="let operators load adapters from folders of this machine, by /v1/load_lora_adapter",
+    )
     _add_bounds(group, defaults)
     group.add_argument("--watch", action="store_true", help="show the block map in the terminal; 2>FILE moves the log")
     group.add_argument(
@@ -197,6 +202,7 @@ def run(args: argparse.Namespace) -> int:
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
         reasoning_content=args.reasoning_content,
+        allow_runtime_lora_updating=args.allow_runtime_lora_updating,
         max_body_bytes=args.max_body_bytes,
         max_prompts=args.max_prompts,
         max_request_logprobs=args.max_request_logprobs,

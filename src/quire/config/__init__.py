@@ -1,6 +1,7 @@
 """Configuration: options of the user, properties of machine and model, and the resolved configuration."""
 
 from quire.config.cache_dtypes import CACHE_DTYPES, CacheDtype
+from quire.config.lora import LoRAConfig
 from quire.config.options import (
     DTYPES,
     EVICTION_POLICIES,
@@ -36,6 +37,7 @@ __all__ = [
     "CacheConfig",
     "CacheDtype",
     "EngineConfig",
+    "LoRAConfig",
     "Machine",
     "ModelConfig",
     "ModelFacts",

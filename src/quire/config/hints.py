@@ -20,7 +20,6 @@ _ONE_DEVICE: Final = "an engine runs in one process, on one device"
 _NO_GRAPHS: Final = "there are no CUDA graphs and no compilation to configure"
 _CHUNKS: Final = "prompts are always computed in chunks; use max_num_batched_tokens and max_inter_token_ms"
 _NO_CODE: Final = "no code of a checkpoint is run; the architectures that run are built in"
-_NO_LORA: Final = "adapters are not supported; merge them into the checkpoint"
 _GRAMMARS: Final = "llguidance compiles all structured outputs; use grammar_timeout_s and grammar_memory_bytes"
 _POOLS: Final = "every engine generates, embeds and scores; leave it out"
 _TEXT_ONLY: Final = "prompts are text or token ids, with embeddings of media at most"
@@ -109,10 +108,9 @@ OPTION_HINTS: Final[Mapping[str, Foreign]] = {
     "scheduler_cls": ((), "use scheduling_policy"),
     "stream_interval": ((1,), "each step's tokens are sent at once"),
     "max_logprobs": (range(65), "a request may ask for 64; the server's --max-request-logprobs bounds an answer"),
-    "enable_lora": ((False,), _NO_LORA),
-    "max_loras": ((1,), _NO_LORA),
-    "max_lora_rank": ((16,), _NO_LORA),
-    "lora_modules": (([],), _NO_LORA),
+    "max_loras": (None, "all loaded adapters may be in one step; max_cpu_loras bounds their number"),
+    "fully_sharded_loras": ((False,), _ONE_DEVICE),
+    "lora_dtype": (("auto",), "adapters are computed in the dtype of the model"),
     "guided_decoding_backend": (("auto", "guidance", "xgrammar", "outlines"), _GRAMMARS),
     "structured_outputs_config": (({}, {"backend": "auto"}, {"backend": "guidance"}), _GRAMMARS),
     "limit_mm_per_prompt": (({}, {"image": 0}, {"image": 0, "video": 0}), _TEXT_ONLY),

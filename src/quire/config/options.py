@@ -18,6 +18,7 @@ from quire.config.checks import (
     put_size,
 )
 from quire.config.hints import drop_neutral, hint_for
+from quire.config.lora import LoRAConfig
 from quire.config.speculative import SpeculativeConfig, flatten
 from quire.errors import ConfigError, shown
 
@@ -298,6 +299,7 @@ PARTS: Final[Mapping[str, Any]] = {
     "cache": CacheConfig,
     "scheduler": SchedulerConfig,
     "speculative": SpeculativeConfig,
+    "lora": LoRAConfig,
 }
 
 
@@ -309,6 +311,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
 
     def __post_init__(self) -> None:
         if self.scheduler.preemption_mode == "swap" and not self.cache.swap_space:

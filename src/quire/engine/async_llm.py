@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, TypeVar
 
 from quire.config import EngineConfig, ResolvedConfig
+from quire.engine.async_adapters import AsyncAdapters
 from quire.engine.async_commands import Abort, Call, Stream
 from quire.engine.engine import Engine
 from quire.engine.engine_thread import EngineThread
@@ -26,6 +27,7 @@ from quire.engine.queue_slots import QueueSlots, SlotReservation
 from quire.engine.startup.loading import LoadedModel, load
 from quire.errors import RequestError, WorkerError
 from quire.memory.usage import Usage
+from quire.sequences.lora import LoRARequest
 from quire.sequences.params import SamplingParams
 from quire.text.tokenizer import Tokenizer
 
@@ -59,6 +61,7 @@ class AsyncLLM:
     Attributes:
         texts: makes texts into tokens.
         pooling: pooling of the model's embeddings.
+        adapters: loaded adapters.
     """
 
     def __init__(self, model: LoadedModel, metrics: Metrics | None = None) -> None:
@@ -70,6 +73,7 @@ class AsyncLLM:
         self.metrics.set_config(self.resolved)
         self.metrics.set_engine(model.engine)
         self.texts = TokenizerPool(model.engine.requests, self.tokenizer, self.resolved.max_model_len)
+        self.adapters = AsyncAdapters(model.engine.adapters, self._call)
         self._defaults = model.default_params
         self._engine = model.engine
         # Part of generated request ids, so that they differ from the callers' own.
@@ -146,6 +150,7 @@ class AsyncLLM:
         cache_salt: str | None = None,
         tenant: str | None = None,
         retain_cache: bool = False,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Generate, as a stream of outputs: deltas, unless `sampling_params.output_kind` is another kind.
 
@@ -162,6 +167,7 @@ class AsyncLLM:
             add_special_tokens: True to add the tokenizer's special tokens to a text prompt.
             cache_salt, tenant: only requests with equal values of both share cached prefixes.
             retain_cache: True to evict the request's cached blocks last, within `retention_limit`.
+            lora_request: adapter of the request; None for the model alone.
 
         Raises:
             RequestError: the request was refused; raised at the first item. `QueueFull` where no slot is free.
@@ -175,6 +181,7 @@ class AsyncLLM:
             "cache_salt": cache_salt,
             "tenant": tenant,
             "retain_cache": retain_cache,
+            "lora_request": lora_request,
         }
         return self._stream(prompt, sampling_params, options, place, request_id)
 
@@ -193,9 +200,10 @@ class AsyncLLM:
             params = params.clone()
 
         def submit(engine: Engine) -> None:
-            engine.add_request(name, prompt, params, arrival_s=arrival_s, **options)
+            engine.add_request(name, prompt, params, arrival_s=arrival_s, **asked)
 
         with self.reserve(1) if place is None else contextlib.nullcontext(place) as held:
+            asked = {**options, "lora_request": await self.adapters.ready(options.get("lora_request"))}
             if not isinstance(prompt, PreparedRequest):
                 (prompt,) = await self.texts.prepare([prompt], params, add_special_tokens=options["add_special_tokens"])
             grammars = self._engine.grammars
@@ -257,6 +265,7 @@ class AsyncLLM:
         *,
         tenant: str | None = None,
         add_special_tokens: bool = True,
+        lora_request: LoRARequest | None = None,
     ) -> int:
         """Keep a prompt's whole blocks in the prefix cache until `unpin_prefix`; compute them first if needed.
 
@@ -265,14 +274,20 @@ class AsyncLLM:
         """
         options: dict[str, Any] = {"cache_salt": cache_salt, "tenant": tenant}
         (read,) = await self.texts.prepare([prompt], ONE_TOKEN, add_special_tokens=add_special_tokens)
-        num_tokens = await self._call(lambda engine: engine.pins.pin(name, read.prompt, **options))
+        asked = await self.adapters.ready(lora_request)
+        num_tokens = 0
 
         def pin(engine: Engine) -> None:
             nonlocal num_tokens
-            num_tokens = engine.pins.pin(name, read.prompt, **options)
+            adapter = engine.acquire_adapter(asked)
+            num_tokens = engine.pins.pin(
+                name, read.prompt, adapter=None if adapter is None else adapter.digest, **options
+            )
+
+        await self._call(pin)
 
         if not num_tokens:
-            async for _ in self._stream(read, ONE_TOKEN, options, on_end=pin):
+            async for _ in self._stream(read, ONE_TOKEN, {**options, "lora_request": asked}, on_end=pin):
                 pass
         if not num_tokens:
             raise WorkerError(f"the prefix {name!r} could not be computed")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from quire.config import ResolvedConfig
 from quire.decoding.speculation import AdaptiveDrafter
+from quire.engine.adapters import AdapterRegistry, LoadedAdapter, require_adapters
 from quire.engine.control.step_recorder import StepRecorder
 from quire.engine.inputs.embeddings import EmbeddingsReader
 from quire.engine.inputs.prompts import Prompt, PromptReader
@@ -24,6 +25,7 @@ from quire.execution.executor import Executor
 from quire.memory.usage import Usage
 from quire.scheduling.plan import ScheduledSequence, StepPlan, StepResult
 from quire.scheduling.scheduler import Scheduler
+from quire.sequences.lora import LoRARequest
 from quire.sequences.params import SamplingParams
 from quire.sequences.status import FinishReason
 from quire.structured.grammar_compiler import GrammarCompiler
@@ -55,6 +57,7 @@ class Engine:
         requests: builder of requests; its `prepare` may be called from any thread.
         step_recorder: recorder of the duration of each step.
         block_lifetimes: lifetimes of sampled blocks; None where no share of them is sampled.
+        adapters: loaded adapters; None without `enable_lora`.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class Engine:
         self.executor = executor
         self.tokenizer = tokenizer
         self.num_steps = 0
+        self.adapters: AdapterRegistry | None = None
         prompts = PromptReader(tokenizer, config.vocab_size, config.max_model_len, media_reader, config.is_encoder)
         self.pins = PrefixPins(config, scheduler.memory, prompts, cache_name)
         share = config.kv_cache_metrics_sample
@@ -109,6 +113,7 @@ class Engine:
         retain_cache: bool = False,
         add_special_tokens: bool = True,
         arrival_s: float | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> None:
         """Check a request and queue it.
 
@@ -124,6 +129,7 @@ class Engine:
             retain_cache: True to evict the request's cached blocks last, within `retention_limit`.
             add_special_tokens: True to add the tokenizer's special tokens to a text prompt.
             arrival_s: time of arrival on the engine's clock; None is now.
+            lora_request: adapter of the request; None for the model alone.
 
         Raises:
             RequestError: the request is refused, with the field, the value and the allowed values; nothing is queued.
@@ -144,10 +150,24 @@ class Engine:
             tenant=tenant,
             retain_cache=retain_cache,
             add_special_tokens=add_special_tokens,
+            adapter=self.acquire_adapter(lora_request),
         )
         self.scheduler.add(request)
         self._num_requests += 1
         self._outputs.add_request(request, text, self._clock() if arrival_s is None else arrival_s)
+
+    def acquire_adapter(self, lora_request: LoRARequest | None) -> LoadedAdapter | None:
+        """Return the adapter that a request asks for, loaded if it was not; None for a request without one.
+
+        Raises:
+            RequestError: it is not loaded and cannot be, or there are no adapters here.
+        """
+        if lora_request is None:
+            return None
+        adapters = require_adapters(self.adapters)
+        if not isinstance(lora_request, LoRARequest):
+            raise InvalidParameter("lora_request", lora_request, "a LoRARequest or None")
+        return adapters.acquire(lora_request)
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request in any state, and free its memory.
@@ -174,6 +194,8 @@ class Engine:
         """
         if self._disk_prefetch is not None:
             self._disk_prefetch.begin_step(self.step_recorder.tokens_per_s)
+        if self.adapters is not None:
+            self.adapters.free_unused()
         plan = self.scheduler.plan(self.num_steps)
         self.num_steps += 1
         if not plan.items:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from os import PathLike
 from typing import Any
 
 from quire.config import EngineConfig, ResolvedConfig
+from quire.engine.adapters import Adapters, adapters_of
 from quire.engine.engine import Engine
 from quire.engine.exporters.kv_report import KvReport
 from quire.engine.inputs.prompts import Prompt
@@ -23,6 +25,7 @@ from quire.engine.pooled_llm import PooledLLM, as_prompts
 from quire.engine.startup.loading import load
 from quire.errors import ConfigError, EngineClosed, InvalidParameter, UnsupportedFeature, WorkerError
 from quire.memory.usage import Usage
+from quire.sequences.lora import LoRARequest
 from quire.sequences.params import SamplingParams
 from quire.text.chat_template import require_chat_template
 from quire.text.reasoning import ReasoningModel
@@ -42,8 +45,8 @@ class LLM(PooledLLM):
 
     Args:
         model: a local folder, a Hugging Face hub id, or "bundled".
-        options: every field of `ModelConfig`, `CacheConfig`, `SchedulerConfig` and `SpeculativeConfig`: `dtype`,
-            `max_model_len`, `block_size`, `num_kv_blocks`, `kv_cache_memory_bytes`, `max_num_seqs`,
+        options: every field of `ModelConfig`, `CacheConfig`, `SchedulerConfig`, `SpeculativeConfig` and `LoRAConfig`:
+            `dtype`, `max_model_len`, `block_size`, `num_kv_blocks`, `kv_cache_memory_bytes`, `max_num_seqs`,
             `max_num_batched_tokens`, `enable_prefix_caching`, `skip_tokenizer_init`, `seed`, ...
 
     Raises:
@@ -102,13 +105,21 @@ class LLM(PooledLLM):
         self._check_open()
         self.engine.reset_prefix_cache()
 
-    def pin_prefix(self, name: str, prompt: Prompt, cache_salt: str | None = None, *, tenant: str | None = None) -> int:
+    def pin_prefix(
+        self,
+        name: str,
+        prompt: Prompt,
+        cache_salt: str | None = None,
+        *,
+        tenant: str | None = None,
+        lora_request: LoRARequest | None = None,
+    ) -> int:
         """Keep a prompt's whole blocks in the prefix cache until `unpin_prefix`; compute them first if needed.
 
         Args:
             name: name of the pin; not in use by this tenant.
             prompt: text, token ids, or `{"prompt_token_ids": [...]}`; at least a block long.
-            cache_salt, tenant: values of the requests that can hit the prefix.
+            cache_salt, tenant, lora_request: values of the requests that can hit the prefix.
 
         Returns:
             The number of pinned tokens.
@@ -119,11 +130,12 @@ class LLM(PooledLLM):
             WorkerError: the prompt could not be computed.
         """
         self._check_open()
-        num_tokens = self.engine.pins.pin(name, prompt, cache_salt=cache_salt, tenant=tenant)
-        if not num_tokens:
-            for _ in self._run(prompt, ONE_TOKEN, cache_salt=cache_salt, tenant=tenant):
-                pass
-            num_tokens = self.engine.pins.pin(name, prompt, cache_salt=cache_salt, tenant=tenant)
+        options: dict[str, Any] = {"cache_salt": cache_salt, "tenant": tenant}
+        adapter = self.engine.acquire_adapter(lora_request)
+        pin = partial(self.engine.pins.pin, name, prompt, adapter=adapter and adapter.digest, **options)
+        if not (num_tokens := pin()):
+            list(self._run(prompt, ONE_TOKEN, None, lora_request, **options))
+            num_tokens = pin()
         if not num_tokens:
             raise WorkerError(f"the prefix {name!r} could not be computed")
         return num_tokens
@@ -150,6 +162,7 @@ class LLM(PooledLLM):
         cache_salt: str | None = None,
         tenant: str | None = None,
         retain_cache: bool = False,
+        lora_request: Adapters = None,
     ) -> list[RequestOutput]:
         """Generate for all prompts at once.
 
@@ -161,6 +174,7 @@ class LLM(PooledLLM):
             use_tqdm: show a progress bar on standard error, where that is a terminal.
             cache_salt, tenant: only requests with equal values of both share cached prefixes.
             retain_cache: True to evict the requests' cached blocks last, within `retention_limit`.
+            lora_request: adapter of all prompts, or a list with one, or None, for each; None for the model alone.
 
         Returns:
             One output for each prompt, in their order. A request that failed is logged at level ERROR; its outputs
@@ -172,7 +186,7 @@ class LLM(PooledLLM):
         with ProgressBar(is_shown=use_tqdm) as progress:
             whole: dict[str, RequestOutput] = {}
             options = {"cache_salt": cache_salt, "tenant": tenant, "retain_cache": retain_cache}
-            for output in self._run(prompts, sampling_params, progress.start, **options):
+            for output in self._run(prompts, sampling_params, progress.start, lora_request, **options):
                 known = whole.get(output.request_id)
                 if known is None:
                     whole[output.request_id] = output
@@ -193,6 +207,7 @@ class LLM(PooledLLM):
         cache_salt: str | None = None,
         tenant: str | None = None,
         retain_cache: bool = False,
+        lora_request: Adapters = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         tool_choice: str | Mapping[str, Any] | None = None,
         parallel_tool_calls: bool | None = None,
@@ -205,8 +220,7 @@ class LLM(PooledLLM):
         Args:
             messages: a list of `{"role": ..., "content": ...}`, or a list of such lists.
             sampling_params: see `generate`.
-            use_tqdm: show a progress bar.
-            cache_salt, tenant, retain_cache: see `generate`.
+            use_tqdm, cache_salt, tenant, retain_cache, lora_request: see `generate`.
             tools: functions that the model may call, as in OpenAI's API; outputs then have `content` and `tool_calls`.
             tool_choice: "auto" (or None), "required", "none", or an object that names the allowed tools.
             parallel_tool_calls: False allows at most one call.
@@ -226,7 +240,7 @@ class LLM(PooledLLM):
         texts = [self._chat_text(conversation, **template_args) for conversation in conversations]  # type: ignore[arg-type]
         prompts = [self.get_tokenizer().encode(text, add_special_tokens=False) for text in texts]
         options: dict[str, Any] = {"use_tqdm": use_tqdm, "cache_salt": cache_salt, "tenant": tenant}
-        options["retain_cache"] = retain_cache
+        options |= {"retain_cache": retain_cache, "lora_request": lora_request}
         thinking = ReasoningModel.find(reasoning_parser, self.tokenizer, self.engine.requests.end_token_ids)
         each = with_reasoning(self._params_of(sampling_params, len(prompts)), thinking)
         try:
@@ -243,14 +257,19 @@ class LLM(PooledLLM):
         return outputs
 
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = False
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+        lora_request: Adapters = None,
     ) -> list[BeamSearchOutput]:
         """Search for the most likely outputs of each prompt, best first.
 
         Raises:
             RequestError: a prompt or parameter that is refused, or a request that failed.
         """
-        return beam_outputs(self.generate(prompts, params.as_sampling(), use_tqdm=use_tqdm))
+        return beam_outputs(self.generate(prompts, params.as_sampling(), use_tqdm=use_tqdm, lora_request=lora_request))
 
     def render_chat(self, messages: Messages, **template_args: Any) -> list[int]:
         """Return the token ids of a conversation, by default ready for the assistant's turn.
@@ -300,6 +319,7 @@ class LLM(PooledLLM):
         cache_salt: str | None = None,
         tenant: str | None = None,
         retain_cache: bool = False,
+        lora_request: Adapters = None,
     ) -> Iterator[RequestOutput]:
         """Generate for all prompts at once, yielding each step's deltas, or the outputs that `output_kind` selects.
 
@@ -314,7 +334,7 @@ class LLM(PooledLLM):
         each = self._params_of(sampling_params, len(many))
         collectors: dict[int, OutputCollector] = {}
         options = {"cache_salt": cache_salt, "tenant": tenant, "retain_cache": retain_cache}
-        with closing(self._run(many, each, **options)) as deltas:
+        with closing(self._run(many, each, None, lora_request, **options)) as deltas:
             for delta in deltas:
                 index = int(delta.request_id)
                 if index not in collectors:
@@ -338,17 +358,18 @@ class LLM(PooledLLM):
         prompts: Prompt | Sequence[Prompt],
         params: Params,
         on_start: Any = None,
+        lora_request: Adapters = None,
         **options: Any,
     ) -> Generator[RequestOutput, None, None]:
         """Queue all prompts, or none, with options of `Engine.add_request`; then step until they have finished."""
         self._check_open()
         many = as_prompts(prompts)
         each = self._params_of(params, len(many))
-        names = [str(index) for index in range(len(many))]
+        names, adapters = list(map(str, range(len(many)))), adapters_of(lora_request, len(many))
         queued: list[str] = []
         try:
-            for name, prompt, wanted in zip(names, many, each, strict=True):
-                self.engine.add_request(name, prompt, wanted, **options)
+            for name, prompt, wanted, adapter in zip(names, many, each, adapters, strict=True):
+                self.engine.add_request(name, prompt, wanted, lora_request=adapter, **options)
                 queued.append(name)
             if on_start is not None:
                 on_start(sum(wanted.n for wanted in each))

@@ -23,6 +23,7 @@ from quire.engine.outputs.pooled_outputs import (
 from quire.engine.scoring import CLASSES, class_scores, make_score_job
 from quire.errors import InvalidParameter
 from quire.models.pooling_config import PoolingConfig
+from quire.sequences.lora import LoRARequest
 from quire.sequences.params import SamplingParams
 from quire.sequences.pooling import NO_SAMPLING, Pooling, PoolingParams
 
@@ -47,6 +48,7 @@ class PooledLLM(ABC):
         use_tqdm: bool = True,
         cache_salt: str | None = None,
         tenant: str | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """See `LLM.generate`."""
 
@@ -59,6 +61,7 @@ class PooledLLM(ABC):
         use_tqdm: bool = True,
         cache_salt: str | None = None,
         tenant: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """Return the embeddings of prompts: pooled hidden states after the last norm, by default of length 1.
 
@@ -71,6 +74,7 @@ class PooledLLM(ABC):
             prompt_name: name of the checkpoint's prompt that is put in front of texts; None takes its default, if any.
             use_tqdm: show a progress bar on standard error, where that is a terminal.
             cache_salt, tenant: only requests with equal values of both share cached prefixes.
+            lora_request: adapter of all prompts; None for the model alone.
 
         Returns:
             One output for each prompt, in their order.
@@ -82,6 +86,7 @@ class PooledLLM(ABC):
         params = PoolingParams() if pooling_params is None else pooling_params
         self.pooling.check(params)
         options: dict[str, Any] = {"use_tqdm": use_tqdm, "cache_salt": cache_salt, "tenant": tenant}
+        options["lora_request"] = lora_request
         is_normal = self.pooling.normalize if params.normalize is None else params.normalize
         inputs = self.pooling.with_prompt(as_prompts(prompts), prompt_name)
         return [
@@ -105,6 +110,7 @@ class PooledLLM(ABC):
         use_tqdm: bool = True,
         cache_salt: str | None = None,
         tenant: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> list[ScoringRequestOutput]:
         """Return how well each document matches the query at its place, or the only query.
 
@@ -118,7 +124,7 @@ class PooledLLM(ABC):
             instruction: task of a reranker; None takes that of a web search.
             truncate_prompt_tokens: see `PoolingParams`; of a pair, the longer text is cut first.
             use_activation: False for the logit of a cross-encoder; None or True for its score.
-            use_tqdm, cache_salt, tenant: see `embed`.
+            use_tqdm, cache_salt, tenant, lora_request: see `embed`.
 
         Returns:
             One output for each document, in their order.
@@ -130,6 +136,7 @@ class PooledLLM(ABC):
         job = make_score_job(self.pooling, first, second, instruction, use_activation=use_activation)
         limit = PoolingParams(truncate_prompt_tokens=truncate_prompt_tokens).truncate_prompt_tokens
         options: dict[str, Any] = {"use_tqdm": use_tqdm, "cache_salt": cache_salt, "tenant": tenant}
+        options["lora_request"] = lora_request
         outputs = self._pool(job.prompts, job.pooling, limit, options, add_special_tokens=job.adds_special_tokens)
         scores = job.scores([pooled_values(output) for output in outputs])
         found = (outputs[document] for _, document in job.pairs)

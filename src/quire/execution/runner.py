@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from quire.errors import WorkerError
+from quire.execution.adapter_rows import AdapterRows
 from quire.execution.batch import BatchBuilder, end_rows
 from quire.execution.block_copies import BlockCopier
 from quire.execution.draft_model import DraftModel, with_drafts
@@ -73,6 +74,7 @@ class ModelRunner:
         self._builder = builder
         self._sampler = sampler
         self._pooler = Pooler(decoder)
+        self._adapters = AdapterRows()
         self._embeddings = media
         self._prefaulter = prefaulter
 
@@ -109,6 +111,7 @@ class ModelRunner:
         if plan.finished_ids or any(item.new_sequence is not None for item in plan.items):
             self._embeddings.apply_plan(plan)
             self._pooler.apply_plan(plan)
+            self._adapters.apply_plan(plan)
         self._builder.apply_plan(plan)
         items: Sequence[ScheduledSequence] = plan.items if self._draft is None else self._draft.guess(plan.items)
         self._sampler.begin_step(plan._replace(items=tuple(items)))
@@ -118,7 +121,8 @@ class ModelRunner:
         is_measured = self._sampler.measures_prompts(items)  # then every row is read, else what is sampled
         reads_all = is_measured or isinstance(self._draft, MTPDrafter) or self._pooler.reads_all(items)
         read = None if reads_all else self._builder.lay_out_ends(items, counts, self._groups)
-        hidden = self._decoder(batch.input_ids, batch.positions, batch.groups, self._storages, given, read)
+        adapters = self._adapters.rows(items, None if read is None else counts) if self._adapters.by_sequence else None
+        hidden = self._decoder(batch.input_ids, batch.positions, batch.groups, self._storages, given, read, adapters)
         if isinstance(self._draft, MTPDrafter):
             self._draft.follow(items, hidden, given)
         if self._pooler.by_sequence:

@@ -12,7 +12,7 @@ from quire.models import spec
 from quire.models.head_order import turning_order
 from quire.models.norms import scale_slot, unit_scale
 from quire.models.projections import Projection, ResidualAdd, ResidualProjection
-from quire.models.weight_slots import WeightSlot, WeightSlots, nested
+from quire.models.weight_slots import AdaptedRows, WeightSlot, WeightSlots, nested
 from quire.ops.fused_layers import PackedAttention, PackedMLP
 from quire.ops.interface import HeadNorms, Ops, Rotation, StepAttention
 from quire.ops.quantized_weight import StoredWeight
@@ -70,11 +70,16 @@ def _stored_heads(attention: spec.Attention, qkv: WeightSlots, gate: WeightSlots
             assert slot.fill_stored is not None
             slot.fill_stored(weight.rows(part))
 
+    def adapted(name: str) -> tuple[AdaptedRows, ...]:
+        parts = ((qkv, qkv_rows), *(((gate, gate_rows),) if gate else ()))
+        return tuple(AdaptedRows(each.projection, part) for slots, part in parts for each in slots[name].adapted)
+
     return {
         name: WeightSlot(
             (rows.numel(), *slot.shape[1:]),
             partial(fill, name),
             None if slot.fill_stored is None else partial(fill_stored, name),
+            adapted=adapted(name),
         )
         for name, slot in qkv.items()
     }
@@ -272,6 +277,11 @@ class GatedMLPBlock:
         """The block as fused layers take it; None where it does more."""
         down = self._down.plain
         return None if down is None or self._mlp.gate_scale != 1.0 else PackedMLP(self._gate_up.run, down)
+
+    @property
+    def is_adapted(self) -> bool:
+        """True where an adapter of the present step adds to one of its layers."""
+        return self._gate_up.is_adapted or self._down.is_adapted
 
     def __call__(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """Add to `residual` [T, E], if there is one, what the perceptron makes of `x` [T, E]."""

@@ -93,7 +93,7 @@ class Checkpoint:
             found = open_gguf(file)
             return cls(file.parent, found.config, {}, found.tensors, found.fields, found.divided)
         folder = locate(model, revision)
-        config, tensors = _read_object(folder / "config.json"), _read_headers(folder)
+        config, tensors = read_object(folder / "config.json"), _read_headers(folder)
         if has_linear_experts(tensors):
             config |= {LINEAR_EXPERTS: True}
         if has_block_experts(tensors):
@@ -103,7 +103,7 @@ class Checkpoint:
         return cls(
             folder=folder,
             config=causal_config,
-            generation_config=_read_object(generation) if generation.is_file() else {},
+            generation_config=read_object(generation) if generation.is_file() else {},
             tensors=causal_tensors,
         )
 
@@ -144,13 +144,13 @@ def read_config(model: str, revision: str | None = None) -> Mapping[str, Any]:
         return open_gguf(file).config
     path = Path(model).expanduser()
     if model == BUNDLED or not path.is_file():
-        return _read_object(locate(model, revision, only="config.json") / "config.json")
+        return read_object(locate(model, revision, only="config.json") / "config.json")
     if revision is not None:
         raise CheckpointError(
             f"revision {revision!r} cannot be honoured: model {model!r} is a local file, which has none",
             field="revision",
         )
-    return _read_object(path)
+    return read_object(path)
 
 
 def check_weights(folder: Path) -> None:
@@ -262,7 +262,7 @@ def _download(model: str, revision: str | None, patterns: Sequence[str], ignored
     return Path(folder)
 
 
-def _read_object(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+def read_object(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     """Read a file that holds one JSON object."""
     try:
         value = read_json(path, max_bytes)
@@ -282,7 +282,7 @@ def _read_headers(folder: Path) -> dict[str, StoredTensor]:
     if (folder / SINGLE_FILE).is_file():
         return _read_header(folder / SINGLE_FILE)
     index = folder / INDEX_FILE
-    weight_map = _read_object(index, MAX_INDEX_BYTES).get("weight_map")
+    weight_map = read_object(index, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map from tensor names to files")
     shards = {shard: _read_header(_shard_path(index, shard)) for shard in _shard_names(index, weight_map)}

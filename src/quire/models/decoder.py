@@ -18,8 +18,10 @@ from quire.models.projections import Projection
 from quire.models.rope import RotaryEmbedding, query_scales
 from quire.models.spec import LayerGroup, ModelSpec
 from quire.models.weight_slots import WeightSlot, WeightTable, nested
+from quire.ops.adapted_linear import StepAdapters
 from quire.ops.fused_layers import FusedLayers, FusesExperts, FusesLayers
 from quire.ops.interface import AttentionBatch, KeepsRows, Ops, PagedKV, PagedStates, StateBatch
+from quire.ops.lora import LoraRows
 from quire.ops.quantized_weight import StoredWeight
 
 
@@ -40,7 +42,7 @@ class OutputRows(NamedTuple):
 class Decoder:
     """A decoder-only language model over paged memory.
 
-    It holds no state of a step: all that a step needs is an argument. Call it under `torch.inference_mode()`.
+    All that a step needs is an argument. Call it under `torch.inference_mode()`.
 
     Args:
         spec: specification of the model.
@@ -50,6 +52,7 @@ class Decoder:
     Attributes:
         ops, spec, dtype, device: the arguments of these names.
         weights: the weights to load; the decoder runs when none is missing.
+        step_adapters: adapters of the present step's rows, for layers that may have adapters.
     """
 
     def __init__(self, spec: ModelSpec, *, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
@@ -57,6 +60,7 @@ class Decoder:
         self.ops = ops
         self.dtype = dtype
         self.device = device
+        self.step_adapters = StepAdapters()
         self._embed: Callable[[Tensor], Tensor]
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
         self._head = Projection(spec.width, spec.vocab_size, False, ops, min_bits=6)
@@ -90,6 +94,7 @@ class Decoder:
             self._layers.append(layer)
             slots |= nested(**{f"layers.{idx}": layer_slots})
         self._fused: FusedLayers | None = None
+        self._fused_adapted: FusedLayers | None = None
         self._fused_head: Callable[[Tensor], Tensor] | None = None
         slots |= nested(norm=self._norm.slots)
         if not spec.tied_head:
@@ -113,13 +118,21 @@ class Decoder:
     def _fuse(self) -> None:
         """Have the backend run layers, the end of the model, or the experts of a layer by one call where it can."""
         if isinstance(self.ops, FusesLayers):
-            layers = packed_layers(self.spec, self._layers, self._inputs, list(self._rotations))
-            self._fused = None if layers is None else self.ops.fuse_layers(layers)
+            self._fused = self._fuse_layers(self.ops)
             self._fused_head = self.ops.fuse_norm(self._norm.row_norm, self._head.run)
         if isinstance(self.ops, FusesExperts):
             for layer in self._layers:
                 if not isinstance(layer.ffn, GatedMLPBlock):
                     layer.ffn.fuse(self.ops)
+
+    def _fuse_layers(self, ops: FusesLayers) -> FusedLayers | None:
+        layers = packed_layers(self.spec, self._layers, self._inputs, list(self._rotations))
+        return None if layers is None else ops.fuse_layers(layers)
+
+    def fuse_adapted(self) -> None:
+        """Have the backend run layers that take adapters by one call too, for steps with adapters."""
+        if isinstance(self.ops, FusesLayers):
+            self._fused_adapted = self._fuse_layers(self.ops)
 
     def __call__(
         self,
@@ -129,6 +142,7 @@ class Decoder:
         storages: Sequence[PagedKV | PagedStates],
         given: tuple[Tensor, Tensor] | None = None,
         output_rows: OutputRows | None = None,
+        adapters: tuple[LoraRows, LoraRows | None] | None = None,
     ) -> Tensor:
         """Run the layers over a step's rows; what they keep of the rows is stored on the way.
 
@@ -141,10 +155,12 @@ class Decoder:
             storages: one for each cache group.
             given: rows, [M] of int64, and embeddings [M, E] to take for them as they are, in place of the tokens' own.
             output_rows: rows whose hidden states are returned; None for all rows.
+            adapters: rows that have an adapter, among all rows and among the output rows; None for no such row.
 
         Returns:
             Hidden states before the last norm, [T, E]; where `output_rows` are given, [R, E].
         """
+        self.step_adapters.begin(adapters)
         x = self._embed(input_ids)
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
@@ -152,8 +168,9 @@ class Decoder:
             x = x.index_copy(0, *given)
         per_layer = None if self._per_layer_inputs is None else self._per_layer_inputs(input_ids, x)
         rotations = {rope_key: rotate(positions) for rope_key, rotate in self._rotations.items()}
-        if output_rows is None and self._fused is not None:
-            hidden = self._fused(x, list(rotations.values()), groups, storages)
+        fused = self._fused if adapters is None else self._fused_adapted
+        if output_rows is None and fused is not None:
+            hidden = fused(x, list(rotations.values()), groups, storages)
             if hidden is not None:
                 return hidden
         scales = {temperature: query_scales(temperature, positions) for temperature in self._temperatures}

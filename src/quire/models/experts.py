@@ -119,7 +119,7 @@ class ExpertsBlock:
         experts, routed = self._experts, x if routed is None else routed
         if self._router_norm is not None:
             routed = self._router_norm(routed)
-        if self.fused is not None:
+        if self.fused is not None and not self._is_adapted:
             return self.fused(x, routed, start)
         chosen, scores = choose(self._router.run(routed), experts, self._choice_bias, self._expert_scales)
         # In float32 and always in the order of the experts: a row gets the same, whatever rows are beside it.
@@ -138,6 +138,12 @@ class ExpertsBlock:
                 given.mul_(weights[start_row:end_row])
             total.index_add_(0, rows[start_row:end_row], given)
         return total.to(x.dtype)
+
+    @property
+    def _is_adapted(self) -> bool:
+        """True where an adapter of the present step adds to the router or to the shared expert."""
+        dense = (self._router, self._shared, self._shared_gate)
+        return any(part is not None and part.is_adapted for part in dense)
 
     def _begin(self, x: Tensor, start: Tensor | None) -> Tensor:
         """Return what experts add to, in float32: `start`, and what the shared expert makes of `x`."""

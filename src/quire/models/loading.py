@@ -8,6 +8,7 @@ import torch
 
 from quire.config import Quantization
 from quire.errors import ConfigError
+from quire.models.adapters.slots import AdapterSlots
 from quire.models.checkpoint import Checkpoint
 from quire.models.decoder import Decoder
 from quire.models.determinism import check_deterministic
@@ -16,6 +17,7 @@ from quire.models.families import build
 from quire.models.families.encoders import build_encoder
 from quire.models.quantization_config import without_quantization
 from quire.models.sizes import check_sizes
+from quire.models.tensor_reader import TensorReader
 from quire.models.weights import load_weights
 from quire.ops import make_ops
 from quire.ops.interface import Ops
@@ -93,3 +95,20 @@ def _check_packing(weight_packing: str, dtype: torch.dtype) -> None:
             "use 'plain', or dtype 'bfloat16'",
             field="weight_packing",
         )
+
+
+def make_adapter_slots(checkpoint: Checkpoint, decoder: Decoder, max_rank: int) -> AdapterSlots:
+    """Let the linear layers of a decoder take adapters.
+
+    Args:
+        checkpoint: files that the decoder was loaded from.
+        decoder: decoder with all its weights.
+        max_rank: largest rank of an adapter.
+    """
+    _, weight_map = build(without_quantization(checkpoint.config))
+    reader = TensorReader(checkpoint)
+
+    def row_count(name: str) -> int:
+        return sum(reader.shape(source, name)[0] for source in checkpoint.sources_of([name]))
+
+    return AdapterSlots(decoder, weight_map, row_count, max_rank)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from quire.models.norms import Norm
-from quire.models.weight_slots import WeightSlot, WeightSlots, nested
+from quire.models.weight_slots import AdaptedRows, WeightSlot, WeightSlots, nested
+from quire.ops.adapted_linear import AdaptedLinear
 from quire.ops.interface import Activation, Linear, Ops
 from quire.ops.quantized_weight import StoredWeight
 
@@ -41,7 +42,9 @@ class Projection:
         gate: Activation | None = None,
     ) -> None:
         fill = partial(self._fill, "weight")
-        self.slots: WeightSlots = {"weight": WeightSlot((out_width, in_width), fill, fill)}
+        self.slots: WeightSlots = {
+            "weight": WeightSlot((out_width, in_width), fill, fill, adapted=(AdaptedRows(self),))
+        }
         if has_bias:
             self.slots["bias"] = WeightSlot((out_width,), partial(self._fill, "bias"))
         self._pack: Callable[..., Linear] = partial(ops.pack_linear, min_bits=min_bits, gate=gate)
@@ -55,6 +58,11 @@ class Projection:
         if len(self._parts) == len(self.slots):
             self.run = self._pack(**self._parts)
             self._parts = {}  # the plain weight is let go
+
+    @property
+    def is_adapted(self) -> bool:
+        """True where an adapter of the present step adds to the layer."""
+        return isinstance(self.run, AdaptedLinear) and self.run.is_active
 
 
 class ResidualAdd(NamedTuple):
@@ -93,6 +101,11 @@ class ResidualProjection:
     def plain(self) -> Linear | None:
         """The projection, where its result is added as it is."""
         return self._projection.run if self._is_plain else None
+
+    @property
+    def is_adapted(self) -> bool:
+        """See `Projection`."""
+        return self._projection.is_adapted
 
     def __call__(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """Add to `residual` [T, out], if there is one, what `x` [T, in] is projected to."""

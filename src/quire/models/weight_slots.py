@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from quire.errors import CheckpointError
 from quire.ops.quantized_weight import StoredWeight
+
+if TYPE_CHECKING:
+    from quire.models.projections import Projection
+
+
+class AdaptedRows(NamedTuple):
+    """The rows of a stored weight that a linear layer takes, and what an adapter of the weight adds to it.
+
+    Args:
+        projection: the layer.
+        rows: int64 [out], row of the stored weight for each output; None for all in order.
+    """
+
+    projection: Projection
+    rows: Tensor | None = None
 
 
 class WeightSlot(NamedTuple):
@@ -20,12 +35,14 @@ class WeightSlot(NamedTuple):
         fill: function that is called once with the tensor, which may lie in a file: what is kept of it is copied.
         fill_stored: the same for a weight that is stored quantised; None where a tensor is needed.
         dtype: dtype of the tensor; None for the model's.
+        adapted: linear layers that the weight becomes; empty where none takes adapters.
     """
 
     shape: tuple[int, ...]
     fill: Callable[[Tensor], object]
     fill_stored: Callable[[StoredWeight], object] | None = None
     dtype: torch.dtype | None = None
+    adapted: tuple[AdaptedRows, ...] = ()
 
 
 # Name of a weight within its block -> where it goes.

@@ -26,6 +26,5 @@ class GatedLinear:
         self._activation: Activation = activation
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Multiply, then gate: [T, E] to [T, F]."""
-        assert residual is None, "what is gated has no residual"
-        return self._gate(self._linear(x), self._activation)
+        """Multiply, then gate: [T, E] to [T, F]; a residual is [T, 2 F]."""
+        return self._gate(self._linear(x, residual), self._activation)

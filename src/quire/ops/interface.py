@@ -13,6 +13,7 @@ from typing import Final, Literal, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from quire.ops.lora import LoraLayer
 from quire.ops.quantized_weight import StoredWeight
 
 # Activations of a gate: x * sigmoid(x); gelu (arXiv 1606.08415) with tanh in place of the error function; and that of
@@ -298,7 +299,10 @@ class Linear(Protocol):
     """A linear layer whose weight lies as the backend likes it."""
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Return `x @ weight.T + bias (+ residual)`: [T, in] to [T, out]; `residual` is contiguous."""
+        """Return `x @ weight.T + bias (+ residual)`: [T, in] to [T, out]; `residual` is contiguous.
+
+        What is gated returns half as many columns.
+        """
 
 
 @runtime_checkable
@@ -338,7 +342,14 @@ class Ops(Protocol):
                 it is gated or has plain parts, its rows can be looked up.
             min_bits: least number of bits that a plain weight may be rounded to.
             gate: the layer gives `gate` of its product, as the method of that name does with this activation: half as
-                many columns as the weight has rows; it is called without a residual.
+                many columns as the weight has rows; a residual has as many as the weight, and is added before.
+        """
+
+    def make_lora(self, num_columns: int) -> LoraLayer:
+        """Return a linear layer's adapters, of which there are none yet.
+
+        Args:
+            num_columns: number of rows of the layer's weight.
         """
 
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:

@@ -7,10 +7,12 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
+from quire.ops.adapted_linear import AdaptedLinear
 from quire.ops.fused_layers import PackedAttention, PackedLayer, PackedMLP, PackedRecurrence, RoutedExperts, RowNorm
 from quire.ops.interface import GatedDeltaNetWeights, HeadNorms, Linear, ShortConvWeights
 from quire.ops.native_library import TYPES
 from quire.ops.native_linear import NativeLinear
+from quire.ops.native_lora import NativeLoraLayer
 from quire.ops.native_states import gated_delta_net_call, short_conv_call
 from quire.ops.native_structures import AttentionCall, ExpertCall, ExpertsCall, LayerCall, LinearCall, NormScales
 
@@ -75,9 +77,12 @@ def experts_call(experts: RoutedExperts) -> ExpertsCall:
 
 
 def linear_call(linear: Linear | None) -> LinearCall:
-    """Return the structure of a linear layer; without a kernel where there is none."""
+    """Return the structure of a linear layer, with adapters or without; without a kernel where there is none."""
     if linear is None:
         return LinearCall()
+    if isinstance(linear, AdaptedLinear):
+        assert isinstance(linear.layer, NativeLoraLayer)
+        return linear.layer.as_call(linear_call(linear.linear), linear.step)
     assert isinstance(linear, NativeLinear)
     return linear.as_call()
 
@@ -97,7 +102,7 @@ def can_fuse(layers: Sequence[PackedLayer]) -> bool:
 
 
 def can_fuse_experts(experts: RoutedExperts) -> bool:
-    """Return whether all products are native."""
+    """Return whether all products are native, and none has adapters."""
     return all(isinstance(part, NativeLinear) for part in _products_of_experts(experts))
 
 
@@ -108,8 +113,14 @@ def _are_native(layer: PackedLayer) -> bool:
         products += [mixer.qkv, *([] if mixer.gate is None else [mixer.gate])]
     else:
         products.append(mixer.input)
-    products += ffn if isinstance(ffn, PackedMLP) else _products_of_experts(ffn)
-    return all(isinstance(part, NativeLinear) for part in products)
+    if isinstance(ffn, RoutedExperts):
+        return can_fuse_experts(ffn) and all(map(_is_native, products))
+    return all(map(_is_native, (*products, *ffn)))
+
+
+def _is_native(linear: Linear) -> bool:
+    """Return whether a layer is a native kernel, with adapters or without."""
+    return isinstance(linear.linear if isinstance(linear, AdaptedLinear) else linear, NativeLinear)
 
 
 def _products_of_experts(experts: RoutedExperts) -> Iterator[Linear]:

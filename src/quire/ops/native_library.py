@@ -184,6 +184,12 @@ class NativeLibrary:
         self.experts = _typed(
             library.quire_experts, _INT, ctypes.POINTER(ExpertsCall), _INT, _POINTER, _POINTER, _POINTER, _POINTER
         )
+        self.lora = _typed(
+            library.quire_lora, *(_INT, _POINTER, _INT, _INT, _INT, _POINTER, _POINTER, _POINTER, _INT, _POINTER)
+        )
+        self.adapted_linear = _typed(library.quire_adapted_linear, *_PRODUCT)
+        self.lora_values = _typed(library.quire_lora_values, _INT, returns=_INT)
+        self.lora_columns: int = _typed(library.quire_lora_columns, returns=_INT)()
         self.apply_token_bitmask = _typed(library.quire_keep_tokens, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER)
         panel_columns = _typed(library.quire_panel_columns, _BOOL, returns=_INT)
         self.panel_columns = {is_rounded: panel_columns(is_rounded) for is_rounded in (False, True)}

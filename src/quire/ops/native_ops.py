@@ -32,6 +32,7 @@ from quire.ops.native_layer_calls import can_fuse, can_fuse_experts
 from quire.ops.native_layers import NativeLayers, NativeNormedLinear
 from quire.ops.native_library import ACTIVATIONS, TYPES, NativeLibrary
 from quire.ops.native_linear import ExactNativeLinear, NativeLinear
+from quire.ops.native_lora import NativeLoraLayer
 from quire.ops.native_states import NativeStepStates
 from quire.ops.quantized_weight import StoredWeight
 from quire.ops.reordered import ReorderedLinear
@@ -128,6 +129,10 @@ class NativeOps:
         if any(kernels.number_of(part.form) < 0 for part in weight.quantized):
             return self._torch.pack_linear(weight, bias, gate=gate)
         return ExactNativeLinear(kernels, self._memory, weight, bias, gate)
+
+    def make_lora(self, num_columns: int) -> NativeLoraLayer:
+        """Run the adapters of a layer in one call a step."""
+        return NativeLoraLayer(self._library, num_columns)
 
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
         """Look up rows."""

@@ -26,6 +26,7 @@ from quire.ops.interface import (
     StateBatch,
 )
 from quire.ops.joined import pack_joined
+from quire.ops.lora import TorchLoraLayer
 from quire.ops.quantized_weight import StoredWeight
 from quire.ops.recurrent_mixers import RecurrentMixers
 from quire.ops.reference_encoder import activate, layer_norm, ragged_attention
@@ -67,6 +68,10 @@ class ReferenceOps:
         return (
             ReferenceLinear(weight.clone(), bias) if chosen is None else ReferenceQuantisedLinear(chosen, weight, bias)
         )
+
+    def make_lora(self, num_columns: int) -> TorchLoraLayer:
+        """Multiply by each adapter in turn."""
+        return TorchLoraLayer(num_columns)
 
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
         """Stack the rows one by one."""

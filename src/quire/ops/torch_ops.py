@@ -26,6 +26,7 @@ from quire.ops.interface import (
     StepAttention,
 )
 from quire.ops.joined import pack_joined
+from quire.ops.lora import TorchLoraLayer
 from quire.ops.quantized_weight import StoredWeight
 from quire.ops.recurrent_mixers import RecurrentMixers
 from quire.ops.reordered import ReorderedLinear
@@ -83,6 +84,10 @@ class TorchOps:
         if dtype not in self._can_pack:
             self._can_pack[dtype] = self._device.type == "cpu" and packing_works(dtype)
         return PackedLinear(weight, bias) if self._can_pack[dtype] else PlainLinear(weight.clone(), bias)
+
+    def make_lora(self, num_columns: int) -> TorchLoraLayer:
+        """Multiply by each adapter in turn."""
+        return TorchLoraLayer(num_columns)
 
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
         """Look up rows."""

@@ -44,6 +44,7 @@ class NewSequence(NamedTuple):
         bad_words: token sequences that the output may not contain.
         dry_breakers: tokens that end a repetition for the DRY penalty.
         pooling: result to return at the last token of the prompt, in place of tokens; None to sample.
+        adapter: slot of the adapter that its tokens go through; None for the model alone.
     """
 
     params: SamplingParams
@@ -56,13 +57,15 @@ class NewSequence(NamedTuple):
     bad_words: tuple[tuple[int, ...], ...] = ()
     dry_breakers: tuple[int, ...] = ()
     pooling: Pooling | None = None
+    adapter: int | None = None
 
     @classmethod
     def of(cls, sequence: Sequence) -> NewSequence:
         """Return the description of a sequence as it is."""
         request, tokens = sequence.request, tuple(sequence.tokens)
         fixed = request.suppressed_ids, request.media, request.bad_words, request.dry_breakers, request.pooling
-        return cls(request.params, request.seed, sequence.sample_idx, sequence.num_prompt, tokens, *fixed)
+        start = request.params, request.seed, sequence.sample_idx, sequence.num_prompt, tokens
+        return cls(*start, *fixed, adapter=request.adapter)
 
 
 class ScheduledSequence(NamedTuple):

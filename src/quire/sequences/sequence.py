@@ -161,6 +161,7 @@ class Request:
         dry_breakers: tokens that end a repetition for the DRY penalty.
         grammar: compiled grammar of `structured_outputs`; kept alive for the data plane.
         pooling: result that the request ends with at its prompt's last token; None to generate.
+        adapter: slot of its adapter in the data plane; None for the model alone.
         seed: seed of its random draws.
         sequences: the prompt's sequence; after the fork, one per sample. For a beam search indexed by `sample_idx`,
             dropped beams included.
@@ -192,6 +193,7 @@ class Request:
     dry_breakers: tuple[int, ...] = ()
     grammar: object = None
     pooling: Pooling | None = None
+    adapter: int | None = None
     sequences: list[Sequence] = field(default_factory=list)
     search: BeamSearch | None = None
     num_known_prompt_logprobs: int = 0

@@ -31,6 +31,7 @@ from quire.server.fields import Fields, Refusal
 from quire.server.generation import json_response, renamed
 from quire.server.models import read_fields
 from quire.server.sampling import NEVER_IGNORED
+from quire.server.served_model import model_name
 from quire.server.state import ServerState
 from quire.server.tool_use import read_tool_use
 from quire.server.usage import TokenCount
@@ -70,7 +71,7 @@ async def messages(state: ServerState, request: Request) -> ASGIApp:
     if fields.get("max_tokens") is None:
         raise InvalidParameter("max_tokens", None, "an integer of at least 1")
     answer_id = f"msg_{request.scope[REQUEST_ID]}"
-    name = state.llm.model_name
+    name = model_name(state, request)
     return await answer_chat(
         state,
         request,

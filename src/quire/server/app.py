@@ -18,6 +18,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from quire.server import (
+    adapters,
     anthropic_messages,
     block_routes,
     chat_completions,
@@ -84,6 +85,8 @@ OPERATION: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/reset_prefix_cache", monitoring.reset_prefix_cache),
     ("POST", "/pin_prefix", pins.pin_prefix),
     ("POST", "/unpin_prefix", pins.unpin_prefix),
+    ("POST", "/v1/load_lora_adapter", adapters.load_lora_adapter),
+    ("POST", "/v1/unload_lora_adapter", adapters.unload_lora_adapter),
 )
 
 

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from quire.errors import QueueFull, QuireError, RequestError
+from quire.errors import QueueFull, QuireError, RequestError, UnknownAdapter
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +120,8 @@ def api_error(error: BaseException, request_id: str) -> ApiError:
         return error
     if isinstance(error, QueueFull):
         return ApiError(429, str(error), code=error.code, headers={"Retry-After": str(error.retry_after_s)})
+    if isinstance(error, UnknownAdapter):
+        return ApiError(404, str(error), code=error.code, param=error.field)
     if isinstance(error, RequestError):
         return ApiError(400, str(error), code=error.code, param=error.field)
     if isinstance(error, QuireError):

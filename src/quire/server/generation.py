@@ -20,6 +20,7 @@ from quire.server import sse
 from quire.server.errors import CLIENT_GONE, REQUEST_ID, SHOWN_ID, ApiError, api_error, stopping
 from quire.server.json_stream import JsonAnswer, JsonWriter, paced
 from quire.server.sampling import Options
+from quire.server.served_model import lora_request, model_name
 from quire.server.state import InFlightRequest, ServerState
 from quire.server.stream_merge import ClientGone, Delta, StreamMerger, merge
 from quire.server.tenants import read_tenant
@@ -108,7 +109,7 @@ def response_header(state: ServerState, request: Request, prefix: str, kind: str
         "id": f"{prefix}-{request.scope[REQUEST_ID]}",
         "object": kind,
         "created": int(time.time()),
-        "model": state.llm.model_name,
+        "model": model_name(state, request),
         "system_fingerprint": f"quire-{state.version}",
     }
 
@@ -220,6 +221,7 @@ async def _generate(
                 cache_salt=options.cache_salt,
                 tenant=tenant,
                 retain_cache=options.retain_cache,
+                lora_request=lora_request(request),
             )
             for idx, prompt in enumerate(prompts)
         ]

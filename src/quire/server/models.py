@@ -1,36 +1,41 @@
-"""`GET /v1/models`: the model that this server serves."""
+"""`GET /v1/models`: the model that this server serves, and its adapters."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server.errors import ApiError
 from quire.server.fields import Fields, Refusal
 from quire.server.generation import json_response
+from quire.server.served_model import choose_model
 from quire.server.state import ServerState
+
+if TYPE_CHECKING:  # the server starts before the engine is imported
+    from quire.engine.adapters import LoadedAdapter
 
 
 async def list_models(state: ServerState, request: Request) -> Response:  # noqa: ARG001 - a route's signature
     """Answer `GET /v1/models`."""
     names = (state.llm.model_name, *state.aliases)
-    return json_response({"object": "list", "data": [_card(state, name) for name in names]})
+    adapters = [adapter_card(state, each) for each in state.llm.adapters.loaded]
+    return json_response({"object": "list", "data": [*(_card(state, name) for name in names), *adapters]})
 
 
 async def show_model(state: ServerState, request: Request) -> Response:
     """Answer `GET /v1/models/{id}`."""
     name = request.path_params["model_id"]
-    check_name(state, name)
-    return json_response(_card(state, name))
+    choose_model(state, request, name)
+    adapter = next((each for each in state.llm.adapters.loaded if each.name == name), None)
+    return json_response(_card(state, name) if adapter is None else adapter_card(state, adapter))
 
 
 async def read_fields(
     state: ServerState, request: Request, unsupported: Mapping[str, Refusal], known: Collection[str]
 ) -> Fields:
-    """Return the fields of a request for the served model.
+    """Return the fields of a request for the served model or one of its adapters.
 
     Args:
         state: state of the server.
@@ -40,40 +45,20 @@ async def read_fields(
 
     Raises:
         RequestError: the body is no object, or a field is refused.
-        ApiError: 404, another model.
+        ApiError: 404, neither the model nor an adapter of it.
     """
     fields = Fields(await state.bodies.read_object(request))
     fields.refuse(unsupported)
     fields.log_unknown(known)
-    check_model(state, fields)
+    name = fields.text("model")
+    if name is not None:
+        choose_model(state, request, name)
     return fields
 
 
-def check_model(state: ServerState, fields: Fields) -> None:
-    """Check that a request names the served model or none.
-
-    Raises:
-        InvalidParameter: `model` is not a string.
-        ApiError: 404, another model.
-    """
-    name = fields.text("model")
-    if name is not None:
-        check_name(state, name)
-
-
-def check_name(state: ServerState, name: str) -> None:
-    """Check a model's name.
-
-    Raises:
-        ApiError: 404, another model.
-    """
-    if name != state.llm.model_name and name not in state.aliases:
-        raise ApiError(
-            404,
-            f"the model {name[:200]!r} does not exist; this server has {state.llm.model_name!r}",
-            code="model_not_found",
-            param="model",
-        )
+def adapter_card(state: ServerState, adapter: LoadedAdapter) -> dict[str, Any]:
+    """Return the entry of an adapter in the list of models."""
+    return {**_card(state, adapter.name), "root": adapter.path, "parent": state.llm.model_name}
 
 
 def _card(state: ServerState, name: str) -> dict[str, Any]:

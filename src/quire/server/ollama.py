@@ -32,8 +32,8 @@ from quire.server.completions import read_completion
 from quire.server.errors import REQUEST_ID, ApiError
 from quire.server.fields import Fields, Refusal
 from quire.server.generation import GenerationRequest, json_response
-from quire.server.models import check_name
 from quire.server.sampling import NEVER_IGNORED
+from quire.server.served_model import choose_model, model_name
 from quire.server.state import ServerState
 from quire.server.usage import TokenCount
 from quire.text.tool_calls import CallDelta
@@ -90,7 +90,9 @@ async def chat(state: ServerState, request: Request) -> ASGIApp:
         "messages": list(_read_messages(fields.get("messages"))),
         "tools": fields.get("tools"),
     }
-    return await answer_chat(state, request, given, partial(ChatLines, state.llm.model_name), _id(request), rename)
+    return await answer_chat(
+        state, request, given, partial(ChatLines, model_name(state, request)), _id(request), rename
+    )
 
 
 async def generate(state: ServerState, request: Request) -> ASGIApp:
@@ -100,7 +102,7 @@ async def generate(state: ServerState, request: Request) -> ASGIApp:
     if not prompt:
         return _loaded(state, {"response": ""})
     given = read_chat_fields(state, fields)
-    reply = partial(TextLines, state.llm.model_name)
+    reply = partial(TextLines, model_name(state, request))
     if is_raw:
         given["prompt"] = prompt
         if given["max_tokens"] is None:
@@ -114,11 +116,9 @@ async def generate(state: ServerState, request: Request) -> ASGIApp:
 
 async def tags(state: ServerState, request: Request) -> Response:  # noqa: ARG001 - a route's signature
     """Answer `GET /api/tags`."""
-    name = state.llm.model_name
-    modified = _timestamp(state.created)
-    return json_response(
-        {"models": [{"name": name, "model": name, "modified_at": modified, "details": _details(state)}]}
-    )
+    names = (state.llm.model_name, *(each.name for each in state.llm.adapters.loaded))
+    shared = {"modified_at": _timestamp(state.created), "details": _details(state)}
+    return json_response({"models": [{"name": name, "model": name, **shared} for name in names]})
 
 
 async def show(state: ServerState, request: Request) -> Response:
@@ -166,8 +166,8 @@ async def read_body(
     fields.refuse(unsupported)
     fields.log_unknown(known)
     name = fields.text("model") or fields.text("name")
-    if name is not None and name != f"{state.llm.model_name}{LATEST}":
-        check_name(state, name)
+    if name is not None:
+        choose_model(state, request, name if name == state.llm.model_name else name.removesuffix(LATEST))
     return fields
 
 

@@ -13,6 +13,7 @@ from quire.server.fields import Fields, Refusal
 from quire.server.generation import json_response
 from quire.server.models import read_fields
 from quire.server.sampling import UNSUPPORTED as NEVER_SUPPORTED
+from quire.server.served_model import lora_request
 from quire.server.state import ServerState
 from quire.server.tenants import read_tenant
 from quire.text.tool_calls import read_tools
@@ -57,6 +58,7 @@ async def pin_prefix(state: ServerState, request: Request) -> Response:
         prompt,
         fields.text("cache_salt"),
         tenant=tenant,
+        lora_request=lora_request(request),
         add_special_tokens=fields.flag("add_special_tokens", not has_messages),
     )
     return json_response({"name": name, "pinned_tokens": num_tokens})

@@ -32,6 +32,7 @@ from quire.server.errors import REQUEST_ID, ApiError
 from quire.server.fields import Fields, Refusal
 from quire.server.models import read_fields
 from quire.server.sampling import LABEL_FIELDS, NEVER_IGNORED
+from quire.server.served_model import model_name
 from quire.server.state import ServerState
 from quire.server.usage import TokenCount
 
@@ -75,7 +76,7 @@ async def responses(state: ServerState, request: Request) -> ASGIApp:
     reader = InputReader()
     chat = read_chat_fields(state, fields, reader)
     answer_id = f"resp_{request.scope[REQUEST_ID]}"
-    make_reply = partial(ResponseReply, response_head(fields, answer_id, state.llm.model_name))
+    make_reply = partial(ResponseReply, response_head(fields, answer_id, model_name(state, request)))
     return await answer_chat(state, request, chat, make_reply, answer_id, reader.rename)
 
 

@@ -40,6 +40,7 @@ class ServerConfig:
         reasoning_parser: format of the model's thinking; "auto" detects it in the chat template, "none" leaves thinking
             in the content.
         reasoning_content: True to send reasoning as `reasoning_content` too, for older clients.
+        allow_runtime_lora_updating: True to let operators load adapters from folders of this machine while it serves.
         max_body_bytes: maximum length of a request body.
         max_prompts: maximum number of prompts in one request.
         max_request_logprobs: maximum number of log probabilities in the answer to one request.
@@ -69,6 +70,7 @@ class ServerConfig:
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     reasoning_content: bool = False
+    allow_runtime_lora_updating: bool = False
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     max_prompts: int = 256
     max_request_logprobs: int = DEFAULT_MAX_REQUEST_LOGPROBS

@@ -6,6 +6,7 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from quire.config import ResolvedConfig
+from quire.engine.adapters import LoadedAdapter
 from quire.engine.inputs.prompts import Prompt, PromptReader, TextPair, TokenPrompt
 from quire.engine.inputs.tokenized_params import TokenizedParams, tokenize_params
 from quire.errors import InvalidParameter, UnsupportedFeature
@@ -20,7 +21,7 @@ MAX_SALT_BYTES = 1024
 MAX_TENANT_BYTES = 256
 
 
-def read_namespace(cache_name: str, cache_salt: object, tenant: object) -> Namespace:
+def read_namespace(cache_name: str, cache_salt: object, tenant: object, adapter: str | None = None) -> Namespace:
     """Return the namespace of a request.
 
     It holds a digest of the salt, not the salt: memory, drafts and the disk keep namespaces for long, and only compare
@@ -30,13 +31,14 @@ def read_namespace(cache_name: str, cache_salt: object, tenant: object) -> Names
         cache_name: identity of the model for the prefix cache.
         cache_salt: the client's own secret, or None.
         tenant: operator's name of the client; None where clients are not distinguished.
+        adapter: digest of the adapter's content; None for the model alone.
 
     Raises:
         InvalidParameter: the salt or the tenant is neither None nor a non-empty string, or is too long.
     """
     salt, owner = _bytes("cache_salt", cache_salt, MAX_SALT_BYTES), _bytes("tenant", tenant, MAX_TENANT_BYTES)
     digest = None if salt is None else blake2b(salt, digest_size=32).hexdigest()
-    return Namespace(cache_name, None, digest, None if owner is None else owner.decode("utf-8", "surrogatepass"))
+    return Namespace(cache_name, adapter, digest, None if owner is None else owner.decode("utf-8", "surrogatepass"))
 
 
 def _bytes(field: str, value: object, limit: int) -> bytes | None:
@@ -156,12 +158,14 @@ class RequestBuilder:
         tenant: str | None,
         retain_cache: bool,
         add_special_tokens: bool,
+        adapter: LoadedAdapter | None = None,
     ) -> tuple[Request, str | None]:
         """Check a request and build it.
 
         Args:
             arrival: number of requests before this one.
             can_guess: True where the engine has a drafter.
+            adapter: adapter of the request; None for the model alone.
 
         The other arguments are those of `Engine.add_request`.
 
@@ -173,7 +177,7 @@ class RequestBuilder:
         """
         if type(priority) is not int or abs(priority) > MAX_PRIORITY:
             raise InvalidParameter("priority", priority, f"an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}")
-        namespace = read_namespace(self._cache_name, cache_salt, tenant)
+        namespace = read_namespace(self._cache_name, cache_salt, tenant, None if adapter is None else adapter.digest)
         if type(retain_cache) is not bool:
             raise InvalidParameter("retain_cache", retain_cache, "true or false")
         if not isinstance(prompt, PreparedRequest):
@@ -209,6 +213,7 @@ class RequestBuilder:
             dry_breakers=words.dry_breakers,
             grammar=grammar,
             pooling=pooling,
+            adapter=None if adapter is None else adapter.slot,
         )
         if params.allowed_token_ids is not None and set(params.allowed_token_ids) <= set(request.suppressed_ids):
             raise InvalidParameter("min_tokens", params.min_tokens, "0 where all allowed_token_ids end the output")

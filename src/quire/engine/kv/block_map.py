@@ -209,7 +209,7 @@ def describe_block(scheduler: Scheduler, pool_idx: int, block_id: int, viewer: N
         if block_id in table:
             start = table.index(block_id) * size
             held.append({"number": number_of(sequence.request), "sample": sequence.sample_idx, "first_token": start})
-            if namespace == viewer:
+            if namespace._replace(adapter=None) == viewer:
                 token_ids = sequence.tokens[start : min(start + size, state.num_slots)]
     position = pool.index.position_of(block_id)
     if token_ids is None and position is not None:

@@ -59,7 +59,13 @@ class PrefixPins:
         self._cache_name = cache_name
 
     def pin(
-        self, name: str, prompt: Prompt | TokenPrompt, *, cache_salt: str | None = None, tenant: str | None = None
+        self,
+        name: str,
+        prompt: Prompt | TokenPrompt,
+        *,
+        cache_salt: str | None = None,
+        tenant: str | None = None,
+        adapter: str | None = None,
     ) -> int:
         """Pin a prompt's whole blocks, if all of them are in the prefix cache.
 
@@ -67,6 +73,7 @@ class PrefixPins:
             name: not in use by this tenant; at most `MAX_NAME_LEN` characters.
             prompt: text, token ids, or a mapping with one of them; at least a block long.
             cache_salt, tenant: values of the requests that can hit the prefix.
+            adapter: digest of their adapter; None for the model alone.
 
         Returns:
             The number of pinned tokens; 0 where some must be computed first, and nothing is pinned.
@@ -77,7 +84,7 @@ class PrefixPins:
             UnsupportedFeature: the pin limit is 0, or there is no prefix cache.
         """
         self._check_name(name)
-        namespace = read_namespace(self._cache_name, cache_salt, tenant)
+        namespace = read_namespace(self._cache_name, cache_salt, tenant, adapter)
         key = _key(name, tenant)
         if key in self._memory.pins:
             raise InvalidParameter("name", name, "a name that is not in use; unpin that prefix first")

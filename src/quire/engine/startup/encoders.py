@@ -28,6 +28,7 @@ NEUTRAL: dict[str, Any] = {
     "speculative_method": "off",
     "classifier_from_token": None,
     "deterministic": False,
+    "enable_lora": False,
 }
 
 
@@ -63,7 +64,7 @@ def encoder_config(config: EngineConfig, checkpoint: Checkpoint, spec: EncoderSp
     """
     model, cache, scheduler = config.model, config.cache, config.scheduler
     for name, neutral in NEUTRAL.items():
-        part = next(each for each in (model, cache, config.speculative) if hasattr(each, name))
+        part = next(each for each in (model, cache, config.speculative, config.lora) if hasattr(each, name))
         if getattr(part, name) != neutral:
             raise ConfigError(
                 f"{name}={shown(getattr(part, name))} is for models that generate, and this one is an encoder without "

@@ -30,6 +30,7 @@ from quire.decoding.drafting import Drafter
 from quire.engine.engine import Engine
 from quire.engine.inputs.embeddings import EmbeddingsReader
 from quire.engine.kv.disk_prefetch import DiskPrefetcher
+from quire.engine.startup.adapters import load_adapters
 from quire.engine.startup.disk_cache import make_disk_prefetcher, open_disk
 from quire.engine.startup.encoders import encoder_config, open_encoder
 from quire.engine.startup.model_defaults import read_default_params, read_end_token_ids
@@ -99,8 +100,7 @@ def load(config: EngineConfig, *, wrap: Wrappers | None = None) -> LoadedModel:
         ConfigError: an option or a checkpoint that cannot be honoured; the message names the fix.
     """
     options, wrap = config.model, wrap or Wrappers()
-    device = pick_device(options.device)
-    checkpoint = Checkpoint.open(options.model, options.revision)
+    device, checkpoint = pick_device(options.device), Checkpoint.open(options.model, options.revision)
     tokenizer = _tokenizer(options, checkpoint)
     dtype = choose_dtype(options.dtype, checkpoint)
     _prepare_process(options)
@@ -156,6 +156,8 @@ def load(config: EngineConfig, *, wrap: Wrappers | None = None) -> LoadedModel:
             grammars=grammars,
         )
         engine.requests.can_generate = pooling.has_head
+        if not isinstance(model, Encoder):
+            engine.adapters = load_adapters(config.lora, checkpoint, model, engine.scheduler.requests, name)
         # From here on the engine closes the disk.
         stack.pop_all()
     return LoadedModel(name, engine, read_default_params(checkpoint, options.generation_config), pooling)

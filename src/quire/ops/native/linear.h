@@ -44,7 +44,7 @@ struct Operands {
   const void* residual;  // [rows, columns], or null
   void* output;          // [rows, columns], or [rows, columns / 2] if gated
   int num_columns;
-  Activation gate;  // applied to the first half of the columns, which is multiplied with the second; without residual
+  Activation gate;  // applied to the first half of the columns, which is multiplied with the second
   int64_t row_columns = 0;  // columns from row to row of residual and output if these are part of wider ones, else 0
 };
 
@@ -54,13 +54,15 @@ void finish_gated(float* sums, const Operands& operands, int64_t row, int panel)
   constexpr int kHalf = kColumns / 2;
   static_assert(kHalf % kLanes == 0);
   const int width = operands.num_columns / 2;
-  const T* bias = static_cast<const T*>(operands.bias);
+  const T* addends[2] = {static_cast<const T*>(operands.bias), static_cast<const T*>(operands.residual)};
+  if (addends[1] != nullptr) addends[1] += row * operands.num_columns;
   T* to = static_cast<T*>(operands.output) + row * width + panel * kHalf;
   for (int column = 0; column < kHalf; column += kLanes) {
     Floats gate = load(sums + column), up = load(sums + kHalf + column);
-    if (bias != nullptr) {
-      gate += load(bias + panel * kHalf + column);
-      up += load(bias + width + panel * kHalf + column);
+    for (const T* addend : addends) {
+      if (addend == nullptr) continue;
+      gate += load(addend + panel * kHalf + column);
+      up += load(addend + width + panel * kHalf + column);
     }
     store(to + column, rounded<T>(activated<Form>(rounded<T>(gate))) * Form::factor(rounded<T>(up)));
   }

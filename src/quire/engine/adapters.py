@@ -1,0 +1,216 @@
+"""The adapters that are loaded, by name, and the slots of the data plane that their contents take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quire.errors import ConfigError, InvalidAdapter, InvalidParameter, UnknownAdapter, UnsupportedFeature
+from quire.sequences.lora import LoRARequest
+
+if TYPE_CHECKING:
+    from quire.models.adapters.slots import Adapter, AdapterSlots
+
+# Adapters of several prompts: one for all of them, or one or None for each.
+Adapters = LoRARequest | Sequence[LoRARequest | None] | None
+
+
+@dataclass(slots=True, eq=False)
+class LoadedAdapter:
+    """A name, and the adapter that it stands for.
+
+    Args:
+        name: name that requests choose it by.
+        path: folder that it was read from.
+        digest: digest of its content, which is part of the identity of its blocks.
+        slot: slot in the data plane; adapters of the same content share one.
+        is_kept: True for one that stays until it is unloaded; one that came with a request may give way to others.
+        last_use: number of uses of all adapters at its last use.
+    """
+
+    name: str
+    path: str
+    digest: str
+    slot: int
+    is_kept: bool
+    last_use: int = 0
+
+
+class AdapterRegistry:
+    """Loads adapters under names, and unloads them; all but `read` and `find` between two steps.
+
+    A slot is freed when no name stands for its content and no unfinished request uses it.
+
+    Args:
+        slots: slots of the data plane.
+        limit: maximum number of slots in use.
+        used_slots: function that returns the slots of the unfinished requests.
+        model_name: name of the model, which no adapter may have.
+    """
+
+    def __init__(
+        self, slots: AdapterSlots, limit: int, used_slots: Callable[[], Iterable[int | None]], model_name: str
+    ) -> None:
+        self._slots, self._limit = slots, limit
+        self._used_slots, self._model_name = used_slots, model_name
+        self._by_name: dict[str, LoadedAdapter] = {}
+        self._slot_of: dict[str, int] = {}  # by digest
+        self._num_uses = 0
+
+    @property
+    def loaded(self) -> tuple[LoadedAdapter, ...]:
+        """Loaded adapters, in the order in which they were loaded; may be read from any thread."""
+        return tuple(self._by_name.values())
+
+    def read(self, path: str) -> Adapter:
+        """Read an adapter from its folder, which may take long; thread-safe.
+
+        Raises:
+            InvalidAdapter: the folder has no adapter that fits the model; the message names the file and the field.
+        """
+        try:
+            return self._slots.read(Path(path).expanduser())
+        except ConfigError as error:
+            raise InvalidAdapter(str(error), field=error.field or "lora_path") from error
+
+    def find(self, request: LoRARequest) -> LoadedAdapter | None:
+        """Return the adapter that a request asks for, None where its folder must be read first; thread-safe.
+
+        Raises:
+            UnknownAdapter: no adapter of the name is loaded, and the request has no path.
+            InvalidAdapter: the one of that name was read from another path.
+        """
+        known = self._by_name.get(request.lora_name)
+        if request.load_inplace:
+            return None
+        if known is None and not request.lora_path:
+            raise UnknownAdapter(request.lora_name)
+        if known is not None and request.lora_path not in ("", known.path):
+            raise InvalidAdapter(
+                f"lora_path of the adapter {request.lora_name!r} must be {known.path!r}, which it was loaded from, got "
+                f"{request.lora_path!r}; choose another name, or set load_inplace",
+                field="lora_path",
+            )
+        return known
+
+    def acquire(self, request: LoRARequest) -> LoadedAdapter:
+        """Return the adapter that a request asks for, and load it where it is not loaded.
+
+        Raises:
+            InvalidAdapter: it cannot be loaded.
+        """
+        found = self.find(request)
+        if found is None:
+            found = self.load(request, self.read(request.lora_path), is_kept=False)
+        self._num_uses += 1
+        found.last_use = self._num_uses
+        return found
+
+    def load(self, request: LoRARequest, adapter: Adapter, *, is_kept: bool = True) -> LoadedAdapter:
+        """Load an adapter under a name; with `load_inplace`, in the place of the one that has the name.
+
+        Unfinished requests go on with the content that they began with.
+
+        Args:
+            request: name and path.
+            adapter: content of the folder, from `read`.
+            is_kept: see `LoadedAdapter`.
+
+        Raises:
+            InvalidAdapter: the name is the model's or in use, or as many adapters as possible are loaded.
+        """
+        name = request.lora_name
+        if name == self._model_name:
+            raise InvalidAdapter(f"lora_name must differ from the model's name, got {name!r}", field="lora_name")
+        known = self._by_name.get(name)
+        if known is not None and not request.load_inplace:
+            if (known.path, known.digest) != (request.lora_path, adapter.digest) or is_kept:
+                raise InvalidAdapter(
+                    f"lora_name must be a name that is not in use, got {name!r}; unload that adapter first, or set "
+                    "load_inplace",
+                    field="lora_name",
+                )
+            return known
+        if known is not None:
+            is_kept = is_kept or known.is_kept
+            del self._by_name[name]
+        try:
+            slot = self._place(adapter)
+        except InvalidAdapter:
+            if known is not None:
+                self._by_name[name] = known
+            raise
+        loaded = LoadedAdapter(name, request.lora_path, adapter.digest, slot, is_kept, self._num_uses)
+        self._by_name[name] = loaded
+        return loaded
+
+    def unload(self, name: str) -> None:
+        """Unload an adapter: requests that use it go on, and no others can ask for it.
+
+        Raises:
+            UnknownAdapter: no adapter of that name is loaded.
+        """
+        if name not in self._by_name:
+            raise UnknownAdapter(name)
+        del self._by_name[name]
+        self.free_unused()
+
+    def free_unused(self) -> None:
+        """Free the slots of contents that have no name and no unfinished request."""
+        named = {each.slot for each in self._by_name.values()}
+        if len(named) == len(self._slot_of):
+            return
+        kept = named.union(slot for slot in self._used_slots() if slot is not None)
+        for digest, slot in tuple(self._slot_of.items()):
+            if slot not in kept:
+                self._slots.put(slot, None)
+                del self._slot_of[digest]
+
+    def _place(self, adapter: Adapter) -> int:
+        """Return the slot of an adapter's content, which is taken if it has none.
+
+        Raises:
+            InvalidAdapter: no slot can be freed.
+        """
+        slot = self._slot_of.get(adapter.digest)
+        if slot is not None:
+            return slot
+        self.free_unused()
+        while len(self._slot_of) >= self._limit:
+            used = set(self._used_slots())
+            idle = [each for each in self._by_name.values() if not each.is_kept and each.slot not in used]
+            if not idle:
+                raise InvalidAdapter(
+                    f"{len(self._slot_of)} adapters are loaded, and max_cpu_loras is {self._limit}: unload one, or "
+                    "raise it",
+                    field="max_cpu_loras",
+                )
+            del self._by_name[min(idle, key=lambda each: each.last_use).name]
+            self.free_unused()
+        slot = next(number for number in range(self._limit) if number not in self._slot_of.values())
+        self._slots.put(slot, adapter)
+        self._slot_of[adapter.digest] = slot
+        return slot
+
+
+def require_adapters(adapters: AdapterRegistry | None) -> AdapterRegistry:
+    """Return the registry of an engine that has one.
+
+    Raises:
+        UnsupportedFeature: the engine was made without `enable_lora`.
+    """
+    if adapters is None:
+        raise UnsupportedFeature("lora_request", "this engine runs without adapters; start with enable_lora")
+    return adapters
+
+
+def adapters_of(adapters: Adapters, count: int) -> Sequence[LoRARequest | None]:
+    """Return one adapter, or None, for each prompt."""
+    if adapters is None or isinstance(adapters, LoRARequest):
+        return [adapters] * count
+    if not isinstance(adapters, list | tuple) or len(adapters) != count:
+        allowed = f"a LoRARequest, or a list of one or None for each of {count} prompts"
+        raise InvalidParameter("lora_request", adapters, allowed)
+    return adapters

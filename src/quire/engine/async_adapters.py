@@ -1,0 +1,68 @@
+"""The adapters of an engine that steps in its own thread: folders are read in others, while requests run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+from quire.engine.adapters import AdapterRegistry, LoadedAdapter, require_adapters
+from quire.sequences.lora import LoRARequest
+
+
+class AsyncAdapters:
+    """Loads and unloads adapters between two steps of an engine.
+
+    Args:
+        registry: registry of the engine; None without `enable_lora`.
+        call: function that runs another one in the engine's thread, between two steps, and returns its result.
+    """
+
+    def __init__(
+        self, registry: AdapterRegistry | None, call: Callable[[Callable[[Any], Any]], Awaitable[Any]]
+    ) -> None:
+        self._registry, self._call = registry, call
+
+    @property
+    def loaded(self) -> tuple[LoadedAdapter, ...]:
+        """Loaded adapters, in the order in which they were loaded; empty without `enable_lora`."""
+        return () if self._registry is None else self._registry.loaded
+
+    async def load(self, lora_request: LoRARequest, *, is_kept: bool = True) -> LoadedAdapter:
+        """Load an adapter.
+
+        Args:
+            lora_request: name and path.
+            is_kept: False for an adapter that gives way to others when no request uses it.
+
+        Raises:
+            RequestError: the name is in use and `load_inplace` is not set, or the folder has no adapter that fits.
+            WorkerError: the engine is dead.
+        """
+        registry = require_adapters(self._registry)
+        adapter = await asyncio.to_thread(registry.read, lora_request.lora_path)
+        loaded: LoadedAdapter = await self._call(lambda _: registry.load(lora_request, adapter, is_kept=is_kept))
+        return loaded
+
+    async def unload(self, lora_name: str) -> None:
+        """Unload an adapter: requests that use it go on, new ones are refused.
+
+        Raises:
+            RequestError: no adapter of that name is loaded.
+            WorkerError: the engine is dead.
+        """
+        registry = require_adapters(self._registry)
+        await self._call(lambda _: registry.unload(lora_name))
+
+    async def ready(self, lora_request: LoRARequest | None) -> LoRARequest | None:
+        """Load the adapter of a request if it is not loaded; return the request for the loaded one.
+
+        Raises:
+            RequestError: see `load`.
+        """
+        if self._registry is None or not isinstance(lora_request, LoRARequest):
+            return lora_request  # the engine refuses it, unless it is None
+        if self._registry.find(lora_request) is None:
+            await self.load(lora_request, is_kept=False)
+        return replace(lora_request, load_inplace=False)

@@ -1,0 +1,42 @@
+"""The rows of a step that go through an adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.ops.lora import LoraRows
+from quire.scheduling.plan import ScheduledSequence, StepPlan
+
+
+class AdapterRows:
+    """Keeps the adapter of each sequence from its opening until it is closed.
+
+    Attributes:
+        by_sequence: adapter slot of the open sequences that have one, by sequence id.
+    """
+
+    def __init__(self) -> None:
+        self.by_sequence: dict[int, int] = {}
+
+    def apply_plan(self, plan: StepPlan) -> None:
+        """Forget the closed sequences, and meet those opened that have an adapter."""
+        for seq_id in plan.finished_ids:
+            self.by_sequence.pop(seq_id, None)
+        for item in plan.items:
+            if item.new_sequence is not None and item.new_sequence.adapter is not None:
+                self.by_sequence[item.seq_id] = item.new_sequence.adapter
+
+    def rows(
+        self, items: Sequence[ScheduledSequence], output_counts: Sequence[int] | None
+    ) -> tuple[LoraRows, LoraRows | None] | None:
+        """Return the rows with an adapter, among all rows and among output rows; None where no row has one.
+
+        Args:
+            items: items of the step.
+            output_counts: number of output rows of each item, its last ones; None where all rows are output rows.
+        """
+        slots = [self.by_sequence.get(item.seq_id) for item in items]
+        of_all = LoraRows.of(slots, [len(item.token_ids) for item in items])
+        if of_all is None:
+            return None
+        return of_all, None if output_counts is None else LoraRows.of(slots, output_counts)

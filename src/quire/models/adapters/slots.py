@@ -1,0 +1,138 @@
+"""The adapters of a decoder, each in a slot, and which layers of the decoder take adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.errors import CheckpointError
+from quire.models.adapters.peft_folder import Matrices, ModuleShape, module_key, read_peft
+from quire.models.decoder import Decoder
+from quire.models.spec import WeightMap
+from quire.models.tensor_reader import WEIGHT
+from quire.models.weight_slots import AdaptedRows
+from quire.ops.adapted_linear import AdaptedLinear
+from quire.ops.lora import LoraPart, LoraWeight
+
+# Its inputs are rows of other positions than a step's.
+HEAD = "head."
+
+
+class Place(NamedTuple):
+    """The part of a decoder's linear layer that a module of the checkpoint is.
+
+    Args:
+        linear_idx: index of the layer.
+        first_column: index of its first output among the layer's.
+        rows: int64 [n], output of the module for each of the layer's from `first_column` on; None for all in order.
+    """
+
+    linear_idx: int
+    first_column: int
+    rows: Tensor | None
+
+
+class Adapter(NamedTuple):
+    """An adapter in the layout of the kernels.
+
+    Args:
+        digest: digest of what it computes.
+        packed: matrices by the index of their linear layer.
+    """
+
+    digest: str
+    packed: dict[int, Any]
+
+
+class AdapterSlots:
+    """The adapters of a decoder.
+
+    Each linear layer that takes adapters is wrapped, once all weights are there and layers are fused: what was fused
+    before is run for steps without adapters, which cost nothing more.
+
+    Args:
+        decoder: decoder with all its weights.
+        weight_map: parameter name -> names of the family's tensors.
+        row_count: function that returns the number of rows of a tensor of the family, given its name.
+        max_rank: largest rank of an adapter.
+    """
+
+    def __init__(self, decoder: Decoder, weight_map: WeightMap, row_count: Callable[[str], int], max_rank: int) -> None:
+        self._dtype, self._device, self._max_rank = decoder.dtype, decoder.device, max_rank
+        self._linears: list[AdaptedLinear] = []
+        self._places: dict[str, list[Place]] = {}
+        self._shapes: dict[str, ModuleShape] = {}
+        for name, slot in decoder.weights.slots.items():
+            if not slot.adapted or name.startswith(HEAD):
+                continue
+            linears = [self._wrap(decoder, each) for each in slot.adapted]
+            start = 0
+            for source in weight_map[name]:
+                key, num_rows = module_key(source.removesuffix(WEIGHT)), row_count(source)
+                self._shapes[key] = ModuleShape(slot.shape[1], num_rows)
+                places = self._places.setdefault(key, [])
+                for linear_idx, (_, rows) in zip(linears, slot.adapted, strict=True):
+                    places += _places(linear_idx, rows, start, num_rows)
+                start += num_rows
+        decoder.fuse_adapted()
+
+    def _wrap(self, decoder: Decoder, adapted: AdaptedRows) -> int:
+        """Wrap a linear layer, and return its index."""
+        projection = adapted.projection
+        layer = decoder.ops.make_lora(projection.slots["weight"].shape[0])
+        projection.run = AdaptedLinear(projection.run, layer, decoder.step_adapters)
+        self._linears.append(projection.run)
+        return len(self._linears) - 1
+
+    def read(self, folder: Path) -> Adapter:
+        """Read an adapter, and lay it out for the kernels; thread-safe, and may take long.
+
+        Raises:
+            CheckpointError: see `read_peft`.
+        """
+        digest, matrices = read_peft(folder, self._shapes, self._max_rank)
+        parts: dict[int, list[tuple[Matrices, Place]]] = {}
+        for module, each in matrices.items():
+            for place in self._places[module]:
+                parts.setdefault(place.linear_idx, []).append((each, place))
+        packed = {idx: self._linears[idx].layer.pack(self._weight(of_linear)) for idx, of_linear in parts.items()}
+        return Adapter(digest, packed)
+
+    def _weight(self, parts: list[tuple[Matrices, Place]]) -> LoraWeight:
+        """Return the matrices of a layer, of the dtype of its rows."""
+        first_matrices: list[Tensor] = []
+        second: list[LoraPart] = []
+        first_rank = 0
+        for (a, b, scale), (_, first_column, rows) in parts:
+            scaled = (b.float() if rows is None else b[rows].float()) * scale
+            first_matrices.append(self._placed(a))
+            second.append(LoraPart(self._placed(scaled), first_rank, first_column))
+            first_rank += len(a)
+        return LoraWeight(torch.cat(first_matrices), tuple(second))
+
+    def _placed(self, tensor: Tensor) -> Tensor:
+        placed = tensor.to(self._device, self._dtype)
+        if not bool(placed.isfinite().all()):
+            raise CheckpointError(f"the adapter holds values that {self._dtype} cannot represent")
+        return placed
+
+    def put(self, slot: int, adapter: Adapter | None) -> None:
+        """Set the adapter of a slot, None for none; between two steps."""
+        for idx, linear in enumerate(self._linears):
+            linear.layer.put(slot, None if adapter is None else adapter.packed.get(idx))
+
+
+def _places(linear_idx: int, rows: Tensor | None, start: int, num_rows: int) -> list[Place]:
+    """Return the places that rows `[start, start + num_rows)` of a stored weight have in a layer of its `rows`."""
+    if rows is None:
+        return [Place(linear_idx, start, None)]
+    columns = ((rows >= start) & (rows < start + num_rows)).nonzero().flatten()
+    if not len(columns):
+        return []
+    first = int(columns[0])
+    assert int(columns[-1]) - first + 1 == len(columns), "rows of a module lie together"
+    return [Place(linear_idx, first, rows[columns] - start)]

@@ -1,0 +1,72 @@
+"""A linear layer with the adapters of a step's rows."""
+
+from __future__ import annotations
+
+from array import array
+
+from torch import Tensor
+
+from quire.ops.interface import Linear
+from quire.ops.lora import LoraLayer, LoraRows
+
+
+class StepAdapters:
+    """The rows of the present step that have an adapter, for all layers of a decoder.
+
+    A layer is given either all rows of a step, or its output rows alone, which are fewer.
+
+    Attributes:
+        all: rows among all rows; None where no row of the step has an adapter.
+        output: rows among the output rows; None where none of these has one, or all rows are output rows.
+        cell: address of what `all` is for native kernels, 0 for None; its own address stays.
+    """
+
+    __slots__ = ("all", "cell", "output")
+
+    def __init__(self) -> None:
+        self.all: LoraRows | None = None
+        self.output: LoraRows | None = None
+        self.cell = array("q", [0])
+
+    def begin(self, adapters: tuple[LoraRows, LoraRows | None] | None) -> None:
+        """Begin a step.
+
+        Args:
+            adapters: `all` and `output` of the step; None where no row has an adapter.
+        """
+        self.all, self.output = adapters or (None, None)
+        self.cell[0] = 0 if self.all is None else self.all.call.buffer_info()[0]
+
+    def rows(self, num_rows: int) -> LoraRows | None:
+        """Return the rows for a layer that is given so many."""
+        return self.all if self.all is None or num_rows == self.all.num_rows else self.output
+
+
+class AdaptedLinear:
+    """A linear layer whose rows may have adapters; where none has, it costs what the layer costs.
+
+    Args:
+        linear: the layer.
+        layer: adapters of the layer.
+        step: adapters of the present step's rows.
+
+    Attributes:
+        linear, layer, step: the arguments.
+    """
+
+    __slots__ = ("layer", "linear", "step")
+
+    def __init__(self, linear: Linear, layer: LoraLayer, step: StepAdapters) -> None:
+        self.linear, self.layer, self.step = linear, layer, step
+
+    @property
+    def is_active(self) -> bool:
+        """True where an adapter of the present step adds to the layer."""
+        return self.step.all is not None and self.layer.has(self.step.all.slots)
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Multiply, and add what adapters of the rows give: [T, in] to [T, out]."""
+        rows = self.step.rows(len(x))
+        if rows is not None and self.layer.has(rows.slots):
+            residual = self.layer(x, rows, residual)
+        return self.linear(x, residual)

@@ -1,0 +1,151 @@
+"""Low-rank adapters of a linear layer: what a backend is given, and the products by torch operators.
+
+What adapters add to a product is computed first and given to the layer as a residual, so that the layer's weight stays
+as it is packed, and its product stays one for the rows of all adapters.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class LoraPart(NamedTuple):
+    """The second matrix of an adapter for some columns of a layer.
+
+    Args:
+        b: [n, r], the adapter's scale included.
+        first_rank: index of its first input among the outputs of A.
+        first_column: index of its first output among the layer's.
+    """
+
+    b: Tensor
+    first_rank: int
+    first_column: int
+
+
+class LoraWeight(NamedTuple):
+    """An adapter's matrices of a layer.
+
+    Args:
+        a: [R, in], the first matrices of all parts, one after the other.
+        parts: second matrices; they share no columns.
+    """
+
+    a: Tensor
+    parts: tuple[LoraPart, ...]
+
+
+class LoraRows:
+    """The rows of a step that have an adapter, grouped by adapter.
+
+    Args:
+        num_rows: number of all rows of the step.
+        by_slot: rows of each adapter, by the slot of the adapter.
+
+    Attributes:
+        slots: adapter slot of each group.
+        starts: place of each group's first row in `rows`, and the end.
+        rows: rows of all groups.
+        call: number of groups and the addresses of `slots`, `starts` and `rows` (`LoraRows` in lora.cpp).
+    """
+
+    __slots__ = ("call", "num_rows", "rows", "slots", "starts")
+
+    def __init__(self, num_rows: int, by_slot: dict[int, list[int]]) -> None:
+        self.num_rows = num_rows
+        self.slots = array("q", by_slot)
+        self.starts = array("q", accumulate(map(len, by_slot.values()), initial=0))
+        self.rows = array("q", (row for rows in by_slot.values() for row in rows))
+        addresses = (part.buffer_info()[0] for part in (self.slots, self.starts, self.rows))
+        self.call = array("q", (len(by_slot), *addresses))
+
+    @classmethod
+    def of(cls, slots: Iterable[int | None], counts: Sequence[int]) -> LoraRows | None:
+        """Return the rows of sequences that follow each other; None where none of them has an adapter.
+
+        Args:
+            slots: adapter slot of each sequence, None for no adapter.
+            counts: number of rows of each sequence.
+        """
+        by_slot: dict[int, list[int]] = {}
+        row = 0
+        for slot, count in zip(slots, counts, strict=True):
+            if slot is not None and count:
+                by_slot.setdefault(slot, []).extend(range(row, row + count))
+            row += count
+        return cls(row, by_slot) if by_slot else None
+
+
+class LoraLayer(Protocol):
+    """The adapters of one linear layer, by slot."""
+
+    def pack(self, weight: LoraWeight) -> Any:
+        """Return a weight in the layout of the backend; thread-safe."""
+
+    def put(self, slot: int, packed: Any | None) -> None:
+        """Set the adapter of a slot, None for none; between two steps."""
+
+    def has(self, slots: Sequence[int]) -> bool:
+        """Return whether the adapter of any of the slots has a part in the layer."""
+
+    def __call__(self, x: Tensor, rows: LoraRows, residual: Tensor | None) -> Tensor:
+        """Return what adapters add to the product of `x` [T, in], plus the residual: [T, out], contiguous.
+
+        A row gets `B @ (A @ x)` of its adapter. Both products are summed in float32; the first is rounded, the second
+        once the residual is added. The sums do not depend on other rows.
+
+        Args:
+            x: rows of the step.
+            rows: rows that have an adapter.
+            residual: [T, out], contiguous; None for zeros.
+        """
+
+
+class TorchLoraLayer:
+    """The adapters of one linear layer by torch operators.
+
+    Args:
+        num_columns: number of outputs of the layer.
+    """
+
+    def __init__(self, num_columns: int) -> None:
+        self._num_columns = num_columns
+        self._weights: dict[int, LoraWeight] = {}
+
+    def pack(self, weight: LoraWeight) -> LoraWeight:
+        """Return the weight as it is."""
+        return weight
+
+    def put(self, slot: int, packed: Any | None) -> None:
+        """Set the adapter of a slot."""
+        self._weights.pop(slot, None)
+        if packed is not None:
+            self._weights[slot] = packed
+
+    def has(self, slots: Sequence[int]) -> bool:
+        """Return whether the adapter of any of the slots has a part in the layer."""
+        return not self._weights.keys().isdisjoint(slots)
+
+    def __call__(self, x: Tensor, rows: LoraRows, residual: Tensor | None) -> Tensor:
+        """Multiply by the two matrices of each adapter in turn."""
+        total = x.new_zeros((len(x), self._num_columns), dtype=torch.float32)
+        if residual is not None:
+            total += residual
+        for group, slot in enumerate(rows.slots):
+            weight = self._weights.get(slot)
+            if weight is None:
+                continue
+            of_group = torch.tensor(rows.rows[rows.starts[group] : rows.starts[group + 1]], device=x.device)
+            inner = (x[of_group].float() @ weight.a.float().T).to(x.dtype).float()
+            for b, first_rank, first_column in weight.parts:
+                num_columns, rank = b.shape
+                added = inner[:, first_rank : first_rank + rank] @ b.float().T
+                columns = slice(first_column, first_column + num_columns)
+                total[:, columns].index_add_(0, of_group, added)
+        return total.to(x.dtype)
