@@ -29,7 +29,7 @@ def samples(metrics: Metrics) -> dict[str, float]:
     values: dict[str, float] = {}
     for family in text_string_to_metric_families(metrics.render().decode()):
         for sample in family.samples:
-            labels = {name: value for name, value in sample.labels.items() if name != "model_name"}
+            labels = {name: value for name, value in sample.labels.items() if name not in ("model_name", "engine")}
             shown = ",".join(f"{name}={value}" for name, value in sorted(labels.items()))
             values[f"{sample.name}{{{shown}}}" if shown else sample.name] = sample.value
     return values

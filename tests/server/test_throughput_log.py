@@ -11,9 +11,9 @@ NOTHING = EngineStats()
 def test_it_says_what_happened_between_two_samples() -> None:
     before = Sample(10.0, NOTHING, 0, 0, 0.0)
     totals = NOTHING._replace(prompt_tokens=100, generation_tokens=50, prefix_queries=80, prefix_hits=20)
-    assert report(before, Sample(15.0, totals, 3, 2, 0.456)) == (
-        "Throughput: prompt 20.0 tokens/s, generation 10.0 tokens/s; running 3, waiting 2; KV cache usage 45.6%; "
-        "prefix cache hit rate 25.0%"
+    assert report(before, Sample(15.0, totals, 3, 2, 0.456, 1)) == (
+        "Throughput: prompt 20.0 tokens/s, generation 10.0 tokens/s; running 3, waiting 2, swapped 1; "
+        "KV cache usage 45.6%; prefix cache hit rate 25.0%"
     )
 
 

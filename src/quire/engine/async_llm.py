@@ -194,6 +194,7 @@ class AsyncLLM:
 
         def submit(engine: Engine) -> None:
             engine.add_request(name, prompt, params, arrival_s=arrival_s, **options)
+            self.metrics.on_request(params)
 
         with self.reserve(1) if place is None else contextlib.nullcontext(place) as held:
             if not isinstance(prompt, PreparedRequest):
@@ -314,6 +315,10 @@ class AsyncLLM:
         queues = (scheduler.waiting, scheduler.running, scheduler.swapped, scheduler.requests)
         return (engine.num_steps, scheduler.memory.tables.version, *map(len, queues))
 
+    def swapped_requests(self) -> frozenset[str]:
+        """Return the ids of the requests with a sequence whose blocks are on the host, possibly in mid-step."""
+        return frozenset(sequence.request.request_id for sequence in tuple(self._engine.scheduler.swapped))
+
     def default_sampling_params(self) -> dict[str, Any]:
         """Return the sampling parameters that the model's generation config sets."""
         return dict(self._defaults)
@@ -330,6 +335,7 @@ class AsyncLLM:
             num_running=len(scheduler.running),
             num_waiting=self._slots.num_waiting,
             num_steps=self._engine.num_steps,
+            num_swapped=len(scheduler.swapped),
         )
 
     @property

@@ -34,6 +34,7 @@ from quire.server.auth import Guard, check_operator
 from quire.server.errors import handle_http_exception
 from quire.server.intake import Intake
 from quire.server.page_files import page
+from quire.server.request_log import RequestRecorder
 from quire.server.state import ServerState
 
 Handler = Callable[[ServerState, Request], Awaitable[ASGIApp]]
@@ -95,6 +96,7 @@ def build_app(state: ServerState) -> Starlette:
         )
         # Preflight requests have no key, so CORS precedes the guard.
         middleware.insert(0, cors)
+    middleware.insert(0, Middleware(RequestRecorder, state=state, paths=[path for _, path, _ in (*ROUTES, *OPERATION)]))
     rows: list[tuple[str, str, Handler]] = [*ROUTES]
     rows += [(method, path, partial(_operate, handler)) for method, path, handler in OPERATION]
     # The guard turns an exception of a handler into an answer.

@@ -52,6 +52,11 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
         max_connections = read_max_connections(config.max_connections)
         from quire.engine.async_llm import AsyncLLM
 
+        tracer = None
+        if config.otlp_traces_endpoint is not None:
+            from quire.server.tracing import RequestTracer
+
+            tracer = RequestTracer(config.otlp_traces_endpoint, __version__)
         llm = AsyncLLM.from_config(engine_config)
         # These objects live until the end: a full collection that visited them would stall every stream for 30 ms.
         gc.collect()
@@ -62,11 +67,14 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
             form = _tool_format(llm.tokenizer, config.tool_call_parser)
             state = ServerState(llm, config, bodies, __version__, created=int(time.time()), tool_format=form)
             state.reasoning = _reasoning(llm.tokenizer, config.reasoning_parser, llm.texts.end_token_ids)
+            state.tracer = tracer
             with asyncio.Runner() as runner:
                 runner.run(_run(state, listener, max_connections))
         finally:
             bodies.close()
             llm.shutdown()
+            if tracer is not None:
+                tracer.close()
         return EXIT_ENGINE_DIED if llm.has_failed else 0
 
 

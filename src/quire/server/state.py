@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from quire.sequences.params import SamplingParams
 from quire.server.block_map import BlockMapHub
 from quire.server.body import BodyReader
 from quire.server.logprob_budget import LogprobBudget, LogprobReservation
@@ -20,6 +21,8 @@ from quire.text.tool_calls import ToolFormat
 
 if TYPE_CHECKING:
     from quire.engine.async_llm import AsyncLLM
+    from quire.engine.outputs.outputs import RequestMetrics
+    from quire.server.tracing import RequestTracer
 
 
 @dataclass(slots=True)
@@ -33,6 +36,9 @@ class InFlightRequest:
         tenant: tenant of the client, None where all clients are one tenant.
         started_s: time of arrival, in seconds of the monotonic clock.
         logprobs: reservation of the log probabilities in its answer.
+        params: its sampling parameters.
+        times: times of its first prompt; None until there is an output.
+        shown_prompt: beginning of its prompts, None where prompts are not logged.
     """
 
     answer_id: str
@@ -41,6 +47,9 @@ class InFlightRequest:
     tenant: str | None = None
     started_s: float = field(default_factory=time.monotonic)
     logprobs: LogprobReservation | None = None
+    params: SamplingParams | None = None
+    times: RequestMetrics | None = None
+    shown_prompt: str | None = None
 
     def release(self) -> None:
         """Give the reservation back when sending has ended, complete or not."""
@@ -64,6 +73,7 @@ class ServerState:
         in_flight: requests in the engine, by the id of their answer.
         logprobs: budget of log probabilities in answers.
         block_map: live map of the KV cache.
+        tracer: maker of the requests' spans, None without tracing.
         writing: lock that is held while a piece of a long answer is made; see `json_stream.paced`.
     """
 
@@ -78,6 +88,7 @@ class ServerState:
     in_flight: dict[str, InFlightRequest] = field(default_factory=dict)
     logprobs: LogprobBudget = field(init=False)
     block_map: BlockMapHub = field(init=False)
+    tracer: RequestTracer | None = None
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
