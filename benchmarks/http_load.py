@@ -1,4 +1,4 @@
-"""What HTTP costs: `python -m benchmarks.http_load`.
+"""The cost of HTTP: `python -m benchmarks.http_load`.
 
 For each number of streams, in turns: `quire bench` in a process of its own, then the same requests at once over HTTP,
 as streams of `/v1/completions` from this process to `quire serve`. Then 1,000 clients at once, to a server whose queue

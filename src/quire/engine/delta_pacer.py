@@ -1,4 +1,4 @@
-"""How often deltas go to event loops: as often as leaves most of the interpreter's lock to the engine."""
+"""The pace of deltas on their way to event loops: it leaves most of the interpreter's lock to the engine."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class TokenCount:
         self._states: dict[tuple[int, int], ThinkingState] = {}
         self.num_output = 0
         self.num_pruned = 0
-        # Of the samples of all prompts, in the order of their ends.
+        # Finish reasons of the samples of all prompts, in the order of their ends.
         self.finish_reasons: list[str] = []
         # Times of the request, and of its first and last outputs, in nanoseconds of the monotonic clock.
         self.begin_ns = self.first_ns = self.last_ns = time.monotonic_ns()
