@@ -49,8 +49,7 @@ def requested(
         settings = ServerConfig(**config)
         bodies_of = BodyReader(settings.max_body_bytes, llm.resolved.max_model_len)
         state = ServerState(llm, settings, bodies_of, __version__, created=0)
-        state.tracer = tracer
-        transport = httpx.ASGITransport(build_app(state))
+        transport = httpx.ASGITransport(build_app(state, tracer))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             answers = [await client.post(path, json=each, headers=HEADERS) for each in bodies]
         bodies_of.close()

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.server.errors import CLIENT_GONE, IN_FLIGHT, SHOWN_ID
 from quire.server.sse import DIRECT_SEND
 from quire.server.state import InFlightRequest, ServerState
+from quire.server.tracing import RequestTracer
 
 if TYPE_CHECKING:
     from quire.engine.inputs.prompts import TokenPrompt
@@ -30,12 +31,14 @@ class RequestRecorder:
     Args:
         app: the application.
         state: state of the server.
+        tracer: maker of the requests' spans, None without tracing.
         paths: paths of the routes; a parameter, like `{name}`, is at the end.
     """
 
-    def __init__(self, app: ASGIApp, *, state: ServerState, paths: Iterable[str]) -> None:
+    def __init__(self, app: ASGIApp, *, state: ServerState, tracer: RequestTracer | None, paths: Iterable[str]) -> None:
         self._app = app
         self._state = state
+        self._tracer = tracer
         self._paths = frozenset(paths)
         self._open_paths = [(path.partition("{")[0], path) for path in self._paths if "{" in path]
 
@@ -75,8 +78,8 @@ class RequestRecorder:
             }
             text = " ".join(f"{name}={_shown(value)}" for name, value in fields.items() if value is not None)
             logger.info("Request: %s", text, extra={FIELDS: fields})
-        if self._state.tracer is not None and tracked is not None:
-            self._state.tracer.record(
+        if self._tracer is not None and tracked is not None:
+            self._tracer.record(
                 tracked,
                 scope["headers"],
                 model_name=self._state.llm.model_name,

@@ -22,7 +22,6 @@ from quire.text.tool_calls import ToolFormat
 if TYPE_CHECKING:
     from quire.engine.async_llm import AsyncLLM
     from quire.engine.outputs.outputs import RequestMetrics
-    from quire.server.tracing import RequestTracer
 
 
 @dataclass(slots=True)
@@ -73,7 +72,6 @@ class ServerState:
         in_flight: requests in the engine, by the id of their answer.
         logprobs: budget of log probabilities in answers.
         block_map: live map of the KV cache.
-        tracer: maker of the requests' spans, None without tracing.
         writing: lock that is held while a piece of a long answer is made; see `json_stream.paced`.
     """
 
@@ -88,7 +86,6 @@ class ServerState:
     in_flight: dict[str, InFlightRequest] = field(default_factory=dict)
     logprobs: LogprobBudget = field(init=False)
     block_map: BlockMapHub = field(init=False)
-    tracer: RequestTracer | None = None
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:

@@ -42,6 +42,7 @@ class StreamMerger:
         self._error: Exception | None = None
         self._num_ended = 0
         self._has_happened = asyncio.Event()
+        # Whether a silence has ended, and when the last event or silence did.
         self._is_idle = False
         self._happened_s = 0.0
 
@@ -75,13 +76,11 @@ class StreamMerger:
                 self._happened_s = asyncio.get_running_loop().time()
                 await self._has_happened.wait()
                 self._has_happened.clear()
-                if self._is_idle:
-                    self._is_idle = False
-                    yield []
                 # A snapshot: events that happen while the caller sends belong to the next turn.
                 deltas, self._pending = list(self._pending.items()), {}
                 error, is_over = self._error, self._num_ended == len(streams)
-                if deltas:
+                is_idle, self._is_idle = self._is_idle, False
+                if deltas or (is_idle and not is_over and error is None):
                     yield deltas
                 if error is not None:
                     raise error
