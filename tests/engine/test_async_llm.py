@@ -185,14 +185,14 @@ async def test_metrics_count_what_happened() -> None:
     llm = load()
     await text_of(llm, STORIES[0], greedy(5, ignore_eos=True))
     page = llm.metrics.render().decode()
-    assert 'vllm:generation_tokens_total{model_name="bundled"} 5.0' in page
+    assert 'vllm:generation_tokens_total{engine="0",model_name="bundled"} 5.0' in page
     assert 'finished_reason="length"' in page
     stream = llm.generate(STORIES[0], greedy(400, ignore_eos=True))
     await anext(stream)
     await stream.aclose()  # type: ignore[attr-defined]
     assert await idle(llm)
     page = llm.metrics.render().decode()
-    assert 'vllm:num_requests_running{model_name="bundled"} 0.0' in page
+    assert 'vllm:num_requests_running{engine="0",model_name="bundled"} 0.0' in page
     assert 'finished_reason="abort"' in page
     llm.shutdown()
 

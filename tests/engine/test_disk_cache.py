@@ -222,8 +222,8 @@ def test_the_counters_are_among_the_metrics(tmp_path: Path, expected: list[str])
     llm.shutdown()
     stats = llm.stats().disk
     assert stats is not None
-    assert f'vllm:prefix_cache_disk_hits_total{{model_name="bundled"}} {float(stats.num_hits)}' in shown
-    assert f'vllm:prefix_cache_disk_blocks{{model_name="bundled"}} {float(stats.num_blocks)}' in shown
+    assert f'vllm:prefix_cache_disk_hits_total{{engine="0",model_name="bundled"}} {float(stats.num_hits)}' in shown
+    assert f'vllm:prefix_cache_disk_blocks{{engine="0",model_name="bundled"}} {float(stats.num_blocks)}' in shown
     assert stats.num_hits > 0
 
 

@@ -29,7 +29,7 @@ def samples(metrics: Metrics) -> dict[str, float]:
     values: dict[str, float] = {}
     for family in text_string_to_metric_families(metrics.render().decode()):
         for sample in family.samples:
-            labels = {name: value for name, value in sample.labels.items() if name != "model_name"}
+            labels = {name: value for name, value in sample.labels.items() if name not in ("model_name", "engine")}
             shown = ",".join(f"{name}={value}" for name, value in sorted(labels.items()))
             values[f"{sample.name}{{{shown}}}" if shown else sample.name] = sample.value
     return values
@@ -130,6 +130,10 @@ def test_the_times_of_a_request_are_those_of_its_stages() -> None:
         "request_inference_time_seconds": (1, 6.0),
         "request_prompt_tokens": (1, 3),
         "request_generation_tokens": (1, 4),
+        "request_max_num_generation_tokens": (1, 4),
+        "request_prefill_kv_computed_tokens": (1, 3),
+        "request_num_preemptions": (1, 0),
+        "request_time_per_output_token_seconds": (1, pytest.approx(4 / 3)),
     }
     seen = {name: (values[f"vllm:{name}_count"], values[f"vllm:{name}_sum"]) for name in expected}
     assert seen == expected
@@ -218,3 +222,29 @@ def test_two_engines_do_not_mix() -> None:
     one, other = Metrics("tiny"), Metrics("tiny")
     one.on_step(step(generation_tokens=5))
     assert samples(other)["vllm:generation_tokens_total"] == 0
+
+
+def test_lengths_of_requests_are_those_of_their_samples_and_parameters() -> None:
+    metrics = Metrics("tiny")
+    times = RequestMetrics(arrival_s=0.0, first_scheduled_s=1.0, first_token_s=2.0, finished_s=3.0, num_preemptions=2)
+    outputs = [CompletionOutput(0, "a", [1, 2, 3], finish_reason="stop"), CompletionOutput(1, "b", [4])]
+    output = news(times, *outputs, finished=True)
+    output.num_cached_tokens = 2
+    metrics.on_output(output)
+    metrics.on_request(greedy(7))
+    metrics.on_step(step(prefix_hits=16, num_waiting=3))
+    values = samples(metrics)
+    sums = {"max_num_generation_tokens": 3, "num_preemptions": 2, "prefill_kv_computed_tokens": 1}
+    sums |= {"params_n": 1, "params_max_tokens": 7}
+    assert {name: values[f"vllm:request_{name}_sum"] for name in sums} == sums
+    assert values["vllm:prompt_tokens_cached_total"] == 16
+    assert values["vllm:num_requests_waiting_by_reason{reason=capacity}"] == 3
+
+
+def test_the_page_has_the_engine_and_the_process_and_no_times_of_creation() -> None:
+    page = Metrics("tiny").render().decode()
+    lines = [line for line in page.splitlines() if line.startswith("vllm:")]
+    assert lines
+    assert all('engine="0"' in line and 'model_name="tiny"' in line for line in lines)
+    assert "process_resident_memory_bytes " in page
+    assert "_created" not in page

@@ -25,7 +25,7 @@ def test_a_prefix_is_pinned_listed_hit_and_let_go(server: ServerProcess) -> None
     # The pinned blocks, and the tail that was computed with them.
     assert num_cached(server, prompt=PROMPT, cache_salt="pins") == len(PROMPT) - 1
     assert num_cached(server, prompt=PROMPT, cache_salt="others") == 0
-    assert f'kv_pinned_blocks{{model_name="tiny"}} {pins["filled"]:.1f}' in server.http.get("/metrics").text
+    assert f'kv_pinned_blocks{{engine="0",model_name="tiny"}} {pins["filled"]:.1f}' in server.http.get("/metrics").text
     assert server.post("/unpin_prefix", {"name": "system"}).json() == {}
     assert server.http.get("/kv").json()["pins"]["tokens"] == {}
 

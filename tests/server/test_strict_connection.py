@@ -77,3 +77,29 @@ def test_headers_have_a_bound_however_they_arrive(num_reads: int) -> None:
 def test_headers_within_the_bound_are_read_whatever_is_behind_them() -> None:
     head = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 200000\r\na: "
     assert num_events(head + b"b" * (MAX_HEAD - len(head) - 4) + b"\r\n\r\n" + b"x" * 200_000) == 3
+
+
+def test_chunks_are_framed_as_h11_frames_them() -> None:
+    answers = []
+    for kind in (StrictConnection, h11.Connection):
+        parser = kind(h11.SERVER)
+        parser.receive_data(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        parser.next_event()
+        parser.next_event()
+        events = [h11.Response(status_code=200, headers=[("date", "now")], reason=b"OK")]
+        events += [h11.Data(data=data) for data in (b"a", b"", b"x" * 300)]  # type: ignore[misc]
+        answers.append([parser.send(event) for event in (*events, h11.EndOfMessage())])
+        assert parser.our_state is h11.DONE
+    assert answers[0] == answers[1]
+    assert answers[0][1:4] == [b"1\r\na\r\n", b"", b"12c\r\n" + b"x" * 300 + b"\r\n"]
+
+
+def test_a_body_of_known_length_is_not_chunked() -> None:
+    parser = StrictConnection(h11.SERVER)
+    parser.receive_data(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    parser.next_event()
+    parser.next_event()
+    parser.send(h11.Response(status_code=200, headers=[("content-length", "2")]))
+    assert parser.send(h11.Data(data=b"ab")) == b"ab"
+    with pytest.raises(h11.LocalProtocolError):
+        parser.send(h11.Data(data=b"c"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.engine.metrics.stats import EngineStats
-from quire.server.throughput_log import Sample, report
+from quire.server.throughput_log import Sample, preemption_warning, report
 
 NOTHING = EngineStats()
 
@@ -11,9 +11,9 @@ NOTHING = EngineStats()
 def test_it_says_what_happened_between_two_samples() -> None:
     before = Sample(10.0, NOTHING, 0, 0, 0.0)
     totals = NOTHING._replace(prompt_tokens=100, generation_tokens=50, prefix_queries=80, prefix_hits=20)
-    assert report(before, Sample(15.0, totals, 3, 2, 0.456)) == (
-        "Throughput: prompt 20.0 tokens/s, generation 10.0 tokens/s; running 3, waiting 2; KV cache usage 45.6%; "
-        "prefix cache hit rate 25.0%"
+    assert report(before, Sample(15.0, totals, 3, 2, 0.456, 1)) == (
+        "Throughput: prompt 20.0 tokens/s, generation 10.0 tokens/s; running 3, waiting 2, swapped 1; "
+        "KV cache usage 45.6%; prefix cache hit rate 25.0%"
     )
 
 
@@ -26,3 +26,20 @@ def test_it_speaks_of_work_that_does_not_move() -> None:
     line = report(Sample(10.0, NOTHING, 0, 1, 0.0), Sample(20.0, NOTHING, 0, 1, 0.0))
     assert line is not None
     assert "waiting 1" in line
+
+
+def test_the_beginning_of_preemption_is_a_warning_once() -> None:
+    before = Sample(10.0, NOTHING, 4, 0, 1.0)
+    after = Sample(20.0, NOTHING._replace(num_preemptions=3, num_swaps=2), 1, 0, 1.0, 2)
+    line = preemption_warning(before, after, is_going_on=False)
+    assert line is not None
+    assert "3 sequences lost their memory (2 swapped out" in line
+    assert "2 are swapped out now" in line
+    assert preemption_warning(before, after, is_going_on=True) is None
+    assert preemption_warning(after, after, is_going_on=False) is None
+
+
+def test_swapped_sequences_alone_are_shown() -> None:
+    line = report(Sample(10.0, NOTHING, 0, 0, 0.0), Sample(20.0, NOTHING, 0, 0, 0.0, 1))
+    assert line is not None
+    assert "swapped 1" in line

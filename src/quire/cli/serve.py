@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from typing import cast
 
 from quire.cli import options
 from quire.cli.early_checks import check_files
@@ -81,6 +82,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     _add_bounds(group, defaults)
     group.add_argument("--watch", action="store_true", help="show the block map in the terminal; 2>FILE moves the log")
+    _add_logs(group)
     group.add_argument(
         "--log-level",
         choices=("debug", "info", "warning", "error"),
@@ -89,6 +91,32 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     options.add_foreign_options(parser)
     parser.set_defaults(handler=run)
+
+
+def _add_logs(group: argparse._ArgumentGroup) -> None:
+    """Add the options of logs and traces."""
+    group.add_argument(
+        "--log-requests",
+        "--enable-log-requests",
+        action="store_true",
+        help="log a line for each request: id, route, status, time, tokens, finish reason",
+    )
+    group.add_argument(
+        "--log-prompts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="characters of a request's prompts in its line; 0 for none (default 0)",
+    )
+    group.add_argument(
+        "--log-format", choices=("text", "json"), default="text", help="json writes each record as a line of JSON"
+    )
+    group.add_argument(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        help="address of an OpenTelemetry collector for a span of each request, such as "
+        "http://127.0.0.1:4318/v1/traces; needs the extra otel",
+    )
 
 
 def _add_access(group: argparse._ArgumentGroup) -> None:
@@ -184,6 +212,11 @@ def run(args: argparse.Namespace) -> int:
     from quire.config import EngineConfig
 
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", force=True)
+    if args.log_format == "json":
+        from quire.server.request_log import JsonLines
+
+        for handler in logging.getLogger().handlers:
+            handler.setFormatter(cast(logging.Formatter, JsonLines()))  # only `format` of it is called
     for chatty in ("asyncio", "httpx"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     # uvicorn warns of each request that is not HTTP, and any client can send thousands.
@@ -213,6 +246,9 @@ def run(args: argparse.Namespace) -> int:
         drain_timeout_s=args.drain_timeout,
         ping_interval_s=args.ping_interval,
         log_interval_s=args.log_interval,
+        log_requests=args.log_requests,
+        log_prompts=args.log_prompts,
+        otlp_traces_endpoint=args.otlp_traces_endpoint,
         watch=args.watch,
     )
     if "*" in server_config.allow_origins and server_config.api_key is None:

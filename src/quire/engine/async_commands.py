@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from quire.engine.delta_pacer import DeltaPacer
 from quire.engine.engine import Engine
 from quire.engine.outputs.outputs import RequestOutput
 from quire.structured.grammar_cache import Grammar
@@ -28,6 +29,9 @@ class Stream:
         loop: event loop of the reading task.
         on_end: function that is called once the request has ended, before the next step; its error ends the stream.
         grammar: compiled grammar of the request, referenced until the request itself references it.
+
+    Attributes:
+        has_begun: True once an item was posted; the first one never waits for others.
     """
 
     request_id: str
@@ -35,6 +39,7 @@ class Stream:
     loop: asyncio.AbstractEventLoop
     on_end: Callable[[Engine], None] | None = None
     grammar: Grammar | None = None
+    has_begun: bool = False
     _delta: RequestOutput | None = None
     _error: Exception | None = None
     _has_item: asyncio.Event = field(default_factory=asyncio.Event)
@@ -65,18 +70,25 @@ class Stream:
         self._has_item.set()
 
 
-def post_items(items: Iterable[tuple[Stream, Item]]) -> None:
-    """Add items to their streams from the engine's thread, with one call for each event loop."""
+def post_items(items: Iterable[tuple[Stream, Item]], pacer: DeltaPacer | None = None) -> None:
+    """Add items to their streams from the engine's thread, with one call for each event loop.
+
+    Args:
+        items: streams with their items, in order.
+        pacer: pacer that measures the loops' work; None measures nothing.
+    """
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Stream, Item]]] = {}
     for stream, item in items:
         by_loop.setdefault(stream.loop, []).append((stream, item))
     for loop, loop_items in by_loop.items():
         # The loop may have closed already; then no task reads the stream.
         with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(_put_all, loop_items)
+            loop.call_soon_threadsafe(_put_all, loop_items, pacer)
 
 
-def _put_all(items: list[tuple[Stream, Item]]) -> None:
+def _put_all(items: list[tuple[Stream, Item]], pacer: DeltaPacer | None) -> None:
+    if pacer is not None:
+        pacer.on_arrival()
     for stream, item in items:
         stream.put(item)
 

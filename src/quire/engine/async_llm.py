@@ -201,6 +201,7 @@ class AsyncLLM:
 
         def submit(engine: Engine) -> None:
             engine.add_request(name, prompt, params, arrival_s=arrival_s, **asked)
+            self.metrics.on_request(params)
 
         with self.reserve(1) if place is None else contextlib.nullcontext(place) as held:
             asked = {**options, "lora_request": await self.adapters.ready(options.get("lora_request"))}
@@ -329,6 +330,10 @@ class AsyncLLM:
         queues = (scheduler.waiting, scheduler.running, scheduler.swapped, scheduler.requests)
         return (engine.num_steps, scheduler.memory.tables.version, *map(len, queues))
 
+    def swapped_requests(self) -> frozenset[str]:
+        """Return the ids of the requests with a sequence whose blocks are on the host, possibly in mid-step."""
+        return frozenset(sequence.request.request_id for sequence in tuple(self._engine.scheduler.swapped))
+
     def default_sampling_params(self) -> dict[str, Any]:
         """Return the sampling parameters that the model's generation config sets."""
         return dict(self._defaults)
@@ -345,6 +350,7 @@ class AsyncLLM:
             num_running=len(scheduler.running),
             num_waiting=self._slots.num_waiting,
             num_steps=self._engine.num_steps,
+            num_swapped=len(scheduler.swapped),
         )
 
     @property

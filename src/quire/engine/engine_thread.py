@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable
 
 from quire.engine.async_commands import Abort, Call, Item, Stream, post_items
+from quire.engine.delta_pacer import DeltaPacer
 from quire.engine.engine import Engine
 from quire.engine.exporters.prometheus import Metrics
 from quire.engine.outputs.outputs import RequestOutput
@@ -41,6 +42,9 @@ class EngineThread:
         self._engine = engine
         self._metrics = metrics
         self._slots = slots
+        # Deltas that wait for those of the next step.
+        self._held: list[tuple[Stream, Item]] = []
+        self._pacer = DeltaPacer()
         self._commands: queue.SimpleQueue[Stream | Abort | Call | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
         self._thread.start()
@@ -126,6 +130,8 @@ class EngineThread:
 
     def _start(self, stream: Stream) -> None:
         """Add a request to the engine; an error goes to the request's stream only."""
+        # The step with its prompt may be a long one.
+        self._post()
         try:
             stream.submit(self._engine)
         except Exception as error:
@@ -154,8 +160,12 @@ class EngineThread:
         self._send((output.request_id, output) for output in outputs)
 
     def _send(self, items: Iterable[tuple[str, Item]]) -> None:
-        """Post items to the streams of their requests; an aborted request may have none."""
-        addressed: list[tuple[Stream, Item]] = []
+        """Post items to the streams of their requests; an aborted request may have none.
+
+        Deltas may be held for those of the next step, but neither a stream's first nor its last one, nor while
+        requests wait, since a step that computes their prompts may be long.
+        """
+        can_wait = not self._engine.scheduler.waiting
         for request_id, item in items:
             is_last = isinstance(item, Exception) or item.finished
             if is_last:
@@ -168,8 +178,18 @@ class EngineThread:
                     stream.on_end(self._engine)
                 except RequestError as error:
                     item = error
-            addressed.append((stream, item))
-        post_items(addressed)
+            can_wait = can_wait and stream.has_begun and not is_last
+            stream.has_begun = True
+            self._held.append((stream, item))
+        if not (can_wait and self._pacer.may_hold()):
+            self._post()
+
+    def _post(self) -> None:
+        """Post the held items."""
+        if self._held:
+            held, self._held = self._held, []
+            self._pacer.on_post()
+            post_items(held, self._pacer)
 
     def _fail_commands(self) -> None:
         """Fail the commands that were never run."""

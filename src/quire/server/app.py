@@ -36,7 +36,9 @@ from quire.server.auth import Guard, check_operator
 from quire.server.errors import handle_http_exception
 from quire.server.intake import Intake
 from quire.server.page_files import page
+from quire.server.request_log import RequestRecorder
 from quire.server.state import ServerState
+from quire.server.tracing import RequestTracer
 
 Handler = Callable[[ServerState, Request], Awaitable[ASGIApp]]
 
@@ -90,8 +92,13 @@ OPERATION: tuple[tuple[str, str, Handler], ...] = (
 )
 
 
-def build_app(state: ServerState) -> Starlette:
-    """Build the ASGI application of a server."""
+def build_app(state: ServerState, tracer: RequestTracer | None = None) -> Starlette:
+    """Build the ASGI application of a server.
+
+    Args:
+        state: state of the server.
+        tracer: maker of the requests' spans, None without tracing.
+    """
     keys = {"api_key": state.config.api_key, "operator_key": state.config.operator_key}
     middleware = [Middleware(Guard, **keys), Middleware(Intake, state=state)]
     if state.config.allow_origins:
@@ -105,6 +112,8 @@ def build_app(state: ServerState) -> Starlette:
         )
         # Preflight requests have no key, so CORS precedes the guard.
         middleware.insert(0, cors)
+    paths = [path for _, path, _ in (*ROUTES, *OPERATION)]
+    middleware.insert(0, Middleware(RequestRecorder, state=state, tracer=tracer, paths=paths))
     rows: list[tuple[str, str, Handler]] = [*ROUTES]
     rows += [(method, path, partial(_operate, handler)) for method, path, handler in OPERATION]
     # The guard turns an exception of a handler into an answer.

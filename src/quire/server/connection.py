@@ -13,6 +13,7 @@ from array import array
 from typing import Any, cast
 
 import h11
+from h11._writers import ChunkedWriter
 from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
@@ -350,6 +351,12 @@ class StrictConnection(h11.Connection):
             if self._num_chunks > FREE_CHUNKS + self._num_bytes // MIN_MEAN_CHUNK:
                 raise h11.RemoteProtocolError(f"chunks of less than {MIN_MEAN_CHUNK} bytes")
         return event
+
+    def send(self, event: Any) -> Any:
+        """Return the bytes of an event; a chunk of a body, which changes no state of h11, is framed here."""
+        if isinstance(event, h11.Data) and event.data and isinstance(self._writer, ChunkedWriter):
+            return b"%x\r\n%b\r\n" % (len(event.data), event.data)
+        return super().send(event)
 
     def _has_long_head(self) -> bool:
         arrived, _ = self.trailing_data

@@ -18,6 +18,8 @@ from quire.errors import QueueFull, QuireError, RequestError, UnknownAdapter
 
 logger = logging.getLogger(__name__)
 
+# Key of the ASGI scope of a generating request, with its `InFlightRequest`.
+IN_FLIGHT = "quire.in_flight"
 # Keys of the ASGI scope that the guard sets: the request's id; the one in its answer's header and in logs, which may be
 # the client's; and whether the request has the operator's key.
 REQUEST_ID = "quire.request_id"

@@ -17,8 +17,9 @@ from quire.engine.outputs.outputs import RequestOutput
 from quire.errors import InvalidParameter, RequestError, RequestFailed
 from quire.sequences.params import SamplingParams
 from quire.server import sse
-from quire.server.errors import CLIENT_GONE, REQUEST_ID, SHOWN_ID, ApiError, api_error, stopping
-from quire.server.json_stream import JsonAnswer, JsonWriter, paced
+from quire.server.errors import CLIENT_GONE, IN_FLIGHT, REQUEST_ID, SHOWN_ID, ApiError, api_error, stopping
+from quire.server.json_stream import JsonAnswer, JsonWriter, first_piece, further_pieces
+from quire.server.request_log import shown_prompt
 from quire.server.sampling import Options
 from quire.server.served_model import lora_request, model_name
 from quire.server.state import InFlightRequest, ServerState
@@ -168,7 +169,8 @@ async def run(state: ServerState, request: Request, job: GenerationRequest, repl
         raise stopping()
     params = job.params
     count = TokenCount(is_prompt_only=job.is_prompt_only, is_ranked=params.is_ranked, thinking=params.thinking)
-    tracked = InFlightRequest(answer_id, count, StreamMerger(state.config.ping_interval_s), tenant)
+    tracked = InFlightRequest(answer_id, count, StreamMerger(state.config.ping_interval_s), tenant, params=params)
+    request.scope[IN_FLIGHT] = tracked
     batches = _generate(state, request, job, tracked, tenant)
     try:
         with ExitStack() as at_error:
@@ -206,6 +208,7 @@ async def _generate(
     llm, options = state.llm, job.options
     with llm.reserve(job.num_prompts) as slots, state.track(tracked):
         prompts = await job.prompts()
+        tracked.shown_prompt = shown_prompt((read.prompt for read in prompts), state.config.log_prompts)
         lengths = [len(read.prompt.token_ids) for read in prompts]
         tracked.logprobs = state.logprobs.reserve(
             job.params, lengths, llm.resolved.max_model_len, job.num_prompt_copies
@@ -229,6 +232,8 @@ async def _generate(
             async for batch in batches:
                 for _, delta in batch:
                     _check(delta)
+                if tracked.times is None and batch:
+                    tracked.times = batch[0][1].metrics
                 yield batch
 
 
@@ -276,10 +281,15 @@ async def _events(
     try:
         async with aclosing(batches):
             async for batch in batches:
-                async with aclosing(paced(events(batch) if batch else [form.ping], state.writing)) as pieces:
-                    async for piece in pieces:
-                        yield piece
-                        has_begun = True
+                piece, rest = first_piece(events(batch) if batch else [form.ping])
+                if piece:
+                    yield piece
+                    has_begun = True
+                if rest is not None:
+                    async with aclosing(further_pieces(rest, state.writing)) as pieces:
+                        async for piece in pieces:
+                            yield piece
+                            has_begun = True
         for chunk in reply.last_chunks(count):
             yield form.one(chunk)
         if form.end:

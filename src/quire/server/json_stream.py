@@ -86,16 +86,32 @@ async def paced(parts: Iterable[str], turns: asyncio.Lock) -> AsyncGenerator[byt
         turns: lock that is held for each piece after the first, so that all long texts together take half of the event
             loop's time, and block it no longer than one text does.
     """
+    piece, rest = first_piece(parts)
+    if piece:
+        yield piece
+    if rest is not None:
+        async with aclosing(further_pieces(rest, turns)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+
+def first_piece(parts: Iterable[str]) -> tuple[bytes, Iterator[str] | None]:
+    """Return the first piece of a text, and the parts after it; None where it is the last, as in most answers."""
     unread = iter(parts)
     piece, is_last = _next_piece(unread, FIRST_PIECE_S)
-    while piece:
-        yield piece
-        if is_last:
-            return
+    return piece, None if is_last else unread
+
+
+async def further_pieces(parts: Iterator[str], turns: asyncio.Lock) -> AsyncGenerator[bytes, None]:
+    """Yield the pieces of a text after the first; see `paced`."""
+    is_last = False
+    while not is_last:
         async with turns:
-            piece, is_last = _next_piece(unread, PIECE_S)
+            piece, is_last = _next_piece(parts, PIECE_S)
             # The engine's thread needs the interpreter's lock as long as a piece may hold it.
             await asyncio.sleep(PIECE_S)
+        if piece:
+            yield piece
 
 
 def _next_piece(parts: Iterator[str], seconds: float) -> tuple[bytes, bool]:

@@ -26,6 +26,7 @@ from quire.server.listener import accept_connections, read_max_connections
 from quire.server.settings import ServerConfig
 from quire.server.state import ServerState
 from quire.server.throughput_log import log_throughput
+from quire.server.tracing import RequestTracer
 from quire.text.reasoning import ReasoningModel
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_calls import ToolFormat, choose_format
@@ -59,6 +60,9 @@ def serve(engine_config: EngineConfig, config: ServerConfig, listener: socket.so
     max_connections = read_max_connections(config.max_connections)
     from quire.engine.async_llm import AsyncLLM
 
+    tracer = None
+    if config.otlp_traces_endpoint is not None:
+        tracer = RequestTracer(config.otlp_traces_endpoint, __version__)
     llm = AsyncLLM.from_config(engine_config)
     # These objects live until the end: a full collection that visited them would stall every stream for 30 ms.
     gc.collect()
@@ -71,10 +75,12 @@ def serve(engine_config: EngineConfig, config: ServerConfig, listener: socket.so
         state.aliases = engine_config.model.served_names[1:]
         state.reasoning = _reasoning(llm.tokenizer, config.reasoning_parser, llm.texts.end_token_ids)
         with asyncio.Runner() as runner:
-            runner.run(_run(state, listener, max_connections))
+            runner.run(_run(state, listener, max_connections, tracer))
     finally:
         bodies.close()
         llm.shutdown()
+        if tracer is not None:
+            tracer.close()
     return EXIT_ENGINE_DIED if llm.has_failed else 0
 
 
@@ -104,13 +110,13 @@ def _reasoning(tokenizer: Tokenizer | None, wanted: str, end_token_ids: frozense
     return model
 
 
-async def _run(state: ServerState, listener: socket.socket, max_connections: int) -> None:
+async def _run(state: ServerState, listener: socket.socket, max_connections: int, tracer: RequestTracer | None) -> None:
     config = state.config
     connections = Connections(
         max_connections, config.receive_timeout_s, config.send_timeout_s, config.keep_alive_timeout_s
     )
     settings = uvicorn.Config(
-        build_app(state),
+        build_app(state, tracer),
         http=Connection,
         loop="asyncio",
         log_config=None,
@@ -141,6 +147,8 @@ async def _run(state: ServerState, listener: socket.socket, max_connections: int
         tasks.append(asyncio.create_task(show_in_terminal(state.block_map)))
     for task in tasks:
         task.add_done_callback(shutdown.on_task_done)
+    # The socket listens from the first turn of `accepting` on; a client may connect as soon as it reads the address.
+    await asyncio.sleep(0)
     print(f"Quire serves {state.llm.model_name} at {url_of(listener, 'http' if tls is None else 'https')}", flush=True)
     await serving
     for task in tasks:

@@ -63,6 +63,7 @@ async def status(state: ServerState, request: Request) -> Response:
     now = time.monotonic()
     tenant = None if request.scope[IS_OPERATOR] else read_tenant(state.config, request)
     engine, usage, resolved = state.llm.health(), state.llm.usage(), state.llm.resolved
+    swapped = {request_id.rpartition("-")[0] for request_id in state.llm.swapped_requests()}
     return json_response(
         {
             "model": state.llm.model_name,
@@ -80,6 +81,7 @@ async def status(state: ServerState, request: Request) -> Response:
                     "age_s": round(now - tracked.started_s, 3),
                     "prompt_tokens": tracked.count.num_prompt,
                     "completion_tokens": tracked.count.num_output,
+                    "swapped": tracked.answer_id in swapped,
                 }
                 for tracked in state.in_flight.values()
                 if tenant is None or tracked.tenant == tenant

@@ -20,6 +20,8 @@ REASONING_PARSERS = ("auto", "none", "gemma4", "harmony", "think")
 # The name of a header by RFC 9110.
 HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
+HTTP_ADDRESS = re.compile(r"https?://[^\s/]+(/\S*)?")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
@@ -50,6 +52,9 @@ class ServerConfig:
         keep_alive_timeout_s: time that a connection stays open after an answer, for the next request.
         drain_timeout_s: time limit for running requests while the server stops.
         ping_interval_s: silence on a stream after which a comment keeps the connection open.
+        log_requests: True to log a line for each request.
+        log_prompts: number of leading characters of a request's prompts in its line; 0 for none.
+        otlp_traces_endpoint: address to which a span of each request is sent; None traces nothing.
         log_interval_s: interval of the throughput line; 0 never logs it.
         watch: True to show the block map in the terminal.
 
@@ -81,6 +86,9 @@ class ServerConfig:
     drain_timeout_s: float = 30.0
     ping_interval_s: float = 15.0
     log_interval_s: float = 10.0
+    log_requests: bool = False
+    log_prompts: int = 0
+    otlp_traces_endpoint: str | None = None
     watch: bool = False
 
     def __post_init__(self) -> None:
@@ -88,6 +96,15 @@ class ServerConfig:
         _within("max_body_bytes", self.max_body_bytes, 1, 1 << 40)
         _within("max_prompts", self.max_prompts, 1, 1 << 20)
         _within("max_request_logprobs", self.max_request_logprobs, 0, 1 << 40)
+        _within("log_prompts", self.log_prompts, 0, 1 << 20)
+        if self.log_prompts and not self.log_requests:
+            raise ConfigError("log_prompts needs log_requests", field="log_prompts")
+        if self.otlp_traces_endpoint is not None and not HTTP_ADDRESS.fullmatch(self.otlp_traces_endpoint):
+            raise ConfigError(
+                f"otlp_traces_endpoint must be an address like http://127.0.0.1:4318/v1/traces, "
+                f"got {self.otlp_traces_endpoint!r}",
+                field="otlp_traces_endpoint",
+            )
         if self.max_connections is not None:
             _within("max_connections", self.max_connections, 1, 1 << 20)
         _within("receive_timeout_s", self.receive_timeout_s, 0.1, 86400)

@@ -14,6 +14,8 @@ from quire.server.json_stream import JsonWriter
 DONE = b"data: [DONE]\n\n"
 PING = ": ping\n\n"
 EVENTS = "text/event-stream; charset=utf-8"
+# Key of the ASGI scope with the server's own `send`, for bodies, which no middleware changes.
+DIRECT_SEND = "quire.direct_send"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +82,9 @@ class EventStream:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's signature
         """Send the response."""
         async with aclosing(self._rest) as rest:
+            send_body: Send = scope.get(DIRECT_SEND, send)
             await send({"type": "http.response.start", "status": 200, "headers": self._headers})
-            await send({"type": "http.response.body", "body": self._first, "more_body": True})
+            await send_body({"type": "http.response.body", "body": self._first, "more_body": True})
             async for events in rest:
-                await send({"type": "http.response.body", "body": events, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+                await send_body({"type": "http.response.body", "body": events, "more_body": True})
+            await send_body({"type": "http.response.body", "body": b"", "more_body": False})

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from quire.sequences.params import SamplingParams
 from quire.server.block_map import BlockMapHub
 from quire.server.body import BodyReader
 from quire.server.logprob_budget import LogprobBudget, LogprobReservation
@@ -22,6 +23,7 @@ from quire.text.tool_calls import ToolFormat
 
 if TYPE_CHECKING:
     from quire.engine.async_llm import AsyncLLM
+    from quire.engine.outputs.outputs import RequestMetrics
 
 
 # Requests that ended so long ago are not among the latest times to the first token.
@@ -39,6 +41,9 @@ class InFlightRequest:
         tenant: tenant of the client, None where all clients are one tenant.
         started_s: time of arrival, in seconds of the monotonic clock.
         logprobs: reservation of the log probabilities in its answer.
+        params: its sampling parameters.
+        times: times of its first prompt; None until there is an output.
+        shown_prompt: beginning of its prompts, None where prompts are not logged.
     """
 
     answer_id: str
@@ -47,6 +52,9 @@ class InFlightRequest:
     tenant: str | None = None
     started_s: float = field(default_factory=time.monotonic)
     logprobs: LogprobReservation | None = None
+    params: SamplingParams | None = None
+    times: RequestMetrics | None = None
+    shown_prompt: str | None = None
 
     @property
     def first_token_s(self) -> float | None:

@@ -42,6 +42,9 @@ class StreamMerger:
         self._error: Exception | None = None
         self._num_ended = 0
         self._has_happened = asyncio.Event()
+        # Whether a silence has ended, and when the last event or silence did.
+        self._is_idle = False
+        self._happened_s = 0.0
 
     def fail(self, error: Exception) -> None:
         """End the request with an error; the first error counts."""
@@ -66,20 +69,18 @@ class StreamMerger:
         """
         tasks = [asyncio.create_task(self._pump(idx, stream)) for idx, stream in enumerate(streams)]
         tasks.append(asyncio.create_task(self._watch_client(receive)))
+        tasks.append(asyncio.create_task(self._watch_silence()))
         is_over = False
         try:
             while not is_over:
-                try:
-                    async with asyncio.timeout(self._idle_s):
-                        await self._has_happened.wait()
-                except TimeoutError:
-                    yield []
-                    continue
+                self._happened_s = asyncio.get_running_loop().time()
+                await self._has_happened.wait()
                 self._has_happened.clear()
                 # A snapshot: events that happen while the caller sends belong to the next turn.
                 deltas, self._pending = list(self._pending.items()), {}
                 error, is_over = self._error, self._num_ended == len(streams)
-                if deltas:
+                is_idle, self._is_idle = self._is_idle, False
+                if deltas or (is_idle and not is_over and error is None):
                     yield deltas
                 if error is not None:
                     raise error
@@ -99,6 +100,16 @@ class StreamMerger:
         else:
             self._num_ended += 1
             self._has_happened.set()
+
+    async def _watch_silence(self) -> None:
+        # One task for the whole stream: a timer for each delta would cost more than the delta.
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(self._happened_s + self._idle_s - loop.time())
+            if loop.time() >= self._happened_s + self._idle_s:
+                self._is_idle = True
+                self._happened_s = loop.time()
+                self._has_happened.set()
 
     async def _watch_client(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":

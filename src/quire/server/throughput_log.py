@@ -28,6 +28,7 @@ class Sample(NamedTuple):
     num_running: int
     num_waiting: int
     kv_usage: float
+    num_swapped: int = 0
 
     @classmethod
     def of(cls, llm: AsyncLLM) -> Sample:
@@ -39,6 +40,7 @@ class Sample(NamedTuple):
             num_running=health.num_running,
             num_waiting=health.num_waiting,
             kv_usage=llm.usage().used_fraction,
+            num_swapped=health.num_swapped,
         )
 
 
@@ -47,24 +49,41 @@ def report(before: Sample, after: Sample) -> str | None:
     old, new = before.totals, after.totals
     num_prompt = new.prompt_tokens - old.prompt_tokens
     num_generated = new.generation_tokens - old.generation_tokens
-    if not (num_prompt or num_generated or after.num_running or after.num_waiting):
+    if not (num_prompt or num_generated or after.num_running or after.num_waiting or after.num_swapped):
         return None
     seconds = after.at_s - before.at_s
     num_queries = new.prefix_queries - old.prefix_queries
     hits = f"{(new.prefix_hits - old.prefix_hits) / num_queries:.1%}" if num_queries else "no queries"
     return (
         f"Throughput: prompt {num_prompt / seconds:.1f} tokens/s, generation {num_generated / seconds:.1f} tokens/s; "
-        f"running {after.num_running}, waiting {after.num_waiting}; KV cache usage {after.kv_usage:.1%}; "
-        f"prefix cache hit rate {hits}"
+        f"running {after.num_running}, waiting {after.num_waiting}, swapped {after.num_swapped}; "
+        f"KV cache usage {after.kv_usage:.1%}; prefix cache hit rate {hits}"
+    )
+
+
+def preemption_warning(before: Sample, now: Sample, *, is_going_on: bool) -> str | None:
+    """Return the warning that preemption begins; None without any between two samples, or where it `is_going_on`."""
+    num_preemptions = now.totals.num_preemptions - before.totals.num_preemptions
+    if not num_preemptions or is_going_on:
+        return None
+    num_swaps = now.totals.num_swaps - before.totals.num_swaps
+    return (
+        f"Preemption begins: the KV cache is full, so {num_preemptions} sequences lost their memory ({num_swaps} "
+        f"swapped out, the others are computed again) and {now.num_swapped} are swapped out now; fewer requests at "
+        "once (--max-num-seqs) or more KV memory avoids it"
     )
 
 
 async def log_throughput(llm: AsyncLLM, interval_s: float) -> None:
     """Log a line at each interval in which something happened."""
-    before = Sample.of(llm)
+    before, is_going_on = Sample.of(llm), False
     while True:
         await asyncio.sleep(interval_s)
         after = Sample.of(llm)
+        warning = preemption_warning(before, after, is_going_on=is_going_on)
+        is_going_on = after.totals.num_preemptions > before.totals.num_preemptions
+        if warning is not None:
+            logger.warning(warning)
         line = report(before, after)
         before = after
         if line is not None:

@@ -34,6 +34,8 @@ class TokenCount:
         self._states: dict[tuple[int, int], ThinkingState] = {}
         self.num_output = 0
         self.num_pruned = 0
+        # Finish reasons of the samples of all prompts, in the order of their ends.
+        self.finish_reasons: list[str] = []
         # Times of the request, and of its first and last outputs, in nanoseconds of the monotonic clock.
         self.begin_ns = self.first_ns = self.last_ns = time.monotonic_ns()
 
@@ -64,6 +66,8 @@ class TokenCount:
         if delta.prompt_account is not None:
             self._accounts[prompt_idx] = delta.prompt_account
         for output in delta.outputs:
+            if output.finish_reason is not None:
+                self.finish_reasons.append(output.finish_reason)
             if output.num_draft_tokens:
                 self._drafts[prompt_idx, output.index] = output.num_draft_tokens, output.num_accepted_tokens
         if self._thinking is not None:

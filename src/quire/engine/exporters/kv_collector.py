@@ -53,9 +53,12 @@ class KvMetrics(Collector):
         yield self._gauge("kv_retained_bytes", "Bytes of blocks that are to be evicted last.", retention.num_bytes)
         lifetimes = self._engine.block_lifetimes
         if lifetimes is not None:
-            yield self._histogram("kv_block_lifetime_seconds", "Taken to evicted, sampled.", lifetimes.lifetime)
-            yield self._histogram("kv_block_idle_before_evict_seconds", "Idle to evicted, sampled.", lifetimes.idle)
-            yield self._histogram("kv_block_reuse_gap_seconds", "Idle to hit again, sampled.", lifetimes.reuse_gap)
+            for name, meaning, times in (
+                ("kv_block_lifetime_seconds", "Taken to evicted, sampled.", lifetimes.lifetime),
+                ("kv_block_idle_before_evict_seconds", "Idle to evicted, sampled.", lifetimes.idle),
+                ("kv_block_reuse_gap_seconds", "Idle to hit again, sampled.", lifetimes.reuse_gap),
+            ):
+                yield time_histogram(f"{self._prefix}:{name}", meaning, self._model_name, times)
         if stats.disk is not None:
             yield from self._declared(stats.disk, metrics_of(StoreStats))
 
@@ -75,11 +78,13 @@ class KvMetrics(Collector):
         family.add_metric([self._model_name], value)
         return family
 
-    def _histogram(self, name: str, meaning: str, times: TimeHistogram) -> Metric:
-        family = HistogramMetricFamily(f"{self._prefix}:{name}", meaning, labels=["model_name"])
-        buckets, total = [], 0
-        for bound, count in zip((*map(str, BOUNDS_S), "+Inf"), tuple(times.counts), strict=True):
-            total += count
-            buckets.append((bound, total))
-        family.add_metric([self._model_name], buckets, times.sum_s)
-        return family
+
+def time_histogram(name: str, meaning: str, model_name: str, times: TimeHistogram) -> Metric:
+    """Return a histogram of times as a metric with the label `model_name`."""
+    family = HistogramMetricFamily(name, meaning, labels=["model_name"])
+    buckets, total = [], 0
+    for bound, count in zip((*map(str, BOUNDS_S), "+Inf"), tuple(times.counts), strict=True):
+        total += count
+        buckets.append((bound, total))
+    family.add_metric([model_name], buckets, times.sum_s)
+    return family

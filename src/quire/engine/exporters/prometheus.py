@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from quire.config import ResolvedConfig
 from quire.engine.engine import Engine
-from quire.engine.exporters.kv_collector import KvMetrics
+from quire.engine.exporters.kv_collector import KvMetrics, time_histogram
+from quire.engine.metrics.block_lifetimes import TimeHistogram
 from quire.engine.metrics.stats import StepStats
 from quire.engine.outputs.outputs import RequestMetrics, RequestOutput
 from quire.memory.results import NO_TOKENS, HitEnd, TokenAccount, TokenSources
 from quire.scheduling.stats import metrics_of
+from quire.sequences.params import SamplingParams
 
 # A request whose sequences ended for several reasons is counted once, under the first of these.
 FINISH_REASONS = ("error", "abort", "length", "stop")
@@ -56,8 +61,11 @@ class Metrics:
         self._prefix = prefix
         self._clock = clock
         self._live: dict[str, _Live] = {}
+        self._token_gaps = TimeHistogram()
         self._make_step_metrics()
         self._make_request_metrics()
+        self._make_length_metrics()
+        ProcessCollector(registry=self.registry)
 
     def set_config(self, config: ResolvedConfig) -> None:
         """Export the engine's configuration as `cache_config_info`; called once."""
@@ -82,11 +90,14 @@ class Metrics:
         """Update the metrics with the statistics of one step."""
         for read, set_level in self._gauges:
             set_level(read(stats))
+        self._waiting_for_room.set(stats.num_waiting)
         for read, add in self._counters:
             value = read(stats)
             if value:
                 add(value)
         self._count_tokens("first", stats.first_time)
+        if stats.prefix_hits:
+            self._cached_tokens.inc(stats.prefix_hits)
         self._count_tokens("resumed", stats.resumed)
         if stats.num_preemptions:
             self._preemptions_by_mode.labels(self._model_name, "swap").inc(stats.num_swaps)
@@ -96,10 +107,28 @@ class Metrics:
                 if count:
                     self._accepted_by_position.labels(self._model_name, str(position)).inc(count)
 
+    def on_request(self, params: SamplingParams) -> None:
+        """Count a request that the engine has accepted."""
+        self._params_n.observe(params.n)
+        if params.max_tokens is not None:
+            self._params_max_tokens.observe(params.max_tokens)
+
+    def on_http_request(self, route: str, method: str, status: int) -> None:
+        """Count an answered HTTP request.
+
+        Args:
+            route: path of the route.
+            method: HTTP method.
+            status: status of the answer; counted by its class, such as "2xx".
+        """
+        self._http_requests.labels(route, method, f"{status // 100}xx").inc()
+
     def on_output(self, delta: RequestOutput) -> None:
         """Update the metrics with a delta of one request; called for every delta, in order, when it is made."""
         now_s = self._clock()
-        live = self._live.setdefault(delta.request_id, _Live())
+        live = self._live.get(delta.request_id)
+        if live is None:
+            live = self._live[delta.request_id] = _Live()
         for output in delta.outputs:
             if output.token_ids:
                 self._note_tokens(live, output.index, len(output.token_ids), delta.metrics, now_s)
@@ -111,7 +140,7 @@ class Metrics:
 
     def render(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
+        return generate_latest(_Exposition(self.registry, self._prefix))
 
     def _count_tokens(self, admission: str, account: TokenAccount) -> None:
         if account is NO_TOKENS:
@@ -130,16 +159,23 @@ class Metrics:
         last_s = live.last_token_s.get(idx)
         if last_s is not None:
             # Tokens of one delta share the time, so that the sum is the time and the count is the number of tokens.
-            for _ in range(num_tokens):
-                self._inter_token_time.observe(max(0.0, now_s - last_s) / num_tokens)
+            self._token_gaps.add(max(0.0, now_s - last_s) / num_tokens, num_tokens)
         live.last_token_s[idx] = now_s
         live.num_generated += num_tokens
+        live.num_of_sample[idx] = live.num_of_sample.get(idx, 0) + num_tokens
 
     def _note_finish(self, live: _Live, delta: RequestOutput) -> None:
         reason = next((known for known in FINISH_REASONS if known in live.reasons), "abort")
         self._success.labels(self._model_name, reason).inc()
         self._request_prompt_tokens.observe(len(delta.prompt_token_ids))
         self._request_generation_tokens.observe(live.num_generated)
+        self._longest_sample_tokens.observe(max(live.num_of_sample.values(), default=0))
+        self._request_preemptions.observe(delta.metrics.num_preemptions)
+        if delta.metrics.first_scheduled_s is not None:
+            self._prefill_tokens.observe(len(delta.prompt_token_ids) - delta.num_cached_tokens)
+        first_s, finished_s = delta.metrics.first_token_s, delta.metrics.finished_s
+        if first_s is not None and finished_s is not None and live.num_generated > 1:
+            self._time_per_token.observe(max(0.0, finished_s - first_s) / (live.num_generated - 1))
         for read_stamps, histogram in self._request_times:
             start_s, end_s = read_stamps(delta.metrics)
             # A request that ended early has no times of later stages.
@@ -166,6 +202,17 @@ class Metrics:
         )
         for mode in ("recompute", "swap"):
             self._preemptions_by_mode.labels(self._model_name, mode)
+        self._cached_tokens = self._counter("prompt_tokens_cached", "Prompt tokens found in the prefix cache.").labels(
+            self._model_name
+        )
+        waiting = Gauge(
+            self._full("num_requests_waiting_by_reason"),
+            "Requests that wait, by reason; all of them wait for room.",
+            ["model_name", "reason"],
+            registry=self.registry,
+        )
+        waiting.labels(self._model_name, "deferred").set(0)
+        self._waiting_for_room = waiting.labels(self._model_name, "capacity")
         meaning = metrics_of(StepStats)["accepted_by_position"].help
         self._accepted_by_position = self._counter("spec_decode_num_accepted_tokens_per_pos", meaning, "position")
         meaning = "Tokens of the sequences that were let in, by where their KV came from."
@@ -183,7 +230,11 @@ class Metrics:
         for reason in FINISH_REASONS:
             self._success.labels(self._model_name, reason)
         self._first_token_time = self._histogram("time_to_first_token_seconds", "Arrival to first token.", "seconds")
-        self._inter_token_time = self._histogram("inter_token_latency_seconds", "One token to the next.", "seconds")
+        name = self._full("inter_token_latency_seconds")
+        self.registry.register(_TimeCollector(name, "One token to the next.", self._model_name, self._token_gaps))
+        self._time_per_token = self._histogram(
+            "request_time_per_output_token_seconds", "Mean time between two tokens of a finished request.", "seconds"
+        )
         self._request_times = [
             (attrgetter(*stamps), self._histogram(name, meaning, "seconds")) for name, meaning, *stamps in REQUEST_TIMES
         ]
@@ -193,6 +244,21 @@ class Metrics:
         self._request_generation_tokens = self._histogram(
             "request_generation_tokens", "Tokens generated for a request, all its sequences together.", "tokens"
         )
+
+    def _make_length_metrics(self) -> None:
+        """Make the metrics of requests that are numbers, and the counter of HTTP requests."""
+        self._longest_sample_tokens = self._histogram(
+            "request_max_num_generation_tokens", "Tokens of a request's longest output.", "tokens"
+        )
+        self._request_preemptions = self._histogram("request_num_preemptions", "Preemptions of a request.", "tokens")
+        self._prefill_tokens = self._histogram(
+            "request_prefill_kv_computed_tokens", "Prompt tokens of a request that no cache had.", "tokens"
+        )
+        self._params_n = self._histogram("request_params_n", "Requested number of outputs.", "tokens")
+        self._params_max_tokens = self._histogram("request_params_max_tokens", "Requested length limits.", "tokens")
+        # The name is that of the usual middleware for Prometheus, which has no prefix.
+        labels = ["handler", "method", "status"]
+        self._http_requests = Counter("http_requests", "HTTP requests by route.", labels, registry=self.registry)
 
     def _full(self, name: str) -> str:
         return f"{self._prefix}:{name}"
@@ -217,12 +283,47 @@ class _Live:
     Args:
         last_token_s: time of the last token of each sequence, by index.
         num_generated: number of tokens so far, all sequences together.
+        num_of_sample: number of tokens so far of each sequence, by index.
         reasons: finish reasons of the ended sequences.
     """
 
     last_token_s: dict[int, float] = field(default_factory=dict)
     num_generated: int = 0
+    num_of_sample: dict[int, int] = field(default_factory=dict)
     reasons: set[str] = field(default_factory=set)
+
+
+class _TimeCollector(Collector):
+    """Exports a histogram of times."""
+
+    def __init__(self, name: str, meaning: str, model_name: str, times: TimeHistogram) -> None:
+        self._export = partial(time_histogram, name, meaning, model_name, times)
+
+    def collect(self) -> Iterator[Metric]:
+        yield self._export()
+
+
+class _Exposition(Collector):
+    """A registry as it is rendered: with the label `engine`, as vLLM has it, and without the times of creation.
+
+    Args:
+        registry: the registry.
+        prefix: prefix of the names that get the label.
+    """
+
+    def __init__(self, registry: CollectorRegistry, prefix: str) -> None:
+        self._registry = registry
+        self._start = f"{prefix}:"
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            more = {"engine": "0"} if metric.name.startswith(self._start) else {}
+            metric.samples = [
+                sample._replace(labels={**sample.labels, **more})
+                for sample in metric.samples
+                if not sample.name.endswith("_created")
+            ]
+            yield metric
 
 
 def _one_two_five(exponent: int, last: float) -> tuple[float, ...]:

@@ -34,10 +34,10 @@ class TimeHistogram:
         self.sum_s = 0.0
         self.longest_s = 0.0
 
-    def add(self, seconds: float) -> None:
-        """Count a time."""
-        self.counts[bisect_left(BOUNDS_S, seconds)] += 1
-        self.sum_s += seconds
+    def add(self, seconds: float, count: int = 1) -> None:
+        """Count a time, or several equal ones."""
+        self.counts[bisect_left(BOUNDS_S, seconds)] += count
+        self.sum_s += seconds * count
         self.longest_s = max(self.longest_s, seconds)
 
     def summary(self) -> TimeSummary:

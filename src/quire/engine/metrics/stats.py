@@ -71,6 +71,7 @@ class Health(NamedTuple):
         is_alive: True while its thread runs.
         is_stuck: True where it has work, but has completed no step for a minute.
         seconds_since_progress: seconds since the last step or idle moment.
+        num_swapped: number of sequences whose blocks are on the host.
     """
 
     is_alive: bool
@@ -79,3 +80,4 @@ class Health(NamedTuple):
     num_running: int
     num_waiting: int
     num_steps: int
+    num_swapped: int = 0

@@ -1,0 +1,67 @@
+"""Deltas of several steps go to a busy event loop together, those to an idle one at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from itertools import chain, count
+
+import pytest
+
+from quire.engine.async_llm import AsyncLLM
+from quire.engine.delta_pacer import LOOP_SHARE, MAX_HOLD_S, DeltaPacer
+from quire.sequences.params import SamplingParams
+
+
+class Times:
+    """The clocks of a pacer, which stand still until they are set."""
+
+    now_s = 0.0
+    used_s = 0.0
+
+    def pacer(self) -> DeltaPacer:
+        return DeltaPacer(lambda: self.now_s, lambda: self.used_s)
+
+
+@pytest.mark.parametrize("busy_s", [0.0, 0.001, 0.002, 1.0])
+def test_the_interval_is_a_multiple_of_the_work_since_the_last_post(busy_s: float) -> None:
+    times = Times()
+    pacer = times.pacer()
+    assert not pacer.may_hold()
+    pacer.on_arrival()
+    pacer.on_post()
+    times.used_s = busy_s
+    pacer.on_arrival()
+    interval_s = min(busy_s / LOOP_SHARE, MAX_HOLD_S)
+    times.now_s = 0.99 * interval_s
+    assert pacer.may_hold() == (busy_s > 0)
+    times.now_s = interval_s
+    assert not pacer.may_hold()
+
+
+def generated(llm: AsyncLLM, num_tokens: int, may_hold: Callable[[], bool]) -> list[list[int]]:
+    """Return the tokens of each delta of a request."""
+    llm._thread._pacer.may_hold = may_hold  # type: ignore[method-assign]
+
+    async def scenario() -> list[list[int]]:
+        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        return [delta.outputs[0].token_ids async for delta in llm.generate("Once", params)]
+
+    return asyncio.run(scenario())
+
+
+def test_held_deltas_lose_no_token_and_neither_the_first_nor_the_last_waits() -> None:
+    llm = AsyncLLM.from_options("bundled", num_kv_blocks=64, num_threads=1, enable_prefix_caching=False)
+    try:
+        at_once = generated(llm, 12, lambda: False)
+        held = generated(llm, 12, lambda: True)
+        steps = count(1)
+        some = generated(llm, 12, lambda: next(steps) % 3 != 0)
+    finally:
+        llm.shutdown()
+    tokens = [*chain.from_iterable(at_once)]
+    assert [*chain.from_iterable(held)] == [*chain.from_iterable(some)] == tokens
+    assert len(tokens) == 12
+    # The first delta and the last, which has all that were held; a slow reader may get them as one.
+    assert len(held) <= 2
+    assert len(held[-1]) >= 11
