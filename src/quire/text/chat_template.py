@@ -161,14 +161,6 @@ class ChatTemplate:
         except RequestError:
             return False
 
-    def reads(self, name: str) -> bool:
-        """Return whether the template uses a variable, with tools and without.
-
-        Raises:
-            RequestError: it cannot be compiled.
-        """
-        return name in self._variables and name in self.for_tools._variables
-
     def require_tools(self) -> None:
         """Check that the template uses tools.
 

@@ -36,11 +36,6 @@ class ToolUse:
     is_forced: bool
     marker_ids: tuple[int, ...]
 
-    @property
-    def names(self) -> frozenset[str]:
-        """The names of the functions that may be called."""
-        return frozenset(function.name for function in self.rules.functions)
-
     def sampling(self, answer: StructuredOutputs | None = None) -> dict[str, Any]:
         """Return the sampling parameters that calls need.
 
@@ -57,8 +52,11 @@ class ToolUse:
                 if answer is None or self.rules.is_required:
                     text = self.form.grammar(self.rules)
                 else:
-                    text = calls_or_answer(self.form.grammar(replace(self.rules, is_required=True)), answer)
+                    calls = self.form.grammar(replace(self.rules, is_required=True))
+                    text = calls_or_answer(calls, answer, self.form.answer_head)
                 params["structured_outputs"] = StructuredOutputs(grammar=text)
+                if self.form.answer_head:
+                    params["thinking"] = None
             except (InvalidParameter, RecursionError) as error:
                 raise InvalidParameter("tools", f"{len(self.definitions)} tools", f"smaller ({error})") from error
         return params
