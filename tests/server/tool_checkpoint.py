@@ -89,11 +89,18 @@ TEMPLATE = (
 )
 
 
-def save(folder: Path, form: str) -> Path:
-    """Write a model that calls tools, and says "xyz" behind a Q."""
+def save(folder: Path, form: str, *, answers: bool = False) -> Path:
+    """Write a model that calls tools, and says "xyz" behind a Q.
+
+    Args:
+        folder: where.
+        form: format of its calls.
+        answers: True where it says "xyz" after the result of a call, too.
+    """
     path = PATHS[form]
     words = {token for _, tokens in [(0, path), *CHOICES] for token in tokens} - {*MARKERS, "<|eos|>", *'"}QxĊ'}
     marks = [AddedToken(text, special=True, normalized=False) for text in MARKERS]
     plain = [AddedToken(text, special=False, normalized=False) for text in sorted(words)]
+    template = TEMPLATE + ("{% if messages[-1].role == 'tool' %}Q{% endif %}" if answers else "")
     paths = [(0.5, ["<|assistant|>", *path, "<|eos|>"]), *CHOICES]
-    return checkpoint.save(folder, TEMPLATE.replace("SHOWN", SHOWN[form]), [*marks, *plain], paths)
+    return checkpoint.save(folder, template.replace("SHOWN", SHOWN[form]), [*marks, *plain], paths)

@@ -127,7 +127,7 @@ def read_chat_fields(state: ServerState, fields: Fields) -> dict[str, Any]:
         chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema.as_dict()}}
     thinking = fields.object("thinking")
     if thinking is not None:
-        chat |= _read_thinking(state, thinking)
+        chat |= _read_thinking(state, thinking, has_tools=bool(chat["tools"]))
     return chat
 
 
@@ -197,8 +197,8 @@ def _read_function(tool: Fields) -> dict[str, Any]:
     return {name: tool.get(name) for name in ("name", "description", "strict")} | {"parameters": schema}
 
 
-def _read_thinking(state: ServerState, thinking: Fields) -> dict[str, Any]:
-    """Return the fields of a chat for `thinking`; a model whose thinking is not known has no use for a budget."""
+def _read_thinking(state: ServerState, thinking: Fields, *, has_tools: bool) -> dict[str, Any]:
+    """Return the fields of a chat for `thinking`; clients send a budget to models that have no use for one, too."""
     kind, display = thinking.get("type"), thinking.get("display")
     if kind not in ("enabled", "adaptive", "disabled"):
         raise InvalidParameter("thinking.type", kind, '"enabled", "adaptive" or "disabled"')
@@ -207,7 +207,8 @@ def _read_thinking(state: ServerState, thinking: Fields) -> dict[str, Any]:
     budget = thinking.integer("budget_tokens", 0, 2**31 - 1)
     chat = thinking_switch(kind != "disabled") | {"include_reasoning": display != "omitted"}
     is_known = state.reasoning is not None and state.reasoning.tokens is not None
-    return chat | ({"thinking_token_budget": budget} if is_known and kind == "enabled" else {})
+    is_in_calls = has_tools and state.tool_format is not None and bool(state.tool_format.answer_head)
+    return chat | ({"thinking_token_budget": budget} if is_known and not is_in_calls and kind == "enabled" else {})
 
 
 def _read_choice(fields: Fields) -> dict[str, Any]:

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from quire.errors import InvalidParameter
+from quire.sequences.structured import StructuredOutputs
 from quire.text.tool_calls import CallDelta, CallParser, CallRules, Function, choose_format, merge
 from quire.text.tool_calls.calls import Piece
+from quire.text.tool_calls.grammar import calls_or_answer
 from quire.text.tool_calls.incoming import Incoming, Reading
-from quire.text.tool_calls.lfm2 import written_calls
 from quire.text.tool_calls.typed_values import typed_json
+from quire.text.written_calls import written_calls
 from tests.text.tool_calls.test_grammars import MARKERS, Walker
 
 SCHEMA: dict[str, Any] = {
@@ -277,6 +279,18 @@ def test_grammars_take_valid_calls_and_no_others(name: str, template: str, walke
     assert takes("It rains.")
     assert not takes("It rains.", is_required=True)
     assert not takes(write(name, template, [("drop", {})]))
+
+
+@pytest.mark.parametrize(("name", "template"), FORMS)
+def test_an_answer_beside_calls_has_its_form(name: str, template: str, walkers: dict[str, Walker]) -> None:
+    walker, form = walkers[name], choose_format(name, template)
+    assert form is not None
+    calls = form.grammar(CallRules(functions=FUNCTIONS, is_required=True, tokens=walker.tokens))
+    grammar = calls_or_answer(calls, StructuredOutputs(json={"enum": ["yes", 5]}), form.answer_head)
+    for text in (write(name, template, [("now", {})]), '"yes"', "5"):
+        assert walker.takes(grammar, text), text
+    for text in ("yes", "", write(name, template, [("drop", {})])):
+        assert not walker.takes(grammar, text), text
 
 
 @pytest.mark.parametrize("name", ["qwen3_xml", "gemma4", "lfm2"])

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from quire.text.tool_calls import grammar
 from quire.text.tool_calls.calls import CallDelta
@@ -15,11 +12,8 @@ from quire.text.tool_calls.parser import CallReader
 from quire.text.tool_calls.typed_values import resolve
 from quire.text.tool_calls.value_grammar import ValueRules, ValueSyntax
 from quire.text.tool_calls.value_reading import CallWriter, ValueReader
+from quire.text.written_calls import CLOSE, OPEN, SHOWN, WORDS
 
-OPEN, CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
-# Marks of the templates, of which the older ones do not have those of calls.
-SHOWN = (OPEN, "<|tool_list_start|>", "<|tool_response_start|>")
-WORDS = {"true": "True", "false": "False", "null": "None"}
 SYNTAX = ValueSyntax(words=WORDS, comma=", ", colon=": ")
 # An argument of a call has a plain key.
 ARGUMENTS = replace(SYNTAX, colon="=", bare_key="[a-zA-Z0-9_.-]{1,64}")
@@ -100,31 +94,3 @@ class Lfm2:
         lines.append(f'body: "[" object{more} "]" {grammar.marker(CLOSE, rules.tokens)}')
         # One list has all calls.
         return grammar.whole([*grammar.lines_of_calls(replace(rules, is_parallel=False), OPEN), *lines])
-
-
-def written_calls(calls: Sequence[Mapping[str, Any]]) -> str:
-    """Return calls as the model writes them, for templates that do not write them.
-
-    Args:
-        calls: calls in the form of `normalise_messages`.
-    """
-    written = (
-        f"{call['function']['name']}({', '.join(f'{key}={_python(one)}' for key, one in _arguments(call).items())})"
-        for call in calls
-    )
-    return f"{OPEN}[{', '.join(written)}]{CLOSE}"
-
-
-def _arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    arguments: Mapping[str, Any] = call["function"]["arguments"]
-    return arguments
-
-
-def _python(value: Any) -> str:
-    """Return a value as a Python literal whose strings are those of JSON."""
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{_python(key)}: {_python(one)}' for key, one in value.items())}}}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_python, value))}]"
-    text = json.dumps(value, ensure_ascii=False)
-    return WORDS.get(text, text)
