@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 
@@ -225,6 +226,9 @@ def test_messages_have_a_thinking_block(thinker: ServerProcess) -> None:
     begun = [event["content_block"]["type"] for event in events if event["type"] == "content_block_start"]
     assert begun == ["thinking", "text"]
     deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    assert [delta["type"] for delta in deltas].count("signature_delta") == 1
+    assert events[-2]["usage"]["output_tokens_details"] == answer["usage"]["output_tokens_details"]
+    assert answer["usage"]["output_tokens_details"] == {"thinking_tokens": 3}
     assert "".join(delta.get("thinking", "") for delta in deltas) == THOUGHT
     assert "".join(delta.get("text", "") for delta in deltas) == YES
     # The answer goes back as it is; what the template makes of earlier thinking is its own affair.
@@ -232,12 +236,88 @@ def test_messages_have_a_thinking_block(thinker: ServerProcess) -> None:
     assert thinker.post("/v1/messages", {**body, "messages": turns}).status_code == 200
 
 
-def test_responses_count_reasoning_and_show_the_answer(thinker: ServerProcess) -> None:
+def test_a_budget_of_messages_ends_thinking(thinker: ServerProcess) -> None:
+    with anthropic.Anthropic(base_url=thinker.url, api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+        asked: dict[str, Any] = {"model": "tiny", "max_tokens": 100, "messages": USER, "extra_body": {"temperature": 0}}
+        with client.messages.stream(**asked, thinking={"type": "enabled", "budget_tokens": 1}) as events:
+            final = events.get_final_message()
+        assert [block.type for block in final.content] == ["thinking", "text"]
+        assert final.content[0].type == "thinking"
+        assert THOUGHT.startswith(final.content[0].thinking)
+        assert final.usage.output_tokens_details is not None
+        assert final.usage.output_tokens_details.thinking_tokens == 1
+        hidden = client.messages.create(**asked, thinking={"type": "adaptive", "display": "omitted"})
+        assert [block.type for block in hidden.content] == ["text"]
+
+
+@pytest.mark.parametrize(
+    ("thinking", "field"),
+    [
+        ({"type": "on"}, "thinking.type"),
+        ({"type": "enabled", "budget_tokens": -1}, "thinking.budget_tokens"),
+        ({"type": "enabled", "budget_tokens": "many"}, "thinking.budget_tokens"),
+        ({"type": "enabled", "budget_tokens": 5, "display": "never"}, "thinking.display"),
+    ],
+)
+def test_bad_thinking_is_named(thinker: ServerProcess, thinking: dict[str, Any], field: str) -> None:
+    answer = thinker.post("/v1/messages", {"messages": USER, "max_tokens": 9, "thinking": thinking})
+    assert answer.status_code == 400
+    assert field in answer.json()["error"]["message"]
+
+
+def test_responses_have_items_of_reasoning(thinker: ServerProcess) -> None:
+    with openai.OpenAI(base_url=f"{thinker.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+        asked: dict[str, Any] = {"model": "tiny", "input": "hi", "temperature": 0, "max_output_tokens": 100}
+        with client.responses.stream(**asked) as stream:
+            events = list(stream)
+            streamed = stream.get_final_response()
+        whole = client.responses.create(**asked)
+        for response in (whole, streamed):
+            thought, said = response.output
+            assert thought.type == "reasoning"
+            assert thought.content is not None
+            assert [part.text for part in thought.content] == [THOUGHT]
+            assert (thought.summary, thought.status) == ([], "completed")
+            assert said.type == "message"
+            assert response.output_text == YES
+            assert response.usage is not None
+            assert response.usage.output_tokens_details.reasoning_tokens == 3
+        texts = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
+        (done,) = [event for event in events if event.type == "response.reasoning_text.done"]
+        assert "".join(texts) == done.text == THOUGHT
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        # The items go back as they came.
+        back: Any = [{"role": "user", "content": "hi"}, *whole.output, {"role": "user", "content": "hi"}]
+        assert client.responses.create(**{**asked, "input": back}).output_text == YES
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"content": [{"type": "reasoning_text", "text": "Why?"}], "summary": []},
+        {"summary": [{"type": "summary_text", "text": "Why?"}], "content": None},
+    ],
+)
+def test_reasoning_goes_back_into_the_prompt(thinker: ServerProcess, item: dict[str, Any]) -> None:
+    def prompt_tokens(*items: dict[str, Any]) -> int:
+        said = {"role": "assistant", "content": "Yes"}
+        turns = [{"role": "user", "content": "hi"}, *items, said, {"role": "user", "content": "hi"}]
+        answer = thinker.post("/v1/responses", {"input": turns, "max_output_tokens": 1})
+        assert answer.status_code == 200, answer.text
+        return int(answer.json()["usage"]["input_tokens"])
+
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Yes", "reasoning": "Why?"}]
+    messages.append({"role": "user", "content": "hi"})
+    expected = thinker.post("/tokenize", {"messages": messages}).json()["count"]
+    assert prompt_tokens({"type": "reasoning", "id": "rs_1", **item}) == expected > prompt_tokens()
+
+
+def test_an_effort_of_responses_switches_thinking(thinker: ServerProcess) -> None:
     body = {"input": "hi", "temperature": 0, "max_output_tokens": 100}
-    whole = thinker.post("/v1/responses", body).json()
-    for response in (whole, named_events(thinker, "/v1/responses", body)[-1]["response"]):
-        assert [item["content"][0]["text"] for item in response["output"]] == [YES]
-        assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": 3}
+    answer = thinker.post("/v1/responses", {**body, "reasoning": {"effort": "none"}}).json()
+    assert [item["type"] for item in answer["output"]] == ["message"]
+    error = thinker.post("/v1/responses", {**body, "reasoning": {"effort": "great"}}).json()["error"]
+    assert error["param"] == "reasoning.effort"
 
 
 @pytest.mark.parametrize(("path", "body"), [("/api/chat", {"messages": USER}), ("/api/generate", {"prompt": "hi"})])

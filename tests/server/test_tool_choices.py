@@ -8,7 +8,6 @@ from typing import Any
 import openai
 import pytest
 
-from quire.text.tool_calls import FORMATS
 from tests.server.process import ServerProcess
 from tests.server.streams import stream
 from tests.server.tool_answers import (
@@ -24,10 +23,11 @@ from tests.server.tool_answers import (
     needs_grammars,
     reasons,
 )
+from tests.server.tool_checkpoint import REQUIRED_FORMS
 
 
 @needs_grammars
-@pytest.mark.parametrize("form", sorted(FORMATS))
+@pytest.mark.parametrize("form", REQUIRED_FORMS)
 @pytest.mark.parametrize("style", ["Q", pytest.param("!", marks=pytest.mark.slow)])
 def test_required_calls_come_whatever_the_model_would_say(serve: Serve, form: str, style: str) -> None:
     more: dict[str, Any] = {
@@ -52,7 +52,7 @@ SHORT = {
 
 
 @needs_grammars
-@pytest.mark.parametrize("form", sorted(FORMATS))
+@pytest.mark.parametrize("form", REQUIRED_FORMS)
 def test_a_named_function_is_called_once(serve: Serve, form: str) -> None:
     choice = {"type": "function", "function": {"name": "now"}}
     answer = ask(serve(form), tool_choice=choice, chat_template_kwargs={"style": "Q"})
@@ -70,7 +70,7 @@ def allowed(mode: Any, *names: str) -> dict[str, Any]:
 
 
 @needs_grammars
-@pytest.mark.parametrize("form", sorted(FORMATS))
+@pytest.mark.parametrize("form", REQUIRED_FORMS)
 def test_of_the_tools_some_may_be_allowed(serve: Serve, form: str) -> None:
     server = serve(form)
     # The model would call the other one; required, it calls what it may.

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from quire.text.tool_calls import FORMATS
 from tests.server.process import ServerProcess
 
 CHAT = "/v1/chat/completions"
@@ -21,7 +22,7 @@ USER = [{"role": "user", "content": "hi"}]
 ASK: dict[str, Any] = {"messages": USER, "tools": [WEATHER, NOW], "temperature": 0, "max_tokens": 200}
 PARIS = '{"city": "Paris"}'
 CALLS = [("get_weather", PARIS)]
-ALL_CALLS = {"hermes": CALLS, "mistral": CALLS, "llama3": [*CALLS, ("now", "{}")]}
+ALL_CALLS = {form: [*CALLS, ("now", "{}")] if form == "llama3" else CALLS for form in FORMATS}
 HAS_GRAMMARS = importlib.util.find_spec("llguidance") is not None
 needs_grammars = pytest.mark.skipif(not HAS_GRAMMARS, reason="calls are required through llguidance")
 

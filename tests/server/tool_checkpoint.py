@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from tokenizers import AddedToken
 
 from tests.server import checkpoint
@@ -19,7 +20,25 @@ PATHS: dict[str, list[str]] = {
         ';{"name": "now", "parameters": {}}',
     ],
     "mistral": ["I look.\n", "[TOOL_CALLS]", "get_weather", "[ARGS]", '{"city": "Par', 'is"}'],
+    # The grammar writes what is between the mark and the value; the line feed has its name in the vocabulary.
+    "qwen3_xml": ["I look.\n", "<tool_call>", "Ċ", "Par", "is\n</parameter>\n</function>\n", "</tool_call>"],
+    "gemma4": ["I look.\n", "<|tool_call>", "call:get_weather{city:", '<|"|>', "Par", 'is<|"|>}', "<tool_call|>"],
+    "lfm2": ["I look.\n", "<|tool_call_start|>", '[get_weather(city="Par', 'is")]', "<|tool_call_end|>"],
+    "deepseek": [
+        *("I look.\n", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "get_weather", "<｜tool▁sep｜>"),
+        *('{"city": "Par', 'is"}', "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+    ],
+    "harmony": [
+        *("<|channel|>", "commentary to=functions.get_weather ", "<|constrain|>", "json", "<|message|>"),
+        *('{"city": "Par', 'is"}', "<|call|>"),
+    ],
 }
+# Formats of whose models each test starts one by default; those of the others are slow.
+FORMS = ["hermes", "llama3", "mistral", *(pytest.param(form, marks=pytest.mark.slow) for form in [*PATHS][3:])]
+# Without harmony, where this weak model may think without end before a call that it must make.
+REQUIRED_FORMS = FORMS[:-1]
+# Formats whose calls have no text before them here.
+BARE = ("llama3", "harmony")
 # What they say where a grammar has written the rest.
 CHOICES: list[tuple[float, list[str]]] = [
     (0.6, ['"', "Paris", '"']),
@@ -27,8 +46,39 @@ CHOICES: list[tuple[float, list[str]]] = [
     (0.25, ['"', "}", "<|eos|>"]),
     (0.25, ["Q", "x"]),
 ]
-MARKERS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]")
-SHOWN = {"hermes": "<tool_call>", "llama3": "<|python_tag|>", "mistral": "[TOOL_CALLS][ARGS]"}
+MARKERS = (
+    *(
+        "<tool_call>",
+        "</tool_call>",
+        "<|python_tag|>",
+        "[TOOL_CALLS]",
+        "[ARGS]",
+        "<|tool_call>",
+        "<tool_call|>",
+        '<|"|>',
+    ),
+    *("<|tool_call_start|>", "<|tool_call_end|>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    *(
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁sep｜>",
+        "<|start|>",
+        "<|channel|>",
+        "<|message|>",
+        "<|end|>",
+    ),
+    *("<|call|>", "<|constrain|>"),
+)
+SHOWN = {
+    "hermes": "<tool_call>",
+    "llama3": "<|python_tag|>",
+    "mistral": "[TOOL_CALLS][ARGS]",
+    "qwen3_xml": "<tool_call><function=name><parameter=key>",
+    "gemma4": "<|tool_call>call:",
+    "lfm2": "<|tool_call_start|>",
+    "deepseek": "<｜tool▁calls▁begin｜>",
+    "harmony": "<|channel|>commentary to=functions.",
+}
 TEMPLATE = (
     "{{ bos_token }}{% if tools %}<|system|>{{ tools | tojson }} as in SHOWN{{ eos_token }}{% endif %}"
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
@@ -39,11 +89,18 @@ TEMPLATE = (
 )
 
 
-def save(folder: Path, form: str) -> Path:
-    """Write a model that calls tools, and says "xyz" behind a Q."""
+def save(folder: Path, form: str, *, answers: bool = False) -> Path:
+    """Write a model that calls tools, and says "xyz" behind a Q.
+
+    Args:
+        folder: where.
+        form: format of its calls.
+        answers: True where it says "xyz" after the result of a call, too.
+    """
     path = PATHS[form]
-    words = {token for _, tokens in [(0, path), *CHOICES] for token in tokens} - {*MARKERS, "<|eos|>", *'"}Qx'}
+    words = {token for _, tokens in [(0, path), *CHOICES] for token in tokens} - {*MARKERS, "<|eos|>", *'"}QxĊ'}
     marks = [AddedToken(text, special=True, normalized=False) for text in MARKERS]
     plain = [AddedToken(text, special=False, normalized=False) for text in sorted(words)]
+    template = TEMPLATE + ("{% if messages[-1].role == 'tool' %}Q{% endif %}" if answers else "")
     paths = [(0.5, ["<|assistant|>", *path, "<|eos|>"]), *CHOICES]
-    return checkpoint.save(folder, TEMPLATE.replace("SHOWN", SHOWN[form]), [*marks, *plain], paths)
+    return checkpoint.save(folder, template.replace("SHOWN", SHOWN[form]), [*marks, *plain], paths)

@@ -23,6 +23,7 @@ from quire.server.chat_protocols import (
     read_list,
     read_object,
     read_text,
+    read_tools,
     required_text,
     thinking_switch,
 )
@@ -57,9 +58,11 @@ NAMES: Sequence[tuple[str, str]] = (
     (r"^stop\b", "stop_sequences"),
     (r"^parallel_tool_calls$", "tool_choice.disable_parallel_tool_use"),
     (r"^response_format(\.json_schema)?", "output_config.format"),
+    (r"^thinking_token_budget$", "thinking.budget_tokens"),
     (r"\.function\.parameters", ".input_schema"),
     (r"\.function\b", ""),
 )
+NOT_KNOWN = "runs on Anthropic's servers or clients; only tools with an input_schema are known"
 CHOICES: Mapping[str, Any] = {"auto": "auto", "any": "required", "none": "none"}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 FORMAT = sse.StreamFormat(is_named=True, ping='event: ping\ndata: {"type":"ping"}\n\n')
@@ -114,7 +117,7 @@ def read_chat_fields(state: ServerState, fields: Fields) -> dict[str, Any]:
     if stop is not None and not isinstance(stop, list):
         raise InvalidParameter("stop_sequences", stop, "a list of strings")
     chat["stop"] = stop
-    chat["tools"] = _read_tools(fields.get("tools"))
+    chat["tools"] = read_tools(fields.get("tools"), (None, "custom"), NOT_KNOWN, _read_function)
     chat |= _read_choice(fields)
     config = fields.object("output_config")
     form = None if config is None else config.object("format")
@@ -125,10 +128,7 @@ def read_chat_fields(state: ServerState, fields: Fields) -> dict[str, Any]:
         chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema.as_dict()}}
     thinking = fields.object("thinking")
     if thinking is not None:
-        kind = thinking.get("type")
-        if kind not in ("enabled", "adaptive", "disabled"):
-            raise InvalidParameter("thinking.type", kind, '"enabled", "adaptive" or "disabled"')
-        chat |= thinking_switch(state, kind != "disabled")
+        chat |= _read_thinking(state, thinking, has_tools=bool(chat["tools"]))
     return chat
 
 
@@ -193,21 +193,23 @@ def _input(block: Fields) -> dict[str, Any]:
     return read_object(block.get("input"), block.name("input")).as_dict()
 
 
-def _read_tools(given: object) -> object:
-    """Return tools in a chat's form; what is malformed stays, for the chat's own reader to refuse."""
-    if not isinstance(given, list):
-        return given
-    tools = []
-    for idx, value in enumerate(given):
-        tool = read_object(value, f"tools[{idx}]")
-        kind = tool.get("type")
-        if kind not in (None, "custom"):
-            why = f"{shown(kind)} runs on Anthropic's servers or clients; only tools with an input_schema are known"
-            raise UnsupportedFeature(tool.name("type"), why)
-        schema = read_object(tool.get("input_schema"), tool.name("input_schema")).as_dict()
-        function = {"name": tool.get("name"), "description": tool.get("description"), "strict": tool.get("strict")}
-        tools.append({"type": "function", "function": {**function, "parameters": schema}})
-    return tools
+def _read_function(tool: Fields) -> dict[str, Any]:
+    schema = read_object(tool.get("input_schema"), tool.name("input_schema")).as_dict()
+    return {name: tool.get(name) for name in ("name", "description", "strict")} | {"parameters": schema}
+
+
+def _read_thinking(state: ServerState, thinking: Fields, *, has_tools: bool) -> dict[str, Any]:
+    """Return the fields of a chat for `thinking`; clients send a budget to models that have no use for one, too."""
+    kind, display = thinking.get("type"), thinking.get("display")
+    if kind not in ("enabled", "adaptive", "disabled"):
+        raise InvalidParameter("thinking.type", kind, '"enabled", "adaptive" or "disabled"')
+    if display not in (None, "summarized", "omitted"):
+        raise InvalidParameter("thinking.display", display, '"summarized" or "omitted"')
+    budget = thinking.integer("budget_tokens", 0, 2**31 - 1)
+    chat = thinking_switch(kind != "disabled") | {"include_reasoning": display != "omitted"}
+    is_known = state.reasoning is not None and state.reasoning.tokens is not None
+    is_in_calls = has_tools and state.tool_format is not None and bool(state.tool_format.answer_head)
+    return chat | ({"thinking_token_budget": budget} if is_known and not is_in_calls and kind == "enabled" else {})
 
 
 def _read_choice(fields: Fields) -> dict[str, Any]:
@@ -253,8 +255,7 @@ class MessageReply:
             for piece in self._parts.add(output, delta.prompt_token_ids):
                 yield from self._piece(piece)
             if output.finished:
-                if self._block >= 0:
-                    yield {"type": "content_block_stop", "index": self._block}
+                yield from self._close()
                 yield {"type": "message_delta", "delta": self._ending(output), "usage": _usage(count)}
 
     def last_chunks(self, count: TokenCount) -> Iterator[dict[str, Any]]:  # noqa: ARG002 - the delta had it
@@ -281,8 +282,7 @@ class MessageReply:
     def _piece(self, piece: Piece | Reasoning) -> Iterator[dict[str, Any]]:
         kind = piece.index if isinstance(piece, CallDelta) else type(piece)
         if kind != self._kind:
-            if self._block >= 0:
-                yield {"type": "content_block_stop", "index": self._block}
+            yield from self._close()
             self._block += 1
             self._kind = kind
             block: dict[str, Any] = {"type": "text", "text": ""}
@@ -299,6 +299,14 @@ class MessageReply:
             delta = {"type": "text_delta", "text": piece}
         yield {"type": "content_block_delta", "index": self._block, "delta": delta}
 
+    def _close(self) -> Iterator[dict[str, Any]]:
+        """Yield the events that end the open block, if there is one; a signature comes last in a block of thinking."""
+        if self._kind is Reasoning:
+            delta = {"type": "signature_delta", "signature": ""}
+            yield {"type": "content_block_delta", "index": self._block, "delta": delta}
+        if self._block >= 0:
+            yield {"type": "content_block_stop", "index": self._block}
+
     def _tool_use(self, piece: CallDelta) -> dict[str, Any]:
         return {"type": "tool_use", "id": self._parts.new_id(), "name": piece.name, "input": {}}
 
@@ -310,11 +318,12 @@ class MessageReply:
         return {"stop_reason": STOP_REASONS[reason or "stop"], "stop_sequence": None}
 
 
-def _usage(count: TokenCount) -> dict[str, int]:
+def _usage(count: TokenCount) -> dict[str, Any]:
     """Return the counts so far; tokens of the prompt that were cached are not among `input_tokens`."""
     return {
         "input_tokens": count.num_prompt - count.num_cached,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": count.num_cached,
         "output_tokens": count.num_output,
+        "output_tokens_details": {"thinking_tokens": count.num_reasoning},
     }

@@ -122,7 +122,7 @@ def read_chat(state: ServerState, fields: Fields) -> tuple[GenerationRequest, Ch
         **read_thinking(state, fields),
     }
     if tool_use is not None:
-        calls = tool_use.sampling(wanted)
+        calls = tool_use.sampling(wanted, own.get("thinking_token_budget"))
         calls["kept_special_ids"] += own.get("kept_special_ids", ())
         own |= calls
         field_aliases["structured_outputs.grammar"] = "tools"

@@ -61,19 +61,13 @@ async def answer_chat(
         raise renamed(error, None if error.field is None else rename(error.field)) from None
 
 
-def thinking_switch(state: ServerState, is_on: bool | None) -> dict[str, Any]:
-    """Return the field of a chat that switches thinking; none where the model's template has no switch.
-
-    Clients of other protocols name a wish for all models, so a model without thinking ignores it.
+def thinking_switch(is_on: bool | None) -> dict[str, Any]:
+    """Return the field of a chat that switches thinking; a template without a switch does not use it.
 
     Args:
-        state: state of the server.
         is_on: the client's wish; None has none.
     """
-    template = None if state.llm.tokenizer is None else state.llm.tokenizer.chat_template
-    if is_on is None or template is None or not template.reads("enable_thinking"):
-        return {}
-    return {"chat_template_kwargs": {"enable_thinking": is_on}}
+    return {} if is_on is None else {"chat_template_kwargs": {"enable_thinking": is_on}}
 
 
 class Reasoning(NamedTuple):
@@ -96,6 +90,7 @@ class SampleParts:
     def __init__(self, extras: ChatExtras) -> None:
         self._calls = None if extras.tool_use is None else SampleCalls(extras.tool_use)
         self._splitter = ReasoningSplitter(extras.reasoning)
+        self._shows_reasoning = extras.reasoning is not None and bool(extras.reasoning.names)
         self._is_after_call = False
 
     def add(self, output: CompletionOutput, prompt_ids: Sequence[int]) -> list[Piece | Reasoning]:
@@ -106,7 +101,7 @@ class SampleParts:
             prompt_ids: tokens of the prompt, which tell whether the output begins inside reasoning.
         """
         reasoning, text = self._splitter.add(output.index, prompt_ids, output.text, is_finished=output.finished)
-        pieces: list[Piece | Reasoning] = [Reasoning(reasoning)] if reasoning else []
+        pieces: list[Piece | Reasoning] = [Reasoning(reasoning)] if reasoning and self._shows_reasoning else []
         if self._calls is None:
             return [*pieces, text] if text else pieces
         for piece in merge(self._calls.pieces(text, is_finished=output.finished)):
@@ -190,6 +185,31 @@ def read_text(value: object, name: str, kinds: tuple[str, ...]) -> str:
             raise UnsupportedFeature(fields.name("type"), f"parts of type {shown(kind)} cannot be read, only text")
         texts.append(required_text(fields, "text"))
     return "".join(texts)
+
+
+def read_tools(given: object, kinds: tuple[Any, ...], refusal: str, read: Callable[[Fields], dict[str, Any]]) -> object:
+    """Return tools in a chat's form; what is malformed stays, for the chat's own reader to refuse.
+
+    Args:
+        given: value of the field `tools`.
+        kinds: types of the tools that are functions of the client.
+        refusal: reason for the refusal of other types, after the type.
+        read: function that returns the function of a tool, as a chat has it.
+
+    Raises:
+        InvalidParameter: a tool is not an object.
+        UnsupportedFeature: a tool has another type.
+    """
+    if not isinstance(given, list):
+        return given
+    tools = []
+    for idx, value in enumerate(given):
+        tool = read_object(value, f"tools[{idx}]")
+        kind = tool.get("type")
+        if kind not in kinds:
+            raise UnsupportedFeature(tool.name("type"), f"{shown(kind)} {refusal}")
+        tools.append({"type": "function", "function": read(tool)})
+    return tools
 
 
 def arguments_object(arguments: str) -> dict[str, Any] | None:

@@ -86,7 +86,7 @@ async def chat(state: ServerState, request: Request) -> ASGIApp:
     fields = await _read(state, request)
     if fields.get("messages") in (None, []):
         return _loaded(state, {"message": {"role": "assistant", "content": ""}})
-    given = read_chat_fields(state, fields) | {
+    given = read_chat_fields(fields) | {
         "messages": list(_read_messages(fields.get("messages"))),
         "tools": fields.get("tools"),
     }
@@ -101,7 +101,7 @@ async def generate(state: ServerState, request: Request) -> ASGIApp:
     prompt, system, is_raw = fields.text("prompt"), fields.text("system"), fields.flag("raw")
     if not prompt:
         return _loaded(state, {"response": ""})
-    given = read_chat_fields(state, fields)
+    given = read_chat_fields(fields)
     reply = partial(TextLines, model_name(state, request))
     if is_raw:
         given["prompt"] = prompt
@@ -178,7 +178,7 @@ def rename(field: str) -> str:
     return re.sub(r"^response_format(\.json_schema\.schema)?", "format", field)
 
 
-def read_chat_fields(state: ServerState, fields: Fields) -> dict[str, Any]:
+def read_chat_fields(fields: Fields) -> dict[str, Any]:
     """Convert the fields of both routes to those of a chat.
 
     Raises:
@@ -204,7 +204,7 @@ def read_chat_fields(state: ServerState, fields: Fields) -> dict[str, Any]:
     think = fields.get("think")
     if think is not None and not isinstance(think, bool | str):
         raise InvalidParameter("think", think, 'true, false, "high", "medium" or "low"')
-    return given | thinking_switch(state, None if think is None else bool(think))
+    return given | thinking_switch(None if think is None else bool(think))
 
 
 def _read_messages(given: object) -> Iterator[dict[str, Any]]:

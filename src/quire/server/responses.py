@@ -25,8 +25,8 @@ from quire.server.chat_protocols import (
     read_list,
     read_object,
     read_text,
+    read_tools,
     required_text,
-    thinking_switch,
 )
 from quire.server.errors import REQUEST_ID, ApiError
 from quire.server.fields import Fields, Refusal
@@ -35,7 +35,10 @@ from quire.server.sampling import LABEL_FIELDS, NEVER_IGNORED
 from quire.server.served_model import model_name
 from quire.server.state import ServerState
 from quire.server.usage import TokenCount
+from quire.text.tool_calls import CallDelta
+from quire.text.tool_calls.calls import Piece
 
+NO_TOOL = "is no tool of this server, only function is"
 NOT_STORED = "the server stores no responses; send the whole conversation as input"
 SAME_FIELDS = ("temperature", "top_p", "stream", "parallel_tool_calls", *LABEL_FIELDS, *OWN_OPTIONS)
 UNSUPPORTED: Mapping[str, Refusal] = {
@@ -58,13 +61,21 @@ KNOWN_FIELDS = (
     *("store", "metadata", "include", "stream_options", "max_tool_calls"),
 )
 TEXT_PARTS = ("input_text", "output_text", "text")
+REASONING_PARTS = ("reasoning_text", "summary_text")
 ROLES = ("user", "assistant", "system", "developer")
+# The events of the text of an item, by its type.
+TEXT_EVENTS = {
+    "message": "response.output_text",
+    "reasoning": "response.reasoning_text",
+    "function_call": "response.function_call_arguments",
+}
 MESSAGE = re.compile(r"^messages\[\d+\](\.tool_calls\[\d+\])?")
 # Patterns of a chat's fields, and the protocol's names in place of them.
 NAMES: Sequence[tuple[str, str]] = (
     (r"^messages$", "input"),
     (r"^max_tokens$", "max_output_tokens"),
     (r"^response_format(\.json_schema)?", "text.format"),
+    (r"^reasoning_effort$", "reasoning.effort"),
     (r"^tool_choice\.allowed_tools", "tool_choice"),
     (r"\.function\b", ""),
 )
@@ -74,7 +85,7 @@ async def responses(state: ServerState, request: Request) -> ASGIApp:
     """Answer `POST /v1/responses`."""
     fields = await read_fields(state, request, UNSUPPORTED, KNOWN_FIELDS)
     reader = InputReader()
-    chat = read_chat_fields(state, fields, reader)
+    chat = read_chat_fields(fields, reader)
     answer_id = f"resp_{request.scope[REQUEST_ID]}"
     make_reply = partial(ResponseReply, response_head(fields, answer_id, model_name(state, request)))
     return await answer_chat(state, request, chat, make_reply, answer_id, reader.rename)
@@ -126,30 +137,38 @@ class InputReader:
             output = read_text(item.get("output"), item.name("output"), TEXT_PARTS)
             self._add({"role": "tool", "tool_call_id": required_text(item, "call_id"), "content": output}, name)
         elif kind == "reasoning":
-            content = item.get("content")
-            self._reasoning += "" if content is None else read_text(content, item.name("content"), ("reasoning_text",))
+            # A client that does not know the content sends the summary only.
+            name = "summary" if item.get("content") is None else "content"
+            self._reasoning += read_text(item.get(name) or "", item.name(name), REASONING_PARTS)
         elif kind == "item_reference":
             raise UnsupportedFeature(item.name("type"), NOT_STORED)
         else:
             raise UnsupportedFeature(item.name("type"), f"items of type {shown(kind)} cannot be read")
 
     def _add(self, message: dict[str, Any], name: str) -> None:
-        if self._reasoning and message["role"] == "assistant":
-            message["reasoning_content"] = self._reasoning
+        if message["role"] == "assistant":
+            self._add_reasoning(message)
         self._reasoning = ""
         self._items[f"messages[{len(self.messages)}]"] = name
         self.messages.append(message)
+
+    def _add_reasoning(self, message: dict[str, Any]) -> None:
+        """Add the reasoning before an item to the assistant's message that the item belongs to."""
+        if self._reasoning:
+            message["reasoning_content"] = message.get("reasoning_content", "") + self._reasoning
+        self._reasoning = ""
 
     def _add_call(self, call: dict[str, Any], name: str) -> None:
         """Add a call to the assistant's message before it, or else to a new one."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
             self._add({"role": "assistant", "content": ""}, name)
+        self._add_reasoning(self.messages[-1])
         calls = self.messages[-1].setdefault("tool_calls", [])
         self._items[f"messages[{len(self.messages) - 1}].tool_calls[{len(calls)}]"] = name
         calls.append(call)
 
 
-def read_chat_fields(state: ServerState, fields: Fields, reader: InputReader) -> dict[str, Any]:
+def read_chat_fields(fields: Fields, reader: InputReader) -> dict[str, Any]:
     """Convert a request to the fields of a chat.
 
     Raises:
@@ -158,7 +177,8 @@ def read_chat_fields(state: ServerState, fields: Fields, reader: InputReader) ->
     reader.read(fields)
     chat = {name: fields.get(name) for name in SAME_FIELDS}
     chat |= {"messages": reader.messages, "max_tokens": fields.get("max_output_tokens")}
-    chat |= {"tools": _read_tools(fields.get("tools")), "tool_choice": _read_choice(fields.get("tool_choice"))}
+    chat["tools"] = read_tools(fields.get("tools"), ("function",), NO_TOOL, lambda tool: _flat(tool.as_dict()))
+    chat["tool_choice"] = _read_choice(fields.get("tool_choice"))
     fields.flag("store")
     for name in ("metadata", "stream_options"):
         fields.object(name)
@@ -174,24 +194,8 @@ def read_chat_fields(state: ServerState, fields: Fields, reader: InputReader) ->
         if kind == "json_schema":
             read_object(form.get("schema"), form.name("schema"))
     reasoning = fields.object("reasoning")
-    effort = None if reasoning is None else reasoning.text("effort")
-    if effort is not None:
-        chat |= thinking_switch(state, effort != "none")
+    chat["reasoning_effort"] = None if reasoning is None else reasoning.get("effort")
     return chat
-
-
-def _read_tools(given: object) -> object:
-    """Return tools in a chat's form; what is malformed stays, for the chat's own reader to refuse."""
-    if not isinstance(given, list):
-        return given
-    tools = []
-    for idx, value in enumerate(given):
-        tool = read_object(value, f"tools[{idx}]")
-        kind = tool.get("type")
-        if kind != "function":
-            raise UnsupportedFeature(tool.name("type"), f"{shown(kind)} is no tool of this server, only function is")
-        tools.append(_nested(tool.as_dict()))
-    return tools
 
 
 def _read_choice(choice: object) -> object:
@@ -207,7 +211,11 @@ def _read_choice(choice: object) -> object:
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Return a function whose fields are in an object of their own, as in chats."""
-    return {"type": flat.get("type"), "function": {key: value for key, value in flat.items() if key != "type"}}
+    return {"type": flat.get("type"), "function": _flat(flat)}
+
+
+def _flat(tool: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in tool.items() if key != "type"}
 
 
 def response_head(fields: Fields, answer_id: str, model: str) -> dict[str, Any]:
@@ -254,9 +262,10 @@ class ResponseReply:
         self._parts = SampleParts(extras)
         self._num_events = 0
         self._items: list[dict[str, Any]] = []
-        # The text of the open item, the last one; the index of its call, None in a message; and whether it is whole.
+        # The text of the open item, the last one; the kind of its pieces, or the index of its call; and whether it is
+        # whole.
         self._text: list[str] = []
-        self._call: int | None = None
+        self._key: object = None
         self._is_whole = True
         self._finish_reason: str | None = None
 
@@ -298,48 +307,44 @@ class ResponseReply:
 
     def _add(self, output: CompletionOutput, prompt_ids: Sequence[int]) -> Iterator[dict[str, Any]]:
         for piece in self._parts.add(output, prompt_ids):
-            if isinstance(piece, Reasoning):  # counted in the usage; OpenAI's own responses do not show it either
-                continue
-            call = None if isinstance(piece, str) else piece.index
-            if not self._items or call != self._call:
+            key = piece.index if isinstance(piece, CallDelta) else type(piece)
+            if key != self._key:
                 yield from self._close("completed")
-                self._call = call
-                yield from self._open(None if isinstance(piece, str) else piece.name)
-            text = piece if isinstance(piece, str) else piece.arguments
+                self._key = key
+                yield from self._open(piece)
+            text = piece if isinstance(piece, str) else piece[0] if isinstance(piece, Reasoning) else piece.arguments
             self._text.append(text)
-            self._is_whole = isinstance(piece, str) or piece.is_last
+            self._is_whole = not isinstance(piece, CallDelta) or piece.is_last
             yield self._part_event("delta", delta=text)
         if output.finished:
             self._finish_reason = output.finish_reason
-            is_cut = not self._is_whole or (self._call is None and output.finish_reason == "length")
+            is_cut = not self._is_whole or (not isinstance(self._key, int) and output.finish_reason == "length")
             yield from self._close("incomplete" if is_cut else "completed")
 
-    def _open(self, function: str | None) -> Iterator[dict[str, Any]]:
-        """Begin an item: a call of a function, or a message."""
+    def _open(self, piece: Piece | Reasoning) -> Iterator[dict[str, Any]]:
+        """Begin an item: a call of a function, a message, or reasoning."""
         self._text = []
-        item: dict[str, Any] = {
-            "id": f"msg_{secrets.token_hex(12)}",
-            "type": "message",
-            "role": "assistant",
-            "content": [],
-        }
-        if function is not None:
-            call = {"call_id": self._parts.new_id(), "name": function, "arguments": ""}
+        if isinstance(piece, CallDelta):
+            call = {"call_id": self._parts.new_id(), "name": piece.name, "arguments": ""}
             item = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call", **call}
+        elif isinstance(piece, Reasoning):
+            item = {"id": f"rs_{secrets.token_hex(12)}", "type": "reasoning", "summary": [], "content": []}
+        else:
+            item = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "content": []}
         self._items.append(item | {"status": "in_progress"})
         yield self._event("response.output_item.added", output_index=len(self._items) - 1, item=self._items[-1])
-        if function is None:
-            yield self._part_event("added", "response.content_part", part=_output_text(""))
+        if "content" in item:
+            yield self._part_event("added", "response.content_part", part=_part(item["type"], ""))
 
     def _close(self, status: str) -> Iterator[dict[str, Any]]:
         """End the open item, if there is one."""
         if not self._items:
             return
         text, item = "".join(self._text), {**self._items[-1], "status": status}
-        if self._call is None:
+        if "content" in item:
             yield self._part_event("done", text=text)
-            yield self._part_event("done", "response.content_part", part=_output_text(text))
-            item["content"] = [_output_text(text)]
+            yield self._part_event("done", "response.content_part", part=_part(item["type"], text))
+            item["content"] = [_part(item["type"], text)]
         else:
             yield self._part_event("done", name=item["name"], arguments=text)
             item["arguments"] = text
@@ -348,15 +353,19 @@ class ResponseReply:
 
     def _part_event(self, what: str, kind: str | None = None, **fields: Any) -> dict[str, Any]:
         """Return an event of the open item's text, or of a kind that is given."""
-        where: dict[str, Any] = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
-        if self._call is None:
+        item = self._items[-1]
+        where: dict[str, Any] = {"item_id": item["id"], "output_index": len(self._items) - 1}
+        if "content" in item:
             where["content_index"] = 0
-            where |= {"logprobs": []} if kind is None else {}
-        own = "response.output_text" if self._call is None else "response.function_call_arguments"
-        return self._event(f"{kind or own}.{what}", **where, **fields)
+        if kind is None and item["type"] == "message":
+            where["logprobs"] = []
+        return self._event(f"{kind or TEXT_EVENTS[item['type']]}.{what}", **where, **fields)
 
 
-def _output_text(text: str) -> dict[str, Any]:
+def _part(kind: str, text: str) -> dict[str, Any]:
+    """Return the content of a message, or of an item of reasoning."""
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 

@@ -14,7 +14,7 @@ from quire.errors import ConfigError, shown
 DEFAULT_MAX_BODY_BYTES = 8 << 20
 DEFAULT_MAX_REQUEST_LOGPROBS = 4_000_000
 # "auto", or a format of `quire.text.tool_calls`, whose import would slow the command line's start.
-TOOL_CALL_PARSERS = ("auto", "hermes", "llama3", "mistral")
+TOOL_CALL_PARSERS = (*("auto", "deepseek", "gemma4", "harmony", "hermes", "lfm2", "llama3", "mistral", "qwen3_xml"),)
 # "auto", "none", or a format of `quire.text.reasoning`.
 REASONING_PARSERS = ("auto", "none", "gemma4", "harmony", "think")
 # The name of a header by RFC 9110.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
@@ -11,6 +12,7 @@ from typing import Any
 from quire.errors import MAX_SHOWN, InvalidParameter, RequestError, UnsupportedFeature
 from quire.text.messages import Message, normalise_messages
 from quire.text.rendering import GLOBALS, Renderer
+from quire.text.written_calls import writes_no_calls, written_calls
 
 logger = logging.getLogger(__name__)
 
@@ -18,6 +20,8 @@ logger = logging.getLogger(__name__)
 MAX_WARNINGS = 32
 # A text that no conversation has by chance; it ends the final message where that is to be continued.
 END_MARK = "[[end-of-the-message-to-continue]]"
+# Templates that expect no content beside calls test for it so; DeepSeek's leave calls beside "" out.
+CONTENT_IS_NONE = re.compile(r"message(\.content|\[['\"]content['\"]\]) is (not )?none")
 RESERVED = GLOBALS | {"messages", "tools", "add_generation_prompt", "continue_final_message"}
 
 
@@ -101,7 +105,7 @@ class ChatTemplate:
             )
         if add_generation_prompt and continue_final_message:
             raise InvalidParameter("continue_final_message", True, "false with add_generation_prompt")
-        normal = normalise_messages(messages)
+        normal = self._with_calls(normalise_messages(messages))
         if continue_final_message:
             _mark_end(normal)
         context: dict[str, Any] = {"messages": normal, **self._special_tokens}
@@ -122,6 +126,16 @@ class ChatTemplate:
         except (TypeError, ValueError, RecursionError) as error:
             allowed = f"messages, tools and variables that JSON can hold ({error})"
             raise InvalidParameter("chat_template_kwargs", variables, allowed) from error
+
+    def _with_calls(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return messages with their calls as the template expects them."""
+        is_none, is_written = CONTENT_IS_NONE.search(self.source) is not None, writes_no_calls(self.source)
+        for message in messages:
+            if is_none and "tool_calls" in message and not message["content"]:
+                message["content"] = None
+            elif is_written and "tool_calls" in message:
+                message["content"] = written_calls(message.pop("tool_calls")) + message["content"]
+        return messages
 
     def used_variables(self, variables: Mapping[str, Any], hints: Mapping[str, Any]) -> dict[str, Any]:
         """Return the variables that the template uses, or that `render` refuses; each other one is warned of once.
@@ -161,14 +175,6 @@ class ChatTemplate:
         except RequestError:
             return False
 
-    def reads(self, name: str) -> bool:
-        """Return whether the template uses a variable, with tools and without.
-
-        Raises:
-            RequestError: it cannot be compiled.
-        """
-        return name in self._variables and name in self.for_tools._variables
-
     def require_tools(self) -> None:
         """Check that the template uses tools.
 
@@ -198,7 +204,7 @@ def _mark_end(messages: list[dict[str, Any]]) -> None:
     if final["role"] != "assistant" or final.get("tool_calls"):
         allowed = "false unless the final message is the assistant's, without calls"
         raise InvalidParameter("continue_final_message", True, allowed)
-    if any(END_MARK in message["content"] for message in messages):
+    if any(END_MARK in (message["content"] or "") for message in messages):
         raise InvalidParameter("messages", END_MARK, "without this text where continue_final_message is true")
     final["content"] += END_MARK
 

@@ -64,8 +64,11 @@ def _normalise(message: object, where: str) -> dict[str, Any]:
             normal[name] = value
     reasoning = normal.get("reasoning", normal.get("reasoning_content"))
     if reasoning is not None:
-        # Templates read one or the other.
+        # Templates read one of them.
         normal |= {"reasoning": reasoning, "reasoning_content": reasoning}
+        if calls is None or not normal["content"]:
+            # gpt-oss' template, which refuses a message with calls and both texts.
+            normal["thinking"] = reasoning
     return normal
 
 

@@ -16,6 +16,7 @@ BEFORE, INSIDE, AFTER = ThinkingPhase.BEFORE, ThinkingPhase.INSIDE, ThinkingPhas
 ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
 NEXT = "<|end|><|start|>assistant"
 CALL = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}"
+CALLED = "<|channel|>commentary to=functions.f<|message|>{}"
 LONG = "<|channel|>" + "x" * MAX_HEADER_CHARS + "<|message|>a"
 # Format, phase at the beginning, output, reasoning, content.
 CASES = [
@@ -40,9 +41,8 @@ CASES = [
     ("harmony", BEFORE, f"{ANALYSIS}Why?{NEXT}{FINAL}Yes", "Why?", "Yes"),
     ("harmony", BEFORE, f"{ANALYSIS}a{NEXT}{ANALYSIS}b{NEXT}{FINAL}Yes", "a\n\nb", "Yes"),
     ("harmony", BEFORE, f"<|channel|>commentary<|message|>a{NEXT}{FINAL}b", "", "a\n\nb"),
-    ("harmony", BEFORE, f"{ANALYSIS}a{NEXT}{CALL}<|call|>", "a", f"<|start|>assistant{CALL}<|call|>"),
-    ("harmony", BEFORE, f"{ANALYSIS}a{NEXT} to=functions.f{ANALYSIS}{{}}", "a", "<|start|>assistant to=functions.f"
-     f"{ANALYSIS}{{}}"),
+    ("harmony", BEFORE, f"{ANALYSIS}a{NEXT}{CALL}<|call|>", "a", f"{CALLED}<|call|>"),
+    ("harmony", BEFORE, f"{ANALYSIS}a{NEXT} to=functions.f{ANALYSIS}{{}}", "a", CALLED),
     ("harmony", BEFORE, f"{FINAL}Yes<|", "", "Yes<|"),
     ("harmony", BEFORE, "Yes without channels", "", "Yes without channels"),
     ("harmony", BEFORE, f"{ANALYSIS}a<|end|><|start|>assis", "a", ""),

@@ -178,15 +178,14 @@ def test_no_tokens_write_a_call_that_no_schema_holds(
             tokens=world.tokens,
             text_tokens=others,
         )
-        names = frozenset(function.name for function in rules.functions)
         ids, has_ended = world.write(form.grammar(rules), world.wishes(WRONG[name], rng), rng)
         text = world.shown(ids, shows_special=shows_special)
-        parser = CallParser(form, names, is_forced=True)
+        parser = CallParser(form, rules.functions, is_forced=True)
         pieces = merge([*parser.push(text), *parser.finish()])
         calls = [piece for piece in pieces if isinstance(piece, CallDelta)]
         for call in calls[: None if has_ended else -1]:
             assert call.is_last, text
-            assert call.name in names, text
+            assert call.name in {function.name for function in rules.functions}, text
             assert fits(json.loads(call.arguments), SCHEMAS[call.name]), text
         assert rules.is_parallel or len(calls) <= 1, text
         if rules.is_required and has_ended:

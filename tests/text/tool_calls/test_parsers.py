@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.text.tool_calls import FORMATS, CallDelta, CallParser, choose_format, merge
+from quire.text.tool_calls import FORMATS, CallDelta, CallParser, Function, choose_format, merge
 from quire.text.tool_calls.calls import Piece
 from quire.text.tool_calls.parser import ToolFormat
 from tests.text.tool_calls.whole import read_whole
 
-NAMES = frozenset({"add", "get_weather"})
+FUNCTIONS = (Function("add", {}), Function("get_weather", {}))
+NAMES = frozenset(function.name for function in FUNCTIONS)
 
 
 def form_of(name: str) -> ToolFormat:
@@ -25,7 +26,7 @@ def form_of(name: str) -> ToolFormat:
 
 
 def read(name: str, pieces: list[str], *, is_forced: bool = False) -> tuple[list[Piece], CallParser]:
-    parser = CallParser(form_of(name), NAMES, is_forced=is_forced)
+    parser = CallParser(form_of(name), FUNCTIONS, is_forced=is_forced)
     found = [item for piece in pieces for item in parser.push(piece)]
     return merge(found + parser.finish()), parser
 
@@ -34,6 +35,8 @@ def call(index: int, name: str, arguments: str, is_last: bool = True) -> CallDel
     return CallDelta(index, name, arguments, is_last)
 
 
+# The formats that the slow twin reads.
+TWINS = ("hermes", "llama3", "mistral")
 ADD = '{"name": "add", "arguments": {"a": 1}}'
 READ: list[tuple[str, str, list[Piece]]] = [
     ("hermes", f"<tool_call>\n{ADD}\n</tool_call>", [call(0, "add", '{"a": 1}')]),
@@ -65,11 +68,7 @@ READ: list[tuple[str, str, list[Piece]]] = [
     ),
 ]
 CONTENT: list[tuple[str, str]] = [
-    *(
-        (name, text)
-        for name in FORMATS
-        for text in ("", " ", "plain text\n", '{"a": {"b": 1}} and', "<tool [TOOL <|py")
-    ),
+    *((name, text) for name in TWINS for text in ("", " ", "plain text\n", '{"a": {"b": 1}} and', "<tool [TOOL <|py")),
     ("hermes", "Write <tool_call> to call."),
     ("hermes", '<tool_call>\n{"name": "drop_tables", "arguments": {}}\n</tool_call>'),
     ("hermes", '<tool_call>\n{"name": "add", "arguments": {"a": 1}\n</tool_call>'),
@@ -114,6 +113,26 @@ CALLS = [text for _, text, _ in READ]
 SHARDS = [
     *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "[", "]", ",", ";"),
     *(" ", "\n", "hi", "{", "}", '"', "\\", "<", "add", "{}", '{"a": {"b": "}\\""}}', ADD),
+    *(
+        "<function=add>",
+        "</function>",
+        "<parameter=a>",
+        "</parameter>",
+        "<|tool_call>call:add{",
+        'a:<|"|>',
+        '<|"|>',
+        "}",
+    ),
+    *("<tool_call|>", "<|tool_call_start|>", "[add(", "a='b'", ")", "<|tool_call_end|>", "<｜tool▁calls▁begin｜>"),
+    *(
+        "<｜tool▁call▁begin｜>function",
+        "<｜tool▁sep｜>add",
+        "\n```json\n",
+        "```",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁end｜>",
+    ),
+    *("<|channel|>commentary to=functions.add", " <|constrain|>json", "<|message|>", "<|call|>"),
     *('{"name": "add", "parameters": {}}', '{"arguments": {"x": [{}]}, "name": "get_weather"}'),
     *('{"name": "get_weather", "arguments": {', '"name": "add", ', '"arguments": {"arguments": {}}', "NaN"),
 ]
@@ -131,7 +150,8 @@ def test_the_cuts_of_a_text_change_nothing_and_the_slow_twin_agrees(name: str, t
     expected = read(name, [text])[0]
     assert read(name, pieces)[0] == expected
     assert read(name, list(text))[0] == expected
-    assert expected == read_whole(name, text, NAMES)
+    if name in TWINS:
+        assert expected == read_whole(name, text, NAMES)
     for is_forced in (False, True):
         whole, parser = read(name, [text], is_forced=is_forced)
         assert read(name, pieces, is_forced=is_forced)[0] == whole
@@ -151,7 +171,7 @@ def test_the_cuts_of_a_text_change_nothing_and_the_slow_twin_agrees(name: str, t
 )
 def test_arguments_under_a_grammar_are_passed_through_verbatim(name: str, form: str) -> None:
     arguments = json.dumps({"a": "x" * 30, "b": [{"c": '"}\\'}, 1.5, None], "</tool_call>": {}})
-    parser = CallParser(form_of(name), NAMES, is_forced=True)
+    parser = CallParser(form_of(name), FUNCTIONS, is_forced=True)
     found = [parser.push(char) for char in form.format(args=arguments)]
     assert merge(piece for pieces in found for piece in pieces) == [call(0, "add", arguments)]
     deltas = [piece for pieces in found for piece in pieces if isinstance(piece, CallDelta)]
@@ -182,7 +202,7 @@ def test_a_call_that_the_length_cuts_off_is_told_as_far_as_it_goes(name: str, te
 
 
 def test_content_is_held_back_no_longer_than_it_must_be() -> None:
-    parser = CallParser(form_of("hermes"), NAMES, is_forced=False)
+    parser = CallParser(form_of("hermes"), FUNCTIONS, is_forced=False)
     assert parser.push("Hello <tool") == ["Hello"]
     assert parser.push("box>") == [" <toolbox>"]
     assert parser.push(" <tool_call>") == []
@@ -219,6 +239,13 @@ def test_many_broken_calls_take_linear_work(text: str, monkeypatch: pytest.Monke
         ("{{ tools }} <tool_call>\\n{{ call }}\\n</tool_call>", "hermes"),
         ("{{ tools }} <tool_call><function=name>", None),
         ("{{ tools }} <tool_call>name<arg_key>", None),
+        ("{{ tools }} <tool_call><function=name><parameter=key>", "qwen3_xml"),
+        ("{{ tools }} <|tool_call>call:{{ name }}", "gemma4"),
+        ("List of tools: <|tool_list_start|>{{ tools }}<|tool_list_end|>", "lfm2"),
+        ("{{ tools }} <|tool_response_start|>", "lfm2"),
+        ("{{ tools }} <|channel|>analysis to=functions.{{ name }}", "harmony"),
+        ("{{ messages }} <|channel|>analysis", None),
+        ("{{ tools }} <｜tool▁calls▁begin｜>", "deepseek"),
         ("{{ tools }} [TOOL_CALLS]", "mistral"),
         ("{{ tools }} <|python_tag|>", "llama3"),
         ('{{ tools }} answer with {"name": function, "parameters": dictionary of arguments}', "llama3"),

@@ -22,7 +22,7 @@ def with_calls(params: SamplingParams, use: ToolUse) -> SamplingParams:
         raise InvalidParameter("sampling_params", params, "SamplingParams")
     if not params.detokenize:
         raise UnsupportedFeature("detokenize", "calls are read from text; leave it true with tools")
-    needed = use.sampling(params.structured_outputs)
+    needed = use.sampling(params.structured_outputs, params.thinking_token_budget)
     kept = (*params.kept_special_ids, *needed.pop("kept_special_ids"))
     return replace(params, kept_special_ids=kept, **needed)
 

@@ -9,10 +9,13 @@ from quire.text.reasoning.parser import ReasoningSplit, begun_length
 
 START, CHANNEL, MESSAGE, END, CALL = "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"
 CONSTRAIN, RETURN = "<|constrain|>", "<|return|>"
+# The header of a call of a function up to the name; a call's header is written so, wherever it had the recipient.
+TO_FUNCTION = f"{CHANNEL}commentary to=functions."
 # Texts with which a header can begin: another message, the channel of the prompt's message, or its recipient.
 HEADS = (START, CHANNEL, " to=")
 ENDS = (END, CALL, RETURN, START)
 CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
+RECIPIENT = re.compile(r" to=([^\s<]*)")
 # Headers are short; a longer text without the end of a header is content.
 MAX_HEADER_CHARS = 1024
 
@@ -20,8 +23,8 @@ MAX_HEADER_CHARS = 1024
 class Harmony:
     """Channels: `analysis` is reasoning, `final` is content, and so is `commentary`.
 
-    A message with a recipient (`to=functions.NAME`) is a call: it stays in the content as it was written, header
-    included, for the parser of calls.
+    A message with a recipient (`to=functions.NAME`) is a call: it stays in the content, with a header in one spelling,
+    for the parser of calls.
 
     Source: OpenAI's harmony response format.
     """
@@ -91,11 +94,12 @@ class HarmonyParser:
             return
         header, self._held = text[:end], text[end + len(MESSAGE) :]
         channel = CHANNEL_NAME.search(header)
-        self._is_call = " to=" in header
+        recipient = RECIPIENT.search(header)
+        self._is_call = recipient is not None
         self._is_content = self._is_call or channel is None or channel[1] != "analysis"
         self._begin_message()
-        if self._is_call:
-            self._add(taken, header + MESSAGE)
+        if recipient is not None:
+            self._add(taken, f"{CHANNEL}commentary to={recipient[1]}{MESSAGE}")
 
     def _begin_message(self) -> None:
         kind = int(self._is_content)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -68,7 +68,7 @@ def merge(pieces: Iterable[Piece]) -> list[Piece]:
     return merged
 
 
-def read_call(text: str, names: frozenset[str]) -> tuple[str, str] | None:
+def read_call(text: str, names: Container[str]) -> tuple[str, str] | None:
     """Return the name and the unchanged arguments of a call that is one JSON object.
 
     Args:
@@ -91,7 +91,7 @@ def read_call(text: str, names: frozenset[str]) -> tuple[str, str] | None:
 def read_object(text: str) -> dict[str, Any] | None:
     """Return a JSON object, None where the text is anything else."""
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
+        value = json.loads(text, parse_constant=refuse_constant)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
@@ -120,5 +120,6 @@ def _past_space(text: str, pos: int) -> int:
     return pos
 
 
-def _refuse_constant(name: str) -> NoReturn:
+def refuse_constant(name: str) -> NoReturn:
+    """Refuse `NaN` and `Infinity`, which Python reads as JSON; an argument of `json.loads`."""
     raise ValueError(f"{name} is not a JSON number")

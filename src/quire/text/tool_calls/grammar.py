@@ -49,12 +49,13 @@ def whole(lines: Iterable[str]) -> str:
     return "\n".join(["%llguidance {}", *lines, ""])
 
 
-def calls_or_answer(calls: str, answer: StructuredOutputs) -> str:
+def calls_or_answer(calls: str, answer: StructuredOutputs, head: str = "") -> str:
     """Return the grammar of outputs that are either calls, or an answer with a structure of its own.
 
     Args:
         calls: grammar of calls only; its first rule is `start`.
         answer: the structure.
+        head: rules of `calls` that come before the answer.
 
     Raises:
         UnsupportedFeature: the structure is a grammar, whose rules could have the names of those of the calls.
@@ -70,7 +71,7 @@ def calls_or_answer(calls: str, answer: StructuredOutputs) -> str:
         rule = f"answer: /{text.replace('/', chr(92) + '/')}/"
     else:
         raise UnsupportedFeature(answer.field, 'a grammar has no tools beside it; set tool_choice to "none"')
-    return calls.replace("\nstart: ", "\nstart: only_calls | answer\nonly_calls: ", 1) + f"{rule}\n"
+    return calls.replace("\nstart: ", f"\nstart: only_calls | {head}answer\nonly_calls: ", 1) + f"{rule}\n"
 
 
 def literal(text: str) -> str:
@@ -119,6 +120,22 @@ def free_text(rules: CallRules, mark: str, text: str = r"/(?s:.*)/") -> list[str
         lines.append(f"part: BEFORE <[{','.join(_ranges(others))}]>")
         parts = "part* "
     return [*lines, f"free: {parts}TEXT", f"opened: {parts}({' | '.join(endings)})"]
+
+
+def lines_of_calls(rules: CallRules, mark: str, separator: str = "\n") -> list[str]:
+    """Return the rules of outputs with calls, each the marker and then the rule `body`.
+
+    Args:
+        rules: the allowed calls.
+        mark: the marker.
+        separator: text between calls where they are the whole output.
+    """
+    if not rules.is_required:
+        start = "start: (opened body)* free" if rules.is_parallel else "start: free | opened body"
+        return [start, *free_text(rules, mark)]
+    opened = marker(mark, rules.tokens)
+    more = f" ({literal(separator)} {opened} body)*" if rules.is_parallel else ""
+    return [f"start: {opened} body{more}"]
 
 
 def text_tokens(tokenizer: Tokenizer, marker: str, vocab_size: int) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ class Hermes:
     other_markers = (CLOSE,)
     may_be_bare = False
     id_chars = None
+    answer_head = ""
 
     @classmethod
     def for_template(cls, source: str) -> Hermes:
@@ -42,7 +43,7 @@ class Hermes:
             end = yield from stream_call(incoming, pos, reader)
             closed = None if end is None else (yield from incoming.literal(end, CLOSE, may_be_cut=True))
             return end if closed is None else closed
-        found = yield from whole_call(incoming, pos, reader.names)
+        found = yield from whole_call(incoming, pos, reader.functions)
         closed = None if found is None else (yield from incoming.literal(found[1], CLOSE, may_be_cut=True))
         if found is not None and closed is not None:
             yield reader.whole_call(*found[0])
@@ -53,9 +54,4 @@ class Hermes:
         lines = grammar.object_calls(rules, "arguments")
         close = grammar.marker(CLOSE, rules.tokens)
         lines += [f'body: "\\n" object "\\n" {close}']
-        if rules.is_required:
-            opened = grammar.marker(OPEN, rules.tokens)
-            more = f' ("\\n" {opened} body)*' if rules.is_parallel else ""
-            return grammar.whole([f"start: {opened} body{more}", *lines])
-        start = "start: (opened body)* free" if rules.is_parallel else "start: free | opened body"
-        return grammar.whole([start, *grammar.free_text(rules, OPEN), *lines])
+        return grammar.whole([*grammar.lines_of_calls(rules, OPEN), *lines])

@@ -72,13 +72,42 @@ class Incoming:
 
     def name(self, pos: int) -> Reading:
         """Read the letters of a function's name, possibly none."""
+        return self.matching(pos, PLAIN_NAME, MAX_NAME_CHARS)
+
+    def matching(self, pos: int, pattern: re.Pattern[str], most: int) -> Reading:
+        """Read the longest text that matches a pattern, possibly none.
+
+        Args:
+            pos: start position.
+            pattern: pattern of which every prefix of a match is a match.
+            most: maximum number of characters.
+        """
         while True:
-            match = PLAIN_NAME.match(self.text, pos)
-            assert match is not None
-            if match.end() - pos > MAX_NAME_CHARS:
+            match = pattern.match(self.text, pos)
+            end = pos if match is None else match.end()
+            if end - pos > most:
                 return None
-            if match.end() < len(self.text) or self.is_ended:
-                return match.end()
+            if end < len(self.text) or self.is_ended:
+                return end
+            yield None
+
+    def past(self, pos: int, wanted: str, unless: str = "") -> Reading:
+        """Read text up to a literal, and the literal.
+
+        Args:
+            pos: start position.
+            wanted: the literal.
+            unless: text that ends the reading where it comes first; "" for none.
+        """
+        begin = pos
+        either = re.compile("|".join(re.escape(text) for text in (wanted, unless) if text))
+        while True:
+            match = either.search(self.text, begin)
+            if match is not None:
+                return match.end() if match[0] == wanted else None
+            if self.is_ended:
+                return None
+            begin = max(pos, len(self.text) - max(len(wanted), len(unless)) + 1)
             yield None
 
     def json_object(self, pos: int, index: int | None = None) -> Reading:

@@ -25,6 +25,7 @@ class Llama3:
     other_markers = ()
     may_be_bare = True
     id_chars = None
+    answer_head = ""
 
     @classmethod
     def for_template(cls, source: str) -> Llama3:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from quire.text.tool_calls import grammar
-from quire.text.tool_calls.calls import read_object
 from quire.text.tool_calls.grammar import CallRules
 from quire.text.tool_calls.incoming import Incoming, Reading
-from quire.text.tool_calls.object_calls import read_series, stream_arguments
+from quire.text.tool_calls.object_calls import read_arguments, read_series
 from quire.text.tool_calls.parser import CallReader
 
 MARK, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
@@ -28,6 +27,7 @@ class Mistral:
     may_be_bare = False
     # Mistral's templates refuse any other id.
     id_chars = 9
+    answer_head = ""
 
     def __init__(self, *, is_array: bool, has_ids: bool = False) -> None:
         self.is_array = is_array
@@ -73,7 +73,7 @@ class Mistral:
         assert begin is not None
         end = yield from incoming.name(begin)
         name = None if end is None else incoming.text[begin:end]
-        if end is None or name not in reader.names:
+        if end is None or name not in reader.functions:
             return None
         marked = yield from incoming.literal(end, CALL_ID)
         if marked is not None:
@@ -83,12 +83,6 @@ class Mistral:
         marked = yield from incoming.literal(end, ARGS)
         begin = yield from incoming.past_space(end if marked is None else marked)
         assert begin is not None
-        if not reader.is_forced:
-            end = yield from incoming.json_object(begin)
-            if end is None or read_object(incoming.text[begin:end]) is None:
-                return None
-            yield reader.whole_call(name, incoming.text[begin:end])
-            return end
         if (yield from incoming.literal(begin, "{")) is None:
             return None
-        return (yield from stream_arguments(incoming, begin, reader, name))
+        return (yield from read_arguments(incoming, begin, reader, name))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Container, Generator
 
-from quire.text.tool_calls.calls import ARGUMENT_KEYS, CallDelta, Piece, read_call
+from quire.text.tool_calls.calls import ARGUMENT_KEYS, CallDelta, Piece, read_call, read_object
 from quire.text.tool_calls.incoming import Incoming, Reading
 from quire.text.tool_calls.parser import CallReader
 
@@ -12,7 +12,7 @@ Call = tuple[str, str]
 
 
 def whole_call(
-    incoming: Incoming, pos: int, names: frozenset[str]
+    incoming: Incoming, pos: int, names: Container[str]
 ) -> Generator[Piece | None, None, tuple[Call, int] | None]:
     """Read a whole object, and return its call and its end."""
     begin = yield from incoming.past_space(pos)
@@ -29,7 +29,7 @@ def stream_call(incoming: Incoming, pos: int, reader: CallReader) -> Reading:
     begin = yield from incoming.literal(pos, "{")
     if begin is None:
         return None
-    found = yield from _head(incoming, begin, reader.names)
+    found = yield from _head(incoming, begin, reader.functions)
     if found is None:
         return None
     name, begin = found
@@ -51,6 +51,17 @@ def stream_arguments(incoming: Incoming, begin: int, reader: CallReader, name: s
     return end
 
 
+def read_arguments(incoming: Incoming, begin: int, reader: CallReader, name: str) -> Reading:
+    """Read a call's arguments, an object at a position, and yield the call."""
+    if reader.is_forced:
+        return (yield from stream_arguments(incoming, begin, reader, name))
+    end = yield from incoming.json_object(begin)
+    if end is None or read_object(incoming.text[begin:end]) is None:
+        return None
+    yield reader.whole_call(name, incoming.text[begin:end])
+    return end
+
+
 def read_series(incoming: Incoming, pos: int, reader: CallReader, separator: str, closing: str) -> Reading:
     """Read calls with separators between them.
 
@@ -69,7 +80,7 @@ def read_series(incoming: Incoming, pos: int, reader: CallReader, separator: str
             if end is None:
                 return None if is_first else pos
         else:
-            found = yield from whole_call(incoming, pos, reader.names)
+            found = yield from whole_call(incoming, pos, reader.functions)
             if found is None:
                 return None
             calls.append(found[0])
@@ -90,7 +101,7 @@ def read_series(incoming: Incoming, pos: int, reader: CallReader, separator: str
         return pos
 
 
-def _head(incoming: Incoming, pos: int, names: frozenset[str]) -> Generator[Piece | None, None, tuple[str, int] | None]:
+def _head(incoming: Incoming, pos: int, names: Container[str]) -> Generator[Piece | None, None, tuple[str, int] | None]:
     """Read `"name": "...", "arguments":`, optionally after `"type": "function",`; return the name, and the end."""
     member = yield from _member(incoming, pos)
     if member is not None and member[:2] == ("type", "function"):

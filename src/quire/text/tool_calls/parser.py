@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Mapping
 from typing import Protocol
 
-from quire.text.tool_calls.calls import JSON_SPACE, CallDelta, Piece, merge
+from quire.text.tool_calls.calls import JSON_SPACE, CallDelta, Function, Piece, merge
 from quire.text.tool_calls.grammar import CallRules
 from quire.text.tool_calls.incoming import Incoming, Reading
 
@@ -33,6 +33,11 @@ class ToolFormat(Protocol):
     def id_chars(self) -> int | None:
         """The length of call ids, of letters and digits, that templates require; None where they require none."""
 
+    @property
+    def answer_head(self) -> str:
+        """The rules before an answer with a structure of its own, where the grammar has the whole output, reasoning
+        included; "" where it begins after the reasoning."""
+
     def read_calls(self, incoming: Incoming, pos: int, reader: CallReader) -> Reading:
         """Read the calls after a marker, or at the beginning; return their end, None where there are none."""
 
@@ -44,13 +49,13 @@ class CallReader:
     """The shared state of one output's readings.
 
     Args:
-        names: names of the known functions; a call of another one is content.
+        functions: known functions by name; a call of another one is content.
         is_forced: True where the output follows the format's grammar: a call is then yielded as it arrives, otherwise
             when it is complete.
     """
 
-    def __init__(self, names: frozenset[str], *, is_forced: bool) -> None:
-        self.names = names
+    def __init__(self, functions: Mapping[str, Function], *, is_forced: bool) -> None:
+        self.functions = functions
         self.is_forced = is_forced
         self.num_calls = 0
 
@@ -68,13 +73,13 @@ class CallParser:
 
     Args:
         form: the format.
-        names: names of the known functions.
+        functions: known functions.
         is_forced: True where the output follows the format's grammar; see `CallReader`.
     """
 
-    def __init__(self, form: ToolFormat, names: frozenset[str], *, is_forced: bool) -> None:
+    def __init__(self, form: ToolFormat, functions: Iterable[Function], *, is_forced: bool) -> None:
         self._incoming = Incoming()
-        self._reader = CallReader(names, is_forced=is_forced)
+        self._reader = CallReader({function.name: function for function in functions}, is_forced=is_forced)
         self._pieces = _read(form, self._incoming, self._reader)
         self._is_inside_call = False
 

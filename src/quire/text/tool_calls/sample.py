@@ -43,7 +43,7 @@ class SampleCalls:
     def __init__(self, use: ToolUse) -> None:
         self._form = use.form
         self._is_named = use.is_named
-        self._parser = CallParser(use.form, use.names, is_forced=use.is_forced)
+        self._parser = CallParser(use.form, use.rules.functions, is_forced=use.is_forced)
 
     def pieces(self, text: str, *, is_finished: bool) -> list[Piece]:
         """Return the pieces that new text completes.

@@ -36,29 +36,33 @@ class ToolUse:
     is_forced: bool
     marker_ids: tuple[int, ...]
 
-    @property
-    def names(self) -> frozenset[str]:
-        """The names of the functions that may be called."""
-        return frozenset(function.name for function in self.rules.functions)
-
-    def sampling(self, answer: StructuredOutputs | None = None) -> dict[str, Any]:
+    def sampling(self, answer: StructuredOutputs | None, thinking_token_budget: int | None) -> dict[str, Any]:
         """Return the sampling parameters that calls need.
 
         Args:
             answer: structure of an output without calls; None for any text.
+            thinking_token_budget: maximum number of thinking tokens; None for any number.
 
         Raises:
             InvalidParameter: the grammar is too large.
-            UnsupportedFeature: the structure is a grammar.
+            UnsupportedFeature: the structure is a grammar, or the grammar of the calls has the thinking, which a budget
+                would end.
         """
+        has_thinking = self.is_forced and bool(self.form.answer_head)
+        if has_thinking and thinking_token_budget is not None:
+            why = "this model's calls come before its thinking ends; leave the budget out beside tools"
+            raise UnsupportedFeature("thinking_token_budget", why)
         params: dict[str, Any] = {"kept_special_ids": self.marker_ids}
         if self.is_forced:
             try:
                 if answer is None or self.rules.is_required:
                     text = self.form.grammar(self.rules)
                 else:
-                    text = calls_or_answer(self.form.grammar(replace(self.rules, is_required=True)), answer)
+                    calls = self.form.grammar(replace(self.rules, is_required=True))
+                    text = calls_or_answer(calls, answer, self.form.answer_head)
                 params["structured_outputs"] = StructuredOutputs(grammar=text)
+                if has_thinking:
+                    params["thinking"] = None
             except (InvalidParameter, RecursionError) as error:
                 raise InvalidParameter("tools", f"{len(self.definitions)} tools", f"smaller ({error})") from error
         return params

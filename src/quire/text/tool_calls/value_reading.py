@@ -1,0 +1,237 @@
+"""Reading of values that a format does not write as JSON, and the pieces of calls with such arguments."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+
+from quire.text.tool_calls.calls import CallDelta, Piece
+from quire.text.tool_calls.incoming import Incoming, Reading
+from quire.text.tool_calls.parser import CallReader
+from quire.text.tool_calls.typed_values import WORDS
+
+# JSON of a value, and the position after it; None where the text is no value.
+ValueReading = Generator[Piece | None, None, tuple[str, int] | None]
+
+MAX_DEPTH = 32
+NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+ATOM = re.compile(r"[0-9a-zA-Z.+-]*")
+MAX_ATOM_CHARS = 1024
+ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|.)", re.DOTALL)
+ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"} | {char: char for char in "\"'/\\"}
+
+
+class CallWriter:
+    """Turns the arguments of one call into pieces: as they are read, or all at the end; see `CallReader.is_forced`.
+
+    Args:
+        reader: state of the output's readings.
+        name: name of the function.
+    """
+
+    def __init__(self, reader: CallReader, name: str) -> None:
+        self._reader = reader
+        self._name = name
+        self._index = reader.num_calls
+        self._members: list[str] = []
+
+    def begin(self) -> Iterator[Piece]:
+        """Yield the call's first piece."""
+        if self._reader.is_forced:
+            self._reader.num_calls += 1
+            yield CallDelta(self._index, self._name, "{")
+
+    def member(self, key: str, value: str) -> Iterator[Piece]:
+        """Yield one argument.
+
+        Args:
+            key: name of the argument.
+            value: JSON of its value.
+        """
+        text = f"{', ' if self._members else ''}{json.dumps(key, ensure_ascii=False)}: {value}"
+        self._members.append(text)
+        if self._reader.is_forced:
+            yield CallDelta(self._index, arguments=text)
+
+    def end(self) -> Iterator[Piece]:
+        """Yield the call's last piece."""
+        if self._reader.is_forced:
+            yield CallDelta(self._index, arguments="}", is_last=True)
+        else:
+            yield self._reader.whole_call(self._name, f"{{{''.join(self._members)}}}")
+
+    def broken(self, incoming: Incoming, pos: int) -> int | None:
+        """Return the end of a call that does not follow the format, or that the end of the output truncates.
+
+        Args:
+            incoming: the text.
+            pos: position up to which the call was read.
+        """
+        if not self._reader.is_forced:
+            return None
+        return len(incoming.text) if incoming.is_ended else pos
+
+
+@dataclass(frozen=True, slots=True)
+class ValueReader:
+    """Reads values.
+
+    Args:
+        quote: marker before and after a string without escapes; "" for strings as in Python.
+        bare_key: regular expression of a key without quotes; "" where all keys have quotes.
+    """
+
+    quote: str = ""
+    bare_key: str = ""
+
+    def value(self, incoming: Incoming, pos: int, depth: int = 0) -> ValueReading:
+        """Read a value after white space.
+
+        Args:
+            incoming: the text.
+            pos: start position.
+            depth: number of values around this one.
+        """
+        if depth > MAX_DEPTH:
+            return None
+        begin = yield from incoming.past_space(pos)
+        assert begin is not None
+        char = incoming.text[begin : begin + 1]
+        if char == "[":
+            return (yield from self._array(incoming, begin + 1, depth))
+        if char == "{":
+            return (yield from self._object(incoming, begin + 1, depth))
+        if char in ('"', "'", "<"):
+            return (yield from self.string(incoming, begin))
+        return (yield from _atom(incoming, begin))
+
+    def string(self, incoming: Incoming, pos: int) -> ValueReading:
+        """Read a string, which begins at the position."""
+        if self.quote and incoming.text[pos : pos + 1] == "<":
+            begin = yield from incoming.literal(pos, self.quote)
+            end = None if begin is None else (yield from incoming.past(begin, self.quote))
+            if begin is None or end is None:
+                return None
+            return json.dumps(incoming.text[begin : end - len(self.quote)], ensure_ascii=False), end
+        return (yield from _quoted(incoming, pos))
+
+    def key(self, incoming: Incoming, pos: int) -> ValueReading:
+        """Read a key after white space, without the colon; the result is the plain text of the key."""
+        begin = yield from incoming.past_space(pos)
+        assert begin is not None
+        if incoming.text[begin : begin + 1] in ('"', "'", "<"):
+            found = yield from self.string(incoming, begin)
+            return None if found is None else (json.loads(found[0]), found[1])
+        if not self.bare_key:
+            return None
+        end = yield from incoming.matching(begin, re.compile(self.bare_key), MAX_ATOM_CHARS)
+        return None if end is None or end == begin else (incoming.text[begin:end], end)
+
+    def _array(self, incoming: Incoming, pos: int, depth: int) -> ValueReading:
+        items: list[str] = []
+        while True:
+            closed = yield from incoming.literal(pos, "]")
+            if closed is not None:
+                return f"[{', '.join(items)}]", closed
+            if items:
+                comma = yield from incoming.literal(pos, ",")
+                if comma is None:
+                    return None
+                pos = comma
+            found = yield from self.value(incoming, pos, depth + 1)
+            if found is None:
+                return None
+            items.append(found[0])
+            pos = found[1]
+
+    def _object(self, incoming: Incoming, pos: int, depth: int) -> ValueReading:
+        members: list[str] = []
+        while True:
+            closed = yield from incoming.literal(pos, "}")
+            if closed is not None:
+                return f"{{{', '.join(members)}}}", closed
+            if members:
+                comma = yield from incoming.literal(pos, ",")
+                if comma is None:
+                    return None
+                pos = comma
+            found = yield from self.member(incoming, pos, ":", depth + 1)
+            if found is None:
+                return None
+            key, value, pos = found
+            members.append(f"{json.dumps(key, ensure_ascii=False)}: {value}")
+
+    def member(
+        self, incoming: Incoming, pos: int, colon: str, depth: int = 0
+    ) -> Generator[Piece | None, None, tuple[str, str, int] | None]:
+        """Read a key and a value; return them, the value as JSON, and their end."""
+        key = yield from self.key(incoming, pos)
+        after = None if key is None else (yield from incoming.literal(key[1], colon))
+        value = None if after is None else (yield from self.value(incoming, after, depth))
+        return None if key is None or value is None else (key[0], *value)
+
+    def call(self, incoming: Incoming, pos: int, writer: CallWriter, colon: str, close: str) -> Reading:
+        """Read a call's arguments after their opening bracket.
+
+        Args:
+            incoming: the text.
+            pos: start position.
+            writer: writer of the call's pieces.
+            colon: separator of a key and a value.
+            close: bracket after the arguments.
+
+        Returns:
+            Position after the bracket; None where the arguments are broken, or the output ends in them.
+        """
+        is_first = True
+        yield from writer.begin()
+        while True:
+            closed = yield from incoming.literal(pos, close)
+            if closed is not None:
+                return closed
+            comma = pos if is_first else (yield from incoming.literal(pos, ","))
+            found = None if comma is None else (yield from self.member(incoming, comma, colon))
+            if found is None:
+                return None
+            key, value, pos = found
+            yield from writer.member(key, value)
+            is_first = False
+
+
+def _quoted(incoming: Incoming, pos: int) -> ValueReading:
+    """Read a string in quotes, single or double ones."""
+    quote = incoming.text[pos]
+    end = pos + 1
+    while True:
+        while end < len(incoming.text) and incoming.text[end] != quote:
+            end += 2 if incoming.text[end] == "\\" else 1
+        if end < len(incoming.text):
+            return json.dumps(_unescaped(incoming.text[pos + 1 : end]), ensure_ascii=False), end + 1
+        if incoming.is_ended:
+            return None
+        yield None
+
+
+def _unescaped(text: str) -> str:
+    """Return the value of a string from its text between quotes; unknown escapes stay, as in Python."""
+    if "\\" not in text:
+        return text
+    value = ESCAPE.sub(lambda match: _character(match[0]), text)
+    # JSON writes characters beyond 16 bits as two escapes.
+    return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _character(escape: str) -> str:
+    return chr(int(escape[2:], 16)) if len(escape) > 2 else ESCAPES.get(escape[1], escape)
+
+
+def _atom(incoming: Incoming, pos: int) -> ValueReading:
+    """Read a number or a word."""
+    end = yield from incoming.matching(pos, ATOM, MAX_ATOM_CHARS)
+    text = "" if end is None else incoming.text[pos:end]
+    text = WORDS.get(text, text)
+    if end is None or not (NUMBER.fullmatch(text) or text in WORDS.values()):
+        return None
+    return text, end
