@@ -41,7 +41,7 @@ def run(*flags: str) -> tuple[str, str]:
         (["serve", "EMPTY"], "has neither model.safetensors nor"),
         (["generate", "--prompt", "a", "--dtype", "int3"], "dtype must be one of"),
         (["bench", "FOLDER"], "the architecture 'Other' is not implemented"),
-        (["chat", "FOLDER", "--enable-lora"], "enable_lora must be False or absent, got True"),
+        (["chat", "FOLDER", "--enable-eplb"], "enable_eplb must be False or absent, got True"),
     ],
 )
 def test_a_mistake_is_reported_without_torch(flags: list[str], words: str, tmp_path: Path) -> None:

@@ -172,14 +172,14 @@ def test_a_flag_that_only_vllm_has_is_refused_with_a_hint(flags: list[str], caps
 
 
 def test_flags_of_vllm_that_change_nothing_are_taken(caplog: pytest.LogCaptureFixture) -> None:
-    flags = "--enforce-eager --load-format auto --disable-log-requests -tp 1 --no-enable-lora --max-logprobs 20"
+    flags = "--enforce-eager --load-format auto --disable-log-requests -tp 1 --no-enable-eplb --max-logprobs 20"
     args = parse_args(["serve", "--model", "some/model", *flags.split(), "--limit-mm-per-prompt", '{"image": 0}'])
     config = EngineConfig.from_options(**engine_options(args))
     assert config == EngineConfig.from_options(model="some/model")
     assert parse_args(["serve", "--enforce-eager", "some/model"]).model == "some/model"
     (record,) = caplog.records
     assert record.getMessage().endswith(
-        "disable_log_requests, enable_lora, enforce_eager, limit_mm_per_prompt, load_format, max_logprobs, "
+        "disable_log_requests, enable_eplb, enforce_eager, limit_mm_per_prompt, load_format, max_logprobs, "
         "tensor_parallel_size"
     )
 

@@ -63,6 +63,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "prompt_lookup_max": {"speculative_method": "ngram"},
     "suffix_cache_bytes": {"speculative_method": "suffix"},
     "draft_model": {"speculative_method": "draft"},
+    "lora_modules": {"enable_lora": True},
 }
 
 
@@ -117,6 +118,10 @@ NEEDED: dict[str, dict[str, Any]] = {
         ("prompt_lookup_max", [None, 2, 64], [0, 1, 65, 1.5, "2", True]),
         ("suffix_cache_bytes", [None, 1 << 16, 1 << 40], [0, 65535, 1e9, "1Gi", True]),
         ("draft_model", ["some/folder"], [None, "", 3, True]),
+        ("enable_lora", [True, False], [None, 1, "yes"]),
+        ("lora_modules", [(), ("a=/b", "c=/d")], [None, 5, "=b", True]),
+        ("max_lora_rank", [1, 512], [0, 513, None, "8", True]),
+        ("max_cpu_loras", [None, 1], [0, 1.5, "8", True]),
         ("grammar_timeout_s", [5, 0.1], [0, -1.0, math.nan, math.inf, "5", True, None]),
         ("grammar_memory_bytes", [1 << 24, 10**12], [0, (1 << 24) - 1, -1, 1e9, True, None]),
     ],
@@ -173,7 +178,7 @@ def test_options_go_home_and_nothing_else_changes() -> None:
 
 def test_options_go_round() -> None:
     config = EngineConfig.from_options(seed=5, watermark=0.25, scheduling_policy="priority")
-    parts = (config.model, config.cache, config.scheduler, config.speculative)
+    parts = (config.model, config.cache, config.scheduler, config.speculative, config.lora)
     flat = {name: value for part in parts for name, value in dataclasses.asdict(part).items()}
     assert flat.keys() == option_sections().keys()
     assert EngineConfig.from_options(**flat) == config

@@ -34,7 +34,7 @@ def test_one_warning_names_all_neutral_options(caplog: pytest.LogCaptureFixture)
     assert config.model.dtype == "float16"
     (record,) = caplog.records
     assert record.getMessage().endswith("here: enforce_eager, hf_overrides, tensor_parallel_size, trust_remote_code")
-    for name, value in (("tensor_parallel_size", 2), ("tensor_parallel_size", True), ("enable_lora", True)):
+    for name, value in (("tensor_parallel_size", 2), ("tensor_parallel_size", True), ("enable_eplb", True)):
         with pytest.raises(ConfigError, match=f"{name} must be (1|False) or absent, got {value}"):
             EngineConfig.from_options(**{name: value})
 

@@ -96,7 +96,8 @@ def test_log_probabilities_of_a_batch_with_several_adapters(adapted: Any, family
             outputs = llm.generate(case.prompts, MEASURED, lora_request=ADAPTERS, use_tqdm=False)
         for idx, (prompt, output, adapter) in enumerate(zip(case.prompts, outputs, ADAPTERS, strict=True)):
             expected = case.expected["" if adapter is None else adapter.lora_name][idx]
-            found = [output.prompt_logprobs[at][token].logprob for at, token in enumerate(prompt) if at]
+            known: Any = output.prompt_logprobs
+            found = [known[at][token].logprob for at, token in enumerate(prompt) if at]
             wanted = expected[torch.arange(len(prompt) - 1), prompt[1:]]
             torch.testing.assert_close(torch.tensor(found), wanted, rtol=2e-4, atol=2e-4)
             assert output.outputs[0].token_ids == [int(expected[-1].argmax())]

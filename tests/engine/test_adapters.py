@@ -162,7 +162,7 @@ def test_fused_steps_give_the_bits_of_the_layers_one_by_one(world: World) -> Non
     def bits(llm: LLM, *which: int) -> list[Any]:
         chosen = [prompts[idx] for idx in which], params
         outputs = llm.generate(*chosen, lora_request=[adapters[idx] for idx in which], use_tqdm=False)
-        return [[*map(repr, output.outputs[0].logprobs)] for output in outputs]
+        return [[*map(repr, output.outputs[0].logprobs or ())] for output in outputs]
 
     with world.load("one", "two", dtype="bfloat16", deterministic=True, enable_prefix_caching=False) as llm:
         whole = bits(llm, 0, 1, 2, 3)

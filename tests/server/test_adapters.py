@@ -126,8 +126,9 @@ def test_loading_is_for_operators_of_servers_that_allow_it(serve: Callable[[bool
         async def post(action: str, expected: int, **changes: Any) -> dict[str, Any]:
             answer = await client.post(f"/v1/{action}_lora_adapter", json=body | changes, headers=OPERATOR)
             assert answer.status_code == expected, answer.text
-            found: dict[str, Any] = answer.json()
-            return found.get("error", found)
+            whole: dict[str, Any] = answer.json()
+            found: dict[str, Any] = whole.get("error", whole)
+            return found
 
         assert (await client.post("/v1/load_lora_adapter", json=body)).status_code == 403
         one = text_of(await ask(client, model="sql"))

@@ -43,7 +43,7 @@ def register(subparsers: Subparsers) -> None:
     parser.add_argument("--prompts-file", metavar="FILE", help="prompts, one a line; - is standard input")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line, for each prompt")
     parser.add_argument("--stream", action="store_true", help="print text as it comes; with --json, each delta")
-    parser.add_argument("--lora", metavar="NAME", help="the adapter of --lora-modules that the prompts go through")
+    parser.add_argument("--lora-name", metavar="NAME", help="the adapter of --lora-modules that the prompts go through")
     parser.add_argument("--demo", action="store_true", help="show the demonstration, also with piped input")
     add_engine_options(parser)
     add_sampling_options(parser, DEFAULT_MAX_TOKENS)
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
             print(line, file=sys.stderr)
         defaults = {"max_tokens": DEFAULT_MAX_TOKENS, **(NO_CHOICE if "beam_width" in given else {})}
         params = replace(llm.get_default_sampling_params(), **{**defaults, **given})
-        adapter = None if args.lora is None else LoRARequest(args.lora)
+        adapter = None if args.lora_name is None else LoRARequest(args.lora_name)
         if args.stream:
             return _print_stream(llm, prompts, params, adapter, is_json=args.json)
         logging.getLogger("quire.engine.llm").addHandler(logging.NullHandler())  # `_report_errors` reports them

@@ -132,7 +132,8 @@ class LLM(PooledLLM):
         self._check_open()
         options: dict[str, Any] = {"cache_salt": cache_salt, "tenant": tenant}
         adapter = self.engine.acquire_adapter(lora_request)
-        pin = partial(self.engine.pins.pin, name, prompt, adapter=adapter and adapter.digest, **options)
+        digest = None if adapter is None else adapter.digest
+        pin = partial(self.engine.pins.pin, name, prompt, adapter=digest, **options)
         if not (num_tokens := pin()):
             list(self._run(prompt, ONE_TOKEN, None, lora_request, **options))
             num_tokens = pin()

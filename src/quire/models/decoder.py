@@ -160,7 +160,8 @@ class Decoder:
         Returns:
             Hidden states before the last norm, [T, E]; where `output_rows` are given, [R, E].
         """
-        self.step_adapters.begin(adapters)
+        if adapters is not None or self.step_adapters.all is not None:
+            self.step_adapters.begin(adapters)
         x = self._embed(input_ids)
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from quire.errors import CheckpointError
+from quire.ops.interface import Linear
 from quire.ops.quantized_weight import StoredWeight
 
-if TYPE_CHECKING:
-    from quire.models.projections import Projection
+
+class TakesAdapters(Protocol):
+    """A linear layer whose weight is in a slot; see `quire.models.projections.Projection`."""
+
+    run: Linear
+    slots: WeightSlots
 
 
 class AdaptedRows(NamedTuple):
@@ -23,7 +28,7 @@ class AdaptedRows(NamedTuple):
         rows: int64 [out], row of the stored weight for each output; None for all in order.
     """
 
-    projection: Projection
+    projection: TakesAdapters
     rows: Tensor | None = None
 
 

@@ -81,7 +81,8 @@ class NativeLoraLayer:
         """
         addresses = (self._table.buffer_info()[0], step.cell.buffer_info()[0])
         self._fused = array("q", (*array("q", bytes(linear)), *addresses))  # `AdaptedLinear` in lora.cpp
-        kernel = ctypes.cast(self._adapted_linear, ctypes.c_void_p)
+        run: Any = self._adapted_linear
+        kernel = ctypes.cast(run, ctypes.c_void_p)
         return LinearCall(
             kernel, self._fused.buffer_info()[0], linear.num_columns, linear.width, linear.bias, linear.gate
         )

@@ -55,6 +55,7 @@ def test_log_probabilities_are_those_of_peft(family: str, number: int, tmp_path:
     with LLM(str(folder), **options) as llm:
         adapter = LoRARequest("a", 1, str(tmp_path / "adapter"))
         (output,) = llm.generate([PROMPT], MEASURED, lora_request=adapter, use_tqdm=False)
-    found = [output.prompt_logprobs[at][token].logprob for at, token in enumerate(PROMPT) if at]
+    known: Any = output.prompt_logprobs
+    found = [known[at][token].logprob for at, token in enumerate(PROMPT) if at]
     wanted = expected[torch.arange(len(PROMPT) - 1), PROMPT[1:]]
     torch.testing.assert_close(torch.tensor(found), wanted, rtol=2e-4, atol=2e-4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quire.bounded.patterns import match_names
 from quire.errors import CheckpointError
 from quire.models.adapters.peft_folder import ModuleShape, PeftAdapter, module_key, read_peft
 from tests.models.adapters.folders import PREFIX, random_matrices, write_adapter
@@ -172,10 +174,8 @@ def test_ranks_end_at_the_limit(tmp_path: Path) -> None:
 
 
 def test_a_pattern_that_takes_exponential_time_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from quire.models.adapters import peft_config
-
-    matcher = peft_config.match_names
-    monkeypatch.setattr(peft_config, "match_names", lambda patterns, names: matcher(patterns, names, 0.5))
+    limited = partial(match_names, timeout_s=0.5)
+    monkeypatch.setattr("quire.models.adapters.peft_config.match_names", limited)
     folder = write(tmp_path, alpha_pattern={"(.|.)*!": 3})
     with pytest.raises(CheckpointError, match="alpha_pattern"):
         read(folder)
