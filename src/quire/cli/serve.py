@@ -25,6 +25,31 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     options.add_engine_options(parser, has_foreign=False)
     group = parser.add_argument_group("server options")
     defaults = ServerConfig()
+    _add_address(group, defaults)
+    group.add_argument(
+        "--default-chat-template-kwargs",
+        type=options.json_object,
+        default={},
+        metavar="JSON",
+        help="variables of the chat template, for requests that do not set them (default: {})",
+    )
+    _add_access(group)
+    _add_times(group, defaults)
+    _add_formats(group, defaults)
+    group.add_argument(
+        "--allow-runtime-lora-updating",
+        action="store_true",
+        help="let operators load adapters from folders of this machine, by /v1/load_lora_adapter",
+    )
+    _add_bounds(group, defaults)
+    group.add_argument("--watch", action="store_true", help="show the block map in the terminal; 2>FILE moves the log")
+    _add_logs(group)
+    options.add_foreign_options(parser)
+    parser.set_defaults(handler=run)
+
+
+def _add_address(group: argparse._ArgumentGroup, defaults: ServerConfig) -> None:
+    """Add the options of the address, and of encrypted connections."""
     group.add_argument(
         "--host",
         default=defaults.host,
@@ -48,15 +73,10 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="FILE",
         help="private key of the certificate; by default in the same file as the certificate",
     )
-    group.add_argument(
-        "--default-chat-template-kwargs",
-        type=options.json_object,
-        default={},
-        metavar="JSON",
-        help="variables of the chat template, for requests that do not set them (default: {})",
-    )
-    _add_access(group)
-    _add_times(group, defaults)
+
+
+def _add_formats(group: argparse._ArgumentGroup, defaults: ServerConfig) -> None:
+    """Add the formats of tool calls and of thinking."""
     group.add_argument(
         "--tool-call-parser",
         choices=TOOL_CALL_PARSERS,
@@ -75,22 +95,6 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action="store_true",
         help="send reasoning as reasoning_content too, for older clients",
     )
-    group.add_argument(
-        "--allow-runtime-lora-updating",
-        action="store_true",
-        help="let operators load adapters from folders of this machine, by /v1/load_lora_adapter",
-    )
-    _add_bounds(group, defaults)
-    group.add_argument("--watch", action="store_true", help="show the block map in the terminal; 2>FILE moves the log")
-    _add_logs(group)
-    group.add_argument(
-        "--log-level",
-        choices=("debug", "info", "warning", "error"),
-        default="info",
-        help="least level of what is logged (default info)",
-    )
-    options.add_foreign_options(parser)
-    parser.set_defaults(handler=run)
 
 
 def _add_logs(group: argparse._ArgumentGroup) -> None:
@@ -116,6 +120,12 @@ def _add_logs(group: argparse._ArgumentGroup) -> None:
         metavar="URL",
         help="address of an OpenTelemetry collector for a span of each request, such as "
         "http://127.0.0.1:4318/v1/traces; needs the extra otel",
+    )
+    group.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="least level of what is logged (default info)",
     )
 
 
