@@ -21,10 +21,11 @@ from quire.ops.fused_layers import (
     RoutedExperts,
     RowNorm,
 )
-from quire.ops.interface import AttentionBatch, HeadNorms, Linear, Rotation, ShortConvWeights, StateBatch
+from quire.ops.interface import AttentionBatch, HeadNorms, Linear, Rotation, StateBatch
 from quire.ops.native_layers import NativeLayers
 from quire.ops.native_library import LEVELS, MAX_ROWS, NativeLibrary
 from quire.ops.native_ops import NativeOps
+from quire.ops.recurrent_weights import ShortConvWeights
 from quire.ops.torch_widened import WIDENED, narrowed
 from tests.ops.backends import LIBRARIES
 from tests.ops.test_recurrent_mixers import DELTA_SHAPE, SHORT_SHAPE, delta_weights, short_conv_weights

@@ -13,16 +13,9 @@ from torch import Tensor
 
 from quire.execution.kv_storage import StateStorage
 from quire.models.recurrent_spec import StateCacheShape
-from quire.ops.interface import (
-    GatedDeltaNetWeights,
-    Mamba2Weights,
-    Ops,
-    ShortConvWeights,
-    SSMHeads,
-    StateBatch,
-    StepStates,
-)
+from quire.ops.interface import Ops, StateBatch, StepStates
 from quire.ops.native_library import MAX_ROWS
+from quire.ops.recurrent_weights import GatedDeltaNetWeights, Mamba2Weights, ShortConvWeights, SSMHeads
 from tests.ops.backends import CPU_BACKENDS, NATIVE, Backend
 from tests.ops.world import REFERENCE, assert_near, randn
 

@@ -14,8 +14,9 @@ from torch.nn import functional
 
 from quire.execution.kv_storage import StateStorage
 from quire.models.spec import StateCacheShape
-from quire.ops.interface import PagedStates, SSMHeads, StateBatch
+from quire.ops.interface import PagedStates, StateBatch
 from quire.ops.recurrent_mixers import Recurrence
+from quire.ops.recurrent_weights import SSMHeads
 from quire.ops.reference_states import ReferenceStepStates
 from quire.ops.torch_states import CHUNK_ROWS, TorchStepStates
 from tests.ops.backends import BACKENDS, TORCH_DEVICES, Backend

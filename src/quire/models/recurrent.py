@@ -11,14 +11,8 @@ from quire.models.norms import scale_slot
 from quire.models.projections import Projection, ResidualAdd, ResidualProjection
 from quire.models.weight_slots import WeightSlot, WeightSlots, nested
 from quire.ops.fused_layers import PackedRecurrence
-from quire.ops.interface import (
-    GatedDeltaNetWeights,
-    Mamba2Weights,
-    Ops,
-    ShortConvWeights,
-    SSMHeads,
-    StepStates,
-)
+from quire.ops.interface import Ops, StepStates
+from quire.ops.recurrent_weights import GatedDeltaNetWeights, Mamba2Weights, ShortConvWeights, SSMHeads
 
 
 class Convolution:

@@ -7,17 +7,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from quire.ops.interface import (
-    AttentionBatch,
-    GatedDeltaNetWeights,
-    HeadNorms,
-    Linear,
-    PagedKV,
-    PagedStates,
-    Rotation,
-    ShortConvWeights,
-    StateBatch,
-)
+from quire.ops.interface import AttentionBatch, HeadNorms, Linear, PagedKV, PagedStates, Rotation, StateBatch
+from quire.ops.recurrent_weights import GatedDeltaNetWeights, ShortConvWeights
 
 
 class RowNorm(NamedTuple):

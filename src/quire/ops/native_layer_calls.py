@@ -9,12 +9,13 @@ from torch import Tensor
 
 from quire.ops.adapted_linear import AdaptedLinear
 from quire.ops.fused_layers import PackedAttention, PackedLayer, PackedMLP, PackedRecurrence, RoutedExperts, RowNorm
-from quire.ops.interface import GatedDeltaNetWeights, HeadNorms, Linear, ShortConvWeights
+from quire.ops.interface import HeadNorms, Linear
 from quire.ops.native_library import TYPES
 from quire.ops.native_linear import NativeLinear
 from quire.ops.native_lora import NativeLoraLayer
 from quire.ops.native_states import gated_delta_net_call, short_conv_call
 from quire.ops.native_structures import AttentionCall, ExpertCall, ExpertsCall, LayerCall, LinearCall, NormScales
+from quire.ops.recurrent_weights import GatedDeltaNetWeights, ShortConvWeights
 
 
 def layer_call(layer: PackedLayer) -> LayerCall:

@@ -11,18 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
-from quire.ops.interface import (
-    GatedDeltaNetWeights,
-    Mamba2Weights,
-    Ops,
-    PagedStates,
-    ShortConvWeights,
-    StateBatch,
-    StepStates,
-)
+from quire.ops.interface import Ops, PagedStates, StateBatch, StepStates
 from quire.ops.native_library import MAX_ROWS, TYPES, NativeLibrary
 from quire.ops.native_structures import ConvolutionCall, GatedDeltaNetCall, ShortConvCall, StateCache, StateRows
 from quire.ops.recurrent_mixers import RecurrentMixers
+from quire.ops.recurrent_weights import GatedDeltaNetWeights, Mamba2Weights, ShortConvWeights
 from quire.ops.torch_states import TorchStepStates
 
 

@@ -7,7 +7,8 @@ from typing import Protocol
 from torch import Tensor
 from torch.nn import functional
 
-from quire.ops.interface import GatedDeltaNetWeights, Mamba2Weights, Ops, ShortConvWeights, SSMHeads
+from quire.ops.interface import Ops
+from quire.ops.recurrent_weights import GatedDeltaNetWeights, Mamba2Weights, ShortConvWeights, SSMHeads
 
 # Added to the squared length of queries and keys before they are divided by it.
 LENGTH_EPS = 1e-6

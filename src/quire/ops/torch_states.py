@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quire.ops.interface import PagedStates, SSMHeads, StateBatch
+from quire.ops.interface import PagedStates, StateBatch
+from quire.ops.recurrent_weights import SSMHeads
 
 # Rows of a sequence that are scanned at once. Work grows with the square of the chunk, and chunks are sequential.
 CHUNK_ROWS = 64

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,17 +13,12 @@ from typing import Any, TextIO
 
 import torch
 
-from quire.capacity.pool_sizing import check_pin_limit, fit_context, memory_concurrency, num_slabs, size_pool
+from quire.capacity.pool_sizing import check_pin_limit, fit_context, num_slabs, size_pool
 from quire.config import (
-    CACHE_DTYPES,
     EngineConfig,
     ModelConfig,
-    ModelFacts,
     ResolvedConfig,
-    StepCost,
-    context_length,
     resolve,
-    step_tokens,
 )
 from quire.decoding.drafting import Drafter
 from quire.engine.engine import Engine
@@ -34,28 +28,25 @@ from quire.engine.startup.adapters import load_adapters
 from quire.engine.startup.disk_cache import make_disk_prefetcher, open_disk
 from quire.engine.startup.encoders import encoder_config, open_encoder
 from quire.engine.startup.model_defaults import read_default_params, read_end_token_ids
+from quire.engine.startup.model_facts import cache_groups, model_facts, step_cost, stored_dtype
 from quire.engine.startup.speculation import load_draft, make_speculation
 from quire.engine.startup.wrappers import Wrappers
 from quire.errors import ConfigError, RequestError
 from quire.execution.build import build_runner
 from quire.execution.encoder_runner import EncoderRunner
 from quire.execution.executor import Runner
-from quire.execution.gpu_memory_profile import StepLimits, measure_step_cost
 from quire.execution.runner import InProcessExecutor
 from quire.kvstore.disk_blocks import DiskBlocks
-from quire.memory.capacity.sizing import ArenaSizing, arena_bytes, most_bytes, tokens_bytes
+from quire.memory.capacity.sizing import ArenaSizing, arena_bytes
 from quire.memory.manager import KVCacheManager
 from quire.memory.prefix.token_chain import Namespace
 from quire.memory.recording.recorder import MemoryRecorder
 from quire.memory.recording.settings import MemorySettings
-from quire.memory.specs import KVCacheSpec
-from quire.models.cache_layout import cache_specs
 from quire.models.checkpoint import Checkpoint, locate
 from quire.models.decoder import Decoder
 from quire.models.encoder import Encoder
 from quire.models.families.encoders import find_encoder
 from quire.models.loading import load_decoder
-from quire.models.mtp import MTPHead
 from quire.models.pooling_config import PoolingConfig, read_pooling
 from quire.models.weights import choose_dtype
 from quire.ops.interface import Ops
@@ -114,13 +105,13 @@ def load(config: EngineConfig, *, wrap: Wrappers | None = None) -> LoadedModel:
         model = wrap.decoder(_load_decoder(options, checkpoint, device, dtype, wrap.ops))
         load_decoder_of = partial(_load_decoder, options, device=device, dtype=dtype)
         guide, draft = load_draft(config, checkpoint, model, tokenizer, load_decoder_of)
-    stored = _stored(config, dtype)
-    groups = [spec for each in (model, draft) if each for spec in _groups(config, each, stored)]
-    step = _step_cost(config, model, draft, device, stored)
+    stored = stored_dtype(config, dtype)
+    groups = [spec for each in (model, draft) if each for spec in cache_groups(config, each, stored)]
+    step = step_cost(config, model, draft, device, stored)
     machine, limit = probe(device), None
     if not isinstance(model, Encoder):
         config, limit = fit_context(config, groups, machine, model.spec.max_position, step)
-    resolved = replace(resolve(config, machine, _facts(config, model, groups, step, device)), fitted_from=limit)
+    resolved = replace(resolve(config, machine, model_facts(config, model, groups, step, device)), fitted_from=limit)
     torch.set_num_threads(resolved.num_threads)
     for line in resolved.lines():
         logger.info(line)
@@ -254,98 +245,6 @@ def _media_reader(model: Decoder | Encoder, memory: KVCacheManager) -> Embedding
     if isinstance(model, Encoder):
         return None
     return EmbeddingsReader(model.spec.width, model.dtype, memory.chain([], Namespace("media")).root[0])
-
-
-def _groups(config: EngineConfig, model: Decoder | Encoder, stored: str) -> tuple[KVCacheSpec, ...]:
-    """Return the cache groups of a model, in the order of its storages."""
-    return cache_specs(model.spec, config.cache.block_size, CACHE_DTYPES[stored], model.dtype.itemsize)
-
-
-def _facts(
-    config: EngineConfig, model: Decoder | Encoder, groups: Sequence[KVCacheSpec], step: StepCost, device: str
-) -> ModelFacts:
-    """Return the model's facts for the resolution of the configuration.
-
-    Args:
-        config: configuration of the engine.
-        model: the model.
-        groups: the cache groups.
-        step: memory of the largest step.
-        device: "cpu" or "cuda".
-    """
-
-    def concurrency(num_blocks: int) -> int:
-        return memory_concurrency(config, size_pool(groups, num_blocks), max_model_len, device)
-
-    max_model_len = context_length(config.model.max_model_len, model.spec.max_position)
-    interval = config.cache.state_snapshot_interval
-    return ModelFacts(
-        max_position=model.spec.max_position,
-        bytes_per_token=tokens_bytes(groups) // config.cache.block_size,
-        vocab_size=model.spec.vocab_size,
-        num_parameters=sum(math.prod(shape) for shape in model.weights.shapes().values()),
-        dtype=_name(model.dtype),
-        kernels=model.kernels,
-        most_bytes=most_bytes(groups, max_model_len, config.scheduler.max_num_seqs, interval),
-        longest_bytes=_longest_bytes(groups, max_model_len),
-        concurrency=concurrency,
-        step=step,
-        is_encoder=isinstance(model, Encoder),
-    )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _stored(config: EngineConfig, dtype: torch.dtype) -> str:
-    """Return the name of the dtype of stored keys and values.
-
-    Raises:
-        ConfigError: a dtype that the deterministic kernels do not support, with `deterministic`.
-    """
-    stored, plain = config.cache.kv_cache_dtype, _name(dtype)
-    if stored == "auto":
-        return plain
-    if config.model.deterministic and stored not in (plain, "int8"):
-        raise ConfigError(
-            f"deterministic needs kv_cache_dtype 'auto', {plain!r} or 'int8', got {stored!r}", field="kv_cache_dtype"
-        )
-    return stored
-
-
-def _step_cost(
-    config: EngineConfig, model: Decoder | Encoder, draft: Decoder | None, device: str, stored: str
-) -> StepCost:
-    """Return the GPU memory of a step; zero on a CPU, where it is not measured, and for an encoder.
-
-    Args:
-        config: configuration of the engine.
-        model: the model.
-        draft: a draft model, which runs before it, or its MTP head, which runs after it too.
-        device: "cpu" or "cuda".
-        stored: dtype of stored keys and values.
-    """
-    if device == "cpu" or isinstance(model, Encoder):
-        return StepCost()
-    limits = StepLimits(
-        config.scheduler.max_num_seqs,
-        step_tokens(config.scheduler, device),
-        context_length(config.model.max_model_len, model.spec.max_position),
-        config.cache.block_size,
-        config.speculative.num_tokens,
-    )
-    if isinstance(draft, MTPHead):
-        return measure_step_cost(model, limits, model.dtype, stored, draft)
-    costs = [measure_step_cost(each, limits, each.dtype, stored) for each in (model, draft) if each]
-    return StepCost(
-        fixed_bytes=max(cost.fixed_bytes for cost in costs), bytes_per_token=max(cost.bytes_per_token for cost in costs)
-    )
-
-
-def _longest_bytes(groups: Sequence[KVCacheSpec], max_model_len: int) -> int:
-    """Return the bytes of the smallest pool that holds one sequence of `max_model_len` tokens."""
-    return ArenaSizing.of(groups, 0).bytes_for(max_model_len)
 
 
 def _open_log(path: str | None) -> TextIO | None:

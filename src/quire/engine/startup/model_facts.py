@@ -1,0 +1,111 @@
+"""The facts of a loaded model on which the engine's configuration depends: caches, memory of a step, concurrency."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from quire.capacity.pool_sizing import memory_concurrency, size_pool
+from quire.config import CACHE_DTYPES, EngineConfig, ModelFacts, StepCost, context_length, step_tokens
+from quire.errors import ConfigError
+from quire.execution.gpu_memory_profile import StepLimits, measure_step_cost
+from quire.memory.capacity.sizing import ArenaSizing, most_bytes, tokens_bytes
+from quire.memory.specs import KVCacheSpec
+from quire.models.cache_layout import cache_specs
+from quire.models.decoder import Decoder
+from quire.models.encoder import Encoder
+from quire.models.mtp import MTPHead
+
+
+def cache_groups(config: EngineConfig, model: Decoder | Encoder, stored: str) -> tuple[KVCacheSpec, ...]:
+    """Return the cache groups of a model, in the order of its storages."""
+    return cache_specs(model.spec, config.cache.block_size, CACHE_DTYPES[stored], model.dtype.itemsize)
+
+
+def model_facts(
+    config: EngineConfig, model: Decoder | Encoder, groups: Sequence[KVCacheSpec], step: StepCost, device: str
+) -> ModelFacts:
+    """Return the model's facts for the resolution of the configuration.
+
+    Args:
+        config: configuration of the engine.
+        model: the model.
+        groups: the cache groups.
+        step: memory of the largest step.
+        device: "cpu" or "cuda".
+    """
+
+    def concurrency(num_blocks: int) -> int:
+        return memory_concurrency(config, size_pool(groups, num_blocks), max_model_len, device)
+
+    max_model_len = context_length(config.model.max_model_len, model.spec.max_position)
+    interval = config.cache.state_snapshot_interval
+    return ModelFacts(
+        max_position=model.spec.max_position,
+        bytes_per_token=tokens_bytes(groups) // config.cache.block_size,
+        vocab_size=model.spec.vocab_size,
+        num_parameters=sum(math.prod(shape) for shape in model.weights.shapes().values()),
+        dtype=_name(model.dtype),
+        kernels=model.kernels,
+        most_bytes=most_bytes(groups, max_model_len, config.scheduler.max_num_seqs, interval),
+        longest_bytes=_longest_bytes(groups, max_model_len),
+        concurrency=concurrency,
+        step=step,
+        is_encoder=isinstance(model, Encoder),
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def stored_dtype(config: EngineConfig, dtype: torch.dtype) -> str:
+    """Return the name of the dtype of stored keys and values.
+
+    Raises:
+        ConfigError: a dtype that the deterministic kernels do not support, with `deterministic`.
+    """
+    stored, plain = config.cache.kv_cache_dtype, _name(dtype)
+    if stored == "auto":
+        return plain
+    if config.model.deterministic and stored not in (plain, "int8"):
+        raise ConfigError(
+            f"deterministic needs kv_cache_dtype 'auto', {plain!r} or 'int8', got {stored!r}", field="kv_cache_dtype"
+        )
+    return stored
+
+
+def step_cost(
+    config: EngineConfig, model: Decoder | Encoder, draft: Decoder | None, device: str, stored: str
+) -> StepCost:
+    """Return the GPU memory of a step; zero on a CPU, where it is not measured, and for an encoder.
+
+    Args:
+        config: configuration of the engine.
+        model: the model.
+        draft: a draft model, which runs before it, or its MTP head, which runs after it too.
+        device: "cpu" or "cuda".
+        stored: dtype of stored keys and values.
+    """
+    if device == "cpu" or isinstance(model, Encoder):
+        return StepCost()
+    limits = StepLimits(
+        config.scheduler.max_num_seqs,
+        step_tokens(config.scheduler, device),
+        context_length(config.model.max_model_len, model.spec.max_position),
+        config.cache.block_size,
+        config.speculative.num_tokens,
+    )
+    if isinstance(draft, MTPHead):
+        return measure_step_cost(model, limits, model.dtype, stored, draft)
+    costs = [measure_step_cost(each, limits, each.dtype, stored) for each in (model, draft) if each]
+    return StepCost(
+        fixed_bytes=max(cost.fixed_bytes for cost in costs), bytes_per_token=max(cost.bytes_per_token for cost in costs)
+    )
+
+
+def _longest_bytes(groups: Sequence[KVCacheSpec], max_model_len: int) -> int:
+    """Return the bytes of the smallest pool that holds one sequence of `max_model_len` tokens."""
+    return ArenaSizing.of(groups, 0).bytes_for(max_model_len)
