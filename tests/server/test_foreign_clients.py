@@ -144,8 +144,8 @@ CONSTRAINTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": OPEN_SCHEMA}}},
         ("fox", "owl"),
     ),
-    "format": ({"format": {**OPEN_SCHEMA, "additionalProperties": False}}, ("fox", "owl")),
-    "json_schema": ({"json_schema": {**OPEN_SCHEMA, "additionalProperties": False}}, ("fox", "owl")),
+    "format": ({"format": OPEN_SCHEMA}, ("fox", "owl")),
+    "json_schema": ({"json_schema": OPEN_SCHEMA}, ("fox", "owl")),
     "disable_additional_properties": (
         {"structured_outputs": {"json": OPEN_SCHEMA, "disable_additional_properties": True}},
         ("fox", "owl"),

@@ -324,6 +324,7 @@ class ResponseReply:
     def _open(self, piece: Piece | Reasoning) -> Iterator[dict[str, Any]]:
         """Begin an item: a call of a function, a message, or reasoning."""
         self._text = []
+        item: dict[str, Any]
         if isinstance(piece, CallDelta):
             call = {"call_id": self._parts.new_id(), "name": piece.name, "arguments": ""}
             item = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call", **call}

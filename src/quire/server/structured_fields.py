@@ -76,6 +76,8 @@ def _read(fields: Fields, name: str) -> tuple[dict[str, Any], dict[str, str]] | 
         kind = "json"
         if not isinstance(value, dict):
             raise InvalidParameter(name, value, '"json" or a JSON schema')
+    if name in ("format", "json_schema") and isinstance(value, dict):
+        value = _close(value, name)
     return {kind: value}, {f"structured_outputs.{kind}": name, "structured_outputs": name}
 
 

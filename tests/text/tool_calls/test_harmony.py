@@ -95,7 +95,7 @@ def test_the_grammar_takes_calls_of_the_functions_only(walker: Walker) -> None:
         assert not walker.takes(grammar, text), text
     required = HarmonyCalls().grammar(CallRules(functions=FUNCTIONS[:1], is_required=True, tokens=walker.tokens))
     assert not walker.takes(required, answer)
-    either = calls_or_answer(required, StructuredOutputs(choice=["yes"]), HarmonyCalls.answer_head)
+    either = calls_or_answer(required, StructuredOutputs(choice=("yes",)), HarmonyCalls.answer_head)
     assert walker.takes(either, THOUGHT + head + ARGUMENTS)
     assert walker.takes(either, "<|channel|>final<|message|>yes")
     assert not walker.takes(either, answer)

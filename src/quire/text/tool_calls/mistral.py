@@ -73,7 +73,7 @@ class Mistral:
         assert begin is not None
         end = yield from incoming.name(begin)
         name = None if end is None else incoming.text[begin:end]
-        if end is None or name not in reader.functions:
+        if end is None or name is None or name not in reader.functions:
             return None
         marked = yield from incoming.literal(end, CALL_ID)
         if marked is not None:
