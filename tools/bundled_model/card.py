@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill, wrap
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -39,13 +40,14 @@ seeded grammar, no text of others), the tokenizer and the weights.
 | Tokenizer | byte-level BPE, {vocab:,} tokens, all 256 bytes among them, so any UTF-8 text comes back unchanged |
 | Longest sequence | {positions:,} tokens |
 | End of text | `<|eos|>` after a story, `<|end|>` after a turn of a chat |
+| Tokens of tools and thinking | the last six, in the place of the last six merges of the first training's tokenizer |
 | Tools | listed as signatures after `<|tools|>`, called in Hermes' format, results in the role `tool` |
 | Thinking | between `<think>` and `</think>`, where the template's `enable_thinking` is true; not by default |
 | Licence | that of Quire |
 
 ## Training
 
-{training}
+{training}{losses}
 ## Samples
 
 The best token at every step (temperature 0), as the files here give it in float32:
@@ -81,18 +83,19 @@ RUN = """```
 | Sequences | whole documents packed into rows of 256, 512 and 1,024 tokens, hidden from each other |
 | Final training loss | {train_loss:.4f} (mean of the last 100 steps) |
 | Held-out loss | {held_out_loss:.4f} (documents of another seed) |
-{skill_row}
-{note}Only stories, facts and the assistant's turns count in the loss, not what the user says. The losses are in nats
+{skill_row}{note}"""
+
+CONTINUED = """
+### Continued, with tools and thinking
+
+The training went on from the weights above.
+
+"""
+LOSSES = """
+Only stories, facts and the assistant's turns count in the loss, not what the user says. The losses are in nats
 per token. Much of what is left is the free choice of names, things and events in the corpus, which nobody can
 foresee. The tokenizer and the corpus are the same on every machine; the weights are the same for the same seed,
 thread count, processor and version of torch, as long as a limit given with `--minutes` does not end the run early.
-"""
-
-CONTINUED = """### Continued: tools and thinking
-
-The training went on from the weights above. The last six merges of the tokenizer have made room for the markers of
-tools and thinking; all other tokens, and the prompts of chats without tools and thinking, are as before.
-
 """
 SECTION = re.compile(r"^## Training\n\n(.*?)(?=^## )", re.MULTILINE | re.DOTALL)
 
@@ -132,7 +135,7 @@ def training_section(folder: Path) -> str:
     """
     card = folder / "README.md"
     found = SECTION.search(card.read_text(encoding="utf-8")) if card.is_file() else None
-    return found[1] if found else ""
+    return found[1].removesuffix(f"{LOSSES}\n") if found else ""
 
 
 def run_text(run: TrainingRun) -> str:
@@ -143,9 +146,9 @@ def run_text(run: TrainingRun) -> str:
     """
     skills = run.held_out_skill_loss
     return RUN.format(
-        command=run.command,
+        command=" \\\n    ".join(wrap(run.command, 110, break_on_hyphens=False)),
         machine=run.machine,
-        note=f"{run.note}\n\n" if run.note else "",
+        note=f"\n{run.note}\n" if run.note else "",
         minutes=run.seconds / 60,
         pace=run.tokens / run.seconds,
         tokens=run.tokens,
@@ -165,8 +168,8 @@ def write_card(folder: Path, run: TrainingRun, earlier: str = "") -> None:
         earlier: text about the training that this one continues; "" for none.
     """
     model, tokenizer = load(folder)
-    samples = [f"> **{text}**{write(model, tokenizer, BOS + text)}" for text in STORIES]
-    samples += [f"> **User:** {text}\n>\n> {write(model, tokenizer, prompt_of(asked(text)))}" for text in QUESTIONS]
+    samples = [quoted(f"**{text}**{write(model, tokenizer, BOS + text)}") for text in STORIES]
+    samples += [quoted(f"**User:** {text}", write(model, tokenizer, prompt_of(asked(text)))) for text in QUESTIONS]
     if run.held_out_skill_loss is not None:
         samples += skill_samples(model, tokenizer)
     shape = model.shape
@@ -180,6 +183,7 @@ def write_card(folder: Path, run: TrainingRun, earlier: str = "") -> None:
         positions=shape.positions,
         parameters=sum(weight.numel() for weight in model.parameters()),
         training=f"{earlier}{CONTINUED}{run_text(run)}" if earlier else run_text(run),
+        losses=LOSSES,
         samples="\n\n".join(samples),
     )
     (folder / "README.md").write_text(card, encoding="utf-8")
@@ -196,15 +200,20 @@ def skill_samples(model: SmallLlama, tokenizer: Tokenizer) -> list[str]:
     for text in THOUGHTFUL:
         said = write(model, tokenizer, prompt_of(asked(text), is_thinking=True))
         thought, _, answer = said.partition(END_THINK)
-        samples.append(f"> **User:** {text}\n>\n> *{thought}*\n>\n> {answer}")
+        samples.append(quoted(f"**User:** {text}", f"*{thought}*", answer))
     messages = asked(TOOL_QUESTION)
     said = write(model, tokenizer, prompt_of(messages, TOOLS))
     called = {"type": "function", "function": {"name": WEATHER["name"], "arguments": {"city": TOOL_CITY}}}
     messages += [{"role": "assistant", "content": "", "tool_calls": [called]}, {"role": "tool", "content": TOOL_RESULT}]
     answer = write(model, tokenizer, prompt_of(messages, TOOLS))
-    turns = (f"**Tools:** {signature(TOOLS[0])}", f"**User:** {TOOL_QUESTION}", f"`{said}`".replace("\n", " "),
-             f"**Tool:** {TOOL_RESULT}", answer)  # fmt: skip
-    return [*samples, "\n>\n".join(f"> {turn}" for turn in turns)]
+    call = f"`{said}`".replace("\n", " ")
+    turns = f"**Tools:** {signature(TOOLS[0])}", f"**User:** {TOOL_QUESTION}", call, f"**Tool:** {TOOL_RESULT}", answer
+    return [*samples, quoted(*turns)]
+
+
+def quoted(*paragraphs: str) -> str:
+    """Return paragraphs as a quotation in Markdown, in lines of at most 120 columns."""
+    return "\n>\n".join(fill(text, 120, initial_indent="> ", subsequent_indent="> ") for text in paragraphs)
 
 
 def asked(text: str) -> list[dict[str, Any]]:

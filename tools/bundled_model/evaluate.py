@@ -17,26 +17,38 @@ from typing import Any
 
 from quire import LLM, SamplingParams
 from quire.engine.outputs.outputs import CompletionOutput
+from tools.bundled_model import words
 from tools.bundled_model.stories import pick
 from tools.bundled_model.tool_chats import Exchange, Tool, exchange, plain_exchange, some_tools
+from tools.bundled_model.tool_kinds import CITIES, KINDS
 
 Messages = list[dict[str, Any]]
 SEED = 30
+NAMES = frozenset({*CITIES, *words.GIRLS, *words.BOYS})
 
 
-def cases(count: int) -> Iterator[tuple[list[Tool], Exchange]]:
+def cases(count: int, *, with_invented: bool) -> Iterator[tuple[list[Tool], Exchange]]:
     """Yield tools, and a question that one of them answers, in phrasings that only the evaluation has.
 
     Args:
         count: number of questions.
+        with_invented: True for tools or names that are invented, False for those of the training.
     """
     rng = random.Random(SEED)
     while count:
         tools = some_tools(rng, pick(rng, (1, 2, 3, 4)))
-        told = exchange(rng, pick(rng, tuple(tools)), is_held_out=True)
-        if not told.results[0].startswith("error"):
+        tool = pick(rng, tuple(tools))
+        told = exchange(rng, tool, is_held_out=True)
+        if not told.results[0].startswith("error") and is_invented(tool, told) == with_invented:
             count -= 1
             yield tools, told
+
+
+def is_invented(tool: Tool, told: Exchange) -> bool:
+    """Return whether a tool, or a name in its call, is invented."""
+    arguments = told.calls[0]["function"]["arguments"]
+    names = [arguments[tool.parameters[slot]] for slot in ("city", "person") if slot in tool.parameters]
+    return tool.kind not in KINDS or any(name not in NAMES for name in names)
 
 
 class Evaluation:
@@ -69,17 +81,19 @@ class Evaluation:
         if self._is_verbose and not is_right:
             print(name, *map(repr, shown), sep=" | ")
 
-    def call(self, tools: list[Tool], told: Exchange) -> None:
+    def call(self, tools: list[Tool], told: Exchange, kind: str = "") -> None:
         """Ask a question for which a tool is to be called, without thinking and with it, and give the result."""
         messages = told.messages()
         expected = [call_line(call["function"]["name"], call["function"]["arguments"]) for call in told.calls]
         sample = self.sample(messages[:1], tools)
-        self.count("call", lines(sample) == expected, told.question, sample.text, expected)
+        self.count(f"call{kind}", lines(sample) == expected, told.question, sample.text, expected)
         sample = self.sample(messages[:-1], tools)
-        self.count("answer from the result", sample.content == told.answer, told.question, sample.text, told.answer)
+        self.count(
+            f"answer from the result{kind}", sample.content == told.answer, told.question, sample.text, told.answer
+        )
         sample = self.sample(messages[:1], tools, enable_thinking=True)
         is_right = bool(sample.reasoning) and lines(sample) == expected
-        self.count("call after thinking", is_right, told.question, sample.text, expected)
+        self.count(f"call after thinking{kind}", is_right, told.question, sample.text, expected)
 
     def no_call(self, rng: random.Random) -> None:
         """Ask a question that needs no tool, with tools, and without them with thinking."""
@@ -117,9 +131,11 @@ def main() -> None:
     with closing(LLM(options.model, num_threads=1, num_kv_blocks=256)) as llm:
         evaluation = Evaluation(llm, is_verbose=options.wrong)
         rng = random.Random(SEED + 1)
-        for tools, told in cases(options.count):
+        for tools, told in cases(options.count, with_invented=False):
             evaluation.call(tools, told)
             evaluation.no_call(rng)
+        for tools, told in cases(options.count, with_invented=True):
+            evaluation.call(tools, told, " (invented tool or name)")
     for name, asked in evaluation.asked.items():
         right = evaluation.right[name]
         print(f"{name}: {right} of {asked} ({right / asked:.1%})")
