@@ -57,7 +57,7 @@ def test_the_result_is_in_the_answer(llm: LLM) -> None:
     question = {"role": "user", "content": "What is the weather in Oslo?"}
     sample = ask(llm, question, tools=TOOLS)
     calls = [call.as_message() for call in sample.tool_calls or ()]
-    turn = [question, {"role": "assistant", "content": sample.content, "tool_calls": calls}]
+    turn: list[dict[str, Any]] = [question, {"role": "assistant", "content": sample.content, "tool_calls": calls}]
     for result, word in (("snow", "snowing"), ("rain", "raining")):
         told = {"role": "tool", "tool_call_id": calls[0]["id"], "content": result}
         answer = ask(llm, *turn, told, tools=TOOLS)

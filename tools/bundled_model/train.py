@@ -1,6 +1,7 @@
 """Training of the bundled model from scratch: corpus, tokenizer, weights and files in one command.
 
-Run it from the root of the repository, first for stories and conversations, then for tools and thinking::
+Run it from the root of the repository, first for stories and conversations, then, with `--start` and `--skills`, for
+tools and thinking (the card of the model has every command that made it)::
 
     python -m tools.bundled_model.train --out src/quire/bundled --tokens 12000000 --minutes 600
     python -m tools.bundled_model.train --start src/quire/bundled --out src/quire/bundled --skills 0.65 --seed 17 \
