@@ -67,7 +67,7 @@ def tensors_of(config: dict[str, Any]) -> dict[str, Tensor]:
     frequencies = config["rope_theta"] ** (-torch.arange(half) / half)
 
     # Layer 0: a key that is the same everywhere, and a query that is it, turned back by some positions.
-    layer, before = _Layer(tensors, 0, group, config["head_dim"]), _root_mean_square(2, config)
+    layer, before = _CopierLayer(tensors, 0, group, config["head_dim"]), _root_mean_square(2, config)
     for back in range(NUM_BACK):
         query, key, value, output = layer.head(back)
         angles = -(back + 1) * frequencies[FAST]
@@ -79,7 +79,7 @@ def tensors_of(config: dict[str, Any]) -> dict[str, Tensor]:
     layer.sharpen(SHARPNESS / 0.1)
 
     # Layer 1: a key of what stands before, and a query of what stands there now.
-    layer, before = _Layer(tensors, 1, group, config["head_dim"]), _root_mean_square(2 + NUM_BACK, config)
+    layer, before = _CopierLayer(tensors, 1, group, config["head_dim"]), _root_mean_square(2 + NUM_BACK, config)
     count = SLOW.stop - SLOW.start
     mix = [random(2 * count, SHORT) for _ in range(NUM_BACK)]
     for part in range(NUM_PARTS):
@@ -105,7 +105,7 @@ def _root_mean_square(num_parts: int, config: dict[str, Any]) -> float:
     return math.sqrt(num_parts / float(config["hidden_size"]))
 
 
-class _Layer:
+class _CopierLayer:
     """The attention of one layer, its heads emptied as they are asked for."""
 
     def __init__(self, tensors: dict[str, Tensor], layer: int, group: int, head_dim: int) -> None:

@@ -5,7 +5,7 @@ trained on, and is compared with itself in bfloat16: perplexity of the parts tha
 divergence of the probabilities of all tokens, and the share of places where the likeliest token is the same. The
 default text of a calibration is of the same generator, from another seed.
 
-A model of 23 million parameters: the second command of `tools/bundled_model/train.py`.
+A model of 23 million parameters: the last command of `tools/bundled_model/train.py`.
 """
 
 from __future__ import annotations

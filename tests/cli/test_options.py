@@ -208,7 +208,7 @@ def test_every_line_of_the_help_has_its_default() -> None:
         _, *entries = re.split(r"\n  (?=--)", output.getvalue().partition("model options:")[2])
         shown |= {entry.split()[0]: " ".join(entry.split()) for entry in entries}
     exclusive = ("--json-schema", "--json-object", "--regex", "--choice", "--grammar")
-    plain = ("--watch", "--reasoning-content")
+    plain = ("--watch", "--reasoning-content", "--log-requests,", "--allow-runtime-lora-updating")
     silent = {name for name, text in shown.items() if "default" not in text.lower()}
     assert silent <= {*exclusive, *plain}
     assert not re.search(r"\bNone\b", " ".join(shown.values()))

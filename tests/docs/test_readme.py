@@ -26,8 +26,25 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 OFFLINE = [block for block in blocks(README, "python") if "LLM(" in block]
-PAGES_RUN = ("decoding.md", "from-vllm.md", "python.md")
-INTERFACE = [block for page in PAGES_RUN for block in blocks(ROOT / "docs" / page, "python")]
+PAGES_RUN = ("decoding.md", "from-vllm.md", "python.md", "serving.md")
+INTERFACE = [block for page in PAGES_RUN for block in blocks(ROOT / "docs" / page, "python") if "OpenAI(" not in block]
+CLIENTS = [
+    block for page in (README, ROOT / "docs" / "agents.md") for block in blocks(page, "python") if "OpenAI(" in block
+]
+# The output that a page shows directly after an example.
+PRINTED = {
+    code: output
+    for page in PAGES
+    for code, output in re.findall(
+        r"^```python\n(.*?)^```\n\n^```text\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+}
+# Requests that a page shows with the choice of the answer.
+ANSWERED = re.findall(
+    r"^```console\n([^`]*)^```\n\n(?:[^\n]*\n\n)?^```json\n([^`]*)^```$",
+    (ROOT / "docs" / "serving.md").read_text(encoding="utf-8"),
+    re.MULTILINE,
+)
 # Runs examples one after the other, each in a namespace of its own; ends at the first one that fails.
 RUN_ALL = """
 import contextlib, io, json, sys
@@ -65,18 +82,20 @@ def test_the_examples_of_decoding_and_of_the_interface_run(code: str, outputs: d
     assert output.strip()
     assert "Majority" not in code or "the others agree" in output
     assert "AsyncLLM" not in code or ("abort" in output and 'write swap_space="4GiB"' in output)
+    assert output == PRINTED.get(code, output)
 
 
-def test_the_client_example_runs_against_a_server(server_address: str) -> None:
-    code = next(block for block in blocks(README, "python") if "OpenAI(" in block)
+@pytest.mark.parametrize("code", CLIENTS)
+def test_a_client_example_runs_against_a_server(code: str, server_address: str) -> None:
     assert DEFAULT_ADDRESS in code
-    code = code.replace(DEFAULT_ADDRESS, server_address)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    there = code.replace(DEFAULT_ADDRESS, server_address)
+    done = subprocess.run([sys.executable, "-c", there], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip()
+    assert done.stdout == PRINTED.get(code, done.stdout)
 
 
-@pytest.mark.parametrize("command", blocks(ROOT / "docs" / "protocols.md", "console"))
-def test_a_request_of_each_protocol_is_answered(command: str, server_address: str) -> None:
+def sent(command: str, server_address: str) -> httpx.Response:
+    """Send the request of a command line, and return the answer."""
     words = shlex.split(command)
     assert words[:2] == ["$", "curl"]
     assert words[2].startswith(DEFAULT_ADDRESS)
@@ -84,6 +103,22 @@ def test_a_request_of_each_protocol_is_answered(command: str, server_address: st
     url = words[2].replace(DEFAULT_ADDRESS, server_address)
     answer = httpx.post(url, content=body, headers=dict([header.split(": ")]), timeout=60)
     assert answer.status_code == 200, answer.text
+    return answer
+
+
+@pytest.mark.parametrize("command", blocks(ROOT / "docs" / "protocols.md", "console"))
+def test_a_request_of_each_protocol_is_answered(command: str, server_address: str) -> None:
+    assert sent(command, server_address).content
+
+
+def test_requests_with_tools_and_reasoning_have_the_answers_that_are_shown(server_address: str) -> None:
+    assert len(ANSWERED) == 2
+    for command, shown in ANSWERED:
+        (choice,) = sent(command, server_address).json()["choices"]
+        expected = json.loads(shown)
+        for call in (*choice["message"].get("tool_calls", ()), *expected["message"].get("tool_calls", ())):
+            assert call.pop("id").startswith("call_")
+        assert choice == expected
 
 
 def quire_commands() -> list[str]:

@@ -9,7 +9,8 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.config import Quantization
 
-PROMPTS = ["Once upon a time", "The little dog", "What is a cat?"]
+# Their next words are no near ties, as those of "Once upon a time" are.
+PROMPTS = ["Once upon a time, a small fox", "Tom", "The old sailor had a boat, and every day he"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 
 

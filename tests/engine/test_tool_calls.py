@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import random
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from quire import LLM, SamplingParams, ToolCall
 from quire.engine.outputs.outputs import CompletionOutput
 from quire.errors import InvalidParameter, RequestError, UnsupportedFeature
+from tests.server import checkpoint
 from tests.server.tool_checkpoint import BARE, PATHS, REQUIRED_FORMS, save
 from tests.text.tool_calls.schema_check import fits
 
@@ -170,18 +170,6 @@ def test_beams_and_the_best_of_several_call_too(load: Load, form: str, params: d
         assert all(fits(json.loads(arguments), SCHEMAS[name]) for name, arguments in told(sample))
 
 
-@needs_grammars
-def test_the_example_of_the_documents_runs(load: Load, capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
-    (code,) = [block for block in re.findall(r"^```python\n(.*?)^```$", page, re.S | re.M) if "tools=tools" in block]
-    assert 'LLM("Qwen/Qwen3-0.6B")' in code
-    names = {"load": load}
-    exec(code.replace('LLM("Qwen/Qwen3-0.6B")', 'load("hermes")'), names)
-    shown = capsys.readouterr().out
-    assert shown.startswith("get_weather {")
-    assert shown.endswith("I look.\n")
-
-
 # ---- a model that would do worse ----
 
 # Calls that no schema holds.
@@ -319,8 +307,8 @@ def test_what_are_no_parameters_is_named(hermes: LLM) -> None:
     assert caught.value.field == "sampling_params"
 
 
-def test_a_model_that_knows_no_tools_says_so() -> None:
-    llm = LLM("bundled", num_kv_blocks=64, num_threads=1)
+def test_a_model_that_knows_no_tools_says_so(tmp_path: Path) -> None:
+    llm = LLM(str(checkpoint.save(tmp_path)), max_model_len=512, num_kv_blocks=64, num_threads=1)
     with pytest.raises(RequestError) as caught:
         only(llm)
     assert caught.value.field == "tools"

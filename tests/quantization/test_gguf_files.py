@@ -19,6 +19,7 @@ from quire.models.loading import load_decoder
 from quire.quantization.gguf_vocabulary import tokenizer_fields
 from quire.quantization.paged_rows import run_sequences
 from quire.quantization.quantize import QuantizeOptions, quantize
+from quire.sequences.params import SamplingParams
 from quire.text.gguf_tokenizer import read_gguf_tokenizer
 from quire.text.tokenizer import Tokenizer
 from tests.conformance.checkpoints import FAMILIES, LLAMA3_ROPE, ragged_prompts, save_checkpoint
@@ -93,15 +94,19 @@ def test_types_of_a_mix(tmp_path: Path) -> None:
     assert {types[f"blk.{idx}.ffn_up.weight"] for idx in range(4)} == {"Q4_K"}
 
 
+# A GGUF file recommends no temperature, and a hot sample may be longer.
+GREEDY = SamplingParams(temperature=0)
+
+
 def test_the_bundled_model_is_served_with_its_tokenizer(tmp_path: Path) -> None:
     out = tmp_path / "bundled.gguf"
     quantize("bundled", out, QuantizeOptions("bf16"))
     messages = [{"role": "user", "content": "Where do penguins live?"}]
     with LLM("bundled", num_kv_blocks=64, max_model_len=256) as llm:
-        expected = llm.chat(messages, llm.get_default_sampling_params())[0]
+        expected = llm.chat(messages, GREEDY)[0]
         greedy = llm.generate("Once upon a time")[0].outputs[0].token_ids
     with LLM(str(out), num_kv_blocks=64, max_model_len=256) as llm:
-        found = llm.chat(messages)[0]
+        found = llm.chat(messages, GREEDY)[0]
         assert llm.generate("Once upon a time")[0].prompt_token_ids[0] == 0
         assert len(greedy) > 0
     assert found.prompt_token_ids == expected.prompt_token_ids

@@ -135,7 +135,14 @@ def test_the_tree_is_read_again_when_something_changed_and_readers_are_bounded(
 
 @pytest.mark.parametrize("path", ["/kv/tree", "/kv/map", "/kv/block?pool=0&block=1", "/kv/request?number=1"])
 def test_the_views_need_the_operator_s_key_where_there_is_one(path: str) -> None:
+    class Counts:
+        def on_http_request(self, route: str, method: str, status: int) -> None:
+            assert (route, method) == (path.partition("?")[0], "GET")
+            assert status in (401, 403)
+
     class Nothing:
+        metrics = Counts()
+
         def change_mark(self) -> tuple[int, ...]:
             raise AssertionError("a refused request must not reach the engine")
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 
-from tools.bundled_model.corpus import BOS, SPECIALS, documents
+from tools.bundled_model.conversation import MARKERS, ROLE_MARKERS
+from tools.bundled_model.corpus import BOS, SPECIALS, Document, documents
 
 LENGTHS = (256, 512, 1024)
 
@@ -39,6 +42,25 @@ def train_tokenizer(seed: int, count: int, vocab: int) -> Tokenizer:
         single=f"{BOS} $A", pair=f"{BOS} $A {BOS}:1 $B:1", special_tokens=[(BOS, bos)]
     )
     return tokenizer
+
+
+def with_markers(tokenizer: Tokenizer) -> Tokenizer:
+    """Return a tokenizer whose last merges have made room for the markers of tools and thinking.
+
+    The other tokens keep their ids, and the size of the vocabulary stays.
+
+    Args:
+        tokenizer: tokenizer without the markers.
+    """
+    state = json.loads(tokenizer.to_str())
+    kept, merges = state["model"]["vocab"], state["model"]["merges"]
+    size = len(kept) - len(MARKERS)
+    state["model"]["vocab"] = {token: token_id for token, token_id in kept.items() if token_id < size}
+    state["model"]["merges"] = merges[: -len(MARKERS)]
+    marked = Tokenizer.from_str(json.dumps(state))
+    # As with Qwen's tokenizers, marks of calls and of thinking are text; those of roles are not.
+    marked.add_tokens([AddedToken(text, special=text in ROLE_MARKERS, normalized=False) for text in MARKERS])
+    return marked
 
 
 def _without_specials(pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
@@ -113,19 +135,18 @@ def id_of(tokenizer: Tokenizer, token: str) -> int:
     return found
 
 
-def encode(tokenizer: Tokenizer, seed: int, tokens: int) -> list[tuple[list[int], list[bool]]]:
+def encode(tokenizer: Tokenizer, stream: Iterator[Document], tokens: int) -> list[tuple[list[int], list[bool]]]:
     """Return encoded documents with a total number of tokens.
 
     Args:
         tokenizer: the tokenizer.
-        seed: seed of the documents.
+        stream: endless documents.
         tokens: number of tokens.
 
     Returns:
         Ids and learning flags for each document.
     """
     encoded: list[tuple[list[int], list[bool]]] = []
-    stream = documents(seed)
     while tokens > 0:
         made = list(islice(stream, 2000))
         texts = [text for pieces in made for text, _ in pieces]

@@ -9,20 +9,10 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
+from tools.bundled_model.conversation import CHAT_TEMPLATE
 from tools.bundled_model.corpus import BOS, END, EOS
 from tools.bundled_model.data import id_of
 from tools.bundled_model.model import SmallLlama
-
-CHAT_TEMPLATE = (
-    "{{ bos_token }}"
-    "{% for message in messages %}"
-    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
-    "{{ raise_exception('The roles are system, user and assistant.') }}"
-    "{% endif %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] | trim + '<|end|>' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
 
 
 def _write_json(path: Path, content: dict[str, object]) -> None:

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from tools.bundled_model.corpus import ASSISTANT, BOS, END, EOS, USER
+from tools.bundled_model.conversation import prompt_of
+from tools.bundled_model.corpus import BOS, END, EOS
 from tools.bundled_model.data import id_of
 from tools.bundled_model.model import LlamaShape, SmallLlama
 
@@ -21,6 +22,11 @@ QUESTIONS = (
     "What is two plus three?",
     "Tell me a story about a brave mouse.",
 )
+THOUGHTFUL = ("What is the opposite of hot?", "Tell me a story about a brave mouse.")
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {"name": "get_weather", "description": "The weather of a city.", "parameters": CITY}
+TOOLS = [{"type": "function", "function": WEATHER}]
+TOOL_QUESTION, TOOL_CITY, TOOL_RESULT = "Do I need an umbrella in Paris?", "Paris", "rain"
 
 
 def load(folder: Path) -> tuple[SmallLlama, Tokenizer]:
@@ -102,13 +108,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--story", action="append", default=[], help="beginning of a story")
     parser.add_argument("--ask", action="append", default=[], help="question to the assistant")
+    parser.add_argument("--think", action="store_true", help="let the assistant think before it answers")
     options = parser.parse_args()
     model, tokenizer = load(options.model)
     plain = not options.story and not options.ask
     for text in STORIES if plain else options.story:
         print(f"{text}|{write(model, tokenizer, BOS + text, options.temperature, options.seed)}\n")
     for text in QUESTIONS if plain else options.ask:
-        prompt = f"{BOS}{USER}{text}{END}{ASSISTANT}"
+        prompt = prompt_of([{"role": "user", "content": text}], is_thinking=options.think)
         print(f"> {text}\n{write(model, tokenizer, prompt, options.temperature, options.seed)}\n")
 
 

@@ -1,8 +1,11 @@
 """Training of the bundled model from scratch: corpus, tokenizer, weights and files in one command.
 
-Run it from the root of the repository::
+Run it from the root of the repository, first for stories and conversations, then, with `--start` and `--skills`, for
+tools and thinking (the card of the model has every command that made it)::
 
-    python -m tools.bundled_model.train --out src/quire/bundled
+    python -m tools.bundled_model.train --out src/quire/bundled --tokens 12000000 --minutes 600
+    python -m tools.bundled_model.train --start src/quire/bundled --out src/quire/bundled --skills 0.65 --seed 17 \
+        --tokens 4000000 --rate 2e-3 --warm 80
 
 A larger model of the same corpus, of 23 million parameters, to measure what quantisation costs one (no card of it is
 written)::
@@ -17,6 +20,8 @@ import argparse
 import json
 import math
 import random
+import shlex
+import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,12 +30,23 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
-from tools.bundled_model.card import TrainingRun, write_card
+from tools.bundled_model.card import TrainingRun, training_section, write_card
+from tools.bundled_model.conversation import MARKERS, THINK
 from tools.bundled_model.corpus import EOS
-from tools.bundled_model.data import TrainingBatch, encode, id_of, pack, schedule, to_batch, train_tokenizer
+from tools.bundled_model.data import (
+    TrainingBatch,
+    encode,
+    id_of,
+    pack,
+    schedule,
+    to_batch,
+    train_tokenizer,
+    with_markers,
+)
 from tools.bundled_model.export import export
 from tools.bundled_model.model import LlamaShape, SmallLlama
 from tools.bundled_model.sample import load
+from tools.bundled_model.skills import mixed_documents
 
 
 @dataclass(frozen=True)
@@ -47,6 +63,7 @@ class Plan:
         decay: weight decay of the matrices.
         minutes: time limit; the schedule of the learning rate follows it where it ends the training early.
         every: steps between two measurements on held-out text.
+        skills: part of the documents that are about tools and thinking.
     """
 
     seed: int = 7
@@ -58,6 +75,7 @@ class Plan:
     decay: float = 0.05
     minutes: float = 600.0
     every: int = 250
+    skills: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -68,7 +86,8 @@ class Result:
         steps: number of steps.
         tokens: tokens seen, padding not counted.
         train_loss: mean loss of the last hundred steps.
-        held_out_loss: loss on documents of another seed.
+        held_out_loss: loss on documents of another seed, without tools and thinking.
+        held_out_skill_loss: loss on those with tools and thinking; None where the training has none.
         seconds: time of the training.
     """
 
@@ -76,6 +95,7 @@ class Result:
     tokens: int
     train_loss: float
     held_out_loss: float
+    held_out_skill_loss: float | None
     seconds: float
 
 
@@ -135,14 +155,27 @@ def rate_at(plan: Plan, step: int, progress: float) -> float:
     return plan.rate * rise * fall
 
 
-def held_out(tokenizer: Tokenizer, plan: Plan) -> list[TrainingBatch]:
+@torch.no_grad()
+def forget_last_tokens(model: SmallLlama, count: int) -> None:
+    """Give the last tokens the mean embedding, because they stand for something new.
+
+    Args:
+        model: model, changed in place.
+        count: number of tokens.
+    """
+    embedding = model.model.embed_tokens.weight
+    embedding[-count:] = embedding[:-count].mean(0)
+
+
+def held_out(tokenizer: Tokenizer, plan: Plan, skills: float) -> list[TrainingBatch]:
     """Return batches of documents that the training does not use.
 
     Args:
         tokenizer: tokenizer of the model.
         plan: hyperparameters.
+        skills: part of the documents that are about tools and thinking.
     """
-    packed = pack(encode(tokenizer, plan.seed + 2, 120_000))
+    packed = pack(encode(tokenizer, mixed_documents(plan.seed + 2, skills), 120_000))
     pad = id_of(tokenizer, EOS)
     rows = schedule(packed, plan.batch, random.Random(plan.seed))
     return [to_batch(group, length, pad) for length, group in rows]
@@ -160,8 +193,10 @@ def train(model: SmallLlama, tokenizer: Tokenizer, plan: Plan, checkpoint: Path 
     Returns:
         Steps, tokens, losses and time.
     """
-    batches = schedule(pack(encode(tokenizer, plan.seed + 1, plan.tokens)), plan.batch, random.Random(plan.seed))
-    checks, pad = held_out(tokenizer, plan), id_of(tokenizer, EOS)
+    encoded = encode(tokenizer, mixed_documents(plan.seed + 1, plan.skills), plan.tokens)
+    batches = schedule(pack(encoded), plan.batch, random.Random(plan.seed))
+    checks, pad = held_out(tokenizer, plan, 0.0), id_of(tokenizer, EOS)
+    skill_checks = held_out(tokenizer, plan, 1.0) if plan.skills else []
     optimizer = make_optimizer(model, plan)
     recent: list[float] = []
     seen, begun = 0, time.monotonic()
@@ -187,9 +222,12 @@ def train(model: SmallLlama, tokenizer: Tokenizer, plan: Plan, checkpoint: Path 
             )
         if checkpoint and step % plan.every == plan.every - 1:
             print(f"held-out loss {measure(model, checks[:8]):.4f}", flush=True)
+            if skill_checks:
+                print(f"held-out loss of tools and thinking {measure(model, skill_checks[:8]):.4f}", flush=True)
             export(model, tokenizer, checkpoint)
     seconds = time.monotonic() - begun
-    return Result(step + 1, seen, sum(recent) / len(recent), measure(model, checks), seconds)
+    skill_loss = measure(model, skill_checks) if skill_checks else None
+    return Result(step + 1, seen, sum(recent) / len(recent), measure(model, checks), skill_loss, seconds)
 
 
 def main() -> None:
@@ -207,6 +245,9 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=LlamaShape.hidden, help="width of the residual stream")
     parser.add_argument("--inner", type=int, default=LlamaShape.inner, help="width of the feed-forward part")
     parser.add_argument("--start", type=Path, help="model folder to go on from; without it, all is made anew")
+    parser.add_argument(
+        "--skills", type=float, default=Plan.skills, help="part of the documents with tools or thinking"
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument(
         "--machine", default="one thread of a 2-core x86 server", help="what the card calls the machine"
@@ -214,10 +255,14 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
-    plan = Plan(**{name: getattr(options, name) for name in ("seed", "tokens", "batch", "rate", "warm", "minutes")})
+    names = ("seed", "tokens", "batch", "rate", "warm", "minutes", "skills")
+    plan = Plan(**{name: getattr(options, name) for name in names})
     if options.start:
         model, tokenizer = load(options.start)
         model.train()
+        if options.skills and tokenizer.token_to_id(THINK) is None:
+            tokenizer = with_markers(tokenizer)
+            forget_last_tokens(model, len(MARKERS))
     else:
         model = SmallLlama(LlamaShape(hidden=options.hidden, layers=options.layers, inner=options.inner))
         tokenizer = train_tokenizer(plan.seed, 20_000, model.shape.vocab)
@@ -228,10 +273,9 @@ def main() -> None:
     print(json.dumps(asdict(result)), flush=True)
     if model.shape != LlamaShape():
         return
-    command = (
-        f"python -m tools.bundled_model.train --out {options.out} --tokens {plan.tokens} --minutes {plan.minutes:g}"
-    )
-    write_card(options.out, TrainingRun(command=command, machine=options.machine, **asdict(result)))
+    command = shlex.join(["python", "-m", "tools.bundled_model.train", *sys.argv[1:]])
+    earlier = training_section(options.start) if options.start else ""
+    write_card(options.out, TrainingRun(command=command, machine=options.machine, **asdict(result)), earlier)
 
 
 if __name__ == "__main__":

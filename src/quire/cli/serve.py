@@ -113,13 +113,16 @@ def _add_logs(group: argparse._ArgumentGroup) -> None:
         help="characters of a request's prompts in its line; 0 for none (default 0)",
     )
     group.add_argument(
-        "--log-format", choices=("text", "json"), default="text", help="json writes each record as a line of JSON"
+        "--log-format",
+        choices=("text", "json"),
+        default="text",
+        help="json writes each record as a line of JSON (default text)",
     )
     group.add_argument(
         "--otlp-traces-endpoint",
         metavar="URL",
         help="address of an OpenTelemetry collector for a span of each request, such as "
-        "http://127.0.0.1:4318/v1/traces; needs the extra otel",
+        "http://127.0.0.1:4318/v1/traces; needs the extra otel (default: none)",
     )
     group.add_argument(
         "--log-level",

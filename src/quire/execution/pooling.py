@@ -43,7 +43,7 @@ class Pooler:
     def reads_all(self, items: Sequence[ScheduledSequence]) -> bool:
         """Return whether the hidden states of all rows are needed: an item takes the mean of its prompt's."""
         known = self.by_sequence
-        return bool(known) and any(item.seq_id in known and known[item.seq_id].kind == "mean" for item in items)
+        return any(item.seq_id in known and known[item.seq_id].kind == "mean" for item in items)
 
     def add_rows(self, items: Sequence[ScheduledSequence], row_starts: Sequence[int], hidden: Tensor) -> None:
         """Add the states of a step's rows to the sums of the items that take a mean.

@@ -119,7 +119,9 @@ class ModelRunner:
         given = self._embeddings.rows(plan.items, batch.row_starts) if self._embeddings.by_sequence else None
         counts = [item.num_draft + 1 if item.num_samples else 0 for item in items]
         is_measured = self._sampler.measures_prompts(items)  # then every row is read, else what is sampled
-        reads_all = is_measured or isinstance(self._draft, MTPDrafter) or self._pooler.reads_all(items)
+        reads_all = is_measured or isinstance(self._draft, MTPDrafter)
+        if self._pooler.by_sequence:
+            reads_all |= self._pooler.reads_all(items)
         read = None if reads_all else self._builder.lay_out_ends(items, counts, self._groups)
         adapters = self._adapters.rows(items, None if read is None else counts) if self._adapters.by_sequence else None
         hidden = self._decoder(batch.input_ids, batch.positions, batch.groups, self._storages, given, read, adapters)

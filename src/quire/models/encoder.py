@@ -79,7 +79,7 @@ class Encoder:
         self._rotations = {
             rope: RotaryEmbedding(rope, head_dim, dtype, device) for rope, head_dim in ropes if rope is not None
         }
-        self._layers = [_Layer(layer, spec.width, new_norm, ops) for layer in spec.layers]
+        self._layers = [_EncoderLayer(layer, spec.width, new_norm, ops) for layer in spec.layers]
         for idx, layer in enumerate(self._layers):
             slots |= nested(**{f"layers.{idx}": layer.slots})
         self._head: _Head | None = None
@@ -136,7 +136,7 @@ class _Norm:
         return x if self._norm is None else self._layer_norm(x, self._scale, self._bias, self._norm.eps)
 
 
-class _Layer:
+class _EncoderLayer:
     """Bidirectional attention and an MLP, each with a residual and a norm."""
 
     def __init__(

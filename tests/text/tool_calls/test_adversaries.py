@@ -8,14 +8,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer as Library
 
 from quire.text.detokenizer import IncrementalDetokenizer
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_calls import CallDelta, CallParser, CallRules, Function, choose_format, merge
 from quire.text.tool_calls.grammar import text_tokens
 from tests.text.tool_calls.schema_check import fits
-from tests.text.tool_calls.vocabulary import BUNDLED, vocabulary
+from tests.text.tool_calls.vocabulary import vocabulary
 
 llguidance = pytest.importorskip("llguidance", reason="grammars are applied by llguidance")
 
@@ -86,7 +85,7 @@ class World:
         self.num_ids = library.get_vocab_size() + 5
         self.matcher_tokenizer = llguidance.LLTokenizer(library.to_str(), n_vocab=self.num_ids, eos_token=self.eos_id)
         # Without the added tokens, so that marks can be spelled out.
-        self._plain = Library.from_file(str(BUNDLED))
+        self._plain, _ = vocabulary((), "none")
 
     def letters(self, text: str) -> list[int]:
         """Write a text without any added token."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -24,7 +25,10 @@ def vocabulary(
         special: other special tokens.
         shown: other added tokens that are none.
     """
-    library = Library.from_file(str(BUNDLED))
+    stored = json.loads(BUNDLED.read_text(encoding="utf-8"))
+    # The bundled model has markers of its own; each caller says which ones its vocabulary has.
+    stored["added_tokens"] = [token for token in stored["added_tokens"] if token["id"] < len(stored["model"]["vocab"])]
+    library = Library.from_str(json.dumps(stored))
     known = () if kind == "none" else markers
     for texts, is_special in ((known, kind == "special"), (special, True), (shown, False)):
         library.add_tokens([AddedToken(text, special=is_special, normalized=False) for text in texts])
