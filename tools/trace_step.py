@@ -61,9 +61,12 @@ def trace_step(num_requests: int) -> list[TracedCall]:
     with LLM("bundled", block_size=BLOCK_SIZE, device="cpu", enable_prefix_caching=True) as llm:
         engine = llm.engine
         params = SamplingParams(temperature=0.0, max_tokens=3 * BLOCK_SIZE, ignore_eos=True)
-        for number in range(num_requests):
-            # Prompts of different lengths, so that some sequence gets a new block every few steps.
-            engine.add_request(str(number), list(range(10, 20 + 4 * number)), params)
+        # Prompts of different lengths, so that some sequence gets a new block every few steps.
+        prompts = [list(range(10, 20 + 4 * number)) for number in range(num_requests)]
+        # Texts of tokens are kept when they are first made: the traced step meets none for the first time.
+        llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False, cache_salt="first")
+        for number, prompt in enumerate(prompts):
+            engine.add_request(str(number), prompt, params)
         for _ in range(BLOCK_SIZE):
             engine.step()  # the first steps compute the prompts and record the kernels
         sequences = list(engine.scheduler.sequences.values())

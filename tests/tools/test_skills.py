@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from quire.text.chat_template import ChatTemplate
 from quire.text.reasoning.formats import THINK, choose_reasoning_format
 from quire.text.tool_calls import choose_format
+from quire.text.tool_calls.calls import Function
 from quire.text.tool_calls.parser import CallParser
 from tools.bundled_model.calibration import lines
 from tools.bundled_model.card import CONTINUED, training_section
@@ -109,12 +110,12 @@ def test_the_parser_reads_the_calls_that_were_learned() -> None:
         tool = new_tool(rng, kind)
         told = exchange(rng, tool)
         (_, (said, _)), *_ = [document_of(told.messages(), [tool.definition])[:2]]
-        parser = CallParser(form, frozenset({tool.name}), is_forced=False)
+        schema = tool.definition["function"]["parameters"]
+        parser = CallParser(form, [Function(tool.name, schema)], is_forced=False)
         (call,) = [*parser.push(said.removesuffix("<|end|>")), *parser.finish()]
         assert not isinstance(call, str)
         expected = told.calls[0]["function"]
         assert (call.name, json.loads(call.arguments)) == (expected["name"], expected["arguments"])
-        schema = tool.definition["function"]["parameters"]
         assert set(expected["arguments"]) <= set(schema["properties"])
 
 

@@ -19,7 +19,7 @@ from quire import LLM, SamplingParams
 from quire.engine.outputs.outputs import CompletionOutput
 from tools.bundled_model import words
 from tools.bundled_model.stories import pick
-from tools.bundled_model.tool_chats import Exchange, Tool, exchange, plain_exchange, some_tools
+from tools.bundled_model.tool_chats import ExampleTool, ToolExchange, exchange, plain_exchange, some_tools
 from tools.bundled_model.tool_kinds import CITIES, KINDS
 
 Messages = list[dict[str, Any]]
@@ -27,7 +27,7 @@ SEED = 30
 NAMES = frozenset({*CITIES, *words.GIRLS, *words.BOYS})
 
 
-def cases(count: int, *, with_invented: bool) -> Iterator[tuple[list[Tool], Exchange]]:
+def cases(count: int, *, with_invented: bool) -> Iterator[tuple[list[ExampleTool], ToolExchange]]:
     """Yield tools, and a question that one of them answers, in phrasings that only the evaluation has.
 
     Args:
@@ -44,7 +44,7 @@ def cases(count: int, *, with_invented: bool) -> Iterator[tuple[list[Tool], Exch
             yield tools, told
 
 
-def is_invented(tool: Tool, told: Exchange) -> bool:
+def is_invented(tool: ExampleTool, told: ToolExchange) -> bool:
     """Return whether a tool, or a name in its call, is invented."""
     arguments = told.calls[0]["function"]["arguments"]
     names = [arguments[tool.parameters[slot]] for slot in ("city", "person") if slot in tool.parameters]
@@ -65,7 +65,7 @@ class Evaluation:
         self.right: Counter[str] = Counter()
         self.asked: Counter[str] = Counter()
 
-    def sample(self, messages: Messages, tools: Sequence[Tool] = (), **variables: bool) -> CompletionOutput:
+    def sample(self, messages: Messages, tools: Sequence[ExampleTool] = (), **variables: bool) -> CompletionOutput:
         """Return the best output of a chat."""
         params = SamplingParams(temperature=0, max_tokens=160)
         definitions = [tool.definition for tool in tools] or None
@@ -81,7 +81,7 @@ class Evaluation:
         if self._is_verbose and not is_right:
             print(name, *map(repr, shown), sep=" | ")
 
-    def call(self, tools: list[Tool], told: Exchange, kind: str = "") -> None:
+    def call(self, tools: list[ExampleTool], told: ToolExchange, kind: str = "") -> None:
         """Ask a question for which a tool is to be called, without thinking and with it, and give the result."""
         messages = told.messages()
         expected = [call_line(call["function"]["name"], call["function"]["arguments"]) for call in told.calls]

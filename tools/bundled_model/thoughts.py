@@ -13,7 +13,7 @@ from tools.bundled_model.conversation import document_of
 from tools.bundled_model.corpus import Document
 from tools.bundled_model.stories import cast, pick, polish
 from tools.bundled_model.story_chats import story_request
-from tools.bundled_model.tool_chats import NO_TOOL, Exchange, Message, tool_chat
+from tools.bundled_model.tool_chats import NO_TOOL, Message, ToolExchange, tool_chat
 
 # The subject of a question, by the function that asks it.
 SUBJECTS: Mapping[Callable[[random.Random], Pair], str] = {
@@ -76,7 +76,7 @@ def thoughtful_chat(rng: random.Random) -> list[Message]:
     return messages
 
 
-def thought_of_tools(told: Exchange, message: Message) -> str:
+def thought_of_tools(told: ToolExchange, message: Message) -> str:
     """Return the thought before a message of a conversation with tools.
 
     Args:

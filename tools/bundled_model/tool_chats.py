@@ -42,7 +42,7 @@ NO_TOOL = "I am sorry, I have no tool for that."
 
 
 @dataclass(frozen=True)
-class Tool:
+class ExampleTool:
     """A tool of one conversation.
 
     Attributes:
@@ -83,7 +83,7 @@ def _schema(slot: Slot) -> dict[str, Any]:
     return {"type": slot.type} | ({"enum": list(slot.allowed)} if slot.allowed else {})
 
 
-def new_tool(rng: random.Random, kind: ToolKind) -> Tool:
+def new_tool(rng: random.Random, kind: ToolKind) -> ExampleTool:
     """Return a tool of a kind, with names and a description.
 
     Args:
@@ -93,10 +93,10 @@ def new_tool(rng: random.Random, kind: ToolKind) -> Tool:
     parameters = {slot: pick(rng, of.names) for slot, of in kind.slots.items()}
     described = pick(rng, kind.descriptions) if rng.random() < 0.85 else ""
     unused = pick(rng, tuple(UNUSED)) if rng.random() < 0.12 else ""
-    return Tool(kind, pick(rng, kind.names), parameters, described, unused, is_strict=rng.random() < 0.9)
+    return ExampleTool(kind, pick(rng, kind.names), parameters, described, unused, is_strict=rng.random() < 0.9)
 
 
-def some_tools(rng: random.Random, count: int) -> list[Tool]:
+def some_tools(rng: random.Random, count: int) -> list[ExampleTool]:
     """Return tools of different kinds, in random order.
 
     Args:
@@ -113,7 +113,7 @@ def some_tools(rng: random.Random, count: int) -> list[Tool]:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class ToolExchange:
     """A question, with the call that it needs, the result and the answer.
 
     Attributes:
@@ -138,7 +138,7 @@ class Exchange:
                 {"role": "assistant", "content": self.answer}]  # fmt: skip
 
 
-def exchange(rng: random.Random, tool: Tool, *, is_held_out: bool = False) -> Exchange:
+def exchange(rng: random.Random, tool: ExampleTool, *, is_held_out: bool = False) -> ToolExchange:
     """Return a question that a tool answers.
 
     Args:
@@ -157,8 +157,10 @@ def exchange(rng: random.Random, tool: Tool, *, is_held_out: bool = False) -> Ex
     wish = kind.wish.format(**values)
     if rng.random() < 0.05:
         result = f"error: {pick(rng, ERRORS)}"
-        return Exchange(question, [tool.call(values)], [result], f"I am sorry, that did not work: {result[7:]}.", wish)
-    return Exchange(question, [tool.call(values)], [result], polish(kind.answer(question, values, result)), wish)
+        return ToolExchange(
+            question, [tool.call(values)], [result], f"I am sorry, that did not work: {result[7:]}.", wish
+        )
+    return ToolExchange(question, [tool.call(values)], [result], polish(kind.answer(question, values, result)), wish)
 
 
 def _in_words(rng: random.Random, value: Any) -> Any:
@@ -166,7 +168,7 @@ def _in_words(rng: random.Random, value: Any) -> Any:
     return facts.NUMBERS[value] if is_small and rng.random() < 0.2 else value
 
 
-def two_cities(rng: random.Random, tool: Tool) -> Exchange:
+def two_cities(rng: random.Random, tool: ExampleTool) -> ToolExchange:
     """Return a question about the weather in two cities, with two calls.
 
     Args:
@@ -180,10 +182,10 @@ def two_cities(rng: random.Random, tool: Tool) -> Exchange:
     results = [WEATHER_KIND.result(rng, {}) for _ in cities]
     answers = [WEATHER_KIND.answer(question, {"city": city}, sky) for city, sky in zip(cities, results, strict=True)]
     calls = [tool.call({"city": city}) for city in cities]
-    return Exchange(loosen(rng, question), calls, results, " ".join(answers), f"the weather in {said}")
+    return ToolExchange(loosen(rng, question), calls, results, " ".join(answers), f"the weather in {said}")
 
 
-def plain_exchange(rng: random.Random, tools: Sequence[Tool]) -> Exchange:
+def plain_exchange(rng: random.Random, tools: Sequence[ExampleTool]) -> ToolExchange:
     """Return a question that needs no tool, or one that no tool of the list answers.
 
     Args:
@@ -196,17 +198,17 @@ def plain_exchange(rng: random.Random, tools: Sequence[Tool]) -> Exchange:
         kind = pick(rng, tuple(one for one in KINDS[:7] if one not in listed))
         if kind.names[0] != "where_lives":
             asked = exchange(rng, new_tool(rng, kind))
-            return Exchange(asked.question, [], [], NO_TOOL, asked.wish)
+            return ToolExchange(asked.question, [], [], NO_TOOL, asked.wish)
     if chance < 0.3:
         question, story = story_request(rng, cast(rng))
-        return Exchange(question, [], [], story, "a story")
+        return ToolExchange(question, [], [], story, "a story")
     question, answer = pick(rng, PLAIN_ASKERS)(rng)
     while TOOLS_KNOW.search(question):
         question, answer = pick(rng, PLAIN_ASKERS)(rng)
-    return Exchange(loosen(rng, polish(question)), [], [], polish(answer), "")
+    return ToolExchange(loosen(rng, polish(question)), [], [], polish(answer), "")
 
 
-def tool_chat(rng: random.Random) -> tuple[list[Message], list[Tool], list[Exchange]]:
+def tool_chat(rng: random.Random) -> tuple[list[Message], list[ExampleTool], list[ToolExchange]]:
     """Return a conversation with tools.
 
     Args:
