@@ -206,6 +206,20 @@ def require_adapters(adapters: AdapterRegistry | None) -> AdapterRegistry:
     return adapters
 
 
+def acquire_adapter(adapters: AdapterRegistry | None, lora_request: LoRARequest | None) -> LoadedAdapter | None:
+    """Return the adapter that a request asks for, loaded if it was not; None for a request without one.
+
+    Raises:
+        RequestError: it is not loaded and cannot be, or the engine has no adapters.
+    """
+    if lora_request is None:
+        return None
+    known = require_adapters(adapters)
+    if not isinstance(lora_request, LoRARequest):
+        raise InvalidParameter("lora_request", lora_request, "a LoRARequest or None")
+    return known.acquire(lora_request)
+
+
 def adapters_of(adapters: Adapters, count: int) -> Sequence[LoRARequest | None]:
     """Return one adapter, or None, for each prompt."""
     if adapters is None or isinstance(adapters, LoRARequest):

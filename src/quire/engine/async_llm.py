@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, TypeVar
 
 from quire.config import EngineConfig, ResolvedConfig
+from quire.engine.adapters import acquire_adapter
 from quire.engine.async_adapters import AsyncAdapters
 from quire.engine.async_commands import Abort, Call, Stream
 from quire.engine.engine import Engine
@@ -280,7 +281,7 @@ class AsyncLLM:
 
         def pin(engine: Engine) -> None:
             nonlocal num_tokens
-            adapter = engine.acquire_adapter(asked)
+            adapter = acquire_adapter(engine.adapters, asked)
             num_tokens = engine.pins.pin(
                 name, read.prompt, adapter=None if adapter is None else adapter.digest, **options
             )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from quire.config import ResolvedConfig
 from quire.decoding.speculation import AdaptiveDrafter
-from quire.engine.adapters import AdapterRegistry, LoadedAdapter, require_adapters
+from quire.engine.adapters import AdapterRegistry, acquire_adapter
 from quire.engine.control.step_recorder import StepRecorder
 from quire.engine.inputs.embeddings import EmbeddingsReader
 from quire.engine.inputs.prompts import Prompt, PromptReader
@@ -150,24 +150,11 @@ class Engine:
             tenant=tenant,
             retain_cache=retain_cache,
             add_special_tokens=add_special_tokens,
-            adapter=self.acquire_adapter(lora_request),
+            adapter=acquire_adapter(self.adapters, lora_request),
         )
         self.scheduler.add(request)
         self._num_requests += 1
         self._outputs.add_request(request, text, self._clock() if arrival_s is None else arrival_s)
-
-    def acquire_adapter(self, lora_request: LoRARequest | None) -> LoadedAdapter | None:
-        """Return the adapter that a request asks for, loaded if it was not; None for a request without one.
-
-        Raises:
-            RequestError: it is not loaded and cannot be, or there are no adapters here.
-        """
-        if lora_request is None:
-            return None
-        adapters = require_adapters(self.adapters)
-        if not isinstance(lora_request, LoRARequest):
-            raise InvalidParameter("lora_request", lora_request, "a LoRARequest or None")
-        return adapters.acquire(lora_request)
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request in any state, and free its memory.

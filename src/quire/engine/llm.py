@@ -10,7 +10,7 @@ from os import PathLike
 from typing import Any
 
 from quire.config import EngineConfig, ResolvedConfig
-from quire.engine.adapters import Adapters, adapters_of
+from quire.engine.adapters import Adapters, acquire_adapter, adapters_of
 from quire.engine.engine import Engine
 from quire.engine.exporters.kv_report import KvReport
 from quire.engine.inputs.prompts import Prompt
@@ -131,7 +131,7 @@ class LLM(PooledLLM):
         """
         self._check_open()
         options: dict[str, Any] = {"cache_salt": cache_salt, "tenant": tenant}
-        adapter = self.engine.acquire_adapter(lora_request)
+        adapter = acquire_adapter(self.engine.adapters, lora_request)
         digest = None if adapter is None else adapter.digest
         pin = partial(self.engine.pins.pin, name, prompt, adapter=digest, **options)
         if not (num_tokens := pin()):

@@ -11,7 +11,7 @@ from operator import add
 import torch
 from torch import Tensor
 
-from quire.models.decoder import OutputRows
+from quire.models.blocks import OutputRows
 from quire.models.spec import StateCacheShape, TokenCacheShape
 from quire.ops.interface import AttentionBatch, StateBatch
 from quire.platform.prefault import CacheUse

@@ -18,8 +18,7 @@ from quire.execution.kv_storage import Storage
 from quire.execution.mtp_drafter import MTPDrafter
 from quire.execution.pooling import Pooler
 from quire.execution.sampling.beam_sampling import sample_apart, sample_beams
-from quire.execution.sampling.logprobs import measure_prompt
-from quire.execution.sampling.row_sampling import BAD_LOGITS
+from quire.execution.sampling.prompt_logprobs import with_prompt_logprobs
 from quire.execution.sampling.sampler import Sampler
 from quire.kvstore.disk_blocks import DiskBlocks
 from quire.memory.results import MemoryOps
@@ -134,7 +133,7 @@ class ModelRunner:
         if is_measured:
             starts = batch.row_starts[:-1]
             results = [
-                self._with_prompt(result, item, hidden[start:])
+                with_prompt_logprobs(result, self._sampler.prompt_targets(item), hidden[start:], self._decoder)
                 for result, item, start in zip(results, items, starts, strict=True)
             ]
         if self._draft is not None:
@@ -174,22 +173,6 @@ class ModelRunner:
             return drawn, found
         known |= {result.seq_id: result for result in drawn}
         return [known.get(item.seq_id) or ItemResult(item.seq_id, ()) for item in items], found
-
-    def _with_prompt(self, result: ItemResult, item: ScheduledSequence, hidden: torch.Tensor) -> ItemResult:
-        """Add the log probabilities of the prompt's tokens, where the request wants them.
-
-        Args:
-            result: the item's result so far.
-            item: item of the plan.
-            hidden: hidden states, the item's own from row 0 on, [at least len, E].
-        """
-        token_ids, count = self._sampler.prompt_targets(item)
-        if not token_ids or result.error is not None:
-            return result
-        measures = measure_prompt(self._decoder.logits, hidden, token_ids, count, self._decoder.spec.vocab_size)
-        if measures is None:
-            return ItemResult(item.seq_id, (), error=BAD_LOGITS)
-        return result._replace(prompt_logprobs=tuple(measures))
 
 
 class InProcessExecutor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from quire.models.norms import scale_slot, unit_scale
 from quire.models.projections import Projection, ResidualAdd, ResidualProjection
 from quire.models.weight_slots import AdaptedRows, WeightSlot, WeightSlots, nested
 from quire.ops.fused_layers import PackedAttention, PackedMLP
-from quire.ops.interface import HeadNorms, Ops, Rotation, StepAttention
+from quire.ops.interface import AttentionBatch, HeadNorms, Ops, Rotation, StateBatch, StepAttention
 from quire.ops.quantized_weight import StoredWeight
 
 
@@ -29,6 +30,20 @@ class SelectedRows(NamedTuple):
 
     rows: Tensor
     inputs: Any
+
+
+class OutputRows(NamedTuple):
+    """The rows of a step whose hidden states are needed, where these are not all: the last rows of some sequences.
+
+    Args:
+        rows: [R] of int64, rising; there may be none.
+        positions: [R] of int64.
+        groups: the step's part in each cache group if these were all its rows.
+    """
+
+    rows: Tensor
+    positions: Tensor
+    groups: Sequence[AttentionBatch | StateBatch]
 
 
 class AttentionInputs(NamedTuple):

@@ -5,38 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from quire.models.blocks import GatedMLPBlock, SelectedRows
+from quire.models.blocks import GatedMLPBlock, OutputRows, SelectedRows
+from quire.models.embedding import TokenEmbedding
 from quire.models.layers import Layer, input_kind, make_input, make_layer, packed_layers
 from quire.models.norms import Norm
 from quire.models.per_layer_inputs import PerLayerEmbedding
 from quire.models.projections import Projection
 from quire.models.rope import RotaryEmbedding, query_scales
 from quire.models.spec import LayerGroup, ModelSpec
-from quire.models.weight_slots import WeightSlot, WeightTable, nested
+from quire.models.weight_slots import WeightTable, nested
 from quire.ops.adapted_linear import StepAdapters
 from quire.ops.fused_layers import FusedLayers, FusesExperts, FusesLayers
-from quire.ops.interface import AttentionBatch, KeepsRows, Ops, PagedKV, PagedStates, StateBatch
+from quire.ops.interface import AttentionBatch, Ops, PagedKV, PagedStates, StateBatch
 from quire.ops.lora import LoraRows
-from quire.ops.quantized_weight import StoredWeight
-
-
-class OutputRows(NamedTuple):
-    """The rows of a step whose hidden states are needed, where these are not all: the last rows of some sequences.
-
-    Args:
-        rows: [R] of int64, rising; there may be none.
-        positions: [R] of int64.
-        groups: the step's part in each cache group if these were all its rows.
-    """
-
-    rows: Tensor
-    positions: Tensor
-    groups: Sequence[AttentionBatch | StateBatch]
 
 
 class Decoder:
@@ -61,9 +47,9 @@ class Decoder:
         self.dtype = dtype
         self.device = device
         self.step_adapters = StepAdapters()
-        self._embed: Callable[[Tensor], Tensor]
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
         self._head = Projection(spec.width, spec.vocab_size, False, ops, min_bits=6)
+        self._embedding = TokenEmbedding(spec, self._head, ops)
         new_norm = partial(Norm, width=spec.width, ops=ops, dtype=dtype, device=device)
         self._norm = new_norm(spec.norm)
         # Inputs of mixers in a step: the step of a cache group, and for attention a rotation.
@@ -82,7 +68,7 @@ class Decoder:
         self._temperatures = [
             *dict.fromkeys(temperature for _, _, temperature in self._inputs if temperature is not None)
         ]
-        slots = {"embedding.weight": self._embedding_slot()}
+        slots = {"embedding.weight": self._embedding.slot}
         self._per_layer_inputs: PerLayerEmbedding | None = None
         if spec.per_layer_inputs is not None:
             shape = len(spec.layers), spec.width
@@ -100,10 +86,6 @@ class Decoder:
         if not spec.tied_head:
             slots |= nested(head=self._head.slots)
         self.weights = WeightTable(slots, dtype, device, self._fuse)
-
-    def _embedding_slot(self) -> WeightSlot:
-        shape = self.spec.vocab_size, self.spec.width
-        return WeightSlot(shape, self._fill_embedding, self._fill_stored_embedding)
 
     @property
     def cache_groups(self) -> tuple[LayerGroup, ...]:
@@ -162,7 +144,7 @@ class Decoder:
         """
         if adapters is not None or self.step_adapters.all is not None:
             self.step_adapters.begin(adapters)
-        x = self._embed(input_ids)
+        x = self._embedding.look_up(input_ids)
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
         if given is not None:
@@ -238,21 +220,3 @@ class Decoder:
             logits *= self.spec.logit_scale
         cap = self.spec.logit_cap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
-
-    def _fill_embedding(self, tensor: Tensor) -> None:
-        """Take the matrix for look-ups and, of a tied head, for its product: packed, if rows can be had from that."""
-        if self.spec.tied_head:
-            self._head.slots["weight"].fill(tensor)
-            if isinstance(self._head.run, KeepsRows):
-                self._embed = self._head.run.rows
-                return
-        self._embed = partial(self.ops.embedding, weight=tensor.clone())
-
-    def _fill_stored_embedding(self, weight: StoredWeight) -> None:
-        """Take a matrix that is stored quantised: rows are looked up in what is packed, for both ends if it is tied."""
-        fill_head = self._head.slots["weight"].fill_stored
-        if self.spec.tied_head and fill_head is not None:
-            fill_head(weight)
-        linear = self._head.run if self.spec.tied_head else self.ops.pack_linear(weight)
-        assert isinstance(linear, KeepsRows)
-        self._embed = linear.rows

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.models.decoder import Decoder, OutputRows
+from quire.models.blocks import OutputRows
+from quire.models.decoder import Decoder
 from quire.models.norms import Norm
 from quire.models.projections import Projection
 from quire.models.spec import ModelSpec
@@ -38,7 +39,7 @@ class MTPHead(Decoder):
     def __init__(self, target: Decoder, spec: ModelSpec) -> None:
         device = target.device
         super().__init__(spec, ops=target.ops, dtype=target.dtype, device=device)
-        self._embed, self._target_norm, self._head = target._embed, target._norm, target._head
+        self._embed, self._target_norm, self._head = target._embedding.look_up, target._norm, target._head
         self._embedding_norm, self._hidden_norm = (
             Norm(spec.norm, spec.width, target.ops, target.dtype, device) for _ in range(2)
         )

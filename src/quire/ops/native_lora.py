@@ -13,7 +13,8 @@ from torch.nn import functional
 
 from quire.ops.adapted_linear import StepAdapters
 from quire.ops.lora import LoraRows, LoraWeight
-from quire.ops.native_library import TYPES, LinearCall, NativeLibrary
+from quire.ops.native_library import TYPES, NativeLibrary
+from quire.ops.native_structures import LinearCall
 
 
 class PackedLora(NamedTuple):

@@ -178,7 +178,7 @@ def _template_of(tokenizer: Tokenizer, path: str) -> ChatTemplate:
         raise ConfigError(f"chat_template {path!r} is no file", field="chat_template")
     template = tokenizer.make_chat_template(source)
     try:
-        if template.reads("messages"):
+        if template.used_variables({}, {"messages": None}):
             return template
     except RequestError as error:
         raise ConfigError(f"chat_template {path!r}: {error}", field="chat_template") from error

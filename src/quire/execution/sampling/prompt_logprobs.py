@@ -1,0 +1,32 @@
+"""The log probabilities of a prompt's tokens, in the result of an item that computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from quire.execution.sampling.logprobs import measure_prompt
+from quire.execution.sampling.row_sampling import BAD_LOGITS
+from quire.models.decoder import Decoder
+from quire.scheduling.plan import ItemResult
+
+
+def with_prompt_logprobs(
+    result: ItemResult, targets: tuple[Sequence[int], int], hidden: Tensor, decoder: Decoder
+) -> ItemResult:
+    """Add the log probabilities of the prompt's tokens, where the request wants them.
+
+    Args:
+        result: result of the item so far.
+        targets: see `Sampler.prompt_targets`.
+        hidden: hidden states, the item's own from row 0 on, [at least len, E].
+        decoder: the model.
+    """
+    token_ids, count = targets
+    if not token_ids or result.error is not None:
+        return result
+    measures = measure_prompt(decoder.logits, hidden, token_ids, count, decoder.spec.vocab_size)
+    if measures is None:
+        return ItemResult(result.seq_id, (), error=BAD_LOGITS)
+    return result._replace(prompt_logprobs=tuple(measures))
