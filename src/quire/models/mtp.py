@@ -39,7 +39,7 @@ class MTPHead(Decoder):
     def __init__(self, target: Decoder, spec: ModelSpec) -> None:
         device = target.device
         super().__init__(spec, ops=target.ops, dtype=target.dtype, device=device)
-        self._embed, self._target_norm, self._head = target._embedding.look_up, target._norm, target._head
+        self._embedding, self._target_norm, self._head = target._embedding, target._norm, target._head
         self._embedding_norm, self._hidden_norm = (
             Norm(spec.norm, spec.width, target.ops, target.dtype, device) for _ in range(2)
         )
@@ -74,7 +74,7 @@ class MTPHead(Decoder):
         Returns:
             Normed hidden states, [T, E]; where `output_rows` are given, [R, E].
         """
-        embedded = self._embed(input_ids)
+        embedded = self._embedding.look_up(input_ids)
         if given is not None:
             embedded = embedded.index_copy(0, *given)
         pairs = torch.cat([self._embedding_norm(embedded), self._hidden_norm(hidden)], -1)
