@@ -8,6 +8,8 @@
 #include <cstring>
 #include <vector>
 
+#include "vec.h"
+
 namespace {
 
 // Unpacked rows; see `QuantizedRows` in quire/ops/quantized_weight.py.
@@ -37,20 +39,22 @@ struct BlockType {
   void (*unpack)(const uint8_t* block, const UnpackedBlock& to);
 };
 
-// The low halves of `count` bytes, then the high halves.
-inline void put_halves(const uint8_t* from, int count, uint8_t* to) {
-  for (int idx = 0; idx < count; ++idx) to[idx] = from[idx] & 15;
-  for (int idx = 0; idx < count; ++idx) to[count + idx] = from[idx] >> 4;
+// The low halves of some bytes, then the high halves.
+template <int kCount>
+QUIRE_INLINE void put_halves(const uint8_t* __restrict from, uint8_t* __restrict to) {
+  for (int idx = 0; idx < kCount; ++idx) to[idx] = from[idx] & 15;
+  for (int idx = 0; idx < kCount; ++idx) to[kCount + idx] = from[idx] >> 4;
 }
 
-// Quarters of `count` bytes, the lowest of all bytes first.
-inline void put_quarters(const uint8_t* from, int count, uint8_t* to) {
+// Quarters of some bytes, the lowest of all bytes first.
+template <int kCount>
+QUIRE_INLINE void put_quarters(const uint8_t* __restrict from, uint8_t* __restrict to) {
   for (int part = 0; part < 4; ++part)
-    for (int idx = 0; idx < count; ++idx) to[part * count + idx] = from[idx] >> 2 * part & 3;
+    for (int idx = 0; idx < kCount; ++idx) to[part * kCount + idx] = from[idx] >> 2 * part & 3;
 }
 
 // Adds the bits of 32 bytes to 256 codes at a place: the lowest bits of all bytes to the first 32 codes, and so on.
-inline void add_bits(const uint8_t* from, int place, uint8_t* to) {
+QUIRE_INLINE void add_bits(const uint8_t* __restrict from, int place, uint8_t* __restrict to) {
   for (int bit = 0; bit < 8; ++bit)
     for (int idx = 0; idx < 32; ++idx) to[bit * 32 + idx] |= (from[idx] >> bit & 1) << place;
 }
@@ -64,20 +68,20 @@ inline void put_negated(const uint8_t* from, uint8_t* to) {
 
 inline void unpack_q4_0(const uint8_t* block, const UnpackedBlock& to) {
   put_float16(block, to.scales);
-  put_halves(block + 2, 16, to.codes);
+  put_halves<16>(block + 2, to.codes);
 }
 
 inline void unpack_q4_1(const uint8_t* block, const UnpackedBlock& to) {
   put_float16(block, to.scales);
   put_negated(block + 2, to.mins);
-  put_halves(block + 4, 16, to.codes);
+  put_halves<16>(block + 4, to.codes);
 }
 
 // Codes of five bits: 4 bytes with the fifth bit of each, then 16 with the others.
-inline void put_five_bits(const uint8_t* from, uint8_t* to) {
+QUIRE_INLINE void put_five_bits(const uint8_t* __restrict from, uint8_t* __restrict to) {
   uint32_t bits;
   std::memcpy(&bits, from, sizeof(bits));
-  put_halves(from + 4, 16, to);
+  put_halves<16>(from + 4, to);
   for (int idx = 0; idx < 32; ++idx) to[idx] |= (bits >> idx & 1) << 4;
 }
 
@@ -92,9 +96,14 @@ inline void unpack_q5_1(const uint8_t* block, const UnpackedBlock& to) {
   put_five_bits(block + 4, to.codes);
 }
 
+// Signed bytes plus 128: the same bytes with their highest bit changed.
+QUIRE_INLINE void put_bytes(const uint8_t* __restrict from, uint8_t* __restrict to) {
+  for (int idx = 0; idx < 32; ++idx) to[idx] = from[idx] ^ 128;
+}
+
 inline void unpack_q8_0(const uint8_t* block, const UnpackedBlock& to) {
   put_float16(block, to.scales);
-  for (int idx = 0; idx < 32; ++idx) to.codes[idx] = block[2 + idx] ^ 128;
+  put_bytes(block + 2, to.codes);
 }
 
 inline void unpack_q2_k(const uint8_t* block, const UnpackedBlock& to) {
@@ -102,19 +111,20 @@ inline void unpack_q2_k(const uint8_t* block, const UnpackedBlock& to) {
     to.scales[group] = block[group] & 15;
     to.mins[group] = block[group] >> 4;
   }
-  for (int half = 0; half < 2; ++half) put_quarters(block + 16 + half * 32, 32, to.codes + half * 128);
+  for (int half = 0; half < 2; ++half) put_quarters<32>(block + 16 + half * 32, to.codes + half * 128);
   put_float16(block + 80, to.super_scale);
   put_float16(block + 82, to.super_min);
 }
 
 inline void unpack_q3_k(const uint8_t* block, const UnpackedBlock& to) {
-  for (int half = 0; half < 2; ++half) put_quarters(block + 32 + half * 32, 32, to.codes + half * 128);
+  for (int half = 0; half < 2; ++half) put_quarters<32>(block + 32 + half * 32, to.codes + half * 128);
   add_bits(block, 2, to.codes);
   // A code of three bits has the offset 4; codes of four bits have the offset 8.
-  for (int idx = 0; idx < 256; ++idx) to.codes[idx] += 4;
+  uint8_t* codes = to.codes;
+  for (int idx = 0; idx < 256; ++idx) codes[idx] += 4;
   uint8_t high[16];
-  put_halves(block + 96, 8, to.scales);
-  put_quarters(block + 104, 4, high);
+  put_halves<8>(block + 96, to.scales);
+  put_quarters<4>(block + 104, high);
   for (int group = 0; group < 16; ++group) to.scales[group] = uint8_t((to.scales[group] | high[group] << 4) - 32);
   put_float16(block + 108, to.super_scale);
 }
@@ -135,20 +145,20 @@ inline void put_factors(const uint8_t* block, const UnpackedBlock& to) {
 
 inline void unpack_q4_k(const uint8_t* block, const UnpackedBlock& to) {
   put_factors(block, to);
-  for (int pair = 0; pair < 4; ++pair) put_halves(block + 16 + pair * 32, 32, to.codes + pair * 64);
+  for (int pair = 0; pair < 4; ++pair) put_halves<32>(block + 16 + pair * 32, to.codes + pair * 64);
 }
 
 inline void unpack_q5_k(const uint8_t* block, const UnpackedBlock& to) {
   put_factors(block, to);
-  for (int pair = 0; pair < 4; ++pair) put_halves(block + 48 + pair * 32, 32, to.codes + pair * 64);
+  for (int pair = 0; pair < 4; ++pair) put_halves<32>(block + 48 + pair * 32, to.codes + pair * 64);
   add_bits(block + 16, 4, to.codes);
 }
 
 inline void unpack_q6_k(const uint8_t* block, const UnpackedBlock& to) {
   for (int half = 0; half < 2; ++half) {
     uint8_t high[128], *codes = to.codes + half * 128;
-    put_halves(block + half * 64, 64, codes);
-    put_quarters(block + 128 + half * 32, 32, high);
+    put_halves<64>(block + half * 64, codes);
+    put_quarters<32>(block + 128 + half * 32, high);
     for (int idx = 0; idx < 128; ++idx) codes[idx] |= high[idx] << 4;
   }
   std::memcpy(to.scales, block + 192, 16);
@@ -157,11 +167,14 @@ inline void unpack_q6_k(const uint8_t* block, const UnpackedBlock& to) {
 
 inline void unpack_iq4_xs(const uint8_t* block, const UnpackedBlock& to) {
   put_float16(block, to.super_scale);
+  uint8_t scales[8], *codes = to.codes;
   for (int group = 0; group < 8; ++group) {
     const int low = block[4 + group / 2] >> 4 * (group % 2) & 15, high = block[2 + group / 4] >> 2 * (group % 4) & 3;
-    to.scales[group] = uint8_t((low | high << 4) - 32);
-    put_halves(block + 8 + group * 16, 16, to.codes + group * 32);
+    scales[group] = uint8_t((low | high << 4) - 32);
   }
+  std::memcpy(to.scales, scales, sizeof(scales));
+#pragma GCC unroll 8
+  for (int group = 0; group < 8; ++group) put_halves<16>(block + 8 + group * 16, codes + group * 32);
 }
 
 inline void unpack_mxfp4(const uint8_t* block, const UnpackedBlock& to) {
@@ -169,7 +182,7 @@ inline void unpack_mxfp4(const uint8_t* block, const UnpackedBlock& to) {
   const int exponent = block[0];
   const uint16_t scale = uint16_t(exponent < 2 ? 0x20 << exponent : (exponent - 1) << 7);
   std::memcpy(to.scales, &scale, sizeof(scale));
-  put_halves(block + 1, 16, to.codes);
+  put_halves<16>(block + 1, to.codes);
 }
 
 constexpr BlockType kBlockTypes[] = {
