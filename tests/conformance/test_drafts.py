@@ -100,7 +100,7 @@ def test_chunked(reference: Reference) -> None:
 )
 def test_preempted(reference: Reference, options: dict[str, Any]) -> None:
     llm = with_oracle(reference, num_kv_blocks=12, max_model_len=96, **options)
-    assert outputs_of(llm, reference.prompts * 2) == reference.outputs * 2
+    assert outputs_of(llm, reference.prompts * 3) == reference.outputs * 3
     assert llm.stats.num_preemptions > 0
     assert saved_steps(llm) > 0
 

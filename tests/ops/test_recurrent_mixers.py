@@ -107,7 +107,7 @@ class World:
         rows = self.projected[self.starts[seq] + start : self.starts[seq] + end]
         return self.run_mixer(ops.step_states(batch, self.states), LAYER, rows)
 
-    def check(self, ops: Ops) -> None:
+    def check(self, ops: Ops, factor: float = 20.0) -> None:
         """Compare outputs and states with the reference's; nothing else is touched."""
         kept = self.projected.clone()
         expected = self.run(REFERENCE)
@@ -116,7 +116,7 @@ class World:
         found = self.run(ops)
         assert found.is_contiguous()
         assert found.dtype == self.projected.dtype
-        assert_near(found, expected, factor=20 if found.dtype == torch.float32 else 4)
+        assert_near(found, expected, factor=factor if found.dtype == torch.float32 else 4)
         # Inputs of a sum may differ by a rounding of the convolution's outputs.
         tolerance = 2e-5 if found.dtype == torch.float32 else 2e-2
         torch.testing.assert_close(self.states.ssm_states[LAYER], sums, rtol=tolerance, atol=tolerance, equal_nan=True)
@@ -161,7 +161,8 @@ def test_gated_delta_nets(
 ) -> None:
     num_channels = 2 * num_groups * key_dim + num_heads * value_dim
     shape = StateCacheShape(kernel - 1, num_channels, (num_heads, key_dim, value_dim))
-    delta_world(shape, num_groups, dtype=dtype).check(backend.make())
+    # A key of one value is divided by its own length: near zero, a rounding of it grows a thousandfold.
+    delta_world(shape, num_groups, dtype=dtype).check(backend.make(), factor=100.0 if key_dim == 1 else 20.0)
 
 
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
