@@ -156,9 +156,10 @@ def test_an_output_may_think_first_or_answer_at_once(llm: LLM) -> None:
     pytest.importorskip("llguidance", reason="llguidance is not installed")
     prompt = llm.get_tokenizer().encode(STORY)
     params: dict[str, Any] = {"structured_outputs": ANSWER, "max_tokens": 120}
-    (plain,) = llm.generate([prompt], thinking(5, **params), use_tqdm=False)
+    # With these biases, the marker is the unlikeliest first token, and the likeliest; it is no part of the grammar.
+    at_once = thinking(5, **params, logit_bias={START: -100.0})
+    (plain,) = llm.generate([prompt], at_once, use_tqdm=False)
     assert json.loads(plain.outputs[0].text)["n"] in (1, 2)
-    # With this bias, the marker is the likeliest first token; it is no part of the grammar.
     biased = thinking(5, **params, logit_bias={START: 100.0})
     (thought,) = llm.generate([prompt], biased, use_tqdm=False)
     token_ids = thought.outputs[0].token_ids
