@@ -162,9 +162,9 @@ def test_shutdown_ends_unfinished_streams_with_an_error(folder: Path, tmp_path: 
 
 USER = [{"role": "user", "content": "a"}]
 PROTOCOLS: dict[str, dict[str, Any]] = {
-    "/v1/messages": {"messages": USER, "max_tokens": 4000, "stream": True},
-    "/v1/responses": {"input": "a", "max_output_tokens": 4000, "stream": True},
-    "/api/chat": {"messages": USER, "options": {"num_predict": 4000}},
+    "/v1/messages": {"messages": USER, "max_tokens": 4000, "temperature": 0, "stream": True},
+    "/v1/responses": {"input": "a", "max_output_tokens": 4000, "temperature": 0, "stream": True},
+    "/api/chat": {"messages": USER, "options": {"num_predict": 4000, "temperature": 0}},
 }
 
 
