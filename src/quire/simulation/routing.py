@@ -1,0 +1,141 @@
+"""The choice of a replica for each request of a simulation."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from heapq import heappop, heappush
+from itertools import islice
+from typing import Protocol
+
+from quire.simulation.replica import SimulatedRequest
+from quire.simulation.tokens import TokenSpan
+
+
+class ReplicaLoads:
+    """The number of unfinished requests of each replica, and the replica that has the fewest.
+
+    Args:
+        num_replicas: number of replicas.
+    """
+
+    __slots__ = ("_heap", "counts")
+
+    def __init__(self, num_replicas: int) -> None:
+        self.counts = [0] * num_replicas
+        # Entries of counts that have changed since stay until they come up.
+        self._heap = [(0, idx) for idx in range(num_replicas)]
+
+    def set(self, idx: int, count: int) -> None:
+        """Set the number of unfinished requests of a replica."""
+        if self.counts[idx] != count:
+            self.counts[idx] = count
+            heappush(self._heap, (count, idx))
+
+    def least(self) -> int:
+        """Return the replica with the fewest unfinished requests; of equals, the first."""
+        heap, counts = self._heap, self.counts
+        while counts[heap[0][1]] != heap[0][0]:
+            heappop(heap)
+        return heap[0][1]
+
+
+# Number of prompt tokens that a replica would find in its cache now.
+HitQuery = Callable[[int], int]
+
+
+class SimulatedRouter(Protocol):
+    """Chooses a replica for a request, by what a router can know."""
+
+    def choose(self, request: SimulatedRequest, loads: ReplicaLoads, hit_tokens: HitQuery) -> int:
+        """Return the index of a replica.
+
+        Args:
+            request: request that has arrived.
+            loads: numbers of unfinished requests.
+            hit_tokens: function from a replica to the tokens of the prompt that it would reuse; the replica's real
+                memory answers, which costs time.
+        """
+
+
+class RoundRobin:
+    """Gives requests to the replicas in turn."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def choose(self, request: SimulatedRequest, loads: ReplicaLoads, hit_tokens: HitQuery) -> int:  # noqa: ARG002
+        """Return the next replica."""
+        idx = self._next
+        self._next = (idx + 1) % len(loads.counts)
+        return idx
+
+
+class LeastLoaded:
+    """Gives a request to the replica with the fewest unfinished requests."""
+
+    def choose(self, request: SimulatedRequest, loads: ReplicaLoads, hit_tokens: HitQuery) -> int:  # noqa: ARG002
+        """Return the replica with the fewest unfinished requests."""
+        return loads.least()
+
+
+class PrefixAware:
+    """Weighs the tokens that a replica would reuse against the requests that it has not finished.
+
+    Not all replicas are asked: those that lately got prompts with the same beginning, and the least loaded one.
+
+    Args:
+        tokens_per_request: number of prompt tokens that take as long as waiting for one unfinished request.
+        max_candidates: number of replicas that are asked, besides the least loaded one.
+        max_beginnings: number of beginnings of prompts that are remembered.
+    """
+
+    def __init__(
+        self, tokens_per_request: float = 128.0, max_candidates: int = 4, max_beginnings: int = 1 << 20
+    ) -> None:
+        self._tokens_per_request = tokens_per_request
+        self._max_candidates = max_candidates
+        self._max_beginnings = max_beginnings
+        # Span at the end of a prompt's beginning -> replicas that got such a prompt, the latest last.
+        self._known: OrderedDict[TokenSpan, dict[int, None]] = OrderedDict()
+
+    def choose(self, request: SimulatedRequest, loads: ReplicaLoads, hit_tokens: HitQuery) -> int:
+        """Return the replica with the fewest tokens to compute, waiting included."""
+        best, best_cost = -1, 0.0
+        for idx in self._candidates(request.prompt, loads.least()):
+            cost = loads.counts[idx] * self._tokens_per_request - hit_tokens(idx)
+            if best < 0 or cost < best_cost:
+                best, best_cost = idx, cost
+        self._remember((*request.prompt, request.output), best)
+        return best
+
+    def _candidates(self, prompt: Sequence[TokenSpan], least: int) -> list[int]:
+        """Return the least loaded replica, and those that got the longest beginnings of a prompt, the latest first."""
+        found = {least: None}
+        for span in reversed(prompt):
+            known = self._known.get(span)
+            if known is not None:
+                self._known.move_to_end(span)
+                for idx in islice(reversed(known), self._max_candidates):
+                    found[idx] = None
+            if len(found) > self._max_candidates:
+                break
+        return list(found)[: self._max_candidates + 1]
+
+    def _remember(self, spans: Sequence[TokenSpan], idx: int) -> None:
+        for span in spans:
+            known = self._known.setdefault(span, {})
+            known.pop(idx, None)
+            known[idx] = None
+            if len(known) > self._max_candidates:
+                del known[next(iter(known))]
+        while len(self._known) > self._max_beginnings:
+            self._known.popitem(last=False)
+
+
+# By name: a function that makes one with nothing in it.
+ROUTERS: Mapping[str, Callable[[], SimulatedRouter]] = {
+    "round_robin": RoundRobin,
+    "least_loaded": LeastLoaded,
+    "prefix_aware": PrefixAware,
+}
