@@ -12,7 +12,7 @@ from quire.memory.invariants import check
 from quire.memory.specs import FullAttention, SlidingWindow
 from quire.simulation.replica import Replica
 from quire.simulation.samples import SimulationSamples
-from quire.simulation.step_time import StepPart
+from quire.simulation.step_time import StepItem
 from quire.simulation.tokens import TokenTable
 from tests.simulation.fleets import one_request, random_requests, settings, simulate, step_time
 
@@ -20,8 +20,8 @@ from tests.simulation.fleets import one_request, random_requests, settings, simu
 def test_a_request_alone_takes_the_seconds_of_its_steps() -> None:
     model = step_time()
     samples, totals = simulate([one_request(600, 4)], settings(max_num_batched_tokens=256), model=model)
-    chunks = [StepPart(0, 256, 0), StepPart(256, 256, 0), StepPart(512, 88, 1)]
-    decodes = [StepPart(599 + idx, 1, 1) for idx in range(1, 4)]
+    chunks = [StepItem(0, 256, 0), StepItem(256, 256, 0), StepItem(512, 88, 1)]
+    decodes = [StepItem(599 + idx, 1, 1) for idx in range(1, 4)]
     ends = list(accumulate(model.of_step([part]) for part in (*chunks, *decodes)))
     assert list(samples.first_s) == [ends[2]]
     assert list(samples.ended_s) == [ends[-1]]
@@ -102,7 +102,12 @@ def test_leaps_give_what_steps_give_behind_every_router(router: str) -> None:
 def test_a_leap_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     plans = []
     begin = Replica._begin_step
-    monkeypatch.setattr(Replica, "_begin_step", lambda self, now_s: (plans.append(now_s), begin(self, now_s)))
+
+    def begin_step(self: Replica, now_s: float) -> None:
+        plans.append(now_s)
+        begin(self, now_s)
+
+    monkeypatch.setattr(Replica, "_begin_step", begin_step)
     _, totals = simulate([one_request(10, 100)])
     # The prompt's step, and the last one.
     assert len(plans) == 2

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from quire.simulation.step_time import FEATURES, ROW_BOUNDS, FittedStepTime, StepPart, features_of, rows_in_ranges
+from quire.simulation.step_time import FEATURES, ROW_BOUNDS, FittedStepTime, StepItem, features_of, rows_in_ranges
 from tests.simulation.fleets import step_time
 
 
@@ -19,7 +19,7 @@ def test_rows_lie_in_ranges() -> None:
 
 
 def test_features_count_what_rows_see() -> None:
-    parts = [StepPart(10, 3, 1), StepPart(0, 2, 0)]
+    parts = [StepItem(10, 3, 1), StepItem(0, 2, 0)]
     seen = sum(start + row + 1 for start, count, _ in parts for row in range(count))
     assert features_of(parts) == (5, 2, 10, seen)
 
@@ -29,7 +29,7 @@ def test_the_seconds_are_the_sum_over_the_features() -> None:
     coefficients = {name: rng.random() for name in FEATURES}
     model = FittedStepTime(coefficients)
     for _ in range(50):
-        parts = [StepPart(rng.randrange(500), rng.randrange(1, 90), 1) for _ in range(rng.randrange(1, 40))]
+        parts = [StepItem(rng.randrange(500), rng.randrange(1, 90), 1) for _ in range(rng.randrange(1, 40))]
         num_rows, num_sequences, num_cached, num_pairs = features_of(parts)
         values = (1, *rows_in_ranges(num_rows), num_sequences, num_cached, num_pairs)
         expected = sum(coefficients[name] * value for name, value in zip(FEATURES, values, strict=True))
@@ -42,6 +42,6 @@ def test_the_ends_of_decoding_steps_are_those_of_the_steps(num_sequences: int) -
     starts = [rng.randrange(1, 900) for _ in range(num_sequences)]
     ends, end_s = [], 1.25
     for step in range(30):
-        end_s += model.of_step([StepPart(start + step, 1, 1) for start in starts])
+        end_s += model.of_step([StepItem(start + step, 1, 1) for start in starts])
         ends.append(end_s)
     assert model.decode_ends(1.25, num_sequences, sum(starts), 30) == ends

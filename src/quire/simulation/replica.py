@@ -26,7 +26,7 @@ from quire.scheduling.scheduler import Scheduler
 from quire.sequences.params import SamplingParams
 from quire.sequences.sequence import Request, Sequence
 from quire.simulation.samples import SimulationSamples
-from quire.simulation.step_time import StepPart, StepTimeModel
+from quire.simulation.step_time import StepItem, StepTimeModel
 from quire.simulation.tokens import TokenSpan, TokenTable, num_tokens
 
 # A shorter leap costs more than its steps.
@@ -166,7 +166,7 @@ class Replica:
             preemption_policy=settings.preemption_policy,
             preemption_mode=settings.preemption_mode,
         )
-        prefill_s = step_time.of_step([StepPart(0, RATE_TOKENS, 1)])
+        prefill_s = step_time.of_step([StepItem(0, RATE_TOKENS, 1)])
         self.scheduler.preemption.rates = replace(
             self.scheduler.preemption.rates,
             copy_bytes_per_s=settings.copy_bytes_per_s,
@@ -274,9 +274,9 @@ class Replica:
         num_preemptions = scheduler.stats.num_preemptions
         plan = self._plan = scheduler.plan(self.num_steps)
         self.num_steps += 1
-        parts = [StepPart(item.start, len(item.token_ids), item.num_samples) for item in plan.items]
+        parts = [StepItem(item.start, len(item.token_ids), item.num_samples) for item in plan.items]
         seconds = self._step_time.of_step(parts) + self._copy_s(plan.ops)
-        is_decoding = all([part.num_pending == 1 for part in parts])
+        is_decoding = all(part.num_pending == 1 for part in parts)
         # A step with a preemption admits nobody, and the next one may.
         is_calm = scheduler.stats.num_preemptions == num_preemptions
         self._is_decided = is_decoding and is_calm and len(parts) == len(scheduler.running)
@@ -356,7 +356,7 @@ class Replica:
         return self._num_steps_with_room(num_steps)
 
     def _num_steps_with_room(self, most: int) -> int:
-        """Return the number of steps, at most `most`, for which the running sequences find blocks without preemption."""
+        """Return the number of steps, at most `most`, for which there are blocks without preemption."""
         size, states = self.memory.block_size, self.memory.sequences
         filled = [states[sequence.seq_id].num_slots for sequence in self.scheduler.running]
         pool = self.memory.groups[0].pool

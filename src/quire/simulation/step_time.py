@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from quire.errors import ConfigError, shown
 
 
-class StepPart(NamedTuple):
+class StepItem(NamedTuple):
     """One sequence's share of a step.
 
     Args:
@@ -28,7 +28,7 @@ class StepPart(NamedTuple):
 class StepTimeModel(Protocol):
     """Seconds of a step as a function of its parts, and of nothing else."""
 
-    def of_step(self, parts: Sequence[StepPart]) -> float:
+    def of_step(self, parts: Sequence[StepItem]) -> float:
         """Return the seconds of a step, above 0."""
 
     def decode_ends(self, start_s: float, num_sequences: int, num_cached: int, count: int) -> list[float]:
@@ -53,7 +53,7 @@ class StepTimeModel(Protocol):
 
 # A step of n rows has all rows up to the first bound at the first rate, those up to the next at the second, and so on.
 ROW_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-ROW_NAMES = tuple(f"rows_to_{bound}" for bound in ROW_BOUNDS) + ("rows_above",)
+ROW_NAMES = (*(f"rows_to_{bound}" for bound in ROW_BOUNDS), "rows_above")
 FEATURES = ("step", *ROW_NAMES, "sequences", "cached_tokens", "pairs")
 
 
@@ -66,7 +66,7 @@ def rows_in_ranges(num_rows: int) -> list[int]:
     return [*counts, max(0, num_rows - before)]
 
 
-def features_of(parts: Iterable[StepPart]) -> tuple[int, int, int, int]:
+def features_of(parts: Iterable[StepItem]) -> tuple[int, int, int, int]:
     """Return the number of rows, of sequences, of cached tokens, and of pairs of a row and a token that it sees."""
     num_rows = num_sequences = num_cached = num_pairs = 0
     for start, count, _ in parts:
@@ -117,7 +117,7 @@ class FittedStepTime:
         """True: only sums over the sequences count."""
         return True
 
-    def of_step(self, parts: Sequence[StepPart]) -> float:
+    def of_step(self, parts: Sequence[StepItem]) -> float:
         """Return the seconds of a step."""
         num_rows, num_sequences, num_cached, num_pairs = features_of(parts)
         given, fixed_s = self.coefficients, self._fixed_s(num_rows, num_sequences)

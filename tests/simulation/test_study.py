@@ -1,0 +1,112 @@
+"""Searches for a rate or a number of replicas, and routing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from quire.errors import ConfigError
+from quire.simulation.chart import draw_search, draw_variants
+from quire.simulation.report import ServiceLevel
+from quire.simulation.routing import ReplicaLoads
+from quire.simulation.study import Scenario, find_rate, find_replicas
+from quire.simulation.traffic import SyntheticTraffic, Traffic, TrafficShape
+from tests.simulation.fleets import settings, step_time
+
+SHAPE = TrafficShape(num_requests=60, input_len=64, output_len=16, rate=4.0, burstiness=0.0)
+
+
+def traffic_of(**changes: Any) -> Callable[[int], Traffic]:
+    values = {name: getattr(SHAPE, name) for name in SHAPE.__dataclass_fields__}
+    return lambda seed: SyntheticTraffic(TrafficShape(**{**values, **changes}), seed)
+
+
+def scenario(**changes: Any) -> Scenario:
+    shape = changes.pop("shape", {})
+    fields = {"settings": settings(400), "step_time": step_time(step=0.05), "level": ServiceLevel(ttft_s=0.2)}
+    return Scenario(**{**fields, "traffic": traffic_of(**shape), **changes})
+
+
+def test_a_rate_is_found_that_suffices_and_a_larger_one_that_does_not() -> None:
+    one_at_a_time = settings(400, max_num_seqs=1)
+    found = find_rate(lambda rate: scenario(settings=one_at_a_time, shape={"rate": rate}), 4.0, (0, 1), 0.9)
+    # A request alone takes 16 steps of 50 ms: at most 1.25 a second, a little more where few of 60 may wait.
+    assert found.best is not None
+    assert 1.2 < found.best.value < 1.5
+    assert found.best.goodput >= 0.9
+    above = [trial for trial in found.trials if trial.value > found.best.value]
+    assert above
+    assert all(trial.goodput < 0.9 for trial in above)
+    assert min(trial.value for trial in above) < 1.03 * found.best.value
+    assert draw_search("rate", found).count("<circle") == len(found.trials)
+
+
+def test_a_rate_above_the_first_one_is_found_too() -> None:
+    one_at_a_time = settings(400, max_num_seqs=1)
+    found = find_rate(lambda rate: scenario(settings=one_at_a_time, shape={"rate": rate}), 0.1, (0,), 0.9)
+    assert found.best is not None
+    assert 1.2 < found.best.value < 1.5
+
+
+def test_no_rate_is_found_where_a_single_request_is_too_slow() -> None:
+    found = find_rate(lambda rate: scenario(level=ServiceLevel(ttft_s=0.01), shape={"rate": rate}), 4.0, (0,), 0.9)
+    assert found.best is None
+
+
+def test_the_fewest_replicas_are_found() -> None:
+    one_at_a_time = settings(400, max_num_seqs=1)
+
+    def of(count: int) -> Scenario:
+        return scenario(settings=one_at_a_time, num_replicas=count, routing="least_loaded", shape={"rate": 8.0})
+
+    found = find_replicas(of, (0,), 0.95, 100)
+    assert found.best is not None
+    best = int(found.best.value)
+    assert of(best).run(0).goodput >= 0.95
+    assert of(best - 1).run(0).goodput < 0.95
+    assert find_replicas(of, (0,), 0.95, best - 1).best is None
+
+
+def test_the_router_that_knows_the_cache_hits_more_than_the_others() -> None:
+    shape = {"num_requests": 400, "turns": 8, "rate": 8.0, "think_s": 2.0, "system_len": 64, "burstiness": 1.0}
+    hit_rates = {
+        routing: scenario(num_replicas=4, routing=routing, shape=shape, settings=settings(800)).run(3).hit_rate
+        for routing in ("round_robin", "least_loaded", "prefix_aware")
+    }
+    assert hit_rates["prefix_aware"] > 0.8
+    assert hit_rates["prefix_aware"] > hit_rates["least_loaded"] + 0.1
+    assert hit_rates["prefix_aware"] > hit_rates["round_robin"] + 0.1
+
+
+def test_a_run_depends_on_its_seed_alone() -> None:
+    assert scenario().run(1) == scenario().run(1)
+
+
+def test_the_least_loaded_replica_is_the_first_of_those_with_the_fewest() -> None:
+    loads = ReplicaLoads(3)
+    assert loads.least() == 0
+    loads.set(0, 2)
+    assert loads.least() == 1
+    loads.set(1, 3)
+    loads.set(2, 2)
+    assert loads.least() == 0
+    loads.set(2, 1)
+    loads.set(2, 5)
+    loads.set(0, 4)
+    assert loads.least() == 1
+
+
+def test_a_chart_has_a_bar_for_each_variant_and_escapes_names() -> None:
+    reports = scenario().run_all((0, 1))
+    chart = draw_variants({"a<b": reports, "c": reports})
+    assert "a&lt;b" in chart
+    assert chart.startswith("<svg")
+    assert chart.count("<rect") == 1 + 2 * 6
+
+
+@pytest.mark.parametrize("changes", [{"num_replicas": 0}, {"num_replicas": 1 << 30}, {"routing": "random"}])
+def test_a_wrong_scenario_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        scenario(**changes)
