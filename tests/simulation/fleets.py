@@ -20,7 +20,7 @@ BLOCK_SIZE = 16
 
 def step_time(**coefficients: float) -> FittedStepTime:
     """Return a model with the given coefficients, or with one that depends on everything."""
-    given = coefficients or {"step": 0.01, "rows_to_16": 3e-4, "rows_above": 2e-4, "cached_tokens": 1e-7, "pairs": 1e-8}
+    given = coefficients or {"step": 0.01, "rows_to_16": 3e-4, "rows_above": 2e-4, "read_tokens": 1e-7, "pairs": 1e-8}
     return FittedStepTime(dict.fromkeys(FEATURES, 0.0) | given)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from quire.errors import ConfigError
 from quire.simulation.fleet import FleetTotals
-from quire.simulation.report import ServiceLevel, difference, estimate, report_of, verdict
+from quire.simulation.report import ServiceLevel, SimulationReport, difference, estimate, report_of, verdict
 from quire.simulation.samples import GAP_RATIO, SimulationSamples
 
 TOTALS = FleetTotals(
@@ -83,7 +83,7 @@ def test_intervals_hold_the_mean_as_often_as_they_say() -> None:
 
 
 def test_a_verdict_takes_the_differences_of_pairs() -> None:
-    def runs(*firsts: float) -> list:
+    def runs(*firsts: float) -> list[SimulationReport]:
         made = []
         for first in firsts:
             one = SimulationSamples()

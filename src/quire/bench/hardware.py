@@ -99,7 +99,14 @@ class RooflineStepTime:
         """Return the seconds of a step."""
         return least_s(step_work(self._model, parts), self._rates) + self._overhead_s
 
-    def decode_ends(self, start_s: float, num_sequences: int, num_cached: int, count: int) -> list[float]:
+    def decode_ends(
+        self,
+        start_s: float,
+        num_sequences: int,
+        num_cached: int,
+        num_shared: int,  # noqa: ARG002  blocks that sequences share are read once for each
+        count: int,
+    ) -> list[float]:
         """Return the ends of consecutive steps of one token for each sequence."""
         read_bytes_per_s, operations_per_s = self._rates
         overhead_s = self._overhead_s

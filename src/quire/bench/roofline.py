@@ -159,7 +159,7 @@ def step_work(model: ModelShape, items: Iterable[StepItem]) -> StepWork:
     Cached blocks that sequences share are counted once for each sequence.
     """
     num_tokens = num_read = cached_values = attention_operations = num_carried = 0
-    for start, count, item_read in items:
+    for start, count, item_read, _ in items:
         num_tokens += count
         num_read += item_read
         num_carried += start > 0

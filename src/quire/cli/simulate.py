@@ -47,7 +47,7 @@ OPTIONS = (
     "preemption_mode",
 )
 HELP_OF_TRAFFIC = {
-    "num_requests": "requests, all turns counted",
+    "num_requests": "requests, all turns counted; fewer where sessions end at max_context",
     "rate": "requests a second on average, all turns counted",
     "burstiness": "variation of the gaps between arrivals: 1 is a Poisson process, more comes in bursts, 0 is a clock",
     "input_len": "mean tokens of a user's message",

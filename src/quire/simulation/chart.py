@@ -67,12 +67,12 @@ def draw_search(what: str, found: Found) -> str:
     points = []
     for trial in trials:
         share = (trial.value - low) / (high - low) if high > low else 0.5
-        x, y = left + share * (right - left), 60 + 200 * (1 - trial.goodput)
-        points.append(f"{x:.1f},{y:.1f}")
+        x, level = left + share * (right - left), 60 + 200 * (1 - trial.goodput)
+        points.append(f"{x:.1f},{level:.1f}")
         is_best = found.best is not None and trial.value == found.best.value
-        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{6 if is_best else 4}" fill="{OURS}"/>')
+        parts.append(f'<circle cx="{x:.1f}" cy="{level:.1f}" r="{6 if is_best else 4}" fill="{OURS}"/>')
         if is_best:
-            parts.append(_text(x, y - 12, f"{trial.value:,.4g}", anchor="middle", weight="bold"))
+            parts.append(_text(x, level - 12, f"{trial.value:,.4g}", anchor="middle", weight="bold"))
     parts.append(f'<polyline points="{" ".join(points)}" fill="none" stroke="{OURS}"/>')
     parts += [_text(left, 285, f"{low:,.4g}"), _text(right, 285, f"{high:,.4g}", anchor="end")]
     return _document(parts, height)

@@ -13,6 +13,7 @@ real steps would, so that a simulation without leaps gives the same results, bit
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -21,12 +22,12 @@ from quire.memory.manager import KVCacheManager
 from quire.memory.prefix.token_chain import Namespace
 from quire.memory.recording.settings import MemorySettings
 from quire.memory.results import MemoryOps
-from quire.scheduling.plan import ItemResult, StepPlan
+from quire.scheduling.plan import ItemResult, ScheduledSequence, StepPlan
 from quire.scheduling.scheduler import Scheduler
 from quire.sequences.params import SamplingParams
 from quire.sequences.sequence import Request, Sequence
 from quire.simulation.samples import SimulationSamples
-from quire.simulation.step_time import StepItem, StepTimeModel
+from quire.simulation.step_time import StepItem, StepTimeModel, shared_tokens
 from quire.simulation.tokens import TokenSpan, TokenTable, num_tokens
 
 # A shorter leap costs more than its steps.
@@ -86,6 +87,17 @@ class ReplicaSettings:
     preemption_policy: str = "last"
     preemption_mode: str = "auto"
     copy_bytes_per_s: float = 20e9
+
+
+def parts_of(items: Seq[ScheduledSequence], memory: KVCacheManager) -> list[StepItem]:
+    """Return the parts of a planned step, by which its time is modelled."""
+    states = memory.sequences
+    tables = [(states[item.seq_id].tables[0], item.start) for item in items]
+    num_shared = shared_tokens(tables, memory.block_size)
+    return [
+        StepItem(item.start, len(item.token_ids), min(1, item.num_samples), shared)
+        for item, shared in zip(items, num_shared, strict=True)
+    ]
 
 
 class _Job:
@@ -264,7 +276,10 @@ class Replica:
             return
         running = self.scheduler.running
         num_cached = sum([sequence.num_computed for sequence in running])
-        ends_s = self._step_time.decode_ends(now_s, len(running), num_cached, num_steps)
+        states = self.memory.sequences
+        tables = [(states[sequence.seq_id].tables[0], sequence.num_computed) for sequence in running]
+        num_shared = sum(shared_tokens(tables, self.memory.block_size))
+        ends_s = self._step_time.decode_ends(now_s, len(running), num_cached, num_shared, num_steps)
         self._leap = _Leap(now_s, ends_s)
         self._set_end(ends_s[-1])
 
@@ -274,7 +289,7 @@ class Replica:
         num_preemptions = scheduler.stats.num_preemptions
         plan = self._plan = scheduler.plan(self.num_steps)
         self.num_steps += 1
-        parts = [StepItem(item.start, len(item.token_ids), item.num_samples) for item in plan.items]
+        parts = parts_of(plan.items, self.memory)
         seconds = self._step_time.of_step(parts) + self._copy_s(plan.ops)
         is_decoding = all(part.num_pending == 1 for part in parts)
         # A step with a preemption admits nobody, and the next one may.

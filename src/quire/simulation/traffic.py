@@ -40,7 +40,7 @@ class TrafficShape:
     """The statistics of synthetic traffic. Lengths are in tokens and lognormal unless a deviation is 0.
 
     Args:
-        num_requests: number of requests, all turns counted.
+        num_requests: number of requests, all turns counted; fewer where sessions end at `max_context`.
         rate: requests per second on average, all turns counted.
         burstiness: variation of the gaps between arrivals of sessions, as standard deviation by mean: 1 is a Poisson
             process, more comes in bursts, 0 is a clock.
