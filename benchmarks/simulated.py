@@ -33,7 +33,8 @@ from quire.memory.recording.settings import MemorySettings
 from quire.memory.specs import FullAttention
 from quire.simulation.fit import fit_step_time, quality_of
 from quire.simulation.fleet import Fleet
-from quire.simulation.replica import ReplicaSettings, SimulatedRequest
+from quire.simulation.replica import ReplicaSettings
+from quire.simulation.request import SimulatedRequest
 from quire.simulation.routing import RoundRobin
 from quire.simulation.step_time import FittedStepTime
 from quire.simulation.tokens import TokenSpan
@@ -45,6 +46,8 @@ NUM_SEQS, STEP_TOKENS = 32, 512
 # The served load, and its share of the rate at which W3's requests were served.
 LOAD = SyntheticWorkload(num_prompts=60, input_len=160, output_len=48, lengths="uniform", spread=0.8, workload_seed=11)
 LOAD_SHARE = 0.5
+# The tokens of `quire bench serve`: lengths are drawn from the same random numbers.
+LOAD_IDS = range(256, 1000)
 
 
 def settings() -> ReplicaSettings:
@@ -197,7 +200,7 @@ def main() -> None:
         w3_s = sum(request.num_new for request in workload("W3", 0).requests) / rows[0]["simulated"]["tokens_per_s"]
         rate = LOAD_SHARE * 16 / w3_s
         served = measure_served(model, num_threads, rate)
-        requests = LOAD.requests(range(256))
+        requests = LOAD.requests(LOAD_IDS)
         arrivals = poisson_arrivals(rate, len(requests), LOAD.workload_seed)
         rows.append(
             compare(f"Poisson {rate:.2g}/s", simulate(simulated_requests(requests, arrivals), step_time), [served])

@@ -9,7 +9,8 @@ from typing import Any
 from quire.memory.recording.settings import MemorySettings
 from quire.memory.specs import FullAttention, KVCacheSpec
 from quire.simulation.fleet import Fleet, FleetTotals
-from quire.simulation.replica import ReplicaSettings, SimulatedRequest
+from quire.simulation.replica import ReplicaSettings
+from quire.simulation.request import SimulatedRequest
 from quire.simulation.routing import ROUTERS
 from quire.simulation.samples import SimulationSamples
 from quire.simulation.step_time import FEATURES, FittedStepTime

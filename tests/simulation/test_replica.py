@@ -139,6 +139,17 @@ def test_a_question_about_hits_changes_no_result() -> None:
     assert replica._samples.snapshot() == twin._samples.snapshot()
 
 
+def test_a_step_tells_who_begins_to_answer_and_who_ends() -> None:
+    replica = Replica(settings(200), step_time(), SimulationSamples(), TokenTable())
+    long, short = one_request(40, 3), one_request(40, 1, stream=5)
+    replica.submit(long, 0.0)
+    replica.submit(short, 0.0)
+    told = []
+    while replica.end_s is not None:
+        told.append(replica.end_step())
+    assert told == [([long], []), ([short], [short]), ([], [long])]
+
+
 @pytest.mark.parametrize(
     ("coefficients", "field"),
     [

@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 
 from quire.errors import ConfigError
+from quire.memory.manager import KVCacheManager
 from quire.simulation.chart import draw_search, draw_variants
+from quire.simulation.fleet import Fleet
 from quire.simulation.report import ServiceLevel
-from quire.simulation.routing import ReplicaLoads
+from quire.simulation.request import SimulatedRequest
+from quire.simulation.routing import PrefixAware, ReplicaLoads, RoundRobin, RouterView
 from quire.simulation.study import Scenario, find_rate, find_replicas
 from quire.simulation.traffic import SyntheticTraffic, Traffic, TrafficShape
-from tests.simulation.fleets import settings, step_time
+from tests.simulation.fleets import one_request, settings, step_time
 
 SHAPE = TrafficShape(num_requests=60, input_len=64, output_len=16, rate=4.0, burstiness=0.0)
 
@@ -78,6 +81,53 @@ def test_the_router_that_knows_the_cache_hits_more_than_the_others() -> None:
     assert hit_rates["prefix_aware"] > 0.8
     assert hit_rates["prefix_aware"] > hit_rates["least_loaded"] + 0.1
     assert hit_rates["prefix_aware"] > hit_rates["round_robin"] + 0.1
+
+
+class Noting(RoundRobin):
+    """A router that notes what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[tuple[str, int]] = []
+
+    def choose(self, request: SimulatedRequest, view: RouterView, now_s: float) -> int:
+        assert len(view.token_ids()) == request.num_prompt
+        return super().choose(request, view, now_s)
+
+    def on_replica(self, idx: int, memory: KVCacheManager) -> None:
+        assert memory.usage().used == 0
+        self.told.append(("replica", idx))
+
+    def on_first_token(self, request: SimulatedRequest, idx: int, now_s: float) -> None:
+        assert now_s > request.arrival_s
+        self.told.append(("first token", idx))
+
+    def on_end(self, request: SimulatedRequest, idx: int, now_s: float) -> None:
+        assert now_s >= request.arrival_s
+        self.told.append(("end", idx))
+
+
+def test_a_router_is_told_of_replicas_first_tokens_and_ends() -> None:
+    router = Noting()
+    fleet = Fleet(settings(100), step_time(), router, 3)
+    fleet.run([one_request(20, 5), one_request(16 * 100, 1, 1.0, stream=3), one_request(20, 1, 2.0, stream=5)])
+    assert router.told == [
+        ("replica", 0),
+        ("first token", 0),
+        ("end", 0),
+        ("replica", 1),
+        ("end", 1),  # rejected
+        ("replica", 2),
+        ("first token", 2),
+        ("end", 2),
+    ]
+
+
+def test_a_router_that_knows_beginnings_forgets_the_oldest() -> None:
+    router = PrefixAware(max_candidates=2, max_beginnings=3)
+    fleet = Fleet(settings(400), step_time(), router, 4)
+    fleet.run([one_request(20, 2, float(idx), stream=2 * idx + 1) for idx in range(9)])
+    assert len(router._known) == 3
 
 
 def test_a_run_depends_on_its_seed_alone() -> None:

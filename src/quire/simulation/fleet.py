@@ -7,7 +7,8 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from quire.errors import ConfigError
-from quire.simulation.replica import Replica, ReplicaSettings, SimulatedRequest
+from quire.simulation.replica import Replica, ReplicaSettings
+from quire.simulation.request import SimulatedRequest
 from quire.simulation.routing import ReplicaLoads, SimulatedRouter
 from quire.simulation.samples import SimulationSamples
 from quire.simulation.step_time import StepTimeModel
@@ -55,6 +56,8 @@ class Fleet:
 
     Attributes:
         samples: measurements.
+        table: maker of token ids.
+        loads: numbers of unfinished requests.
     """
 
     def __init__(
@@ -73,9 +76,9 @@ class Fleet:
         self._router = router
         self._follow_up = follow_up
         self._can_leap = can_leap
-        self._table = TokenTable()
+        self.table = TokenTable()
         self._replicas: list[Replica | None] = [None] * num_replicas
-        self._loads = ReplicaLoads(num_replicas)
+        self.loads = ReplicaLoads(num_replicas)
         self._events: list[tuple[float, int, int, int, SimulatedRequest | None]] = []
         self._num_follow_ups = 0
         self._now_s = 0.0
@@ -108,29 +111,35 @@ class Fleet:
                 continue
             replica = replicas[idx]
             if replica is not None and replica.version == version:
-                for ended in replica.end_step():
-                    self._continue(ended)
-                self._loads.set(idx, replica.num_unfinished)
+                started, ended = replica.end_step()
+                for each in started:
+                    self._router.on_first_token(each, idx, self._now_s)
+                for each in ended:
+                    self._router.on_end(each, idx, self._now_s)
+                    self._continue(each)
+                self.loads.set(idx, replica.num_unfinished)
                 self._expect(idx, replica)
         return self._totals()
 
     def _arrive(self, request: SimulatedRequest) -> None:
         now_s = self._now_s = request.arrival_s
-        idx = self._router.choose(request, self._loads, lambda each: self._hit_tokens(each, request))
+        idx = self._router.choose(request, _FleetView(self, request), now_s)
         replica = self._replicas[idx]
         if replica is None:
             replica = self._replicas[idx] = Replica(
-                self._settings, self._step_time, self.samples, self._table, can_leap=self._can_leap
+                self._settings, self._step_time, self.samples, self.table, can_leap=self._can_leap
             )
+            self._router.on_replica(idx, replica.memory)
         version = replica.version
         is_queued = replica.submit(request, now_s)
-        self._loads.set(idx, replica.num_unfinished)
+        self.loads.set(idx, replica.num_unfinished)
         if replica.version != version:
             self._expect(idx, replica)
         if not is_queued:
+            self._router.on_end(request, idx, now_s)
             self._continue(request)
 
-    def _hit_tokens(self, idx: int, request: SimulatedRequest) -> int:
+    def hit_tokens(self, idx: int, request: SimulatedRequest) -> int:
         """Return the tokens of a request's prompt that a replica would reuse."""
         replica = self._replicas[idx]
         if replica is None:
@@ -164,3 +173,23 @@ class Fleet:
             num_evictions=sum(pool.num_evictions for replica in used for pool in replica.memory.arena.pools),
             duration_s=max(self.samples.ended_s, default=0.0),
         )
+
+
+class _FleetView:
+    """The fleet as a router sees it when a request arrives."""
+
+    __slots__ = ("_fleet", "_request")
+
+    def __init__(self, fleet: Fleet, request: SimulatedRequest) -> None:
+        self._fleet = fleet
+        self._request = request
+
+    @property
+    def loads(self) -> ReplicaLoads:
+        return self._fleet.loads
+
+    def hit_tokens(self, idx: int) -> int:
+        return self._fleet.hit_tokens(idx, self._request)
+
+    def token_ids(self) -> list[int]:
+        return self._fleet.table.token_ids(self._request.prompt)

@@ -26,9 +26,10 @@ from quire.scheduling.plan import ItemResult, ScheduledSequence, StepPlan
 from quire.scheduling.scheduler import Scheduler
 from quire.sequences.params import SamplingParams
 from quire.sequences.sequence import Request, Sequence
+from quire.simulation.request import SimulatedRequest
 from quire.simulation.samples import SimulationSamples
 from quire.simulation.step_time import StepItem, StepTimeModel, shared_tokens
-from quire.simulation.tokens import TokenSpan, TokenTable, num_tokens
+from quire.simulation.tokens import TokenSpan, TokenTable
 
 # A shorter leap costs more than its steps.
 MIN_LEAP_STEPS = 2
@@ -36,38 +37,6 @@ MIN_LEAP_STEPS = 2
 RATE_TOKENS = 512
 _GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
 _NAMESPACE = Namespace()
-
-
-class SimulatedRequest(NamedTuple):
-    """A request of a simulation.
-
-    Args:
-        arrival_s: time of arrival, in seconds from the start.
-        prompt: spans of the prompt.
-        num_new: number of new tokens.
-        output_stream: stream of the new tokens.
-        priority: priority; lower values run first under the policy "priority".
-        session: key of the conversation or agent that it belongs to; None for a request of its own.
-        turn: number of turns of its session before it.
-    """
-
-    arrival_s: float
-    prompt: tuple[TokenSpan, ...]
-    num_new: int
-    output_stream: int
-    priority: int = 0
-    session: int | None = None
-    turn: int = 0
-
-    @property
-    def num_prompt(self) -> int:
-        """Number of prompt tokens."""
-        return num_tokens(self.prompt)
-
-    @property
-    def output(self) -> TokenSpan:
-        """The span of the new tokens."""
-        return TokenSpan(self.output_stream, 0, self.num_new)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,17 +219,22 @@ class Replica:
             self._take_steps(num_ended)
             self._begin_step(ends_s[num_ended - 1] if num_ended else start_s)
 
-    def end_step(self) -> list[SimulatedRequest]:
-        """End the step or the leap in progress, begin the next one, and return the requests that ended."""
+    def end_step(self) -> tuple[list[SimulatedRequest], list[SimulatedRequest]]:
+        """End the step or the leap in progress, and begin the next one.
+
+        Returns:
+            The requests that got their first token, and those that ended.
+        """
         now_s = self.end_s
         assert now_s is not None, "no step is in progress"
+        started: list[SimulatedRequest] = []
         ended: list[SimulatedRequest] = []
         if self._leap is not None:
             self._take_steps(len(self._leap.ends_s))
         else:
-            ended = self._take_results(now_s)
+            started, ended = self._take_results(now_s)
         self._begin(now_s)
-        return ended
+        return started, ended
 
     # ---- a step ----
 
@@ -304,8 +278,8 @@ class Replica:
         num_bytes = sum(groups[idx].spec.bytes_per_block for idx in moved)
         return num_bytes / self._settings.copy_bytes_per_s
 
-    def _take_results(self, now_s: float) -> list[SimulatedRequest]:
-        """Give each sequence of the plan its token, and return the requests that end."""
+    def _take_results(self, now_s: float) -> tuple[list[SimulatedRequest], list[SimulatedRequest]]:
+        """Give each sequence of the plan its token, and return the requests that begin to answer, and that end."""
         plan, jobs, table = self._plan, self._jobs, self._table
         assert plan is not None, "no step is in progress"
         self._plan = None
@@ -319,17 +293,18 @@ class Replica:
                 sampled.append(job)
             results.append(ItemResult(item.seq_id, token_ids))
         self.scheduler.update_from_results(plan.items, results)
-        ended = []
+        started, ended = [], []
         for job in sampled:
             job.num_remaining -= 1
             if job.first_s < 0:
                 job.first_s = now_s
+                started.append(job.request)
             else:
                 self._samples.add_gap(now_s - job.last_s)
             job.last_s = now_s
             if not job.num_remaining:
                 ended.append(self._end(job))
-        return ended
+        return started, ended
 
     def _end(self, job: _Job) -> SimulatedRequest:
         """Record a request that has ended."""

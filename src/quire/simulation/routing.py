@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import islice
 from typing import Protocol
 
-from quire.simulation.replica import SimulatedRequest
+from quire.memory.manager import KVCacheManager
+from quire.simulation.request import SimulatedRequest
 from quire.simulation.tokens import TokenSpan
 
 
@@ -40,46 +42,65 @@ class ReplicaLoads:
         return heap[0][1]
 
 
-# Number of prompt tokens that a replica would find in its cache now.
-HitQuery = Callable[[int], int]
+class RouterView(Protocol):
+    """The state of the fleet at the arrival of a request, as far as a router may ask for it."""
+
+    @property
+    def loads(self) -> ReplicaLoads:
+        """Numbers of unfinished requests."""
+
+    def hit_tokens(self, idx: int) -> int:
+        """Return the tokens of the prompt that a replica would reuse; its real memory answers, which costs time."""
+
+    def token_ids(self) -> list[int]:
+        """Return the token ids of the prompt."""
 
 
-class SimulatedRouter(Protocol):
-    """Chooses a replica for a request, by what a router can know."""
+class SimulatedRouter(ABC):
+    """Chooses a replica for a request; the base of all routers, of which most need `choose` only."""
 
-    def choose(self, request: SimulatedRequest, loads: ReplicaLoads, hit_tokens: HitQuery) -> int:
+    @abstractmethod
+    def choose(self, request: SimulatedRequest, view: RouterView, now_s: float) -> int:
         """Return the index of a replica.
 
         Args:
             request: request that has arrived.
-            loads: numbers of unfinished requests.
-            hit_tokens: function from a replica to the tokens of the prompt that it would reuse; the replica's real
-                memory answers, which costs time.
+            view: state of the fleet.
+            now_s: present moment.
         """
 
+    def on_replica(self, idx: int, memory: KVCacheManager) -> None:  # noqa: B027
+        """Take notice of the memory of a replica that has just been made, before its first request."""
 
-class RoundRobin:
+    def on_first_token(self, request: SimulatedRequest, idx: int, now_s: float) -> None:  # noqa: B027
+        """Take notice of the first token of a request."""
+
+    def on_end(self, request: SimulatedRequest, idx: int, now_s: float) -> None:  # noqa: B027
+        """Take notice of the end of a request, or of its rejection."""
+
+
+class RoundRobin(SimulatedRouter):
     """Gives requests to the replicas in turn."""
 
     def __init__(self) -> None:
         self._next = 0
 
-    def choose(self, request: SimulatedRequest, loads: ReplicaLoads, hit_tokens: HitQuery) -> int:  # noqa: ARG002
+    def choose(self, request: SimulatedRequest, view: RouterView, now_s: float) -> int:  # noqa: ARG002
         """Return the next replica."""
         idx = self._next
-        self._next = (idx + 1) % len(loads.counts)
+        self._next = (idx + 1) % len(view.loads.counts)
         return idx
 
 
-class LeastLoaded:
+class LeastLoaded(SimulatedRouter):
     """Gives a request to the replica with the fewest unfinished requests."""
 
-    def choose(self, request: SimulatedRequest, loads: ReplicaLoads, hit_tokens: HitQuery) -> int:  # noqa: ARG002
+    def choose(self, request: SimulatedRequest, view: RouterView, now_s: float) -> int:  # noqa: ARG002
         """Return the replica with the fewest unfinished requests."""
-        return loads.least()
+        return view.loads.least()
 
 
-class PrefixAware:
+class PrefixAware(SimulatedRouter):
     """Weighs the tokens that a replica would reuse against the requests that it has not finished.
 
     Not all replicas are asked: those that lately got prompts with the same beginning, and the least loaded one.
@@ -99,11 +120,11 @@ class PrefixAware:
         # Span at the end of a prompt's beginning -> replicas that got such a prompt, the latest last.
         self._known: OrderedDict[TokenSpan, dict[int, None]] = OrderedDict()
 
-    def choose(self, request: SimulatedRequest, loads: ReplicaLoads, hit_tokens: HitQuery) -> int:
+    def choose(self, request: SimulatedRequest, view: RouterView, now_s: float) -> int:  # noqa: ARG002
         """Return the replica with the fewest tokens to compute, waiting included."""
         best, best_cost = -1, 0.0
-        for idx in self._candidates(request.prompt, loads.least()):
-            cost = loads.counts[idx] * self._tokens_per_request - hit_tokens(idx)
+        for idx in self._candidates(request.prompt, view.loads.least()):
+            cost = view.loads.counts[idx] * self._tokens_per_request - view.hit_tokens(idx)
             if best < 0 or cost < best_cost:
                 best, best_cost = idx, cost
         self._remember((*request.prompt, request.output), best)

@@ -56,16 +56,22 @@ class Scenario:
                 f"routing must be one of {', '.join(ROUTERS)}, got {shown(self.routing)}", field="routing"
             )
 
+    def fleet(self, traffic: Traffic, *, can_leap: bool = True) -> Fleet:
+        """Return the fleet that serves some traffic."""
+        router = ROUTERS[self.routing]()
+        return Fleet(
+            self.settings,
+            self.step_time,
+            router,
+            self.num_replicas,
+            follow_up=traffic.follow_up,
+            can_leap=can_leap,
+        )
+
     def run(self, seed: int) -> SimulationReport:
         """Simulate the traffic of a seed."""
         traffic = self.traffic(seed)
-        fleet = Fleet(
-            self.settings,
-            self.step_time,
-            ROUTERS[self.routing](),
-            self.num_replicas,
-            follow_up=traffic.follow_up,
-        )
+        fleet = self.fleet(traffic)
         totals = fleet.run(traffic.requests())
         return report_of(fleet.samples, totals, self.level, self.price_per_hour)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from quire.errors import TraceError, shown
-from quire.simulation.replica import SimulatedRequest
+from quire.simulation.request import SimulatedRequest
 from quire.simulation.tokens import MAX_STREAMS, TokenSpan
 from quire.simulation.traffic import MAX_LENGTH, MAX_REQUESTS
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from typing import Protocol
 
 from quire.errors import ConfigError, shown
-from quire.simulation.replica import SimulatedRequest
+from quire.simulation.request import SimulatedRequest
 from quire.simulation.tokens import MAX_STREAMS, TokenSpan, num_tokens
 
 MAX_REQUESTS = 100_000_000
