@@ -15,7 +15,6 @@ from quire.bench.roofline import (
     AttentionShape,
     ModelShape,
     Rates,
-    StepItem,
     StepWork,
     least_s,
     seen_by_rows,
@@ -25,6 +24,7 @@ from quire.bench.roofline import (
 from quire.models.checkpoint import Checkpoint
 from quire.models.loading import load_decoder
 from quire.models.spec import Attention, Experts, GatedMLP, LayerSpec, Mamba2, ModelSpec, RMSNorm
+from quire.simulation.step_time import StepItem
 
 # 1000 parameters in layers, 120 of them behind the last keys and values, 300 in the head, two bytes each; 3 layers of 4
 # heads over 2 KV heads of 8 values.

@@ -25,7 +25,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ADDRESS = "http://127.0.0.1:8000"
 NOT_RUN = "<!-- not run: "
 # Commands that end by themselves and need nothing but the bundled model.
-ENDING = ("generate", "chat", "plan", "inspect", "quantize", "bench", "replay", "doctor")
+ENDING = ("generate", "chat", "plan", "simulate", "inspect", "quantize", "bench", "replay", "doctor")
 
 
 class Block(NamedTuple):

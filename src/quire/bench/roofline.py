@@ -12,7 +12,9 @@ from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
 from quire.config import Quantization
+from quire.models.parameter_estimate import estimate_parameters
 from quire.models.spec import FFN, Attention, LayerSpec, Mixer, ModelSpec, StateCacheShape, experts_of
+from quire.simulation.step_time import StepItem
 
 # Tables from which a step reads one row for each token.
 TABLES = ("embedding.weight", "per_layer_inputs.embedding.weight")
@@ -21,20 +23,6 @@ HEAD = "head.weight"
 ROUNDED_BYTES: Final[Mapping[Quantization, tuple[float, float]]] = {"int8": (1.0, 1.0), "int4": (9 / 16, 13 / 16)}
 # Two multiply-adds for each value of a state: the update by a token, and the read of its output.
 STATE_OPERATIONS = 4
-
-
-class StepItem(NamedTuple):
-    """One sequence's share of a step.
-
-    Args:
-        start: number of cached tokens.
-        num_pending: number of tokens to compute.
-        num_read: number of the last of those tokens that go through the head.
-    """
-
-    start: int
-    num_pending: int
-    num_read: int
 
 
 class AttentionShape(NamedTuple):
@@ -112,6 +100,29 @@ class ModelShape(NamedTuple):
             num_state_values=sum(math.prod(cache.sums) for cache in states),
         )
 
+    @classmethod
+    def estimate(
+        cls,
+        spec: ModelSpec,
+        element_bytes: int,
+        quantization: Quantization | None = None,
+        cached_bytes: int | None = None,
+    ) -> ModelShape:
+        """Return the dimensions of a model whose weights are not at hand, by `estimate_parameters`.
+
+        All rows count as going through all layers: the part behind the last keys and values is 0.
+
+        Args:
+            spec, element_bytes, quantization, cached_bytes: see `of`.
+        """
+        parameters = estimate_parameters(spec)
+        num_idle = sum(_num_idle(layer.ffn, spec.width) for layer in spec.layers)
+        body = {"layers.0.projections": (parameters.projections - num_idle,)}
+        shape = cls.of(spec, body, element_bytes, quantization, cached_bytes)
+        return shape._replace(
+            num_body=parameters.projections - num_idle, num_tail=0, attention=_attention(spec.layers), late_attention=()
+        )
+
 
 class StepWork(NamedTuple):
     """The least work of a step, or of several.
@@ -148,7 +159,7 @@ def step_work(model: ModelShape, items: Iterable[StepItem]) -> StepWork:
     Cached blocks that sequences share are counted once for each sequence.
     """
     num_tokens = num_read = cached_values = attention_operations = num_carried = 0
-    for start, count, item_read in items:
+    for start, count, item_read, _ in items:
         num_tokens += count
         num_read += item_read
         num_carried += start > 0

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from quire.bench.roofline import StepItem
 from quire.execution.executor import Executor
 from quire.models.decoder import Decoder
 from quire.ops.interface import AttentionBatch, Linear, Ops, PagedKV, PagedStates, StateBatch
 from quire.scheduling.plan import StepPlan
 from quire.scheduling.scheduler import Scheduler
+from quire.simulation.step_time import StepItem
 
 PLANNING, BATCH, LAYERS, LINEAR, ATTENTION, RECURRENCE, HEAD, SAMPLING, ADVANCING, OUTPUT = (
     "planning",

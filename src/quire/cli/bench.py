@@ -40,6 +40,11 @@ def register(subparsers: Subparsers) -> None:
         help="time the layers: each step is run part by part, and the timers cost a little speed",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--fit",
+        metavar="FILE",
+        help="instead of a workload, measure steps of all kinds, fit their times, and write them for quire simulate",
+    )
     add_shape_options(parser)
     add_engine_options(parser)
     parser.set_defaults(handler=run)
@@ -55,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
     if args.workload is not None and given:
         flag = "--" + next(iter(given)).replace("_", "-")
         raise ConfigError(f"{flag} applies to custom workloads only, not to --workload {args.workload}")
+    if args.fit is not None:
+        return _fit(args, given)
     shape = SyntheticWorkload(**given)
     name = "W5-cold" if args.workload == "W5" else args.workload
     options: dict[str, Any] = {"skip_tokenizer_init": True, **checked_engine_options(args)}
@@ -76,4 +83,37 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"model": args.model, "workload": described, "report": asdict(report)}))
     else:
         print("\n".join((*bench.resolved.lines(), "", *report_lines(report))))
+    return 0
+
+
+def _fit(args: argparse.Namespace, given: dict[str, Any]) -> int:
+    """Measure steps, fit their times, and write them to a file.
+
+    Raises:
+        QuireError: an option is refused, or the file cannot be written.
+    """
+    other = next((name for name, value in {"workload": args.workload, "profile": args.profile}.items() if value), None)
+    other = other or next(iter(given), None)
+    if other is not None:
+        raise ConfigError(
+            f"--{other.replace('_', '-')} does not apply to --fit, which has its own requests", field=other
+        )
+    options: dict[str, Any] = {"skip_tokenizer_init": True, **checked_engine_options(args)}
+
+    from quire.bench.step_probe import StepProbe, quality_lines
+    from quire.config import EngineConfig
+
+    probe = StepProbe(EngineConfig.from_options(**options))
+    try:
+        probe.measure()
+        step_time, quality = probe.fit()
+        text = probe.as_json(f"{args.model} on this machine's {probe.resolved.device}, as measured", step_time, quality)
+    finally:
+        probe.close()
+    try:
+        with open(args.fit, "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise ConfigError(f"fit {args.fit} cannot be written: {error.strerror}", field="fit") from error
+    print(text if args.json else "\n".join(quality_lines(quality, step_time)))
     return 0

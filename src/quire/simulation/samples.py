@@ -1,0 +1,90 @@
+"""The measurements of a simulation: times of requests, gaps between tokens, counters."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable
+
+# Gaps between tokens are counted in ranges, each so much wider than the one before; the last is open.
+GAP_RATIO = 1.01
+_SHORTEST_S, _LONGEST_S = 1e-7, 1e6
+GAP_BOUNDS = [
+    _SHORTEST_S * GAP_RATIO**idx for idx in range(math.ceil(math.log(_LONGEST_S / _SHORTEST_S) / math.log(GAP_RATIO)))
+]
+
+
+class SimulationSamples:
+    """Times of the requests of one run, and counters.
+
+    Attributes:
+        arrivals_s, first_s, ended_s: of each finished request, in the order of their ends.
+        num_new: number of new tokens of each.
+        num_prompt, num_cached: number of prompt tokens, and of those found in a prefix cache, of each.
+        gaps: range of gaps between two tokens of a request -> number of gaps.
+        num_rejected: number of requests that no replica could ever hold.
+    """
+
+    __slots__ = ("arrivals_s", "ended_s", "first_s", "gaps", "num_cached", "num_new", "num_prompt", "num_rejected")
+
+    def __init__(self) -> None:
+        self.arrivals_s, self.first_s, self.ended_s = array("d"), array("d"), array("d")
+        self.num_new, self.num_prompt, self.num_cached = array("q"), array("q"), array("q")
+        self.gaps: Counter[int] = Counter()
+        self.num_rejected = 0
+
+    def add_gap(self, seconds: float, count: int = 1) -> None:
+        """Count gaps between two tokens."""
+        self.gaps[bisect_left(GAP_BOUNDS, seconds)] += count
+
+    def add_gaps(self, before_s: float, moments_s: Iterable[float], count: int) -> None:
+        """Count the gaps between consecutive moments at each of which so many sequences got a token."""
+        gaps, low, high, idx, num_gaps = self.gaps, 0.0, 0.0, 0, 0
+        for moment_s in moments_s:
+            seconds = moment_s - before_s
+            before_s = moment_s
+            if not low < seconds <= high:
+                gaps[idx] += num_gaps * count
+                num_gaps, idx = 0, bisect_left(GAP_BOUNDS, seconds)
+                low = GAP_BOUNDS[idx - 1] if idx else 0.0
+                high = GAP_BOUNDS[idx] if idx < len(GAP_BOUNDS) else math.inf
+            num_gaps += 1
+        gaps[idx] += num_gaps * count
+
+    def add_request(
+        self, arrival_s: float, first_s: float, ended_s: float, num_new: int, num_prompt: int, num_cached: int
+    ) -> None:
+        """Record a request that has ended."""
+        self.arrivals_s.append(arrival_s)
+        self.first_s.append(first_s)
+        self.ended_s.append(ended_s)
+        self.num_new.append(num_new)
+        self.num_prompt.append(num_prompt)
+        self.num_cached.append(num_cached)
+
+    def __len__(self) -> int:
+        return len(self.ended_s)
+
+    def gap_percentile(self, share: float) -> float | None:
+        """Return a percentile of the gaps, at most one percent too high; None without gaps."""
+        wanted = math.ceil(share * sum(self.gaps.values()))
+        for idx in sorted(+self.gaps):
+            wanted -= self.gaps[idx]
+            if wanted <= 0:
+                return GAP_BOUNDS[min(idx, len(GAP_BOUNDS) - 1)]
+        return None
+
+    def snapshot(self) -> tuple[object, ...]:
+        """Return all measurements as a comparable value, whatever the order of ends at one moment."""
+        rows = zip(
+            self.ended_s,
+            self.arrivals_s,
+            self.first_s,
+            self.num_new,
+            self.num_prompt,
+            self.num_cached,
+            strict=True,
+        )
+        return tuple(sorted(rows)), tuple(sorted((+self.gaps).items())), self.num_rejected

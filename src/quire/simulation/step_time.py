@@ -1,0 +1,198 @@
+"""Models of the time that a step takes: the only thing that a simulated data plane has."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from quire.errors import ConfigError, shown
+
+
+class StepItem(NamedTuple):
+    """One sequence's share of a step.
+
+    Args:
+        start: number of cached tokens.
+        num_pending: number of tokens to compute.
+        num_read: number of the last of those tokens that go through the head.
+        num_shared: number of the cached tokens in blocks that an earlier sequence of the step has too.
+    """
+
+    start: int
+    num_pending: int
+    num_read: int
+    num_shared: int = 0
+
+
+def shared_tokens(tables: Iterable[tuple[Sequence[int], int]], block_size: int) -> list[int]:
+    """Return for each sequence how many of its cached tokens lie in blocks that an earlier sequence has too.
+
+    A kernel of attention can read such blocks once for all. Sequences share leading blocks only, so each is compared
+    with the first and with the last one before it that have the same first block.
+
+    Args:
+        tables: block table and number of cached tokens of each sequence of a step.
+        block_size: tokens per block.
+    """
+    found: list[int] = []
+    # First block -> the first table that has it, and the last one so far.
+    known: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
+    for table, num_cached in tables:
+        if not num_cached:
+            found.append(0)
+            continue
+        first = table[0]
+        others = known.get(first)
+        if others is None:
+            known[first] = (table, table)
+            found.append(0)
+        else:
+            num_blocks = max(_num_common_blocks(table, other) for other in {id(each): each for each in others}.values())
+            known[first] = (others[0], table)
+            found.append(min(num_cached, num_blocks * block_size))
+    return found
+
+
+def _num_common_blocks(table: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many leading blocks two tables have in common; the first is one of them."""
+    low, high = 1, min(len(table), len(other)) + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if table[low:middle] == other[low:middle] else (low, middle)
+    return low
+
+
+class StepTimeModel(Protocol):
+    """Seconds of a step as a function of its parts, and of nothing else."""
+
+    def of_step(self, parts: Sequence[StepItem]) -> float:
+        """Return the seconds of a step, above 0."""
+
+    def decode_ends(
+        self, start_s: float, num_sequences: int, num_cached: int, num_shared: int, count: int
+    ) -> list[float]:
+        """Return the ends of consecutive steps in which each sequence computes one token.
+
+        They are what adding the seconds of `of_step` to `start_s`, one step after the other, gives, bit for bit.
+
+        Args:
+            start_s: start of the first step.
+            num_sequences: number of sequences.
+            num_cached: number of cached tokens of all of them at the start.
+            num_shared: sum of `StepItem.num_shared`, which stays.
+            count: number of steps.
+        """
+
+    @property
+    def is_additive(self) -> bool:
+        """Whether a decoding step depends on the sum of the sequences' lengths only, so that `decode_ends` can be used.
+
+        A model with a window of attention has no such step: what a sequence reads stops growing.
+        """
+
+
+# A step of n rows has all rows up to the first bound at the first rate, those up to the next at the second, and so on.
+ROW_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+ROW_NAMES = (*(f"rows_to_{bound}" for bound in ROW_BOUNDS), "rows_above")
+FEATURES = ("step", *ROW_NAMES, "sequences", "read_tokens", "cached_tokens", "pairs")
+
+
+def rows_in_ranges(num_rows: int) -> list[int]:
+    """Return how many of the rows of a step lie in each range of `ROW_BOUNDS`."""
+    counts, before = [], 0
+    for bound in ROW_BOUNDS:
+        counts.append(max(0, min(num_rows, bound) - before))
+        before = bound
+    return [*counts, max(0, num_rows - before)]
+
+
+def features_of(parts: Iterable[StepItem]) -> tuple[int, int, int, int, int]:
+    """Return the number of rows, of sequences, of tokens to read, of cached tokens, and of pairs.
+
+    A pair is a row and a token that it sees; a cached token that several sequences share is read once.
+    """
+    num_rows = num_sequences = num_read = num_cached = num_pairs = 0
+    for start, count, _, num_shared in parts:
+        num_sequences += 1
+        num_rows += count
+        num_read += start - num_shared
+        num_cached += start
+        num_pairs += count * start + count * (count + 1) // 2
+    return num_rows, num_sequences, num_read, num_cached, num_pairs
+
+
+@dataclass(frozen=True, slots=True)
+class FittedStepTime:
+    """Seconds as a sum of non-negative coefficients times features of a step.
+
+    Rows cost more or less as there are more of them: few rows wait for the weights, many for the arithmetic. So the
+    seconds of the rows are a rising line with bends at `ROW_BOUNDS`.
+
+    Args:
+        coefficients: seconds for one of each of `FEATURES`: a step, a row in each range, a sequence, a token to read, a
+            cached token, a pair of a row and a token that it sees.
+
+    Raises:
+        ConfigError: a coefficient is missing, unknown, negative or not finite, or all that a step needs are 0.
+    """
+
+    coefficients: Mapping[str, float]
+    _rows_s: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        given = self.coefficients
+        if set(given) != set(FEATURES):
+            wrong = sorted(set(given) ^ set(FEATURES))[0]
+            raise ConfigError(f"step_times must have {', '.join(FEATURES)}, and {shown(wrong)} is amiss", field=wrong)
+        for name, value in given.items():
+            if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
+                raise ConfigError(f"{name} must be a number of seconds of at least 0, got {shown(value)}", field=name)
+        if not given["step"] + given["rows_to_1"] > 0:
+            raise ConfigError("step and rows_to_1 are both 0: a step of one row would take no time", field="step")
+        # Seconds of a step of as many rows as each bound.
+        at_bounds, before = [given["step"]], 0
+        for bound, name in zip(ROW_BOUNDS, ROW_NAMES, strict=False):
+            at_bounds.append(at_bounds[-1] + (bound - before) * given[name])
+            before = bound
+        object.__setattr__(self, "_rows_s", tuple(at_bounds))
+
+    @property
+    def is_additive(self) -> bool:
+        """True: only sums over the sequences count."""
+        return True
+
+    def of_step(self, parts: Sequence[StepItem]) -> float:
+        """Return the seconds of a step."""
+        num_rows, num_sequences, num_read, num_cached, num_pairs = features_of(parts)
+        given, fixed_s = self.coefficients, self._fixed_s(num_rows, num_sequences)
+        lengths_s = num_read * given["read_tokens"] + num_cached * given["cached_tokens"] + num_pairs * given["pairs"]
+        return fixed_s + lengths_s
+
+    def decode_ends(
+        self, start_s: float, num_sequences: int, num_cached: int, num_shared: int, count: int
+    ) -> list[float]:
+        """Return the ends of consecutive steps of one token for each sequence."""
+        given, fixed_s = self.coefficients, self._fixed_s(num_sequences, num_sequences)
+        read_s, cached_s, pair_s = given["read_tokens"], given["cached_tokens"], given["pairs"]
+        ends_s, end_s = [], start_s
+        for cached in range(num_cached, num_cached + count * num_sequences, num_sequences):
+            # The same operations in the same order as in `of_step`.
+            lengths_s = (cached - num_shared) * read_s + cached * cached_s + (cached + num_sequences) * pair_s
+            end_s += fixed_s + lengths_s
+            ends_s.append(end_s)
+        return ends_s
+
+    def _fixed_s(self, num_rows: int, num_sequences: int) -> float:
+        """Return the part of a step's seconds that does not depend on lengths."""
+        given = self.coefficients
+        idx = bisect_left(ROW_BOUNDS, num_rows)
+        before = ROW_BOUNDS[idx - 1] if idx else 0
+        rows_s = self._rows_s[idx] + (num_rows - before) * given[ROW_NAMES[idx]]
+        return rows_s + num_sequences * given["sequences"]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the coefficients as a JSON object."""
+        return dict(self.coefficients)

@@ -1,0 +1,56 @@
+"""The tokens of simulated requests: spans of streams, which become token ids only when a replica serves them.
+
+A *stream* is an endless text that has a number: a system prompt, a user's message, an answer. Two streams differ in
+their first token, so a prompt hits another one's blocks exactly as far as both begin with the same spans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+# First token of stream 0; the other tokens of all streams are below, and token ids have 32 bits.
+FIRST_ID = 1 << 24
+MAX_STREAMS = (1 << 32) - FIRST_ID
+
+
+class TokenSpan(NamedTuple):
+    """The tokens `[start, end)` of a stream."""
+
+    stream: int
+    start: int
+    end: int
+
+
+class TokenTable:
+    """Makes the token ids of spans; all of its lists share the same integers, so a token takes eight bytes.
+
+    Args:
+        num_ids: number of ids to start with; more are added when a span needs them.
+    """
+
+    __slots__ = ("_ids",)
+
+    def __init__(self, num_ids: int = 4096) -> None:
+        self._ids = list(range(num_ids))
+
+    def token_ids(self, spans: Iterable[TokenSpan]) -> list[int]:
+        """Return the token ids of consecutive spans."""
+        token_ids: list[int] = []
+        for stream, start, end in spans:
+            if end > len(self._ids):
+                self._ids += range(len(self._ids), max(end, 2 * len(self._ids)))
+            position = len(token_ids)
+            token_ids += self._ids[start:end]
+            if start == 0 and end > 0:
+                token_ids[position] = FIRST_ID + stream
+        return token_ids
+
+    def token_at(self, stream: int, position: int) -> int:
+        """Return one token id of a stream."""
+        return FIRST_ID + stream if position == 0 else position
+
+
+def num_tokens(spans: Iterable[TokenSpan]) -> int:
+    """Return the number of tokens of some spans."""
+    return sum(end - start for _, start, end in spans)

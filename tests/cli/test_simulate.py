@@ -1,0 +1,132 @@
+"""`quire simulate`: figures, comparisons, searches, charts, and errors that name the option."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from quire.cli.main import EXIT_USER_ERROR, main
+
+SMALL = ("simulate", "bundled", "--num-requests", "40", "--rate", "50", "--input-len", "100", "--output-len", "20")
+
+
+def simulated(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
+    assert main([*SMALL, *flags, "--json"]) == 0
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return result
+
+
+def test_figures_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--slo", "ttft=1", "--price", "2.5"]) == 0
+    text = capsys.readouterr().out
+    assert "bundled on l4, by a roofline" in text
+    assert "40 requests" in text
+    for title in ("goodput", "first token, p99", "per output token, p50", "prefix hit rate", "cost of 1M new tokens"):
+        assert title in text
+
+
+def test_the_same_seed_gives_the_same_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    first = simulated(capsys, "--traffic", "chat-sessions", "--seeds", "2")
+    assert first == simulated(capsys, "--traffic", "chat-sessions", "--seeds", "2")
+    assert first != simulated(capsys, "--traffic", "chat-sessions", "--seeds", "2", "--seed", "5")
+    assert 20 < first["variants"]["all"]["num_requests"]["mean"] <= 40
+
+
+def test_variants_are_compared_and_the_better_one_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    chart = tmp_path / "chart.svg"
+    flags = ("--compare", "prefix_caching=on,off", "--system-len", "400", "--seeds", "3", "--chart", str(chart))
+    assert main([*SMALL, *flags]) == 0
+    text = capsys.readouterr().out
+    assert "prefix_caching=off: " in text
+    assert "prefix hit rate worse" in text
+    assert ElementTree.fromstring(chart.read_text(encoding="utf-8")).tag.endswith("svg")
+
+
+def test_several_options_are_combined(capsys: pytest.CaptureFixture[str]) -> None:
+    found = simulated(capsys, "--compare", "eviction=lru,slru", "--compare", "block_size=16,32", "--seeds", "1")
+    assert list(found["variants"]) == [
+        "eviction=lru, block_size=16",
+        "eviction=lru, block_size=32",
+        "eviction=slru, block_size=16",
+        "eviction=slru, block_size=32",
+    ]
+
+
+def test_replicas_and_rates_are_found(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    chart = tmp_path / "chart.svg"
+    limits = ("--slo", "ttft=20ms", "--max-num-seqs", "1", "--routing", "least_loaded", "--goodput", "0.9")
+    found = simulated(capsys, *limits, "--find", "replicas", "--rate", "200", "--chart", str(chart))
+    assert found["best"] > 1
+    assert len(found["trials"]) > 2
+    assert chart.read_text(encoding="utf-8").startswith("<svg")
+    assert main([*SMALL, *limits, "--find", "rate"]) == 0
+    assert "The largest rate at which 90% keep the limits" in capsys.readouterr().out
+    assert main([*SMALL, "--slo", "ttft=1us", "--find", "replicas"]) == EXIT_USER_ERROR
+    assert main([*SMALL, "--slo", "ttft=0.00001", "--find", "replicas", "--max-replicas", "3"]) == 1
+    assert "None keeps the limits" in capsys.readouterr().out
+
+
+def test_a_trace_is_served(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    row = {"timestamp": 0, "input_length": 600, "output_length": 10, "hash_ids": [1]}
+    path.write_text("\n".join(json.dumps({**row, "timestamp": 1000 * idx}) for idx in range(5)))
+    assert main(["simulate", "bundled", "--trace", str(path), "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)["variants"]["all"]
+    # Four of five find the 512 tokens behind the one hash.
+    assert figures["hit_rate"]["mean"] == pytest.approx(4 * 512 / (5 * 600))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--hardware", "h900"), "hardware must be one of h100"),
+        (("--routing", "random"), "routing must be one of round_robin"),
+        (("--traffic", "none"), "traffic must be one of uniform"),
+        (("--rate", "0"), "rate must be a number from"),
+        (("--rate", "x"), "--rate"),
+        (("--turns", "0.5"), "turns must be a number from 1"),
+        (("--slo", "first=1"), "slo must be"),
+        (("--find", "rate"), "--find rate needs --slo"),
+        (("--find", "rate", "--slo", "ttft=1", "--compare", "eviction=lru,lfu"), "cannot be combined with --compare"),
+        (("--compare", "colour=red,blue"), "compare must be NAME=A,B"),
+        (("--compare", "eviction"), "compare must be NAME=A,B"),
+        (("--compare", "eviction=lru"), "two values or more"),
+        (("--compare", "eviction=lru,random"), "eviction_policy must be"),
+        (("--compare", "block_size=16,x"), "block_size must be a value of block_size, got 'x'"),
+        (("--compare", "prefix_caching=on,maybe"), "prefix_caching must be on or off"),
+        (("--compare", "routing=round_robin,odd"), "routing must be one of"),
+        (("--compare", "replicas=1,0"), "replicas must be a whole number"),
+        (("--compare", "eviction=lru,lfu", "--compare", "eviction=lru,fifo"), "compare has eviction twice"),
+        (("--hash-block", "512"), "hash_block applies to --trace only"),
+        (("--trace", "none.jsonl", "--rate", "3"), "num_requests shapes synthetic traffic"),
+        (("--step-times", "none.json"), "step_times none.json cannot be read"),
+        (("--chart", "no/folder/chart.svg"), "chart no/folder/chart.svg cannot be written"),
+        (("--price", "-1"), "--price"),
+        (("--goodput", "0"), "--goodput"),
+        (("--block-size", "0"), "block_size"),
+        (("--preemption-mode", "swap"), "preemption_mode 'swap' needs swap_space"),
+    ],
+)
+def test_wrong_options_are_named(flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["simulate", "bundled", "--num-requests", "3", *flags]
+    try:
+        code = main(command)
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    assert code == EXIT_USER_ERROR
+    assert message in capsys.readouterr().err
+
+
+def test_a_simulation_needs_no_torch() -> None:
+    program = (
+        "import sys; from quire.cli.main import main; main(sys.argv[1:]); "
+        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *SMALL], capture_output=True, check=False, timeout=120)
+    assert done.returncode == 0
