@@ -59,7 +59,7 @@ class LoRAConfig:
     def _check_merge(self, num_adapters: int) -> None:
         if self.enable_lora:
             raise ConfigError(
-                "merge_lora leaves no model for other adapters to be served beside: leave enable_lora out, or merge_lora",
+                "merge_lora leaves no model to serve other adapters beside: leave enable_lora out, or merge_lora",
                 field="merge_lora",
             )
         if num_adapters != 1:

@@ -100,9 +100,7 @@ def _stored_method(checkpoint: Checkpoint) -> str | None:
     return None if found is None else f"quantised by {found.method}"
 
 
-def _shapes(
-    slots: WeightSlots, weight_map: WeightMap, row_count: Callable[[str], int]
-) -> Mapping[str, ModuleShape]:
+def _shapes(slots: WeightSlots, weight_map: WeightMap, row_count: Callable[[str], int]) -> Mapping[str, ModuleShape]:
     """Return the widths of the modules that take adapters, by `module_key`."""
     return {
         module_key(source.removesuffix(WEIGHT)): ModuleShape(slot.shape[1], row_count(source))
