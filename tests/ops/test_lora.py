@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from quire.ops.lora import LoraLayer, LoraPart, LoraRows, LoraWeight, TorchLoraLayer
+from quire.ops.weight_memory import WeightMemory
 from tests.ops.backends import CPU_BACKENDS, Backend
 from tests.ops.world import randn
 
@@ -36,8 +37,9 @@ def weight(dtype: torch.dtype, width: int, seed: int) -> LoraWeight:
 
 def filled(layer: LoraLayer, dtype: torch.dtype, width: int) -> LoraLayer:
     """Put adapters into all slots but the second, which has no part in the layer."""
+    memory = WeightMemory(1 << 20)
     for slot in (3, 0, 2):
-        layer.put(slot, layer.pack(weight(dtype, width, slot)))
+        layer.put(slot, layer.pack(weight(dtype, width, slot), memory))
     return layer
 
 

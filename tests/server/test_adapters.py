@@ -47,11 +47,11 @@ def llm(folder: Path, paths: dict[str, str]) -> Iterator[AsyncLLM]:
 
 
 @pytest.fixture
-def serve(llm: AsyncLLM) -> Iterator[Callable[[bool], Run]]:
+def serve(llm: AsyncLLM) -> Iterator[Callable[..., Run]]:
     """Return a function that returns a runner of clients of the application, with or without loading."""
     bodies = BodyReader(1 << 20, 4096)
 
-    def make(is_allowed: bool) -> Run:
+    def make(is_allowed: bool, llm: AsyncLLM = llm) -> Run:
         keys: dict[str, Any] = {"api_key": "client", "operator_key": "operator"}
         config = ServerConfig(allow_runtime_lora_updating=is_allowed, log_interval_s=0, **keys)
         state = ServerState(llm, config, bodies, "0", created=1)
@@ -112,6 +112,30 @@ def test_an_adapter_is_a_model_that_every_protocol_takes(serve: Callable[[bool],
         assert "'tiny', 'sql'" in answer.json()["error"]["message"]
 
     serve(False)(use)
+
+
+def test_a_merged_adapter_is_the_model_that_is_served(
+    serve: Callable[..., Run], folder: Path, paths: dict[str, str]
+) -> None:
+    async def merged(client: Client) -> None:
+        cards = (await client.get("/v1/models")).json()["data"]
+        assert [(card["id"], card.get("parent")) for card in cards] == [("sql", None)]
+        answers = await ask(client, model="sql"), await ask(client)
+        assert {answer["model"] for answer in answers} == {"sql"}
+        assert text_of(answers[0]) == text_of(answers[1])
+        for name in ("tiny", str(folder)):
+            assert (await client.post("/v1/completions", json={"prompt": "Z", "model": name})).status_code == 404
+        body = {"lora_name": "new", "lora_path": paths["two"]}
+        answer = await client.post("/v1/load_lora_adapter", json=body, headers=OPERATOR)
+        assert answer.status_code == 400
+        assert "serves no adapters beside the model" in answer.json()["error"]["message"]
+
+    options: dict[str, Any] = {"merge_lora": True, "lora_modules": {"sql": paths["one"]}, "num_threads": 1}
+    llm = AsyncLLM.from_options(str(folder), num_kv_blocks=100, **options)
+    try:
+        serve(True, llm)(merged)
+    finally:
+        llm.shutdown()
 
 
 def test_loading_is_for_operators_of_servers_that_allow_it(serve: Callable[[bool], Run], paths: dict[str, str]) -> None:

@@ -9,6 +9,7 @@ from typing import cast
 
 from quire.cli import options
 from quire.cli.early_checks import check_files
+from quire.errors import ConfigError
 from quire.server.address import bind, bind_unix, tls_context
 from quire.server.settings import REASONING_PARSERS, TOOL_CALL_PARSERS, ServerConfig
 
@@ -269,6 +270,12 @@ def run(args: argparse.Namespace) -> int:
     # Offline the queue is the user's own and unlimited; a server's is limited.
     given = {"max_queue_len": DEFAULT_MAX_QUEUE_LEN, **options.engine_options(args)}
     engine_config = EngineConfig.from_options(**given)
+    if engine_config.lora.merge_lora and server_config.allow_runtime_lora_updating:
+        raise ConfigError(
+            "--allow-runtime-lora-updating loads adapters beside the model, and merge_lora leaves no model for that: "
+            "leave one of them out",
+            field="allow_runtime_lora_updating",
+        )
     check_files(engine_config)
     # The address comes before the engine, whose import takes seconds, and the model, which may take minutes.
     tls_context(server_config.ssl_certfile, server_config.ssl_keyfile)  # refuses unusable files early

@@ -26,21 +26,27 @@ class LoRAConfig:
             Python also a mapping of paths by name.
         max_lora_rank: largest rank of an adapter, 1 to 512.
         max_cpu_loras: maximum number of loaded adapters; all of them may be in one step. None takes 64.
+        merge_lora: add the one adapter of `lora_modules` into the weights while they are loaded, and serve the sum
+            under the adapter's name in place of the model; steps cost what they cost without an adapter.
     """
 
     enable_lora: bool = False
     lora_modules: tuple[str, ...] = field(default=(), metadata={"nargs": "+"})
     max_lora_rank: int = DEFAULT_MAX_RANK
     max_cpu_loras: int | None = None
+    merge_lora: bool = False
 
     def __post_init__(self) -> None:
         check_flag("enable_lora", self.enable_lora)
+        check_flag("merge_lora", self.merge_lora)
         check_whole("max_lora_rank", self.max_lora_rank, 1, MAX_RANK)
         check_whole("max_cpu_loras", self.max_cpu_loras, 1, optional=True)
         pairs = tuple(_pairs(self.lora_modules))
         object.__setattr__(self, "lora_modules", tuple(f"{name}={path}" for name, path in pairs))
-        if pairs and not self.enable_lora:
-            raise ConfigError("lora_modules needs enable_lora, which is off", field="lora_modules")
+        if self.merge_lora:
+            self._check_merge(len(pairs))
+        elif pairs and not self.enable_lora:
+            raise ConfigError("lora_modules needs enable_lora, or merge_lora for a single one", field="lora_modules")
         names = [name for name, _ in pairs]
         if len(set(names)) < len(names):
             raise ConfigError(f"lora_modules must have each name once, got {shown(names)}", field="lora_modules")
@@ -49,6 +55,22 @@ class LoRAConfig:
                 f"lora_modules has {len(names)} adapters, and max_cpu_loras is {self.max_adapters}; raise it",
                 field="max_cpu_loras",
             )
+
+    def _check_merge(self, num_adapters: int) -> None:
+        if self.enable_lora:
+            raise ConfigError(
+                "merge_lora leaves no model to serve other adapters beside: leave enable_lora out, or merge_lora",
+                field="merge_lora",
+            )
+        if num_adapters != 1:
+            raise ConfigError(
+                f"merge_lora needs exactly one adapter in lora_modules, got {num_adapters}", field="merge_lora"
+            )
+
+    @property
+    def merged(self) -> tuple[str, str] | None:
+        """Name and path of the adapter that is merged into the weights; None for none."""
+        return next(iter(self.adapters.items())) if self.merge_lora else None
 
     @property
     def adapters(self) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, Literal, get_args
 
 from quire.config.cache_dtypes import CACHE_DTYPES
@@ -319,6 +319,19 @@ class EngineConfig:
                 "preemption_mode 'swap' needs swap_space, which is 0; set swap_space (a few GiB, say), or the mode to "
                 "'auto' or 'recompute'",
                 field="preemption_mode",
+            )
+        if self.lora.merged is not None:
+            self._take_name_of(self.lora.merged[0])
+
+    def _take_name_of(self, adapter: str) -> None:
+        """Serve the model under the name of the adapter that is merged into it."""
+        if self.model.served_model_name is None:
+            object.__setattr__(self, "model", replace(self.model, served_model_name=adapter))
+        elif self.model.served_names != (adapter,):
+            raise ConfigError(
+                f"served_model_name names the model, which merge_lora replaces by the adapter {shown(adapter)}: leave "
+                "it out; the name is that of lora_modules",
+                field="served_model_name",
             )
 
     @classmethod

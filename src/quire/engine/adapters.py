@@ -48,12 +48,15 @@ class AdapterRegistry:
         limit: maximum number of slots in use.
         used_slots: function that returns the slots of the unfinished requests.
         model_name: name of the model, which no adapter may have.
+
+    Attributes:
+        limit: the argument.
     """
 
     def __init__(
         self, slots: AdapterSlots, limit: int, used_slots: Callable[[], Iterable[int | None]], model_name: str
     ) -> None:
-        self._slots, self._limit = slots, limit
+        self._slots, self.limit = slots, limit
         self._used_slots, self._model_name = used_slots, model_name
         self._by_name: dict[str, LoadedAdapter] = {}
         self._slot_of: dict[str, int] = {}  # by digest
@@ -178,18 +181,18 @@ class AdapterRegistry:
         if slot is not None:
             return slot
         self.free_unused()
-        while len(self._slot_of) >= self._limit:
+        while len(self._slot_of) >= self.limit:
             used = set(self._used_slots())
             idle = [each for each in self._by_name.values() if not each.is_kept and each.slot not in used]
             if not idle:
                 raise InvalidAdapter(
-                    f"{len(self._slot_of)} adapters are loaded, and max_cpu_loras is {self._limit}: unload one, or "
+                    f"{len(self._slot_of)} adapters are loaded, and max_cpu_loras is {self.limit}: unload one, or "
                     "raise it",
                     field="max_cpu_loras",
                 )
             del self._by_name[min(idle, key=lambda each: each.last_use).name]
             self.free_unused()
-        slot = next(number for number in range(self._limit) if number not in self._slot_of.values())
+        slot = next(number for number in range(self.limit) if number not in self._slot_of.values())
         self._slots.put(slot, adapter)
         self._slot_of[adapter.digest] = slot
         return slot
@@ -202,7 +205,9 @@ def require_adapters(adapters: AdapterRegistry | None) -> AdapterRegistry:
         UnsupportedFeature: the engine was made without `enable_lora`.
     """
     if adapters is None:
-        raise UnsupportedFeature("lora_request", "this engine runs without adapters; start with enable_lora")
+        raise UnsupportedFeature(
+            "lora_request", "this engine serves no adapters beside the model; start with enable_lora"
+        )
     return adapters
 
 

@@ -39,6 +39,7 @@ class Decoder:
         ops, spec, dtype, device: the arguments of these names.
         weights: the weights to load; the decoder runs when none is missing.
         step_adapters: adapters of the present step's rows, for layers that may have adapters.
+        merged_adapter: digest of the adapter that is merged into the weights; None for none.
     """
 
     def __init__(self, spec: ModelSpec, *, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
@@ -85,6 +86,7 @@ class Decoder:
         slots |= nested(norm=self._norm.slots)
         if not spec.tied_head:
             slots |= nested(head=self._head.slots)
+        self.merged_adapter: str | None = None
         self.weights = WeightTable(slots, dtype, device, self._fuse)
 
     @property

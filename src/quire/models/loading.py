@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from quire.config import Quantization
 from quire.errors import ConfigError
+from quire.models.adapters.merging import read_merged
 from quire.models.adapters.slots import AdapterSlots
 from quire.models.checkpoint import Checkpoint
 from quire.models.decoder import Decoder
@@ -34,6 +36,8 @@ def load_decoder(
     deterministic: bool = False,
     max_model_len: int | None = None,
     wrap_ops: Callable[[Ops], Ops] | None = None,
+    adapter: Path | None = None,
+    max_lora_rank: int = 0,
 ) -> Decoder:
     """Build the decoder that a checkpoint describes, and fill it.
 
@@ -46,9 +50,12 @@ def load_decoder(
         max_model_len: longest context that is served, in tokens; None for the model's own limit.
         wrap_ops: function that returns the kernels that the decoder uses, given those of the backend; None for the
             backend's own.
+        adapter: folder of an adapter that is merged into the weights; None for none.
+        max_lora_rank: largest rank of that.
 
     Raises:
-        ConfigError: kernels, or weights, that cannot be had; or a model that cannot be computed deterministically.
+        ConfigError: kernels, or weights, that cannot be had; or a model that cannot be computed deterministically, or
+            whose weights take no adapter.
         UnsupportedModel: no family implements the architecture or one of its options.
         CheckpointError: a tensor or a field is missing or wrong.
     """
@@ -64,7 +71,12 @@ def load_decoder(
     if wrap_ops is not None:
         ops = wrap_ops(ops)
     decoder = Decoder(spec, ops=ops, dtype=dtype, device=torch_device)
-    load_weights(checkpoint, weight_map, decoder)
+    merged = None
+    if adapter is not None:
+        slots, row_count = decoder.weights.slots, _row_counter(checkpoint)
+        merged = read_merged(adapter, checkpoint, slots, weight_map, row_count, max_lora_rank)
+        decoder.merged_adapter = merged.digest
+    load_weights(checkpoint, weight_map, decoder, merged)
     return decoder
 
 
@@ -106,9 +118,14 @@ def make_adapter_slots(checkpoint: Checkpoint, decoder: Decoder, max_rank: int) 
         max_rank: largest rank of an adapter.
     """
     _, weight_map = build(without_quantization(checkpoint.config))
+    return AdapterSlots(decoder, weight_map, _row_counter(checkpoint), max_rank)
+
+
+def _row_counter(checkpoint: Checkpoint) -> Callable[[str], int]:
+    """Return a function from a tensor of the family to its number of rows."""
     reader = TensorReader(checkpoint)
 
     def row_count(name: str) -> int:
         return sum(reader.shape(source, name)[0] for source in checkpoint.sources_of([name]))
 
-    return AdapterSlots(decoder, weight_map, row_count, max_rank)
+    return row_count

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import CheckpointError, shown
+from quire.models.adapters.merging import MergedAdapter
 from quire.models.checkpoint import Checkpoint
 from quire.models.decoder import Decoder
 from quire.models.encoder import Encoder
@@ -59,7 +60,9 @@ def choose_dtype(option: str, checkpoint: Checkpoint) -> torch.dtype:
     return DTYPES[name]
 
 
-def load_weights(checkpoint: Checkpoint, weight_map: WeightMap, model: Decoder | Encoder) -> None:
+def load_weights(
+    checkpoint: Checkpoint, weight_map: WeightMap, model: Decoder | Encoder, merged: MergedAdapter | None = None
+) -> None:
     """Fill a model's parameters from a checkpoint.
 
     Names, shapes and dtypes are all checked before the first byte is read. Files are mapped, and what was taken from
@@ -69,6 +72,7 @@ def load_weights(checkpoint: Checkpoint, weight_map: WeightMap, model: Decoder |
         checkpoint: the model's files.
         weight_map: parameter name -> names of the stored tensors that make it up, concatenated on dimension 0.
         model: model to fill; tensors of other dtypes than its parameters are cast.
+        merged: adapter that is added into the weights; None for none.
 
     Raises:
         CheckpointError: a tensor is missing, of a wrong shape or dtype, or not all numbers; the message names it.
@@ -83,7 +87,13 @@ def load_weights(checkpoint: Checkpoint, weight_map: WeightMap, model: Decoder |
         parts = [_as_rows(reader.read(source), len(shape)) for source in weight_map[name]]
         for source, part in zip(weight_map[name], parts, strict=True):
             check_finite(checkpoint, source, part, most=MOST_BROKEN_ROWS if name == EMBEDDING else 0.0)
-        model.weights.load(name, join_parts(parts, shape, model.weights.dtype(name)))
+        dtype = model.weights.dtype(name)
+        if merged is not None:
+            parts = [
+                merged.add_to(source, part, dtype) if isinstance(part, Tensor) else part
+                for source, part in zip(weight_map[name], parts, strict=True)
+            ]
+        model.weights.load(name, join_parts(parts, shape, dtype))
         reader.let_go(weight_map[name])
 
 

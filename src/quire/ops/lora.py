@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from quire.ops.weight_memory import WeightMemory
+
 
 class LoraPart(NamedTuple):
     """The second matrix of an adapter for some columns of a layer.
@@ -85,8 +87,13 @@ class LoraRows:
 class LoraLayer(Protocol):
     """The adapters of one linear layer, by slot."""
 
-    def pack(self, weight: LoraWeight) -> Any:
-        """Return a weight in the layout of the backend; thread-safe."""
+    def pack(self, weight: LoraWeight, memory: WeightMemory) -> Any:
+        """Return a weight in the layout of the backend; thread-safe.
+
+        Args:
+            weight: an adapter's matrices of the layer.
+            memory: memory of the adapter, for a layout of the backend's own.
+        """
 
     def put(self, slot: int, packed: Any | None) -> None:
         """Set the adapter of a slot, None for none; between two steps."""
@@ -118,7 +125,7 @@ class TorchLoraLayer:
         self._num_columns = num_columns
         self._weights: dict[int, LoraWeight] = {}
 
-    def pack(self, weight: LoraWeight) -> LoraWeight:
+    def pack(self, weight: LoraWeight, memory: WeightMemory) -> LoraWeight:  # noqa: ARG002 (laid out as it is)
         """Return the weight as it is."""
         return weight
 

@@ -35,7 +35,7 @@ from quire.ops.weight_memory import WeightMemory
 
 FOLDER: Final = Path(__file__).parent / "native"
 # The number that `quire_interface_version` must return.
-INTERFACE_VERSION: Final = 28
+INTERFACE_VERSION: Final = 29
 # The best last. A processor that runs one runs those before it, except that some with AVX-512 lack AVX-VNNI.
 LEVELS: Final = ("portable", "avx2", "avx_vnni", "avx512", "avx512_bf16")
 # An environment variable with the best level to take, where that is not to be the processor's: for tests of the others.
@@ -188,8 +188,9 @@ class NativeLibrary:
             library.quire_lora, *(_INT, _POINTER, _INT, _INT, _INT, _POINTER, _POINTER, _POINTER, _INT, _POINTER)
         )
         self.adapted_linear = _typed(library.quire_adapted_linear, *_PRODUCT)
-        self.lora_values = _typed(library.quire_lora_values, _INT, returns=_INT)
+        self.lora_values = _typed(library.quire_lora_values, _INT, _POINTER, _POINTER)
         self.lora_columns: int = _typed(library.quire_lora_columns, returns=_INT)()
+        self.lora_ranks: int = _typed(library.quire_lora_ranks, returns=_INT)()
         self.apply_token_bitmask = _typed(library.quire_keep_tokens, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER)
         panel_columns = _typed(library.quire_panel_columns, _BOOL, returns=_INT)
         self.panel_columns = {is_rounded: panel_columns(is_rounded) for is_rounded in (False, True)}

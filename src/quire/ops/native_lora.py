@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from quire.ops.adapted_linear import StepAdapters
 from quire.ops.lora import LoraRows, LoraWeight
 from quire.ops.native_library import TYPES, NativeLibrary
 from quire.ops.native_structures import LinearCall
+from quire.ops.weight_memory import WeightMemory
 
 
 class PackedLora(NamedTuple):
@@ -23,12 +25,12 @@ class PackedLora(NamedTuple):
     Args:
         call: address of A, its number of ranks, address and number of `parts` (`LoraWeight` in lora.cpp).
         parts: five numbers for each part (`LoraPart` in lora.cpp).
-        tensors: tensors that they point to.
+        matrices: all matrices, one behind the other.
     """
 
     call: array[int]
     parts: array[int]
-    tensors: tuple[Tensor, ...]
+    matrices: Tensor
 
 
 class NativeLoraLayer:
@@ -40,29 +42,37 @@ class NativeLoraLayer:
     """
 
     def __init__(self, library: NativeLibrary, num_columns: int) -> None:
-        self._run, self._panel_columns, self._values = library.lora, library.lora_columns, library.lora_values
+        self._run, self._library = library.lora, library
         self._num_columns = num_columns
         self._packed: dict[int, PackedLora] = {}
         self._weights = array("q")  # address of each slot's structure, 0 for none
         # Address and length of that (`LoraTable` in lora.cpp); its own address stays.
         self._table = array("q", (0, 0))
-        self._adapted_linear = library.adapted_linear
         self._fused: array[int] | None = None
 
-    def pack(self, weight: LoraWeight) -> PackedLora:
-        """Lay the second matrices out in panels of columns, so that each is read front to back."""
-        a, parts = weight.a.contiguous(), array("q")
-        tensors = [a]
-        for b, first_rank, first_column in weight.parts:
+    def pack(self, weight: LoraWeight, memory: WeightMemory) -> PackedLora:
+        """Lay all matrices out in the order in which they are read."""
+        num_across, panel_columns = self._library.lora_ranks, self._library.lora_columns
+        vector_values, step_values = self._values(weight.a.dtype)
+        laid_out = [_in_groups(weight.a, num_across, vector_values)]
+        laid_out += [_in_groups(part.b, panel_columns, step_values) for part in weight.parts]
+        matrices = memory.take(sum(each.nbytes for each in laid_out)).view(weight.a.dtype)
+        torch.cat([each.flatten() for each in laid_out], out=matrices)
+        addresses = [*accumulate((each.nbytes for each in laid_out), initial=matrices.data_ptr())]
+        parts = array("q")
+        for (b, first_rank, first_column), address in zip(weight.parts, addresses[1:-1], strict=True):
             num_columns, rank = b.shape
-            values = self._values(TYPES[b.dtype])
-            padded = functional.pad(b, (0, -rank % values, 0, -num_columns % self._panel_columns))
-            shape = -1, self._panel_columns, padded.shape[1] // values, values
-            panels = padded.view(shape).transpose(1, 2).contiguous()
-            parts.extend((panels.data_ptr(), rank, first_rank, first_column, num_columns))
-            tensors.append(panels)
-        call = array("q", (a.data_ptr(), len(a), parts.buffer_info()[0], len(weight.parts)))
-        return PackedLora(call, parts, tuple(tensors))
+            parts.extend((address, rank, first_rank, first_column, num_columns))
+        num_ranks = len(laid_out[0]) * num_across
+        call = array("q", (addresses[0], num_ranks, parts.buffer_info()[0], len(weight.parts)))
+        return PackedLora(call, parts, matrices)
+
+    def _values(self, dtype: torch.dtype) -> tuple[int, int]:
+        """Return the number of values of a vector of A, and of a step of ranks of B."""
+        numbers = array("q", (0, 0))
+        start = numbers.buffer_info()[0]
+        self._library.lora_values(TYPES[dtype], start, start + numbers.itemsize)
+        return numbers[0], numbers[1]
 
     def put(self, slot: int, packed: Any | None) -> None:
         """Set the adapter of a slot."""
@@ -82,7 +92,7 @@ class NativeLoraLayer:
         """
         addresses = (self._table.buffer_info()[0], step.cell.buffer_info()[0])
         self._fused = array("q", (*array("q", bytes(linear)), *addresses))  # `AdaptedLinear` in lora.cpp
-        run: Any = self._adapted_linear
+        run: Any = self._library.adapted_linear
         kernel = ctypes.cast(run, ctypes.c_void_p)
         return LinearCall(
             kernel, self._fused.buffer_info()[0], linear.num_columns, linear.width, linear.bias, linear.gate
@@ -109,3 +119,10 @@ class NativeLoraLayer:
             output.data_ptr(),
         )
         return output
+
+
+def _in_groups(matrix: Tensor, num_rows: int, num_values: int) -> Tensor:
+    """Return [groups of `num_rows` rows, groups of `num_values` values, num_rows, num_values], with zeros behind."""
+    rows, width = matrix.shape
+    padded = functional.pad(matrix, (0, -width % num_values, 0, -rows % num_rows))
+    return padded.view(-1, num_rows, padded.shape[1] // num_values, num_values).transpose(1, 2)

@@ -19,9 +19,13 @@ class WeightMemory:
     Huge pages lie at multiples of their size: of a weight of a few megabytes that has memory of its own, up to half
     would lie on small ones, and a product of one row would wait for their look-ups (measured: 1.2 times as long). A
     page takes no memory before it is written to. A slab lives as long as a weight in it.
+
+    Args:
+        slab_bytes: size of a slab, unless a weight is larger.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, slab_bytes: int = SLAB_BYTES) -> None:
+        self._slab_bytes = slab_bytes
         self._slab = torch.empty(0, dtype=torch.uint8)
         self._used = 0
 
@@ -29,6 +33,6 @@ class WeightMemory:
         """Return uint8 [num_bytes] that starts at a cache line."""
         start = -(-self._used // LINE_BYTES) * LINE_BYTES
         if start + num_bytes > len(self._slab):
-            self._slab, start = empty_bytes(max(num_bytes, SLAB_BYTES)), 0
+            self._slab, start = empty_bytes(max(num_bytes, self._slab_bytes)), 0
         self._used = start + num_bytes
         return self._slab[start : self._used]

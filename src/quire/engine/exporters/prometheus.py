@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 from quire.config import ResolvedConfig
 from quire.engine.engine import Engine
 from quire.engine.exporters.kv_collector import KvMetrics, time_histogram
+from quire.engine.exporters.lora_collector import LoraMetrics
 from quire.engine.metrics.block_lifetimes import TimeHistogram
 from quire.engine.metrics.stats import StepStats
 from quire.engine.outputs.outputs import RequestMetrics, RequestOutput
@@ -39,7 +40,7 @@ class Metrics:
 
     Each object has a registry of its own, so that two engines of a process never mix. Labels hold the model's name,
     a finish reason, the mode of a preemption, the position of a draft, a source of tokens, the reason for which they
-    were computed, and the engine's configuration; no text of clients.
+    were computed, the engine's configuration, and names of adapters; no text of clients.
 
     Args:
         model_name: value of the label `model_name`, as the server shows it.
@@ -83,8 +84,9 @@ class Metrics:
         Gauge(name, "The KV cache, in labels.", list(shown), registry=self.registry).labels(**shown).set(1)
 
     def set_engine(self, engine: Engine) -> None:
-        """Export an engine's memory, and its prefix cache on disk, at each rendering; called once."""
+        """Export an engine's memory, its prefix cache on disk and its adapters, at each rendering; called once."""
         self.registry.register(KvMetrics(engine, self._model_name, self._prefix))
+        self.registry.register(LoraMetrics(engine, self._prefix))
 
     def on_step(self, stats: StepStats) -> None:
         """Update the metrics with the statistics of one step."""

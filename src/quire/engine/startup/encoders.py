@@ -29,6 +29,7 @@ NEUTRAL: dict[str, Any] = {
     "classifier_from_token": None,
     "deterministic": False,
     "enable_lora": False,
+    "merge_lora": False,
 }
 
 

@@ -16,6 +16,7 @@ import torch
 from quire.capacity.pool_sizing import check_pin_limit, fit_context, num_slabs, size_pool
 from quire.config import (
     EngineConfig,
+    LoRAConfig,
     ModelConfig,
     ResolvedConfig,
     resolve,
@@ -102,7 +103,7 @@ def load(config: EngineConfig, *, wrap: Wrappers | None = None) -> LoadedModel:
         model = open_encoder(options, checkpoint, device, dtype, wrap.ops)
         config = encoder_config(config, checkpoint, model.spec, device)
     else:
-        model = wrap.decoder(_load_decoder(options, checkpoint, device, dtype, wrap.ops))
+        model = wrap.decoder(_load_decoder(options, checkpoint, device, dtype, wrap.ops, lora=config.lora))
         load_decoder_of = partial(_load_decoder, options, device=device, dtype=dtype)
         guide, draft = load_draft(config, checkpoint, model, tokenizer, load_decoder_of)
     stored = stored_dtype(config, dtype)
@@ -117,7 +118,7 @@ def load(config: EngineConfig, *, wrap: Wrappers | None = None) -> LoadedModel:
         logger.info(line)
     sizing = size_pool(groups, resolved.num_blocks)
     check_pin_limit(resolved, sizing)
-    name = options.served_names[0]
+    name, merged = options.served_names[0], None if isinstance(model, Encoder) else model.merged_adapter
     pooling = read_pooling(checkpoint, model.spec, tokenizer, options.classifier_from_token)
     ends = read_end_token_ids(checkpoint, tokenizer)
     grammars = _grammars(config, tokenizer, model.spec.vocab_size, ends)
@@ -139,7 +140,7 @@ def load(config: EngineConfig, *, wrap: Wrappers | None = None) -> LoadedModel:
             wrap.executor(InProcessExecutor(runner)),
             tokenizer,
             end_token_ids=ends,
-            cache_name=":".join((name, str(dtype), stored, *filter(None, [options.quantization]))),
+            cache_name=":".join((name, str(dtype), stored, *filter(None, [options.quantization, merged]))),
             disk_prefetch=disk_prefetch,
             # Keyed with the memory manager's secret, which is stored with a prefix cache on disk.
             media_reader=_media_reader(model, memory),
@@ -198,8 +199,11 @@ def _load_decoder(
     device: str,
     dtype: torch.dtype,
     wrap_ops: Callable[[Ops], Ops] | None = None,
+    lora: LoRAConfig | None = None,
 ) -> Decoder:
-    return load_decoder(
+    """Load a decoder, with the adapter in its weights that `lora` merges."""
+    merged = None if lora is None else lora.merged
+    decoder = load_decoder(
         checkpoint,
         device=device,
         dtype=dtype,
@@ -209,7 +213,12 @@ def _load_decoder(
         deterministic=options.deterministic,
         max_model_len=options.max_model_len,
         wrap_ops=wrap_ops,
+        adapter=None if merged is None else Path(merged[1]).expanduser(),
+        max_lora_rank=0 if lora is None else lora.max_lora_rank,
     )
+    if merged is not None:
+        logger.info("Adapter %s: merged into the weights from %s", *merged)
+    return decoder
 
 
 def _runner(

@@ -17,9 +17,12 @@ from quire.models.tensor_reader import WEIGHT
 from quire.models.weight_slots import AdaptedRows
 from quire.ops.adapted_linear import AdaptedLinear
 from quire.ops.lora import LoraPart, LoraWeight
+from quire.ops.weight_memory import WeightMemory
 
 # Its inputs are rows of other positions than a step's.
 HEAD = "head."
+# An adapter of rank 16 for a model of a billion parameters takes 20 to 50 MB.
+ADAPTER_SLAB_BYTES = 32 << 20
 
 
 class Place(NamedTuple):
@@ -99,7 +102,11 @@ class AdapterSlots:
         for module, each in matrices.items():
             for place in self._places[module]:
                 parts.setdefault(place.linear_idx, []).append((each, place))
-        packed = {idx: self._linears[idx].layer.pack(self._weight(of_linear)) for idx, of_linear in parts.items()}
+        memory = WeightMemory(ADAPTER_SLAB_BYTES)
+        packed = {
+            idx: self._linears[idx].layer.pack(self._weight(of_linear), memory)
+            for idx, of_linear in sorted(parts.items())
+        }
         return Adapter(digest, packed)
 
     def _weight(self, parts: list[tuple[Matrices, Place]]) -> LoraWeight:

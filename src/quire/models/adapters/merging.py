@@ -1,0 +1,110 @@
+"""An adapter that is added into the weights of a model while they are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quire.errors import CheckpointError, ConfigError, shown
+from quire.models.adapters.peft_folder import Matrices, ModuleShape, PeftAdapter, module_key, read_peft
+from quire.models.adapters.slots import HEAD
+from quire.models.checkpoint import Checkpoint
+from quire.models.quantization_config import read_quantization_config
+from quire.models.spec import WeightMap
+from quire.models.tensor_reader import WEIGHT
+from quire.models.weight_slots import WeightSlots
+
+
+class MergedAdapter:
+    """An adapter of which each weight becomes `W + scale * B A`.
+
+    The sum is computed in float32 from the stored values, and rounded once to the dtype of the model. What the loader
+    does to weights comes after that: their order, packing and quantisation.
+
+    Args:
+        adapter: the adapter that was read.
+        folder: folder of the adapter, for messages.
+
+    Attributes:
+        digest: digest of what the adapter computes.
+    """
+
+    def __init__(self, adapter: PeftAdapter, folder: Path) -> None:
+        self.digest = adapter.digest
+        self._matrices: dict[str, Matrices] = adapter.matrices
+        self._folder = folder
+
+    def add_to(self, name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a weight of the family with what the adapter adds to it; itself where that is nothing.
+
+        Args:
+            name: name of the weight in the checkpoint.
+            weight: [out, in], as it is stored.
+            dtype: dtype of the model.
+
+        Raises:
+            CheckpointError: a sum is no finite number of the dtype.
+        """
+        found = self._matrices.get(module_key(name.removesuffix(WEIGHT))) if name.endswith(WEIGHT) else None
+        if found is None:
+            return weight
+        merged = (weight.float() + found.scale * (found.b.float() @ found.a.float())).to(dtype)
+        if not bool(merged.isfinite().all()):
+            raise CheckpointError(
+                f"the adapter {self._folder} gives {shown(name)} values that {dtype} cannot represent",
+                field="merge_lora",
+            )
+        return merged
+
+
+def read_merged(
+    folder: Path,
+    checkpoint: Checkpoint,
+    slots: WeightSlots,
+    weight_map: WeightMap,
+    row_count: Callable[[str], int],
+    max_rank: int,
+) -> MergedAdapter:
+    """Read an adapter that is to be merged into the weights of a checkpoint.
+
+    Args:
+        folder: folder of the adapter.
+        checkpoint: the model's files.
+        slots: slots of the model's weights.
+        weight_map: parameter name -> names of the family's tensors.
+        row_count: function that returns the number of rows of a tensor of the family, given its name.
+        max_rank: largest rank that is accepted.
+
+    Raises:
+        ConfigError: the weights are stored quantised.
+        CheckpointError: see `read_peft`.
+    """
+    method = _stored_method(checkpoint)
+    if method is not None:
+        raise ConfigError(
+            f"merge_lora needs weights that are stored plain, and those in {checkpoint.folder} are {method}: serve the "
+            "adapter beside the model, with enable_lora in place of merge_lora",
+            field="merge_lora",
+        )
+    return MergedAdapter(read_peft(folder, _shapes(slots, weight_map, row_count), max_rank), folder)
+
+
+def _stored_method(checkpoint: Checkpoint) -> str | None:
+    """Return how a checkpoint's weights are stored quantised; None where they are plain."""
+    if checkpoint.gguf_fields is not None:
+        return "of a GGUF file"
+    found = read_quantization_config(checkpoint.config)
+    return None if found is None else f"quantised by {found.method}"
+
+
+def _shapes(slots: WeightSlots, weight_map: WeightMap, row_count: Callable[[str], int]) -> Mapping[str, ModuleShape]:
+    """Return the widths of the modules that take adapters, by `module_key`."""
+    return {
+        module_key(source.removesuffix(WEIGHT)): ModuleShape(slot.shape[1], row_count(source))
+        for name, slot in slots.items()
+        if slot.adapted and not name.startswith(HEAD)
+        for source in weight_map[name]
+    }
