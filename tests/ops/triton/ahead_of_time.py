@@ -19,9 +19,9 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402 - it needs Triton
 from triton.compiler import ASTSource  # noqa: E402
 
-from quire.ops.triton.kernels import attention, heads, linear, rows, states  # noqa: E402
+from quire.ops.triton.kernels import attention, experts, heads, linear, rows, states  # noqa: E402
 
-MODULES: tuple[ModuleType, ...] = (attention, heads, linear, rows, states)
+MODULES: tuple[ModuleType, ...] = (attention, experts, heads, linear, rows, states)
 # Bytes of shared memory that a program may have, by compute capability.
 SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 TYPES = {

@@ -90,8 +90,8 @@ def test_attention(name: str, capability: int) -> None:
         if is_prompt and constants["ROWS"] >= 64 and capability >= 90:
             assert re.search("HGMMA" if capability == 90 else "UTC.?HMMA|UTCHMMA", found.assembly)
         if not is_prompt and capability == 90:
-            assert found.registers <= DECODE_REGISTERS
             if constants["STORED"] != 1:  # slots of int8, with their scales, are multiples of 4 bytes only
+                assert found.registers <= DECODE_REGISTERS
                 assert re.search(r"LDGSTS\S*\.128", found.assembly)
             # Two tiles of keys and of values are under way: an id that was loaded in the iteration that needs it would
             # leave one.

@@ -9,6 +9,7 @@ from typing import Final, get_args
 import torch
 from torch import Tensor
 
+from quire.ops.fused_layers import RoutedExperts
 from quire.ops.gated import GatedLinear
 from quire.ops.interface import (
     Activation,
@@ -30,6 +31,8 @@ from quire.ops.reordered import ReorderedLinear
 from quire.ops.torch_ops import TorchOps
 from quire.ops.triton.kernels import rows as row_kernels
 from quire.ops.triton.launches import Device
+from quire.ops.triton.plain_linear import TritonLinear
+from quire.ops.triton.routed_experts import TritonExperts, can_group
 from quire.ops.triton.step_attention import TritonStepAttention
 from quire.ops.triton.step_states import TritonStepStates
 from quire.ops.triton.stored_linear import TritonStoredLinear
@@ -63,10 +66,10 @@ class TritonOps:
         gate: Activation | None = None,
     ) -> Linear:
         """Keep codes of stored weights as they are; leave products of plain weights to torch."""
+        if not isinstance(weight, StoredWeight):
+            return TritonLinear(weight.to(self.device.torch_device, copy=True), bias, gate, self.gate)
         if gate is not None:
             return GatedLinear(self.pack_linear(weight, bias, min_bits), self.gate, gate)
-        if not isinstance(weight, StoredWeight):
-            return self._torch.pack_linear(weight, bias, min_bits)
         if weight.input_order is not None:
             order = weight.input_order.to(self.device.torch_device)
             return ReorderedLinear(self.pack_linear(weight.in_own_order(), bias, min_bits), order)
@@ -155,6 +158,10 @@ class TritonOps:
     def step_states(self, batch: StateBatch, states: PagedStates) -> StepStates:
         """Copy the batch to the device once for all layers."""
         return RecurrentMixers(TritonStepStates(batch, states, self.device), self)
+
+    def fuse_experts(self, experts: RoutedExperts) -> TritonExperts | None:
+        """Run the experts of a layer by two launches, where their weights are plain."""
+        return TritonExperts(experts, self.gate) if can_group(experts) else None
 
 
 def _warps(width: int) -> int:

@@ -80,7 +80,7 @@ def multiply(
     """Multiply some rows by some columns over a part of the inputs; `num_steps` groups, or pairs of groups, a part."""
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    part = tl.program_id(2)
+    part = tl.program_id(2).to(tl.int64)
     inputs = tl.arange(0, GROUP)
     is_row, known = rows < num_rows, columns < num_columns
     dtype: tl.constexpr = x.dtype.element_ty
@@ -114,8 +114,10 @@ def add_parts(
     at = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     mask = at < size
     total = tl.zeros([COLUMNS], tl.float32)
-    for part in range(num_parts):
-        total += tl.load(parts + part * size + at, mask=mask, other=0.0)
+    where = parts + at
+    for _ in range(num_parts):
+        total += tl.load(where, mask=mask, other=0.0)
+        where += size
     if ROUNDED:
         total *= tl.load(row_scales + at // num_columns, mask=mask, other=0.0)
     if BIAS:

@@ -82,5 +82,5 @@ def apply_token_bitmask(logits, rows, masks, vocab_size, num_words, COLUMNS: tl.
     known = tokens < vocab_size
     words = tl.load(masks + entry.to(tl.int64) * num_words + tokens // 32, mask=known, other=0)
     is_allowed = ((words >> (tokens % 32)) & 1) == 1
-    row = tl.load(rows + entry)
+    row = tl.load(rows + entry).to(tl.int64)
     tl.store(logits + row * vocab_size + tokens, float("-inf"), mask=known & (is_allowed == 0))
