@@ -142,7 +142,7 @@ def states_case(device: torch.device, ops: TritonOps, dtype: torch.dtype) -> Cas
         rows, steps = randn(43, channels, seed=7).to(place, dtype), randn(43, num_heads, seed=8).to(place)
         heads = SSMHeads(*(part.to(place) for part in (-randn(num_heads).exp(), randn(num_heads), randn(num_heads))))
         convolved = step.causal_conv(0, rows, randn(4, channels, seed=9).to(place), None, True)
-        x, writes, reads = rows.split((num_heads * dim, width, width), 1)
+        x, writes, reads = rows.split_with_sizes((num_heads * dim, width, width), 1)
         scanned = step.ssm_scan(0, x, writes, reads, steps, heads)
         keys = torch.nn.functional.normalize(rows[:, :dim].float(), dim=-1)
         corrected = step.gated_delta_rule(0, keys, keys, x, -steps.abs(), steps.sigmoid())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from benchmarks.gpu.shapes import LLAMA_8B, QWEN_06B, Rates, attention_flops, decode_floor, prompt_floor
+from benchmarks.gpu.shapes import LLAMA_8B, QWEN_06B, Ceilings, attention_flops, decode_floor, prompt_floor
 
 # Seconds that a launch takes however little it does.
 LAUNCH: Final = 2.5e-6
@@ -26,7 +26,7 @@ class Prediction(NamedTuple):
     flops: float
     share: float
 
-    def seconds(self, rates: Rates) -> float:
+    def seconds(self, rates: Ceilings) -> float:
         """Return the predicted time."""
         return max(LAUNCH, self.num_bytes / rates.bytes_per_s / self.share, self.flops / rates.flops_per_s / self.share)
 
@@ -66,7 +66,7 @@ def kernel_predictions() -> Iterator[Prediction]:
     yield Prediction("apply_token_bitmask, 64 rows of 151,936", 64 * 151936 * 4, 0, 0.6)
 
 
-def table(rates: tuple[Rates, ...]) -> str:
+def table(rates: tuple[Ceilings, ...]) -> str:
     """Return the predictions as a table of Markdown, in microseconds."""
     lines = ["| kernel | bytes | operations | share | " + " | ".join(f"{each.name}, us" for each in rates) + " |"]
     lines.append("|" + "---|" * (4 + len(rates)))

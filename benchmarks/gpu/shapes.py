@@ -61,7 +61,7 @@ QWEN_06B: Final = Shape("Qwen3-0.6B", 28, 1024, 3072, 16, 8, 128, 151936, is_qwe
 REHEARSED: Final = Shape("rehearsal", 2, 64, 96, 4, 2, 16, 199, is_qwen3=True)
 
 
-class Rates(NamedTuple):
+class Ceilings(NamedTuple):
     """The most that a GPU can do.
 
     Args:
@@ -78,13 +78,13 @@ class Rates(NamedTuple):
 # Ceilings for predictions where nothing can be measured: nine tenths of what the makers state for memory, and four
 # fifths of what they state for products.
 STATED: Final = (
-    Rates("A100 80GB", 1.83e12, 2.5e14),
-    Rates("H100 SXM", 3.0e12, 7.9e14),
-    Rates("H200", 4.3e12, 7.9e14),
+    Ceilings("A100 80GB", 1.83e12, 2.5e14),
+    Ceilings("H100 SXM", 3.0e12, 7.9e14),
+    Ceilings("H200", 4.3e12, 7.9e14),
 )
 
 
-def decode_floor(shape: Shape, batch: int, context: int, rates: Rates) -> float:
+def decode_floor(shape: Shape, batch: int, context: int, rates: Ceilings) -> float:
     """Return the least seconds of a decode step: weights are read once, or multiplied with, and then the cache read."""
     products = max(2 * shape.params_read / rates.bytes_per_s, 2 * batch * shape.params_read / rates.flops_per_s)
     return products + batch * context * shape.kv_bytes / rates.bytes_per_s
@@ -95,7 +95,7 @@ def attention_flops(shape: Shape, num_tokens: int) -> float:
     return 2.0 * shape.num_heads * shape.head_dim * num_tokens * (num_tokens + 1)
 
 
-def prompt_floor(shape: Shape, num_tokens: int, rates: Rates) -> float:
+def prompt_floor(shape: Shape, num_tokens: int, rates: Ceilings) -> float:
     """Return the least seconds of a prompt's step."""
     layers = 2.0 * num_tokens * (shape.params_read - shape.vocab_size * shape.width)
     return (layers + shape.num_layers * attention_flops(shape, num_tokens)) / rates.flops_per_s

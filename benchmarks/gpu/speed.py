@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from benchmarks.gpu.shapes import LLAMA_8B, QWEN_06B, REHEARSED, Shape, attentio
 from benchmarks.gpu.timing import Bench
 from quire.models.decoder import Decoder
 from quire.models.families import build
-from quire.ops.interface import AttentionBatch
+from quire.ops.interface import AttentionBatch, StepAttention
 from quire.ops.triton.triton_ops import TritonOps
 
 BATCHES = (1, 8, 64, 256)
@@ -44,7 +45,7 @@ def measure_attention(bench: Bench, ops: TritonOps) -> None:
         ]
         q = torch.randn(batch, shape.num_heads, shape.head_dim, device=bench.device, dtype=torch.bfloat16)
 
-        seconds = bench.seconds(lambda idx, steps=steps, q=q: steps[idx % len(steps)].attend(0, q, 0.1))
+        seconds = bench.seconds(partial(attend, steps, q))
         bench.add(
             f"decode attention, {batch} x {context}",
             us=seconds * 1e6,
@@ -59,10 +60,15 @@ def measure_attention(bench: Bench, ops: TritonOps) -> None:
         memory = make_memory(num_blocks_of(spans), 1, shape.num_kv_heads, shape.head_dim, bench.device)
         step = ops.step_attention(make_batch(spans, bench.device), memory)
         q = torch.randn(length, shape.num_heads, shape.head_dim, device=bench.device, dtype=torch.bfloat16)
-        seconds = bench.seconds(lambda _, step=step, q=q: step.attend(0, q, 0.1), repeats=5)
+        seconds = bench.seconds(partial(attend, [step], q), repeats=5)
         rate = attention_flops(shape, length) / seconds
         bench.add(f"prompt attention, {length}", ms=seconds * 1e3, tflops=rate / 1e12,
                   share=rate / bench.rates.flops_per_s)  # fmt: skip
+
+
+def attend(steps: Sequence[StepAttention], q: Tensor, idx: int) -> Tensor:
+    """Attend in the memory of one of several steps, by turns."""
+    return steps[idx % len(steps)].attend(0, q, 0.1)
 
 
 def make_decoder(shape: Shape, bench: Bench, ops: TritonOps) -> Decoder:
@@ -80,23 +86,23 @@ def measure_model(bench: Bench, ops: TritonOps, shape: Shape) -> None:
     decoder = make_decoder(shape, bench, ops)
     context, prompt = (1024, 8192) if not bench.is_rehearsal else (20, 24)
 
-    def step(spans: list[tuple[int, int]]) -> tuple[Callable[[], Tensor], int]:
+    def step(spans: list[tuple[int, int]]) -> tuple[Callable[[int], Tensor], int]:
         memory = make_memory(num_blocks_of(spans), shape.num_layers, shape.num_kv_heads, shape.head_dim, bench.device)
         batch = make_batch(spans, bench.device)
         num_rows = batch.row_starts[-1]
         ids = torch.randint(0, shape.vocab_size, (num_rows,), device=bench.device)
         positions = torch.cat([torch.arange(history, history + rows) for history, rows in spans]).to(bench.device)
         ends = torch.tensor([end - 1 for end in batch.row_starts[1:]], device=bench.device)
-        return lambda: run_step(decoder, ids, positions, batch, memory, ends), num_rows
+        return lambda _idx: run_step(decoder, ids, positions, batch, memory, ends), num_rows
 
     for batch in BATCHES if not bench.is_rehearsal else (2,):
         needed = batch * context * shape.kv_bytes
         if needed > bench.memory_left() or bench.left_s() < 45:
             continue
         run, _ = step([(context - 1, 1)] * batch)
-        seconds = bench.seconds(lambda _, run=run: run())
+        seconds = bench.seconds(run)
         started = time.perf_counter()
-        run()
+        run(0)
         host_s = time.perf_counter() - started  # until all is launched: the host waits for nothing
         bench.add(
             f"{shape.name}, decode, {batch} x {context}",
@@ -107,7 +113,7 @@ def measure_model(bench: Bench, ops: TritonOps, shape: Shape) -> None:
         )
     if bench.left_s() > 45 and prompt * shape.kv_bytes < bench.memory_left():
         run, num_rows = step([(0, prompt)])
-        seconds = bench.seconds(lambda _, run=run: run(), repeats=5)
+        seconds = bench.seconds(run, repeats=5)
         bench.add(f"{shape.name}, a prompt of {prompt}", ms=seconds * 1e3, tokens_per_s=num_rows / seconds,
                   share=prompt_floor(shape, prompt, bench.rates) / seconds)  # fmt: skip
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from benchmarks.gpu.shapes import Rates
+from benchmarks.gpu.shapes import Ceilings
 
 
 class Bench:
@@ -28,7 +30,7 @@ class Bench:
     def __init__(self, device: torch.device, limit_s: float) -> None:
         self.device, self.is_rehearsal = device, device.type == "cpu"
         self._end = time.monotonic() + limit_s
-        self.rates = Rates("rehearsal", 1.0, 1.0)
+        self.rates = Ceilings("rehearsal", 1.0, 1.0)
         self.figures: dict[str, dict[str, Any]] = {}
 
     def left_s(self) -> float:
@@ -50,14 +52,14 @@ class Bench:
             return time.perf_counter() - started
         for idx in range(3):
             run(idx)
-        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+        events = [(_event(), _event()) for _ in range(repeats)]
         torch.cuda.synchronize()
         for idx, (start, end) in enumerate(events):
             start.record()
             run(idx)
             end.record()
         torch.cuda.synchronize()
-        return statistics.median(start.elapsed_time(end) for start, end in events) / 1e3
+        return float(statistics.median(start.elapsed_time(end) for start, end in events)) / 1e3
 
     def memory_left(self) -> int:
         """Return the bytes that may still be taken on the device."""
@@ -73,12 +75,19 @@ def measure_ceilings(bench: Bench) -> None:
     a = torch.randn(width, width, device=bench.device, dtype=torch.bfloat16)
     computed = 2 * width**3 / bench.seconds(lambda _: a @ a)
     name = "rehearsal" if bench.is_rehearsal else torch.cuda.get_device_name(bench.device)
-    bench.rates = Rates(name, moved, computed)
+    bench.rates = Ceilings(name, moved, computed)
     bench.add("ceilings", gb_per_s=moved / 1e9, tflops=computed / 1e12)
     if not bench.is_rehearsal:
-        for label, pinned in (("host to device", True), ("device to host", False)):
-            host = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
-            part = source[: 1 << 28]
-            pair = (part, host) if pinned else (host, part)
-            time_s = bench.seconds(lambda _, pair=pair: pair[0].copy_(pair[1], non_blocking=True), repeats=5)
-            bench.add(f"pinned copies, {label}", gb_per_s=(1 << 28) / time_s / 1e9)
+        host = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
+        part = source[: 1 << 28]
+        for label, to, given in (("host to device", part, host), ("device to host", host, part)):
+            seconds = bench.seconds(partial(_copy, to, given), repeats=5)
+            bench.add(f"pinned copies, {label}", gb_per_s=(1 << 28) / seconds / 1e9)
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def _copy(target: Tensor, source: Tensor, _idx: int) -> None:
+    target.copy_(source, non_blocking=True)

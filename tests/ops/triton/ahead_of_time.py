@@ -66,7 +66,7 @@ class Compiled(NamedTuple):
     assembly: str
 
 
-class Recorder:
+class LaunchRecorder:
     """Stands in for a kernel, and keeps its launches in place of making them."""
 
     def __init__(self, kernel: Any, launches: list[Launch]) -> None:
@@ -76,7 +76,7 @@ class Recorder:
         assert all(size > 0 for size in grid)
 
         def record(*args: Any, **kwargs: Any) -> None:
-            options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
+            options: dict[str, int] = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
             arguments = dict(zip(self._kernel.arg_names, args, strict=False)) | kwargs
             assert list(arguments) == list(self._kernel.arg_names)
             self._launches.append(Launch(self._kernel, arguments, options))
@@ -91,7 +91,7 @@ def recorded(launches: list[Launch]) -> Iterator[None]:
         for module in MODULES:
             for name, kernel in vars(module).items():
                 if isinstance(kernel, triton.JITFunction) and kernel.__module__ == module.__name__:
-                    patch.setattr(module, name, Recorder(kernel, launches))
+                    patch.setattr(module, name, LaunchRecorder(kernel, launches))
         yield
 
 

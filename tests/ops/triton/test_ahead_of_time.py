@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -63,10 +64,10 @@ def attention_launches(options: dict[str, Any], capability: int) -> list[Launch]
     return launches
 
 
-def check_limits(found: Compiled, capability: int) -> None:
+def check_limits(found: Compiled, capability: int, *, may_spill: bool = False) -> None:
     assert found.shared <= SHARED_LIMIT[capability]
     assert found.registers <= 255
-    if capability == 90:
+    if capability == 90 and not may_spill:
         assert found.spilled == 0
         assert not re.search(r"\b(LDL|STL)\b", found.assembly)
 
@@ -78,13 +79,14 @@ def test_attention(name: str, capability: int) -> None:
     seen = set()
     for launch in attention_launches(options, capability):
         found = compile_for(launch, capability)
-        check_limits(found, capability)
+        # Nothing is served in float32 for its speed: it has no tensor cores.
+        check_limits(found, capability, may_spill=options["dtype"] is FP32)
         kernel = launch.kernel.__name__
         seen.add(kernel)
         if kernel != "attend":
             continue
         constants = launch.arguments
-        is_prompt = constants["ROWS"] * constants["NUM_KV"] and launch.options["num_warps"] == 8
+        is_prompt = launch.options["num_warps"] == 8 or constants["ROWS"] >= 64
         if options["dtype"] is FP32:
             continue
         if is_prompt and constants["ROWS"] >= 64 and capability >= 90:
@@ -119,7 +121,7 @@ def other_launches() -> list[Launch]:
                 [(2, True), (1, False)], num_heads=32, num_groups=1, head_dim=64, state_dim=128, dtype=dtype
             )
             device = Device(torch.device("cpu"))
-            world.run(lambda batch, states, device=device: TritonStepStates(batch, states, device))
+            world.run(partial(TritonStepStates, device=device))
         ops.apply_token_bitmask(randn(2, 128256), [1], [torch.zeros(4008, dtype=torch.int32)])
     return launches
 
@@ -138,7 +140,7 @@ def stored_launches(name: str) -> list[Launch]:
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("make", [other_launches, *(lambda name=name: stored_launches(name) for name in STORED)],
+@pytest.mark.parametrize("make", [other_launches, *(partial(stored_launches, name) for name in STORED)],
                          ids=["rows and states", *STORED])  # fmt: skip
 def test_other_kernels(make: Callable[[], list[Launch]], capability: int) -> None:
     launches = make()

@@ -45,7 +45,9 @@ def decode_tile(head_dim: int, group: int, element_bytes: int, is_int8: bool = F
     rows = power_of_2(group, 16)
     # 64 tokens of 128 dimensions in 16 bits, in three stages: 72 KiB, so that three programs share a processor.
     tokens = max(16, 64 * 128 * 2 // (power_of_2(head_dim, 64) * element_bytes))
-    return Tile(rows, min(tokens, INT8_TOKENS if is_int8 else 64), 4, 3 if tokens >= 64 else 2)
+    # Products of float32 have no tensor cores to go to, and take registers.
+    num_warps = 8 if element_bytes == 4 else 4
+    return Tile(rows, min(tokens, INT8_TOKENS if is_int8 else 64), num_warps, 3 if tokens >= 64 else 2)
 
 
 def prefill_tile(
