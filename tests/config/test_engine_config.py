@@ -85,7 +85,7 @@ NEEDED: dict[str, dict[str, Any]] = {
         ("dtype", ["auto", "bfloat16", "float16", "float32"], ["fp8", "", None, 32]),
         ("kv_cache_dtype", [*KV_CACHE_DTYPES], ["int4", "fp16", "", None, 8]),
         ("device", ["auto", "cpu", "cuda"], ["tpu", "CPU", None]),
-        ("kernels", ["auto", "native", "torch"], ["fast", "", None, 1]),
+        ("kernels", ["auto", "native", "torch", "triton"], ["fast", "", None, 1]),
         ("quantization", [None, "int8", "int4"], ["int2", "", "none", 8]),
         ("weight_packing", ["auto", "plain", "lossless"], ["tight", "", None, 1]),
         ("classifier_from_token", [None, "no,yes"], ["yes", "", "a,b,c", 3]),

@@ -109,7 +109,7 @@ class World:
         corrected = step.gated_delta_rule(CORRECTED, self.pairs[:, 0], keys, values, decays, wide.sigmoid())
         return [convolved, scanned, corrected]
 
-    def check(self) -> None:
+    def check(self, make: Callable[[StateBatch, PagedStates], Recurrence] = TorchStepStates) -> None:
         """Compare outputs and states with the reference's."""
         given = (self.rows, self.pairs, self.values)
         before, kept = self.states.data.clone(), [each.clone() for each in given]
@@ -117,7 +117,7 @@ class World:
         written = self.states.data.clone()
         inputs, sums = self.states.conv_states[LAYER].clone(), [each.clone() for each in self.states.ssm_states]
         self.states.data.copy_(before)
-        found = self.run(TorchStepStates)
+        found = self.run(make)
         assert [y.dtype for y in found] == [self.rows.dtype, torch.float32, torch.float32]
         assert all(y.is_contiguous() for y in found)
         assert_near(found[0], expected[0], factor=2)

@@ -27,7 +27,7 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 KV_CACHE_DTYPES = ("auto", *CACHE_DTYPES)
 DEVICES = ("auto", "cpu", "cuda")
-KERNELS = ("auto", "native", "torch")
+KERNELS = ("auto", "native", "torch", "triton")
 Quantization = Literal["int8", "int4"]
 WEIGHT_PACKINGS = ("auto", "plain", "lossless")
 EVICTION_POLICIES = ("lru", "fifo", "lfu", "slru")
@@ -67,7 +67,8 @@ class ModelConfig:
         num_threads: threads of the data plane on a CPU; None takes all cores that this process may use, or one for a
             model so small that more threads are slower.
         kernels: implementation of all operations but matrix products: "native" kernels, compiled when Quire was
-            installed, or stock "torch" operators; "auto" takes native kernels on a CPU where they exist.
+            installed, stock "torch" operators, or "triton" kernels for NVIDIA GPUs (the extra "gpu"); "auto" takes
+            native kernels on a CPU where they exist, and stock operators on a GPU.
         quantization: rounding of the weights of linear layers while they are loaded, on a CPU: "int8" (one scale for
             each output) or "int4" (one for each 32 inputs; the head has six bits); None takes the weights as they are.
         weight_packing: layout of the weights of linear layers: "plain", or "lossless" for bfloat16 weights in about

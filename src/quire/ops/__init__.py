@@ -26,7 +26,7 @@ def make_ops(
     Args:
         device: any that torch has.
         kernels: "torch" for stock operators, "native" for what the package's own build compiled, "auto" for the
-            latter on a CPU where there is such.
+            latter on a CPU where there is such; "triton" for Triton kernels, on an NVIDIA GPU or in the interpreter.
         quantization: rounding of the weights of linear layers; on a CPU only.
         weight_packing: "lossless" for bfloat16 weights in three quarters of their bytes, "plain" for weights as they
             are, "auto" for the former where kernels have it.
@@ -34,8 +34,8 @@ def make_ops(
             cannot promise that.
 
     Raises:
-        ConfigError: native kernels, rounded weights, a packing, or results that are deterministic, were asked for and
-            cannot be had; the message says why.
+        ConfigError: native or Triton kernels, rounded weights, a packing, or results that are deterministic, were asked
+            for and cannot be had; the message says why.
     """
     if quantization is not None and device.type != "cpu":
         raise ConfigError(
@@ -49,8 +49,10 @@ def make_ops(
             "leave one of the two out",
             field="weight_packing",
         )
-    if deterministic and (kernels == "torch" or device.type != "cpu"):
+    if deterministic and (kernels in ("torch", "triton") or device.type != "cpu"):
         raise _not_deterministic(f"kernels {kernels!r} on device {device.type!r} are others")
+    if kernels == "triton":
+        return _plain(_triton(device, quantization), weight_packing)
     if kernels == "torch" or (kernels == "auto" and device.type != "cpu"):
         return _plain(TorchOps(device, quantization=quantization), weight_packing)
     found = find_library() if device.type == "cpu" else f"they are for CPUs, not for device {device.type!r}"
@@ -66,6 +68,32 @@ def make_ops(
     if deterministic:
         raise _not_deterministic(found)
     return _plain(TorchOps(device, note=f"no native kernels: {found}", quantization=quantization), weight_packing)
+
+
+def _triton(device: torch.device, quantization: Quantization | None) -> Ops:
+    """Return the backend of Triton kernels, which is imported here only: Triton is an extra."""
+    if quantization is not None:
+        raise ConfigError(
+            f"quantization {quantization!r} is for kernels 'native' and 'torch', and kernels are 'triton': leave one "
+            "of the two out",
+            field="quantization",
+        )
+    found: str | None = None
+    try:
+        import triton
+    except ImportError as error:
+        found = f"Triton cannot be imported ({error}); install quire[gpu], or use 'torch'"
+    else:
+        is_interpreted = bool(triton.knobs.runtime.interpret)
+        if device.type == "cpu" and not is_interpreted:
+            found = "they are for NVIDIA GPUs, and the device is 'cpu'; use 'auto'"
+        elif device.type != "cpu" and is_interpreted:
+            found = "Triton interprets its kernels on the CPU, for TRITON_INTERPRET is set; unset it, or use 'torch'"
+    if found is not None:
+        raise ConfigError(f"kernels 'triton' were asked for, but {found}", field="kernels")
+    from quire.ops.triton.triton_ops import TritonOps
+
+    return TritonOps(device)
 
 
 def _rounds_alike(library: NativeLibrary) -> bool:

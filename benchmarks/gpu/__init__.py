@@ -1,0 +1,1 @@
+"""One command that measures the Triton backend on an NVIDIA GPU: `python -m benchmarks.gpu`."""

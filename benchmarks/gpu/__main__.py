@@ -1,0 +1,102 @@
+"""Check and measure the Triton backend on an NVIDIA GPU, in under nine minutes: `python -m benchmarks.gpu`.
+
+It needs a copy of the tree, torch and Triton; the part with an engine also what Quire depends on. Ceilings come first
+(a copy, a dense product), then each kernel is checked against the slow twin, and a wrong one ends it: figures of wrong
+results say nothing. Then attention, steps of two models of random weights, and an engine are measured. Every figure is
+printed when it is there; the table and the JSON come at the end. Without a GPU it says so, and exits with 2.
+
+`--predict` prints the predicted times, on any machine. `--rehearse` runs everything on tiny shapes on a CPU, in
+Triton's interpreter (TRITON_INTERPRET=1): it shows that the benchmark runs, and its figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import machine
+from benchmarks.gpu.predictions import table
+from benchmarks.gpu.shapes import LLAMA_8B, QWEN_06B, REHEARSED, STATED
+
+NO_GPU = 2
+# Seconds after which nothing new is begun, so that all ends within nine minutes.
+LIMIT_S = 480.0
+
+
+def main() -> int:
+    """Run what the options say; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.splitlines()[0])
+    parser.add_argument("--predict", action="store_true", help="print predicted times, and measure nothing")
+    parser.add_argument("--rehearse", action="store_true", help="run on a CPU in Triton's interpreter, on tiny shapes")
+    parser.add_argument("--json", type=Path, default=machine.RESULTS / "gpu.json", help="file of the figures")
+    options = parser.parse_args()
+    if options.predict:
+        print(table(STATED))
+        return 0
+    reason = missing(options.rehearse)
+    if reason is not None:
+        print(f"benchmarks.gpu: {reason}", file=sys.stderr)
+        return NO_GPU
+    return run(torch.device("cpu" if options.rehearse else "cuda"), options.json)
+
+
+def missing(is_rehearsal: bool) -> str | None:
+    """Return why nothing can be run here, or None."""
+    try:
+        import triton
+    except ImportError as error:
+        return f"Triton cannot be imported ({error}); install triton, or Quire with its extra 'gpu'"
+    is_interpreted = bool(triton.knobs.runtime.interpret)
+    if is_rehearsal:
+        return None if is_interpreted else "a rehearsal needs Triton's interpreter: set TRITON_INTERPRET=1"
+    if not torch.cuda.is_available():
+        return "there is no NVIDIA GPU that torch can use here; --predict and --rehearse need none"
+    return "TRITON_INTERPRET is set: the kernels would run on the CPU; unset it" if is_interpreted else None
+
+
+@torch.inference_mode()
+def run(device: torch.device, file: Path) -> int:
+    """Check, measure, and write the figures."""
+    # Imported here: they need Triton.
+    from benchmarks.gpu.correctness import check_all
+    from benchmarks.gpu.speed import measure_attention, measure_engine, measure_model
+    from benchmarks.gpu.timing import Bench, measure_ceilings
+    from quire.ops.triton.triton_ops import TritonOps
+
+    bench = Bench(device, LIMIT_S)
+    ops = TritonOps(device)
+    measure_ceilings(bench)
+    is_right = check_all(bench, ops)
+    if is_right:
+        measure_attention(bench, ops)
+        for shape in (REHEARSED,) if bench.is_rehearsal else (QWEN_06B, LLAMA_8B):
+            measure_model(bench, ops, shape)
+        measure_engine(bench)
+    report: dict[str, Any] = {
+        "facts": machine.facts() | {"gpu": bench.rates.name, "is_rehearsal": bench.is_rehearsal},
+        "is_right": is_right,
+        "figures": bench.figures,
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print_table(bench.figures)
+    print(f"written to {file}" if is_right else f"a kernel is wrong: nothing was measured; see {file}")
+    return 0 if is_right else 1
+
+
+def print_table(figures: dict[str, dict[str, Any]]) -> None:
+    """Print the figures as a table of Markdown."""
+    print("\n| figure | values |\n|---|---|")
+    for name, values in figures.items():
+        shown = ", ".join(f"{key} {value:,.4g}" if isinstance(value, float) else f"{key} {value}"
+                          for key, value in values.items())  # fmt: skip
+        print(f"| {name} | {shown} |")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

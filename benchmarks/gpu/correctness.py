@@ -1,0 +1,198 @@
+"""Every kernel on the device against the slow twin; before any figure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.memory import make_batch, make_memory, make_rotation, num_blocks_of
+from benchmarks.gpu.timing import Bench
+from quire.ops.interface import Activation, HeadNorms, Ops, StateBatch
+from quire.ops.quantized_weight import QuantizedRows, QuantizedWeight, StoredWeight, WeightForm
+from quire.ops.recurrent_mixers import Recurrence
+from quire.ops.recurrent_weights import SSMHeads
+from quire.ops.reference import ReferenceOps
+from quire.ops.reference_states import ReferenceStepStates
+from quire.ops.triton.step_states import TritonStepStates
+from quire.ops.triton.triton_ops import TritonOps
+
+TOLERANCE: Final = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+CPU: Final = torch.device("cpu")
+SPANS: Final = [(15, 1), (16, 1), (0, 1), (30, 40), (700, 1), (5, 3)]
+FORMS: Final = {
+    "int4": WeightForm(4, 32, "float16", offset=8),
+    "int4 with minima": WeightForm(4, 32, "float16", has_mins=True),
+    "int4 with zero points": WeightForm(4, 32, "bfloat16", has_zero_points=True),
+    "mxfp4": WeightForm(4, 32, "bfloat16", levels=(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)),
+    "int8": WeightForm(8, 32, "bfloat16", offset=128),
+    "e4m3": WeightForm(8, 128, "float32", levels="e4m3"),
+}
+
+
+class CaseResult(NamedTuple):
+    """The largest error of a case, and the largest that is allowed."""
+
+    error: float
+    allowed: float
+
+
+def compare(found: Tensor, expected: Tensor, factor: float = 1.0) -> CaseResult:
+    """Return the largest difference, as a share of the largest number; NaN in one of the two is infinite."""
+    found, expected = found.float().cpu(), expected.float().cpu()
+    if not torch.equal(found.isnan(), expected.isnan()):
+        return CaseResult(float("inf"), 0.0)
+    largest = max(1e-30, expected.nan_to_num(0.0, 0.0, 0.0).abs().max().item())
+    return CaseResult((found - expected).nan_to_num(0.0, 0.0, 0.0).abs().max().item() / largest, factor)
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    """Return random numbers, the same on every device."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def attention_case(
+    ops: Ops, device: torch.device, dtype: torch.dtype, stored: torch.dtype, head_dim: int = 128, group: int = 4,
+    spans: list[tuple[int, int]] = SPANS, window: int | None = None, chunk: int | None = None, extras: bool = False,
+) -> CaseResult:  # fmt: skip
+    """Store and attend; `extras` are norms of heads and sinks."""
+    num_kv, outputs = 2, []
+    for backend, place in ((ReferenceOps(), CPU), (ops, device)):
+        batch = make_batch(spans, place, window=window, chunk=chunk)
+        memory = make_memory(num_blocks_of(spans), 2, num_kv, head_dim, CPU, stored, dtype)
+        values = randn(*memory.data.shape[:-1], head_dim, seed=3)
+        if stored == torch.int8:
+            memory.data[..., :head_dim] = (values * 40).clamp(-127, 127).to(torch.int8)
+            memory.data.view(torch.float32)[..., -1] = 0.02
+        else:
+            memory.data.copy_(values.to(stored))
+        memory = memory._replace(data=memory.data.to(place))
+        num_rows = batch.row_starts[-1]
+        qkv = randn(num_rows, (group + 2) * num_kv * head_dim).to(place, dtype)
+        norms = HeadNorms(randn((group + 1) * num_kv, head_dim, seed=5).to(place, dtype), 1e-5) if extras else None
+        step = backend.step_attention(batch, memory)
+        queries = step.prepare(1, qkv, norms, make_rotation(num_rows, head_dim, dtype, place))
+        sinks = randn(group * num_kv, seed=6).to(place) if extras else None
+        outputs.append((step.attend(1, queries, head_dim**-0.5, sinks), queries))
+    results = [compare(found, expected) for found, expected in zip(outputs[1], outputs[0], strict=True)]
+    return CaseResult(max(each.error for each in results), TOLERANCE[dtype] * (3 if stored.itemsize == 1 else 1))
+
+
+def rows_case(ops: Ops, device: torch.device, dtype: torch.dtype) -> CaseResult:
+    """Norms, gates, and masks of tokens."""
+    x, weight = randn(5, 2048).to(dtype), randn(1024, seed=1).to(dtype)
+    logits = randn(3, 1100)
+    masks = [torch.randint(-(2**31), 2**31, (35,), dtype=torch.int32, generator=torch.Generator().manual_seed(1))]
+
+    def outputs(backend: Ops, place: torch.device) -> list[Tensor]:
+        rows = x.to(place)
+        half = rows[:, :1024].contiguous()
+        kept = logits.to(place).clone()
+        backend.apply_token_bitmask(kept, [1], masks)
+        gated = [backend.gate(rows, activation) for activation in get_args(Activation)]
+        parts = randn(2, 512, seed=2).to(place)
+        return [
+            *gated,
+            backend.rms_norm(half, weight.to(place), 1e-5),
+            backend.sigmoid_gate(half, half),
+            backend.gated_norm(half.float(), half, parts, 1e-5),
+            kept,
+        ]
+
+    pairs = zip(outputs(ops, device), outputs(ReferenceOps(), CPU), strict=True)
+    return CaseResult(max(compare(found, expected).error for found, expected in pairs), TOLERANCE[dtype])
+
+
+def stored_case(ops: Ops, device: torch.device, form: WeightForm, num_rows: int) -> CaseResult:
+    """Multiply by a stored weight, in float32: what is left is the rounding of sums."""
+    generator = torch.Generator().manual_seed(4)
+    codes = torch.randint(0, 1 << form.bits, (300, 512), generator=generator).to(torch.uint8)
+    if form.levels == "e4m3":
+        codes[(codes & 127) == 127] = 126
+    scales = (torch.randn(300, 512 // form.group, generator=generator) * 1e-2).to(getattr(torch, form.scale))
+    zeros = torch.randint(0, 16, scales.shape, generator=generator).to(torch.uint8) if form.has_zero_points else None
+    rows = QuantizedRows(codes, scales, scales.flip(0) if form.has_mins else None, zeros)
+    weight = StoredWeight((QuantizedWeight(form, (300, 512), rows.at, codes.nbytes),), torch.float32)
+    x, residual = randn(num_rows, 512), randn(num_rows, 300, seed=1)
+    found = ops.pack_linear(weight)(x.to(device), residual.to(device))
+    return compare(found, ReferenceOps().pack_linear(weight)(x, residual), 1e-5)
+
+
+class StatesMemory(NamedTuple):
+    """Recurrent states of one layer; a `PagedStates`."""
+
+    conv_states: list[Tensor]
+    ssm_states: list[Tensor]
+
+
+def states_case(device: torch.device, ops: TritonOps, dtype: torch.dtype) -> CaseResult:
+    """Convolve, scan, and apply the delta rule, for sequences with a state and without."""
+    batch = StateBatch([3, 1, 2], [0, 1, 40, 43], [True, False, True])
+    num_heads, dim, width = 4, 64, 64
+    channels = num_heads * dim + 2 * width
+
+    def outputs(place: torch.device) -> list[Tensor]:
+        memory = StatesMemory([randn(4, 3, channels).to(place, dtype)], [randn(4, num_heads, dim, width).to(place)])
+        step: Recurrence = ReferenceStepStates(batch, memory)
+        if place == device:
+            step = TritonStepStates(batch, memory, ops.device)
+        rows, steps = randn(43, channels, seed=7).to(place, dtype), randn(43, num_heads, seed=8).to(place)
+        heads = SSMHeads(*(part.to(place) for part in (-randn(num_heads).exp(), randn(num_heads), randn(num_heads))))
+        convolved = step.causal_conv(0, rows, randn(4, channels, seed=9).to(place), None, True)
+        x, writes, reads = rows.split_with_sizes((num_heads * dim, width, width), 1)
+        scanned = step.ssm_scan(0, x, writes, reads, steps, heads)
+        keys = torch.nn.functional.normalize(rows[:, :dim].float(), dim=-1)
+        corrected = step.gated_delta_rule(0, keys, keys, x, -steps.abs(), steps.sigmoid())
+        return [convolved, scanned, corrected, memory.conv_states[0], memory.ssm_states[0]]
+
+    expected = outputs(torch.device("cpu", 0) if device.type == "cpu" else CPU)
+    pairs = zip(outputs(device), expected, strict=True)
+    return CaseResult(max(compare(found, each).error for found, each in pairs), max(2e-4, TOLERANCE[dtype] / 2))
+
+
+def cases(ops: TritonOps, device: torch.device, is_rehearsal: bool) -> dict[str, Callable[[], CaseResult]]:
+    """Return all cases by name; for a rehearsal, a few small ones."""
+    attention = partial(attention_case, ops, device)
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    fp8, int8 = torch.float8_e4m3fn, torch.int8
+    if is_rehearsal:
+        small: dict[str, Any] = {"head_dim": 16, "spans": [(15, 1), (3, 4)]}
+        return {
+            "attention": partial(attention, fp32, fp32, **small, extras=True),
+            "rows": partial(rows_case, ops, device, fp32),
+            "stored int4, 2 rows": partial(stored_case, ops, device, FORMS["int4"], 2),
+        }
+    found: dict[str, Callable[[], CaseResult]] = {}
+    for dtype in (bf16, fp16, fp32):
+        for stored in (dtype, int8, fp8):
+            found[f"attention, {dtype} in {stored}"] = partial(attention, dtype, stored, extras=stored == dtype)
+        found[f"rows, {dtype}"] = partial(rows_case, ops, device, dtype)
+        found[f"states, {dtype}"] = partial(states_case, device, ops, dtype)
+    for head_dim in (64, 80, 96, 256):
+        found[f"attention, heads of {head_dim}"] = partial(attention, bf16, bf16, head_dim)
+    for group in (1, 7, 8, 16):
+        found[f"attention, groups of {group}"] = partial(attention, bf16, bf16, group=group)
+    found["attention, window of 33"] = partial(attention, bf16, bf16, window=33, extras=True)
+    found["attention, chunks of 40"] = partial(attention, bf16, bf16, chunk=40)
+    for name, form in FORMS.items():
+        for num_rows in (1, 70):
+            found[f"stored {name}, {num_rows} rows"] = partial(stored_case, ops, device, form, num_rows)
+    return found
+
+
+def check_all(bench: Bench, ops: TritonOps) -> bool:
+    """Run all cases, print each, and return whether all are within their limits."""
+    is_right = True
+    for name, case in cases(ops, bench.device, bench.is_rehearsal).items():
+        try:
+            error, allowed = case()
+        except Exception as failure:  # a kernel that does not compile, or fails, is a wrong one; the others still count
+            bench.add(f"correct: {name}", ok=False, failure=f"{type(failure).__name__}: {failure}"[:300])
+            is_right = False
+            continue
+        bench.add(f"correct: {name}", ok=error <= allowed, error=error, allowed=allowed)
+        is_right &= error <= allowed
+    return is_right

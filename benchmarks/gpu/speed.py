@@ -1,0 +1,167 @@
+"""Speed of attention by itself, of the steps of a model, and of an engine, as shares of what the GPU can do."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.memory import BLOCK_SIZE, KVMemory, make_batch, make_memory, num_blocks_of
+from benchmarks.gpu.shapes import LLAMA_8B, QWEN_06B, REHEARSED, Shape, attention_flops, decode_floor, prompt_floor
+from benchmarks.gpu.timing import Bench
+from quire.models.decoder import Decoder
+from quire.models.families import build
+from quire.ops.interface import AttentionBatch, StepAttention
+from quire.ops.triton.triton_ops import TritonOps
+
+BATCHES = (1, 8, 64, 256)
+CONTEXTS = (128, 1024, 8192, 32768)
+PROMPTS = (2048, 8192, 32768)
+# Bytes of the cache that measurements go round in: more than any cache of a GPU holds.
+ROTATED = 1 << 28
+
+
+def measure_attention(bench: Bench, ops: TritonOps) -> None:
+    """Measure one layer of Llama-3.1-8B's shape: decodes by bandwidth, prompts by their products."""
+    shape = REHEARSED if bench.is_rehearsal else LLAMA_8B
+    kv_bytes = shape.kv_bytes // shape.num_layers
+    for batch, context in [(b, c) for c in CONTEXTS for b in BATCHES] if not bench.is_rehearsal else [(2, 40)]:
+        size = batch * context * kv_bytes
+        copies = max(1, ROTATED // size) if not bench.is_rehearsal else 1
+        if size * copies > bench.memory_left() or bench.left_s() < 60:
+            continue
+        spans = [(context - 1, 1)] * batch
+        num_blocks = num_blocks_of(spans)
+        memory = make_memory(copies * num_blocks, 1, shape.num_kv_heads, shape.head_dim, bench.device)
+        steps = [
+            ops.step_attention(make_batch(spans, bench.device, 1 + idx * (num_blocks - 1)), memory)
+            for idx in range(copies)
+        ]
+        q = torch.randn(batch, shape.num_heads, shape.head_dim, device=bench.device, dtype=torch.bfloat16)
+
+        seconds = bench.seconds(partial(attend, steps, q))
+        bench.add(
+            f"decode attention, {batch} x {context}",
+            us=seconds * 1e6,
+            gb_per_s=size / seconds / 1e9,
+            share=size / seconds / bench.rates.bytes_per_s,
+        )
+        del memory, steps
+    for length in PROMPTS if not bench.is_rehearsal else (40,):
+        if bench.left_s() < 60:
+            return
+        spans = [(0, length)]
+        memory = make_memory(num_blocks_of(spans), 1, shape.num_kv_heads, shape.head_dim, bench.device)
+        step = ops.step_attention(make_batch(spans, bench.device), memory)
+        q = torch.randn(length, shape.num_heads, shape.head_dim, device=bench.device, dtype=torch.bfloat16)
+        seconds = bench.seconds(partial(attend, [step], q), repeats=5)
+        rate = attention_flops(shape, length) / seconds
+        bench.add(f"prompt attention, {length}", ms=seconds * 1e3, tflops=rate / 1e12,
+                  share=rate / bench.rates.flops_per_s)  # fmt: skip
+
+
+def attend(steps: Sequence[StepAttention], q: Tensor, idx: int) -> Tensor:
+    """Attend in the memory of one of several steps, by turns."""
+    return steps[idx % len(steps)].attend(0, q, 0.1)
+
+
+def make_decoder(shape: Shape, bench: Bench, ops: TritonOps) -> Decoder:
+    """Make a model of random weights on the device; no file is written."""
+    spec, _ = build(shape.config())
+    decoder = Decoder(spec, ops=ops, dtype=torch.bfloat16, device=bench.device)
+    for name, size in decoder.weights.shapes().items():
+        dtype = decoder.weights.dtype(name)
+        decoder.weights.load(name, torch.randn(size, device=bench.device, dtype=dtype) * 0.02)
+    return decoder
+
+
+def measure_model(bench: Bench, ops: TritonOps, shape: Shape) -> None:
+    """Measure whole steps, eager: decodes at 1,024 tokens, and a prompt of 8,192; logits and the likeliest included."""
+    decoder = make_decoder(shape, bench, ops)
+    context, prompt = (1024, 8192) if not bench.is_rehearsal else (20, 24)
+
+    def step(spans: list[tuple[int, int]]) -> tuple[Callable[[int], Tensor], int]:
+        memory = make_memory(num_blocks_of(spans), shape.num_layers, shape.num_kv_heads, shape.head_dim, bench.device)
+        batch = make_batch(spans, bench.device)
+        num_rows = batch.row_starts[-1]
+        ids = torch.randint(0, shape.vocab_size, (num_rows,), device=bench.device)
+        positions = torch.cat([torch.arange(history, history + rows) for history, rows in spans]).to(bench.device)
+        ends = torch.tensor([end - 1 for end in batch.row_starts[1:]], device=bench.device)
+        return lambda _idx: run_step(decoder, ids, positions, batch, memory, ends), num_rows
+
+    for batch in BATCHES if not bench.is_rehearsal else (2,):
+        needed = batch * context * shape.kv_bytes
+        if needed > bench.memory_left() or bench.left_s() < 45:
+            continue
+        run, _ = step([(context - 1, 1)] * batch)
+        seconds = bench.seconds(run)
+        started = time.perf_counter()
+        run(0)
+        host_s = time.perf_counter() - started  # until all is launched: the host waits for nothing
+        bench.add(
+            f"{shape.name}, decode, {batch} x {context}",
+            ms=seconds * 1e3,
+            host_ms=host_s * 1e3,
+            tokens_per_s=batch / seconds,
+            share=decode_floor(shape, batch, context, bench.rates) / seconds,
+        )
+    if bench.left_s() > 45 and prompt * shape.kv_bytes < bench.memory_left():
+        run, num_rows = step([(0, prompt)])
+        seconds = bench.seconds(run, repeats=5)
+        bench.add(f"{shape.name}, a prompt of {prompt}", ms=seconds * 1e3, tokens_per_s=num_rows / seconds,
+                  share=prompt_floor(shape, prompt, bench.rates) / seconds)  # fmt: skip
+
+
+def run_step(
+    decoder: Decoder, ids: Tensor, positions: Tensor, batch: AttentionBatch, memory: KVMemory, ends: Tensor
+) -> Tensor:
+    """Run a step of a model, and choose a token of each sequence."""
+    hidden = decoder(ids, positions, [batch], [memory])
+    return decoder.logits(hidden[ends]).argmax(-1)
+
+
+def measure_engine(bench: Bench) -> None:
+    """Measure the benchmark of nano-vllm: 256 requests of 100 to 1,024 tokens in and out; then the prompts' hits."""
+    shape = REHEARSED if bench.is_rehearsal else QWEN_06B
+    if bench.left_s() < 120:
+        return bench.add("engine", skipped="no time is left")
+    try:
+        from quire import LLM, SamplingParams
+        from benchmarks.make_model import write  # isort: skip
+    except ImportError as error:
+        return bench.add("engine", skipped=f"needs all that Quire depends on: {error}")
+    rng = random.Random(0)
+    count, least, most = (3, 4, 9) if bench.is_rehearsal else (256, 100, 1024)
+    prompts = [[rng.randrange(10, shape.vocab_size) for _ in range(rng.randint(least, most))] for _ in range(count)]
+    params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=rng.randint(least, most)) for _ in prompts]
+    with tempfile.TemporaryDirectory() as name:
+        write(shape.config(), Path(name))
+        llm = LLM(
+            name,
+            skip_tokenizer_init=True,
+            kernels="triton",
+            device=bench.device.type,
+            dtype="bfloat16",
+            block_size=BLOCK_SIZE,
+            max_model_len=4096 if not bench.is_rehearsal else 64,
+            **({"num_kv_blocks": 40} if bench.is_rehearsal else {}),
+        )
+        llm.generate(prompts[:1], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+        started = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - started
+        bench.add(
+            "nano-vllm's benchmark", s=seconds, tokens_per_s=sum(each.max_tokens or 0 for each in params) / seconds
+        )
+        started = time.perf_counter()
+        hits = llm.generate(prompts, SamplingParams(max_tokens=1, ignore_eos=True), use_tqdm=False)
+        seconds = time.perf_counter() - started
+        cached = sum(output.num_cached_tokens or 0 for output in hits)
+        bench.add("the same prompts again, from the cache", s=seconds, cached=cached / sum(map(len, prompts)))
+    return None

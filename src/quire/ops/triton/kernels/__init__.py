@@ -1,0 +1,1 @@
+"""The kernels: programs that Triton compiles, and what they share."""

@@ -1,0 +1,211 @@
+"""Paged attention over ragged rows: query heads of a KV head packed in a tile, contexts in splits, and their sum.
+
+```
+ an item     some rows of one sequence, and some of its tokens
+ its tile    row 0: G query heads | row 1: G query heads | ...        [ROWS, D]
+ its tokens  |<-- tile of keys -->|<-- tile of keys -->|...           TOKENS each, from a multiple of TOKENS on
+```
+
+The block ids of the next tile of keys are loaded while this one is computed: an id that is loaded in the iteration that
+needs it takes a stage of the compiler's pipeline away from the keys and values behind it.
+"""
+
+import triton
+import triton.language as tl
+
+from quire.ops.triton.kernels.numbers import FLOAT8, INT8, PLAIN, factor, from_e4m3, rounded
+
+# Numbers that describe an item: first row, number of rows, position of the first row, first entry of the sequence's
+# table, first token that is read, end of the tokens that are read, and the place of its partial result, or -1.
+ITEM = tl.constexpr(8)
+# Numbers that describe rows whose contexts are in splits: first row, number of rows, first partial result, number of
+# partial results.
+SPLIT_ROWS = tl.constexpr(4)
+
+
+@triton.jit
+def _block_ids(table, token, first, end, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr):
+    """Load the block of each token of a tile; no entry is read of tokens that are not."""
+    tokens = token + tl.arange(0, TOKENS)
+    return tl.load(table + tokens // BLOCK_SIZE, mask=(tokens >= first) & (tokens < end), other=0)
+
+
+@triton.jit
+def _vectors(base, scale_base, starts, known, dims, dtype: tl.constexpr, HEAD_DIM: tl.constexpr, STORED: tl.constexpr,
+             MASKED: tl.constexpr):  # fmt: skip
+    """Load the vectors [TOKENS, DIM] that slots at `starts` hold, as factors of a product, and their scales."""
+    where = base + starts[:, None] + dims[None, :]
+    full: tl.constexpr = dims.shape[0] == HEAD_DIM
+    if MASKED:
+        vectors = tl.load(where, mask=known[:, None] & (dims < HEAD_DIM)[None, :], other=0)
+    elif full:
+        vectors = tl.load(where)
+    else:
+        vectors = tl.load(where, mask=(dims < HEAD_DIM)[None, :], other=0)
+    scales = known.to(tl.float32)
+    if STORED == INT8:
+        scales = tl.load(scale_base + (starts + HEAD_DIM) // 4, mask=known, other=0.0)
+    if STORED == FLOAT8:
+        vectors = from_e4m3(vectors)
+    if STORED == PLAIN:
+        vectors = factor(vectors)
+    elif dtype == tl.float32:
+        vectors = vectors.to(tl.float32)
+    else:
+        vectors = factor(rounded(vectors.to(tl.float32), dtype))
+    return vectors, scales
+
+
+@triton.jit
+def _sees(positions, tokens, window, chunk, end, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """Return which tokens each row sees, [ROWS, TOKENS]."""
+    seen = (tokens[None, :] <= positions[:, None]) & (tokens < end)[None, :]
+    if WINDOW:
+        seen = seen & (tokens[None, :] > (positions - window)[:, None])
+    if CHUNK:
+        seen = seen & (tokens[None, :] >= (positions // chunk * chunk)[:, None])
+    return seen
+
+
+@triton.jit
+def _attend_tile(
+    sums, peak, weight, q, positions, token, first, end, ids, keys, values, key_scales, value_scales, stride_block,
+    score_scale, window, chunk, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr,
+    STORED: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, MASKED: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Add a tile of keys and values to the running softmax of each row."""
+    tokens = token + tl.arange(0, TOKENS)
+    dims = tl.arange(0, sums.shape[1])
+    known = (tokens >= first) & (tokens < end)
+    starts = ids.to(tl.int64) * stride_block + (tokens % BLOCK_SIZE) * WIDTH
+    k, scales = _vectors(keys, key_scales, starts, known, dims, dtype, HEAD_DIM, STORED, MASKED)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * score_scale
+    if STORED == INT8:
+        scores *= scales[None, :]
+    if MASKED:
+        scores = tl.where(_sees(positions, tokens, window, chunk, end, WINDOW, CHUNK), scores, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    # A row that has seen nothing yet has no peak; what is subtracted then must be finite.
+    offset = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    weights = tl.exp2(scores - offset[:, None])
+    decay = tl.exp2(peak - offset)
+    weight = weight * decay + tl.sum(weights, 1)
+    v, scales = _vectors(values, value_scales, starts, known, dims, dtype, HEAD_DIM, STORED, MASKED)
+    if STORED == INT8:
+        weights *= scales[None, :]
+    sums = tl.dot(factor(rounded(weights, dtype)), v, sums * decay[:, None], input_precision="ieee")
+    return sums, new_peak, weight
+
+
+@triton.jit
+def _with_sink(sums, peak, weight, sink):
+    """Let attention sinks, one for each row, take their part of the softmax."""
+    total_peak = tl.maximum(peak, sink)
+    decay = tl.exp2(peak - total_peak)
+    return sums * decay[:, None], weight * decay + tl.exp2(sink - total_peak)
+
+
+@triton.jit
+def attend(
+    output, partial_sums, partial_softmax, queries, keys, values, key_scales, value_scales, tables, items, sinks,
+    stride_row, stride_head, stride_block, stride_kv_head, score_scale, window, chunk,
+    NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, STORED: tl.constexpr, WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Let the rows of an item attend with the query heads of one KV head; see the head of this file.
+
+    `score_scale` and `sinks` are for powers of 2. An item with SPLIT stores sums that are not divided by the weights
+    yet, [ROWS, DIM], and each row's peak and weight.
+    """
+    item = items + tl.program_id(0) * ITEM
+    kv_head = tl.program_id(1)
+    first_row, num_rows, position = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+    table, first, end, place = (
+        tables + tl.load(item + 3), tl.load(item + 4), tl.load(item + 5), tl.load(item + 6)
+    )  # fmt: skip
+    lanes = tl.arange(0, ROWS)
+    rows, heads = lanes // GROUP, kv_head * GROUP + lanes % GROUP
+    dims = tl.arange(0, DIM)
+    mask = (rows < num_rows)[:, None] & (dims < HEAD_DIM)[None, :]
+    at = (first_row + rows).to(tl.int64)
+    dtype: tl.constexpr = queries.dtype.element_ty
+    where = queries + at[:, None] * stride_row + heads[:, None] * stride_head + dims[None, :]
+    q = factor(tl.load(where, mask=mask, other=0.0))
+    positions = position + rows
+    offset = kv_head.to(tl.int64) * stride_kv_head
+    keys, values = keys + offset, values + offset
+    key_scales, value_scales = key_scales + offset // 4, value_scales + offset // 4
+
+    sums = tl.zeros([ROWS, DIM], tl.float32)
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    weight = tl.zeros([ROWS], tl.float32)
+    begin = first // TOKENS * TOKENS
+    ids = _block_ids(table, begin, first, end, BLOCK_SIZE, TOKENS)
+    # Tiles that all rows see whole need no masks; under a window or in chunks all are masked.
+    middle = begin
+    if not WINDOW and not CHUNK:
+        middle = tl.maximum(tl.minimum(end, position + 1) // TOKENS * TOKENS, begin)
+        for token in range(begin, middle, TOKENS):
+            next_ids = _block_ids(table, token + TOKENS, first, end, BLOCK_SIZE, TOKENS)
+            sums, peak, weight = _attend_tile(
+                sums, peak, weight, q, positions, token, first, end, ids, keys, values, key_scales, value_scales,
+                stride_block, score_scale, window, chunk, HEAD_DIM, BLOCK_SIZE, WIDTH, TOKENS, STORED,
+                WINDOW, CHUNK, False, dtype,
+            )  # fmt: skip
+            ids = next_ids
+    for token in range(middle, end, TOKENS):
+        next_ids = _block_ids(table, token + TOKENS, first, end, BLOCK_SIZE, TOKENS)
+        sums, peak, weight = _attend_tile(
+            sums, peak, weight, q, positions, token, first, end, ids, keys, values, key_scales, value_scales,
+            stride_block, score_scale, window, chunk, HEAD_DIM, BLOCK_SIZE, WIDTH, TOKENS, STORED, WINDOW,
+            CHUNK, True, dtype,
+        )  # fmt: skip
+        ids = next_ids
+
+    if SPLIT:
+        lane = (place * NUM_KV + kv_head).to(tl.int64) * ROWS + lanes
+        tl.store(partial_sums + lane[:, None] * DIM + dims[None, :], sums)
+        tl.store(partial_softmax + lane * 2, peak)
+        tl.store(partial_softmax + lane * 2 + 1, weight)
+    else:
+        if SINKS:
+            sums, weight = _with_sink(sums, peak, weight, tl.load(sinks + heads) * 1.4426950408889634)
+        where = output + (at[:, None] * (NUM_KV * GROUP) + heads[:, None]) * HEAD_DIM + dims[None, :]
+        tl.store(where, rounded(sums / weight[:, None], output.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def combine(
+    output, partial_sums, partial_softmax, split_rows, sinks,
+    NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
+    SINKS: tl.constexpr,
+):  # fmt: skip
+    """Add up the partial results of rows, in the order of their tokens."""
+    entry = split_rows + tl.program_id(0) * SPLIT_ROWS
+    kv_head = tl.program_id(1)
+    first_row, num_rows, place, count = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+    lanes = tl.arange(0, ROWS)
+    rows, heads = lanes // GROUP, kv_head * GROUP + lanes % GROUP
+    dims = tl.arange(0, DIM)
+    sums = tl.zeros([ROWS, DIM], tl.float32)
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    weight = tl.zeros([ROWS], tl.float32)
+    for part in range(count):
+        lane = ((place + part) * NUM_KV + kv_head).to(tl.int64) * ROWS + lanes
+        part_peak = tl.load(partial_softmax + lane * 2)
+        part_weight = tl.load(partial_softmax + lane * 2 + 1)
+        part_sums = tl.load(partial_sums + lane[:, None] * DIM + dims[None, :])
+        new_peak = tl.maximum(peak, part_peak)
+        offset = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        decay, part_decay = tl.exp2(peak - offset), tl.exp2(part_peak - offset)
+        sums = sums * decay[:, None] + part_sums * part_decay[:, None]
+        weight = weight * decay + part_weight * part_decay
+        peak = new_peak
+    if SINKS:
+        sink = tl.load(sinks + heads, mask=rows < num_rows, other=0.0)
+        sums, weight = _with_sink(sums, peak, weight, sink * 1.4426950408889634)
+    mask = (rows < num_rows)[:, None] & (dims < HEAD_DIM)[None, :]
+    where = output + ((first_row + rows).to(tl.int64)[:, None] * (NUM_KV * GROUP) + heads[:, None]) * HEAD_DIM
+    tl.store(where + dims[None, :], rounded(sums / weight[:, None], output.dtype.element_ty), mask=mask)

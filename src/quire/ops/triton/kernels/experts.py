@@ -1,0 +1,54 @@
+"""Products of rows that are grouped by expert, each group with the weight of its expert, in one launch."""
+
+import triton
+import triton.language as tl
+
+from quire.ops.triton.kernels.numbers import as_stored, factor, rounded
+
+
+@triton.jit
+def multiply_by_expert(
+    output, x, row_ids, row_scales, weights, biases, tile_experts, tile_rows, tile_ends, num_columns, width,
+    stride_row, NUM_EXPERTS: tl.constexpr, GATHER: tl.constexpr, SCALE_INPUT: tl.constexpr,
+    SCALE_OUTPUT: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INPUTS: tl.constexpr,
+):  # fmt: skip
+    """Multiply a tile of grouped rows by some columns of its expert.
+
+    `weights` and `biases` are addresses, one for each expert. A tile past the last one has no expert. With GATHER the
+    rows of `x` are named by `row_ids`; a scale is the score of a row's expert.
+    """
+    tile = tl.program_id(0)
+    expert = tl.load(tile_experts + tile)
+    if expert >= NUM_EXPERTS:
+        return
+    dtype: tl.constexpr = x.dtype.element_ty
+    pointer: tl.constexpr = tl.pointer_type(dtype)
+    rows = tl.load(tile_rows + tile) + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    is_row, known = rows < tl.load(tile_ends + tile), columns < num_columns
+    sources = rows
+    if GATHER:
+        sources = tl.load(row_ids + rows, mask=is_row, other=0)
+    scales = is_row.to(tl.float32)
+    if SCALE_INPUT or SCALE_OUTPUT:
+        scales = tl.load(row_scales + rows, mask=is_row, other=0.0)
+    # Weights are rows of whole tensors: torch aligns those to more than 16 bytes.
+    weight = tl.multiple_of(tl.load(weights + expert), 16).to(pointer)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, width, INPUTS):
+        inputs = start + tl.arange(0, INPUTS)
+        is_input = (inputs < width)[None, :]
+        at = sources.to(tl.int64)[:, None] * stride_row + inputs[None, :]
+        values = tl.load(x + at, mask=is_row[:, None] & is_input, other=0.0)
+        if SCALE_INPUT:
+            values = rounded(values.to(tl.float32) * as_stored(scales, dtype)[:, None], dtype)
+        where = weight + columns.to(tl.int64)[:, None] * width + inputs[None, :]
+        factors = tl.load(where, mask=known[:, None] & is_input, other=0.0)
+        total = tl.dot(factor(values), tl.trans(factor(factors)), total, input_precision="ieee")
+    if BIAS:
+        bias = tl.load(biases + expert).to(pointer)
+        total += tl.load(bias + columns, mask=known, other=0.0).to(tl.float32)[None, :]
+    if SCALE_OUTPUT:
+        total = as_stored(total, dtype) * scales[:, None]
+    where = output + rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
+    tl.store(where, rounded(total, output.dtype.element_ty), mask=is_row[:, None] & known[None, :])

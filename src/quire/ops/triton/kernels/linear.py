@@ -1,0 +1,127 @@
+"""Products with stored weights of few bits: whole numbers times whole numbers, in groups of inputs that share a scale.
+
+```
+ codes    bytes [K, N], one code each; or [K / 2, N], two of four bits each: byte `p * G + i` has input `i` of group
+          `2 * p` in its low half, and input `i` of group `2 * p + 1` in its high half
+ scales   [K / G, N]
+```
+
+Rounded rows and the levels of codes are whole numbers that float16 holds, and their products are added up in float32
+without an error: a group's sum is below 2^24. So one product of float16 serves all forms; rows of e4m3 weights are not
+rounded, and are multiplied in their own dtype.
+"""
+
+import triton
+import triton.language as tl
+
+from quire.ops.triton.kernels.numbers import factor, from_e4m3, rounded, whole
+
+# Rows whose magnitudes are all smaller are zeros; `SMALLEST` of weight_formats.py.
+SMALLEST = tl.constexpr(1e-30)
+
+
+@triton.jit
+def round_rows(output, scales, x, width, padded, stride_row, WIDTH: tl.constexpr):
+    """Round a row, with zeros behind it, by its largest magnitude; one that is not finite becomes zeros worth NaN."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, WIDTH)
+    mask = columns < width
+    values = tl.load(x + row * stride_row + columns, mask=mask, other=0.0).to(tl.float32)
+    largest = tl.max(tl.abs(values), 0)
+    poison = tl.sum(values * 0.0, 0)  # 0, or NaN
+    usable = (largest >= SMALLEST) & (poison == poison)
+    inverse = tl.where(usable, tl.div_rn(127.0, tl.where(usable, largest, 1.0)), 0.0)
+    numbers = tl.where(values == values, values, 0.0) * inverse
+    numbers = tl.where(usable, whole(tl.where(tl.abs(numbers) < 256.0, numbers, 0.0)), 0.0)
+    tl.store(output + row * padded + columns, numbers.to(tl.float16), mask=columns < padded)
+    tl.store(scales + row, tl.where(largest < SMALLEST, 0.0, tl.div_rn(largest, 127.0)) + poison)
+
+
+@triton.jit
+def _levels(codes, table, zeros, OFFSET: tl.constexpr, TABLE: tl.constexpr, ZEROS: tl.constexpr, FLOAT8: tl.constexpr,
+            dtype: tl.constexpr):  # fmt: skip
+    """Return the levels of codes [G, COLUMNS] as factors of a product."""
+    if FLOAT8:
+        return factor(rounded(from_e4m3(codes), dtype))
+    if TABLE:
+        return tl.load(table + codes.to(tl.int32)).to(tl.float16)
+    levels = codes.to(tl.int16) - OFFSET
+    if ZEROS:
+        levels -= zeros.to(tl.int16)[None, :]
+    return levels.to(tl.float16)
+
+
+@triton.jit
+def _add_group(
+    total, x, codes, group, scales, mins, zeros, table, columns, known, num_columns, OFFSET: tl.constexpr,
+    TABLE: tl.constexpr, MINS: tl.constexpr, ZEROS: tl.constexpr, FLOAT8: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Add the products of one group of inputs: `x` [ROWS, G], `codes` [G, COLUMNS]."""
+    at = group * num_columns + columns
+    zero = at
+    if ZEROS:
+        zero = tl.load(zeros + at, mask=known, other=0)
+    levels = _levels(codes, table, zero, OFFSET, TABLE, ZEROS, FLOAT8, dtype)
+    products = tl.dot(x, levels, input_precision="ieee")
+    total += products * tl.load(scales + at, mask=known, other=0.0).to(tl.float32)[None, :]
+    if MINS:
+        sums = tl.sum(x.to(tl.float32), 1)
+        total -= sums[:, None] * tl.load(mins + at, mask=known, other=0.0).to(tl.float32)[None, :]
+    return total
+
+
+# Numbers that depend on a step's rows are no part of what is compiled: serving would compile again and again.
+@triton.jit(do_not_specialize=["num_rows", "num_steps"])
+def multiply(
+    output, x, codes, scales, mins, zeros, table, num_rows, num_columns, num_steps, stride_row, stride_part,
+    GROUP: tl.constexpr, PAIRED: tl.constexpr, OFFSET: tl.constexpr, TABLE: tl.constexpr, MINS: tl.constexpr,
+    ZEROS: tl.constexpr, FLOAT8: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Multiply some rows by some columns over a part of the inputs; `num_steps` groups, or pairs of groups, a part."""
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    part = tl.program_id(2).to(tl.int64)
+    inputs = tl.arange(0, GROUP)
+    is_row, known = rows < num_rows, columns < num_columns
+    dtype: tl.constexpr = x.dtype.element_ty
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for step in range(num_steps):
+        place = part * num_steps + step
+        where = (place * GROUP + inputs)[:, None].to(tl.int64) * num_columns + columns[None, :]
+        packed = tl.load(codes + where, mask=known[None, :], other=0)
+        group = place * 2 if PAIRED else place
+        at = rows.to(tl.int64)[:, None] * stride_row + group * GROUP + inputs[None, :]
+        low = factor(tl.load(x + at, mask=is_row[:, None], other=0.0))
+        if PAIRED:
+            total = _add_group(total, low, packed & 15, group, scales, mins, zeros, table, columns, known, num_columns,
+                               OFFSET, TABLE, MINS, ZEROS, FLOAT8, dtype)  # fmt: skip
+            high = factor(tl.load(x + at + GROUP, mask=is_row[:, None], other=0.0))
+            total = _add_group(total, high, packed >> 4, group + 1, scales, mins, zeros, table, columns, known,
+                               num_columns, OFFSET, TABLE, MINS, ZEROS, FLOAT8, dtype)  # fmt: skip
+        else:
+            total = _add_group(total, low, packed, group, scales, mins, zeros, table, columns, known, num_columns,
+                               OFFSET, TABLE, MINS, ZEROS, FLOAT8, dtype)  # fmt: skip
+    at = part * stride_part + rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
+    tl.store(output + at, total, mask=is_row[:, None] & known[None, :])
+
+
+@triton.jit(do_not_specialize=["num_parts"])
+def add_parts(
+    output, parts, row_scales, bias, residual, size, num_columns, num_parts, ROUNDED: tl.constexpr, BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Add up the parts of products in order, scale them by their rows' worth, add bias and residual, and round."""
+    at = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = at < size
+    total = tl.zeros([COLUMNS], tl.float32)
+    where = parts + at
+    for _ in range(num_parts):
+        total += tl.load(where, mask=mask, other=0.0)
+        where += size
+    if ROUNDED:
+        total *= tl.load(row_scales + at // num_columns, mask=mask, other=0.0)
+    if BIAS:
+        total += tl.load(bias + at % num_columns, mask=mask, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        total += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(output + at, rounded(total, output.dtype.element_ty), mask=mask)

@@ -1,0 +1,86 @@
+"""Operations on rows between the matrix products, and the masks of rows of logits."""
+
+import triton
+import triton.language as tl
+
+from quire.ops.triton.kernels.numbers import as_stored, rounded, sigmoid
+
+# Activations of a gate, in the order of `interface.Activation`.
+SILU = tl.constexpr(0)
+GELU_TANH = tl.constexpr(1)
+SWIGLUOAI = tl.constexpr(2)
+
+
+@triton.jit
+def rms_norm(output, x, weight, eps, width, stride_row, WIDTH: tl.constexpr):
+    """Norm and scale a row, with the roundings of both dtypes."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, WIDTH)
+    mask = columns < width
+    wide = tl.load(x + row * stride_row + columns, mask=mask, other=0.0).to(tl.float32)
+    inverse = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / width + eps)
+    scale_dtype: tl.constexpr = weight.dtype.element_ty
+    scales = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    scaled = as_stored(as_stored(wide * inverse, scale_dtype) * scales, scale_dtype)
+    tl.store(output + row * width + columns, rounded(scaled, output.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def gate(output, gate_up, width, ACTIVATION: tl.constexpr, COLUMNS: tl.constexpr):
+    """Activate gates and multiply, some columns of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = columns < width
+    base = gate_up + row * 2 * width + columns
+    gates = tl.load(base, mask=mask, other=0.0).to(tl.float32)
+    ups = tl.load(base + width, mask=mask, other=0.0).to(tl.float32)
+    if ACTIVATION == SILU:
+        factors = sigmoid(gates)
+    elif ACTIVATION == SWIGLUOAI:
+        # Selections, not minima: those would lose a NaN.
+        gates = tl.where(gates > 7.0, 7.0, gates)
+        factors = sigmoid(1.702 * gates)
+        ups = tl.where(ups > 7.0, 7.0, tl.where(ups < -7.0, -7.0, ups)) + 1.0
+    else:
+        # 0.5 * (1 + tanh(z)) is sigmoid(2 * z).
+        factors = sigmoid(1.5957691216057308 * (gates + 0.044715 * gates * gates * gates))
+    tl.store(output + row * width + columns, rounded(gates * factors * ups, output.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["size"])
+def sigmoid_gate(output, x, gates, size, COLUMNS: tl.constexpr):
+    """Multiply by sigmoids that are rounded to the dtype."""
+    at = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = at < size
+    dtype: tl.constexpr = output.dtype.element_ty
+    factors = as_stored(sigmoid(tl.load(gates + at, mask=mask, other=0.0).to(tl.float32)), dtype)
+    values = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(output + at, rounded(values * factors, dtype), mask=mask)
+
+
+@triton.jit
+def gated_norm(output, x, gates, weight, eps, width, num_parts, stride_gates, WIDTH: tl.constexpr):
+    """Gate one part of a row, norm it and scale it."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    columns = tl.arange(0, WIDTH)
+    mask = columns < width
+    at = row * num_parts * width + part * width + columns
+    values = tl.load(x + at, mask=mask, other=0.0)
+    factors = tl.load(gates + row * stride_gates + part * width + columns, mask=mask, other=0.0).to(tl.float32)
+    values *= factors * sigmoid(factors)
+    inverse = 1.0 / tl.sqrt(tl.sum(values * values, 0) / width + eps)
+    scales = tl.load(weight + part * width + columns, mask=mask, other=0.0)
+    tl.store(output + at, rounded(values * inverse * scales, output.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def apply_token_bitmask(logits, rows, masks, vocab_size, num_words, COLUMNS: tl.constexpr):
+    """Forbid, in one row of logits, some tokens whose bits are not set."""
+    entry = tl.program_id(0)
+    tokens = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    known = tokens < vocab_size
+    words = tl.load(masks + entry.to(tl.int64) * num_words + tokens // 32, mask=known, other=0)
+    is_allowed = ((words >> (tokens % 32)) & 1) == 1
+    row = tl.load(rows + entry).to(tl.int64)
+    tl.store(logits + row * vocab_size + tokens, float("-inf"), mask=known & (is_allowed == 0))

@@ -1,0 +1,130 @@
+"""Recurrences over paged states: short convolutions, Mamba 2, the gated delta rule.
+
+A state is updated row by row: one program carries one head's part of one sequence's state through the rows. Flags are
+compared as vectors: the interpreter takes no scalar condition for a mask.
+"""
+
+import triton
+import triton.language as tl
+
+from quire.ops.triton.kernels.numbers import rounded, sigmoid
+
+
+@triton.jit
+def _softplus(x):
+    """Return softplus of float32; the argument itself where the logarithm adds nothing, as torch does."""
+    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.where(x > 20.0, 0.0, x))))
+
+
+@triton.jit
+def convolve_rows(
+    output, x, states, taps, bias, row_sequences, row_starts, block_ids, has_state, num_channels, stride_row,
+    stride_block, stride_column, TAPS: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Convolve some channels of a row with the inputs before it, of this step or stored; nothing is stored."""
+    row = tl.program_id(0)
+    channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    mask = channels < num_channels
+    sequence = tl.load(row_sequences + row)
+    start = tl.load(row_starts + sequence)
+    state = states + tl.load(block_ids + sequence).to(tl.int64) * stride_block
+    nothing = tl.zeros([CHANNELS], tl.int32)
+    is_known = (nothing + tl.load(has_state + sequence)) != 0
+    total = tl.zeros([CHANNELS], tl.float32)
+    for tap in tl.static_range(TAPS):
+        place = nothing + row - start - (TAPS - 1) + tap
+        at = (start + place).to(tl.int64)
+        own = tl.load(x + at * stride_row + channels, mask=mask & (place >= 0), other=0.0)
+        column = state + (place + TAPS - 1) * stride_column
+        before = tl.load(column + channels, mask=mask & (place < 0) & is_known, other=0.0)
+        value = tl.where(place >= 0, own.to(tl.float32), before.to(tl.float32))
+        total += value * tl.load(taps + tap * num_channels + channels, mask=mask, other=0.0)
+    if BIAS:
+        total += tl.load(bias + channels, mask=mask, other=0.0)
+    if SILU:
+        total *= sigmoid(total)
+    dtype: tl.constexpr = output.dtype.element_ty
+    tl.store(output + row.to(tl.int64) * num_channels + channels, rounded(total, dtype), mask=mask)
+
+
+@triton.jit
+def store_inputs(
+    x, states, row_starts, block_ids, has_state, num_channels, num_columns, stride_row, stride_block, stride_column,
+    COLUMNS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Store the last inputs of some channels of a sequence, [COLUMNS, CHANNELS], stored ones among them."""
+    sequence = tl.program_id(0)
+    channels = (tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS))[None, :]
+    columns = tl.arange(0, COLUMNS)[:, None]
+    mask = (channels < num_channels) & (columns < num_columns)
+    start, end = tl.load(row_starts + sequence), tl.load(row_starts + sequence + 1)
+    state = states + tl.load(block_ids + sequence).to(tl.int64) * stride_block
+    is_known = (columns * 0 + tl.load(has_state + sequence)) != 0
+    place = end - start - num_columns + columns
+    own = tl.load(x + (start + place).to(tl.int64) * stride_row + channels, mask=mask & (place >= 0), other=0.0)
+    old = state + (place + num_columns) * stride_column + channels
+    before = tl.load(old, mask=mask & (place < 0) & is_known, other=0.0)
+    # All threads have read what is overwritten.
+    tl.debug_barrier()
+    tl.store(state + columns * stride_column + channels, tl.where(place >= 0, own, before), mask=mask)
+
+
+@triton.jit
+def scan(
+    output, x, B, C, dt, A, dt_bias, skips, states, row_starts, block_ids, has_state, stride_x, stride_B, stride_C,
+    stride_dt, stride_block, HEADS: tl.constexpr, SHARE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    STATE_DIM: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Carry DIM rows of one head's state [HEAD_DIM, STATE_DIM] through a sequence: Mamba 2."""
+    sequence, head = tl.program_id(0), tl.program_id(1)
+    dims = tl.program_id(2) * DIM + tl.arange(0, DIM)
+    columns = tl.arange(0, WIDTH)
+    known_dims, known_columns = dims < HEAD_DIM, columns < STATE_DIM
+    mask = known_dims[:, None] & known_columns[None, :]
+    base = states + tl.load(block_ids + sequence).to(tl.int64) * stride_block
+    where = base + (head * HEAD_DIM + dims[:, None]) * STATE_DIM + columns[None, :]
+    state = tl.load(where, mask=mask & ((columns[None, :] * 0 + tl.load(has_state + sequence)) != 0), other=0.0)
+    decay_rate, bias, skip = tl.load(A + head), tl.load(dt_bias + head), tl.load(skips + head)
+    group = head // SHARE * STATE_DIM
+    first = tl.load(row_starts + sequence)
+    for number in range(tl.load(row_starts + sequence + 1) - first):
+        row = first.to(tl.int64) + number
+        step = _softplus(tl.load(dt + row * stride_dt + head).to(tl.float32) + bias)
+        values = tl.load(x + row * stride_x + head * HEAD_DIM + dims, mask=known_dims, other=0.0).to(tl.float32)
+        write = tl.load(B + row * stride_B + group + columns, mask=known_columns, other=0.0).to(tl.float32)
+        read = tl.load(C + row * stride_C + group + columns, mask=known_columns, other=0.0).to(tl.float32)
+        state = state * tl.exp(step * decay_rate) + (values * step)[:, None] * write[None, :]
+        found = tl.sum(state * read[None, :], 1) + skip * values
+        tl.store(output + (row * HEADS + head) * HEAD_DIM + dims, found, mask=known_dims)
+    tl.store(where, state, mask=mask)
+
+
+@triton.jit
+def delta_rule(
+    output, q, k, v, g, beta, states, row_starts, block_ids, has_state, stride_q, stride_k, stride_v, stride_g,
+    stride_beta, stride_block, HEADS: tl.constexpr, SHARE: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
+    """Carry VALUES columns of one head's state [KEY_DIM, VALUE_DIM] through a sequence: the gated delta rule."""
+    sequence, head = tl.program_id(0), tl.program_id(1)
+    columns = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
+    dims = tl.arange(0, KEYS)
+    known_dims, known_columns = dims < KEY_DIM, columns < VALUE_DIM
+    mask = known_dims[:, None] & known_columns[None, :]
+    base = states + tl.load(block_ids + sequence).to(tl.int64) * stride_block
+    where = base + (head * KEY_DIM + dims[:, None]) * VALUE_DIM + columns[None, :]
+    state = tl.load(where, mask=mask & ((columns[None, :] * 0 + tl.load(has_state + sequence)) != 0), other=0.0)
+    group = head // SHARE * KEY_DIM
+    first = tl.load(row_starts + sequence)
+    for number in range(tl.load(row_starts + sequence + 1) - first):
+        row = first.to(tl.int64) + number
+        query = tl.load(q + row * stride_q + group + dims, mask=known_dims, other=0.0)
+        key = tl.load(k + row * stride_k + group + dims, mask=known_dims, other=0.0)
+        value = tl.load(v + row * stride_v + head * VALUE_DIM + columns, mask=known_columns, other=0.0)
+        state *= tl.exp(tl.load(g + row * stride_g + head))
+        found = tl.sum(key[:, None] * state, 0)
+        change = tl.load(beta + row * stride_beta + head) * (value.to(tl.float32) - found)
+        state += key[:, None] * change[None, :]
+        tl.store(output + (row * HEADS + head) * VALUE_DIM + columns, tl.sum(query[:, None] * state, 0),
+                 mask=known_columns)  # fmt: skip
+    tl.store(where, state, mask=mask)

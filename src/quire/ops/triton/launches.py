@@ -1,0 +1,43 @@
+"""The GPU that kernels are launched on, as far as their sizes depend on it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from quire.ops.triton.tiles import DEFAULT_CAPABILITY
+
+# Processors that the interpreter is given: few, so that short contexts are split too.
+INTERPRETED_PROCESSORS: Final = 2
+
+
+class Device:
+    """The device of a backend.
+
+    Args:
+        device: a GPU, or the CPU for the interpreter.
+
+    Attributes:
+        capability: compute capability.
+        num_processors: number of streaming multiprocessors.
+    """
+
+    __slots__ = ("capability", "is_gpu", "num_processors", "torch_device")
+
+    def __init__(self, device: torch.device) -> None:
+        self.torch_device = device
+        self.is_gpu = device.type == "cuda"
+        self.capability, self.num_processors = DEFAULT_CAPABILITY, INTERPRETED_PROCESSORS
+        if self.is_gpu:
+            properties = torch.cuda.get_device_properties(device)
+            self.capability = (properties.major, properties.minor)
+            self.num_processors = properties.multi_processor_count
+
+    def numbers(self, values: Iterable[int]) -> Tensor:
+        """Return numbers as int32 on the device: one copy, which the host does not wait for."""
+        tensor = torch.tensor(array("i", values), dtype=torch.int32)
+        return tensor.pin_memory().to(self.torch_device, non_blocking=True) if self.is_gpu else tensor

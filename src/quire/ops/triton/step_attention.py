@@ -1,0 +1,208 @@
+"""Paged attention of a step by Triton kernels."""
+
+from __future__ import annotations
+
+import math
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.ops.interface import AttentionBatch, HeadNorms, PagedKV, Rotation
+from quire.ops.triton.kernels import attention, heads
+from quire.ops.triton.launches import Device
+from quire.ops.triton.tiles import Tile, decode_tile, power_of_2, prefill_tile
+from quire.ops.triton.work_items import Work, plan_work
+
+# Forms of the cache as kernels know them (kernels/numbers.py).
+STORED = {torch.int8: 1, torch.float8_e4m3fn: 2}
+# Heads that one program prepares.
+HEADS = 8
+
+
+class PlacedWork(NamedTuple):
+    """The items of a step on the device, with the tiles that they are for.
+
+    Args:
+        work: the items.
+        numbers: int32, the items of `few`, `parts` and `many`, then those of `split_rows`.
+        decode, prefill: tiles.
+    """
+
+    work: Work
+    numbers: Tensor
+    decode: Tile
+    prefill: Tile
+
+
+class TritonStepAttention:
+    """Attention of one step over one cache group.
+
+    Sequences with few rows go through a kernel with a small tile, in splits where their contexts are long; others
+    through the same kernel with a large tile.
+    """
+
+    def __init__(self, batch: AttentionBatch, kv: PagedKV, device: Device) -> None:
+        self._batch, self._device = batch, device
+        self._head_dim, self._dtype = kv.head_dim, kv.dtype
+        self._num_kv_heads, self._block_size = kv.data.shape[3:5]
+        self._stored = STORED.get(kv.data.dtype, 0)
+        self._data = kv.data.view(torch.uint8) if kv.data.dtype == torch.float8_e4m3fn else kv.data
+        self._scales = kv.data.view(torch.float32) if kv.data.dtype == torch.int8 else self._data
+        self._placed: dict[int, PlacedWork] = {}  # by the number of query heads in a group
+
+    def prepare(self, layer_idx: int, qkv: Tensor, norms: HeadNorms | None, rotation: Rotation) -> Tensor:
+        """Norm heads, rotate queries and keys, store keys and values; return the queries [T, H, D]."""
+        num_heads = qkv.shape[1] // self._head_dim - 2 * self._num_kv_heads
+        return self._prepare(layer_idx, qkv, num_heads, self._num_kv_heads, norms, rotation)
+
+    def prepare_queries(self, q: Tensor, norms: HeadNorms | None, rotation: Rotation) -> Tensor:
+        """Norm and rotate queries; return them as [T, H, D]."""
+        return self._prepare(0, q, q.shape[1] // self._head_dim, 0, norms, rotation)
+
+    def _prepare(
+        self, layer_idx: int, qkv: Tensor, num_queries: int, num_kv: int, norms: HeadNorms | None, rotation: Rotation
+    ) -> Tensor:
+        queries = qkv.new_empty(len(qkv), num_queries, self._head_dim)
+        num_heads = num_queries + 2 * num_kv
+        per_program = min(HEADS, power_of_2(num_heads))
+        if len(qkv) == 0:
+            return queries
+        keys, values = self._data[:, layer_idx, 0], self._data[:, layer_idx, 1]
+        heads.prepare_heads[len(qkv), -(-num_heads // per_program)](
+            queries,
+            qkv,
+            rotation.cos,
+            rotation.sin,
+            qkv if norms is None else norms.scales,
+            self._batch.slot_mapping,
+            keys,
+            values,
+            self._scales[:, layer_idx, 0],
+            self._scales[:, layer_idx, 1],
+            0.0 if norms is None else norms.eps,
+            keys.stride(0),
+            keys.stride(1),
+            NUM_QUERIES=num_queries,
+            NUM_KV=num_kv,
+            NUM_NORMED=0 if norms is None else len(norms.scales),
+            HEAD_DIM=self._head_dim,
+            DIM=power_of_2(self._head_dim, 16),
+            HEADS=per_program,
+            BLOCK_SIZE=self._block_size,
+            WIDTH=keys.shape[-1],
+            STORED=self._stored,
+            num_warps=4,
+        )
+        return queries
+
+    def attend(self, layer_idx: int, q: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
+        """Let each row of [T, H, D] see its sequence up to itself; return [T, H * D]."""
+        num_rows, num_heads, head_dim = q.shape
+        output = q.new_empty(num_rows, num_heads * head_dim)
+        group = num_heads // self._num_kv_heads
+        placed = self._placed.get(group) or self._place(group)
+        q = q if q.stride(2) == 1 else q.contiguous()
+        work, start = placed.work, 0
+        for tile, items, is_split in (
+            (placed.decode, work.few, False),
+            (placed.decode, work.parts, True),
+            (placed.prefill, work.many, False),
+        ):
+            numbers = placed.numbers[start : start + 8 * len(items)]
+            start += 8 * len(items)
+            if not items:
+                continue
+            partial_sums = partial_softmax = output
+            if is_split:
+                shape = (len(items), self._num_kv_heads, tile.rows)
+                dim = power_of_2(head_dim, 16)
+                partial_sums = torch.empty(*shape, dim, dtype=torch.float32, device=q.device)
+                partial_softmax = torch.empty(*shape, 2, dtype=torch.float32, device=q.device)
+            partial = partial_sums, partial_softmax
+            self._launch(layer_idx, q, scale, sinks, output, partial, tile, numbers, is_split)
+            if is_split:
+                self._combine(placed, output, partial, sinks, group)
+        return output
+
+    def _launch(
+        self,
+        layer_idx: int,
+        q: Tensor,
+        scale: float,
+        sinks: Tensor | None,
+        output: Tensor,
+        partial: tuple[Tensor, Tensor],
+        tile: Tile,
+        numbers: Tensor,
+        is_split: bool,
+    ) -> None:
+        """Let items of one kind attend."""
+        keys, values = self._data[:, layer_idx, 0], self._data[:, layer_idx, 1]
+        batch = self._batch
+        attention.attend[len(numbers) // 8, self._num_kv_heads](
+            output,
+            *partial,
+            q,
+            keys,
+            values,
+            self._scales[:, layer_idx, 0],
+            self._scales[:, layer_idx, 1],
+            batch.block_ids,
+            numbers,
+            output if sinks is None else sinks,
+            q.stride(0),
+            q.stride(1),
+            keys.stride(0),
+            keys.stride(1),
+            scale * math.log2(math.e),
+            batch.window or 0,
+            batch.chunk or 0,
+            NUM_KV=self._num_kv_heads,
+            GROUP=q.shape[1] // self._num_kv_heads,
+            HEAD_DIM=self._head_dim,
+            DIM=power_of_2(self._head_dim, 16),
+            BLOCK_SIZE=self._block_size,
+            WIDTH=keys.shape[-1],
+            ROWS=tile.rows,
+            TOKENS=tile.tokens,
+            STORED=self._stored,
+            WINDOW=batch.window is not None,
+            CHUNK=batch.chunk is not None,
+            SINKS=sinks is not None,
+            SPLIT=is_split,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+
+    def _combine(
+        self, placed: PlacedWork, output: Tensor, partial: tuple[Tensor, Tensor], sinks: Tensor | None, group: int
+    ) -> None:
+        """Add up what the splits of rows gave."""
+        num_split = len(placed.work.split_rows)
+        attention.combine[num_split, self._num_kv_heads](
+            output,
+            *partial,
+            placed.numbers[len(placed.numbers) - 4 * num_split :],
+            output if sinks is None else sinks,
+            NUM_KV=self._num_kv_heads,
+            GROUP=group,
+            HEAD_DIM=self._head_dim,
+            DIM=power_of_2(self._head_dim, 16),
+            ROWS=placed.decode.rows,
+            SINKS=sinks is not None,
+            num_warps=4,
+        )
+
+    def _place(self, group: int) -> PlacedWork:
+        """Plan the work for layers with `group` query heads to a KV head, and copy it to the device."""
+        element_bytes = self._dtype.itemsize
+        is_int8 = self._data.dtype == torch.int8
+        decode = decode_tile(self._head_dim, group, element_bytes, is_int8)
+        prefill = prefill_tile(self._head_dim, group, element_bytes, self._device.capability, is_int8)
+        work = plan_work(self._batch, group, decode, prefill, self._num_kv_heads, self._device.num_processors)
+        items = chain.from_iterable((*item, 0) for item in (*work.few, *work.parts, *work.many))
+        numbers = self._device.numbers(chain(items, chain.from_iterable(work.split_rows)))
+        self._placed[group] = placed = PlacedWork(work, numbers, decode, prefill)
+        return placed

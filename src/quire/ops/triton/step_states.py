@@ -1,0 +1,144 @@
+"""Recurrence of a step over paged states by Triton kernels; it is a `Recurrence` of `recurrent_mixers.py`."""
+
+from __future__ import annotations
+
+from itertools import chain, pairwise
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from quire.ops.interface import PagedStates, StateBatch
+from quire.ops.recurrent_weights import SSMHeads
+from quire.ops.triton.kernels import states as kernels
+from quire.ops.triton.launches import Device
+from quire.ops.triton.tiles import power_of_2
+
+# Channels of a program of a convolution.
+CHANNELS: Final = 256
+# Numbers of a state that one program carries: 32 registers in each of 128 threads.
+CARRIED: Final = 4096
+
+
+class TritonStepStates:
+    """Recurrence of one step over one cache group: its batch lies on the device once for all layers."""
+
+    def __init__(self, batch: StateBatch, states: PagedStates, device: Device) -> None:
+        self._states = states
+        num_seqs = len(batch.block_ids)
+        self._num_seqs, self._num_rows = num_seqs, batch.row_starts[-1]
+        owners = chain.from_iterable(
+            [seq] * (end - start) for seq, (start, end) in enumerate(pairwise(batch.row_starts))
+        )
+        numbers = device.numbers(chain(batch.row_starts, batch.block_ids, map(int, batch.has_state), owners))
+        sizes = (num_seqs + 1, num_seqs, num_seqs, self._num_rows)
+        self._row_starts, self._block_ids, self._has_state, self._row_sequences = numbers.split_with_sizes(sizes)
+
+    def causal_conv(
+        self, layer_idx: int, x: Tensor, conv_weight: Tensor, conv_bias: Tensor | None, activation: bool
+    ) -> Tensor:
+        """Convolve all rows, then store the last inputs."""
+        x = _adjoining(x)
+        output = x.new_empty(x.shape)
+        if not len(x):
+            return output
+        states, num_channels = self._states.conv_states[layer_idx], x.shape[1]
+        per_program = min(CHANNELS, power_of_2(num_channels))
+        num_parts = -(-num_channels // per_program)
+        strides = x.stride(0), states.stride(0), states.stride(1)
+        kernels.convolve_rows[self._num_rows, num_parts](
+            output,
+            x,
+            states,
+            conv_weight,
+            conv_weight if conv_bias is None else conv_bias,
+            self._row_sequences,
+            self._row_starts,
+            self._block_ids,
+            self._has_state,
+            num_channels,
+            *strides,
+            TAPS=len(conv_weight),
+            BIAS=conv_bias is not None,
+            SILU=activation,
+            CHANNELS=per_program,
+        )
+        num_columns = len(conv_weight) - 1
+        kernels.store_inputs[self._num_seqs, num_parts](
+            x,
+            states,
+            self._row_starts,
+            self._block_ids,
+            self._has_state,
+            num_channels,
+            num_columns,
+            *strides,
+            COLUMNS=power_of_2(num_columns),
+            CHANNELS=per_program,
+        )
+        return output
+
+    def ssm_scan(self, layer_idx: int, x: Tensor, B: Tensor, C: Tensor, dt: Tensor, heads: SSMHeads) -> Tensor:
+        """Carry each state through its rows."""
+        states = self._states.ssm_states[layer_idx]
+        _, num_heads, head_dim, state_dim = states.shape
+        x, B, C, dt = (_adjoining(part) for part in (x, B, C, dt))
+        output = x.new_empty(x.shape, dtype=torch.float32)
+        width = power_of_2(state_dim)
+        dims = min(power_of_2(head_dim), max(1, CARRIED // width))
+        if len(x):
+            kernels.scan[self._num_seqs, num_heads, -(-head_dim // dims)](
+                output,
+                x,
+                B,
+                C,
+                dt,
+                *heads,
+                states,
+                self._row_starts,
+                self._block_ids,
+                self._has_state,
+                *(part.stride(0) for part in (x, B, C, dt, states)),
+                HEADS=num_heads,
+                SHARE=num_heads * state_dim // B.shape[1],
+                HEAD_DIM=head_dim,
+                STATE_DIM=state_dim,
+                DIM=dims,
+                WIDTH=width,
+            )
+        return output
+
+    def gated_delta_rule(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        """Carry each state through its rows."""
+        states = self._states.ssm_states[layer_idx]
+        _, num_heads, key_dim, value_dim = states.shape
+        q, k, v, g, beta = (_adjoining(part) for part in (q, k, v, g, beta))
+        output = v.new_empty(v.shape, dtype=torch.float32)
+        keys = power_of_2(key_dim)
+        columns = min(power_of_2(value_dim), max(1, CARRIED // keys))
+        if len(v):
+            kernels.delta_rule[self._num_seqs, num_heads, -(-value_dim // columns)](
+                output,
+                q,
+                k,
+                v,
+                g,
+                beta,
+                states,
+                self._row_starts,
+                self._block_ids,
+                self._has_state,
+                *(part.stride(0) for part in (q, k, v, g, beta, states)),
+                HEADS=num_heads,
+                SHARE=num_heads * key_dim // k.shape[1],
+                KEY_DIM=key_dim,
+                VALUE_DIM=value_dim,
+                KEYS=keys,
+                VALUES=columns,
+            )
+        return output
+
+
+def _adjoining(x: Tensor) -> Tensor:
+    """Return a matrix whose rows may lie apart, the numbers of each next to each other."""
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()

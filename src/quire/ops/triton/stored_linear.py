@@ -1,0 +1,233 @@
+"""Linear layers on stored quantised weights by Triton kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.ops.quantized_weight import (
+    QuantizedRows,
+    QuantizedWeight,
+    StoredWeight,
+    WeightForm,
+    chunks,
+    dequantize,
+    factors_of,
+)
+from quire.ops.triton.kernels import linear as kernels
+from quire.ops.triton.launches import Device
+from quire.ops.triton.tiles import power_of_2
+
+# Columns of a program, and values of a program that adds parts up.
+COLUMNS: Final = 64
+ADDED: Final = 1024
+# Programs that are wanted for each processor of the GPU: inputs are in as many parts as that takes.
+PROGRAMS_PER_PROCESSOR: Final = 2
+
+
+class PackedCodes(NamedTuple):
+    """Some columns of the layer, of one form, laid out for the kernel.
+
+    Args:
+        form: form of the codes.
+        width: number of inputs K.
+        codes: uint8 [K, N], or [K / 2, N] where two codes of four bits share a byte.
+        scales: [groups, N]; products of two levels in float32, others in their own dtype.
+        mins: minima, like `scales`; None without minima.
+        zero_points: uint8 [groups, N]; None without zero points.
+    """
+
+    form: WeightForm
+    width: int
+    codes: Tensor
+    scales: Tensor
+    mins: Tensor | None
+    zero_points: Tensor | None
+
+    @property
+    def is_paired(self) -> bool:
+        """True where two codes share a byte."""
+        return self.form.bits == 4
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return columns of the layer, rows of its weight, in float32 [n, K]."""
+        codes = self.codes[:, ids]
+        if self.is_paired:
+            by_pair = codes.view(-1, 1, self.form.group, len(ids))
+            codes = torch.cat((by_pair & 15, by_pair >> 4), 1).flatten(0, 2)
+        num_groups = self.width // self.form.group
+        mins, zero_points = (
+            None if part is None else part[:num_groups, ids].T for part in (self.mins, self.zero_points)
+        )
+        codes = codes[: self.width].T.contiguous()
+        return dequantize(self.form, QuantizedRows(codes, self.scales[:num_groups, ids].T, mins, zero_points))
+
+
+class TritonStoredLinear:
+    """A product of rows and quantised weights, which are unpacked in the kernel.
+
+    Rows are rounded to int8, but for weights of e4m3.
+
+    Args:
+        weight: weight without plain parts.
+        bias: [out], or None.
+        device: device of the weight.
+    """
+
+    __slots__ = ("_bias", "_device", "_dtype", "_parts", "_tables")
+
+    def __init__(self, weight: StoredWeight, bias: Tensor | None, device: Device) -> None:
+        self._device, self._dtype, self._bias = device, weight.dtype, bias
+        self._parts = [pack(part, device.torch_device) for part in weight.quantized]
+        self._tables = {
+            part.form.levels: torch.tensor(part.form.levels, dtype=torch.int16, device=device.torch_device)
+            for part in self._parts
+            if isinstance(part.form.levels, tuple)
+        }
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Round the rows, multiply and add."""
+        rounded = None
+        if any(part.form.levels != "e4m3" for part in self._parts):
+            rounded = self._round(x, max(len(part.scales) * part.form.group for part in self._parts))
+        outputs, start = [], 0
+        for part in self._parts:
+            columns = slice(start, start + part.codes.shape[1])
+            start = columns.stop
+            bias = None if self._bias is None else self._bias[columns]
+            added = None if residual is None else residual[:, columns].contiguous()
+            outputs.append(self._multiply(part, x, None if part.form.levels == "e4m3" else rounded, bias, added))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Look up rows of the weight: ids [T] to [T, in].
+
+        Raises:
+            IndexError: an id is not that of a row.
+        """
+        output = torch.empty(len(ids), self._parts[0].width, dtype=self._dtype, device=ids.device)
+        start, num_found = 0, 0
+        for part in self._parts:
+            count = part.codes.shape[1]
+            (places,) = ((ids >= start) & (ids < start + count)).nonzero(as_tuple=True)
+            output[places] = part.rows(ids[places] - start).to(self._dtype)
+            start, num_found = start + count, num_found + len(places)
+        if num_found < len(ids):
+            raise IndexError(f"rows are from 0 to {start - 1}, got ids from {ids.min()} to {ids.max()}")
+        return output
+
+    def _round(self, x: Tensor, padded: int) -> tuple[Tensor, Tensor]:
+        """Return rows rounded to whole numbers, as float16 with zeros behind them, and what one is worth."""
+        num_rows, width = x.shape
+        rows = torch.empty(num_rows, padded, dtype=torch.float16, device=x.device)
+        scales = torch.empty(num_rows, dtype=torch.float32, device=x.device)
+        if num_rows:
+            x = x if x.stride(1) == 1 else x.contiguous()
+            kernels.round_rows[num_rows,](
+                rows, scales, x, width, padded, x.stride(0), WIDTH=power_of_2(padded), num_warps=8
+            )
+        return rows, scales
+
+    def _multiply(
+        self,
+        part: PackedCodes,
+        x: Tensor,
+        rounded: tuple[Tensor, Tensor] | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+    ) -> Tensor:
+        """Return the product of some columns, [T, N]; of rows that are rounded where those are given."""
+        num_rows, num_columns = len(x), part.codes.shape[1]
+        output = x.new_empty(num_rows, num_columns)
+        if not num_rows:
+            return output
+        rows = (x if x.stride(1) == 1 else x.contiguous()) if rounded is None else rounded[0]
+        form = part.form
+        num_steps = len(part.codes) // form.group
+        tile = 16 if num_rows <= 16 else 64
+        grid = -(-num_columns // COLUMNS), -(-num_rows // tile)
+        num_parts = count_parts(num_steps, grid[0] * grid[1], self._device.num_processors)
+        sums = torch.empty(num_parts, num_rows, num_columns, dtype=torch.float32, device=x.device)
+        table = self._tables[form.levels] if isinstance(form.levels, tuple) else None
+        kernels.multiply[(*grid, num_parts)](
+            sums,
+            rows,
+            part.codes,
+            part.scales,
+            part.scales if part.mins is None else part.mins,
+            part.codes if part.zero_points is None else part.zero_points,
+            part.codes if table is None else table,
+            num_rows,
+            num_columns,
+            num_steps // num_parts,
+            rows.stride(0),
+            sums.stride(0),
+            GROUP=form.group,
+            PAIRED=part.is_paired,
+            OFFSET=form.offset,
+            TABLE=table is not None,
+            MINS=part.mins is not None,
+            ZEROS=part.zero_points is not None,
+            FLOAT8=form.levels == "e4m3",
+            ROWS=tile,
+            COLUMNS=COLUMNS,
+        )
+        kernels.add_parts[-(-output.numel() // ADDED),](
+            output,
+            sums,
+            sums if rounded is None else rounded[1],
+            sums if bias is None else bias,
+            sums if residual is None else residual,
+            output.numel(),
+            num_columns,
+            num_parts,
+            ROUNDED=rounded is not None,
+            BIAS=bias is not None,
+            RESIDUAL=residual is not None,
+            COLUMNS=ADDED,
+        )
+        return output
+
+
+def count_parts(num_steps: int, num_tiles: int, num_processors: int) -> int:
+    """Return the number of parts of the inputs: one that divides the steps, for work on all processors."""
+    wanted = max(1, PROGRAMS_PER_PROCESSOR * num_processors // num_tiles)
+    return max(parts for parts in range(1, min(wanted, num_steps) + 1) if num_steps % parts == 0)
+
+
+def pack(weight: QuantizedWeight, device: torch.device) -> PackedCodes:
+    """Lay a quantised weight out for the kernel, a chunk of its rows at a time."""
+    form, width = weight.form, weight.shape[1]
+    pieces = list(_pieces(weight, device))
+    fields = [None if piece[0] is None else torch.cat(piece, 1) for piece in zip(*pieces, strict=True)]
+    codes, scales, mins, zero_points = fields
+    assert codes is not None, "a weight has codes"
+    assert scales is not None, "a weight has scales"
+    packed_form = form._replace(scale="float32") if form.scale == "two_level" else form
+    return PackedCodes(packed_form, width, codes, scales, mins, zero_points)
+
+
+def _pieces(
+    weight: QuantizedWeight, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Tensor | None]]:
+    """Yield codes, scales, minima and zero points of some rows, as columns."""
+    form, (num_rows, width) = weight.form, weight.shape
+    # Pairs of groups share bytes: an odd last one gets a partner of scale 0.
+    missing = width // form.group % 2 if form.bits == 4 else 0
+    for part in chunks(num_rows, width):
+        rows = weight.read(part).apply(lambda field: field.to(device))
+        scales, mins = (rows.scales, rows.mins) if form.scale != "two_level" else factors_of(form, rows)
+        codes = rows.codes.T
+        if form.bits == 4:
+            codes = torch.nn.functional.pad(codes, (0, 0, 0, missing * form.group))
+            pairs = codes.reshape(-1, 2, form.group, codes.shape[1])
+            codes = (pairs[:, 0] | pairs[:, 1] << 4).flatten(0, 1)
+        factors = [
+            None if each is None else torch.nn.functional.pad(each.T, (0, 0, 0, missing)).contiguous()
+            for each in (scales, mins, rows.zero_points)
+        ]
+        assert factors[0] is not None, "a weight has scales"
+        yield codes.contiguous(), factors[0], factors[1], factors[2]

@@ -1,0 +1,66 @@
+"""Sizes of tiles, warps and pipeline stages of the kernels, by the architecture of a GPU: no tuning at run time."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+# Compute capability whose sizes the interpreter uses.
+DEFAULT_CAPABILITY: Final = (9, 0)
+
+
+class Tile(NamedTuple):
+    """The tile of an attention program.
+
+    Args:
+        rows: number of query heads of one KV head, of one row or several.
+        tokens: number of keys that are computed at a time.
+        num_warps: number of warps of a program.
+        num_stages: number of tiles of keys and values that are under way at a time.
+    """
+
+    rows: int
+    tokens: int
+    num_warps: int
+    num_stages: int
+
+
+def power_of_2(number: int, least: int = 1) -> int:
+    """Return the smallest power of 2 that is no smaller than a number."""
+    return max(least, 1 << (number - 1).bit_length())
+
+
+# Tokens of a tile of slots of int8, which are read by 4 bytes at a time: more would spill registers.
+INT8_TOKENS: Final = 32
+
+
+def decode_tile(head_dim: int, group: int, element_bytes: int, is_int8: bool = False) -> Tile:
+    """Return the tile of sequences with few rows.
+
+    Args:
+        head_dim: D.
+        group: number of query heads of a KV head; a product has at least 16 rows.
+        element_bytes: bytes of a computed element.
+        is_int8: the cache is of int8.
+    """
+    rows = power_of_2(group, 16)
+    # 64 tokens of 128 dimensions in 16 bits, in three stages: 72 KiB, so that three programs share a processor.
+    tokens = max(16, 64 * 128 * 2 // (power_of_2(head_dim, 64) * element_bytes))
+    # Products of float32 have no tensor cores to go to, and take registers.
+    num_warps = 8 if element_bytes == 4 else 4
+    return Tile(rows, min(tokens, INT8_TOKENS if is_int8 else 64), num_warps, 3 if tokens >= 64 else 2)
+
+
+def prefill_tile(
+    head_dim: int, group: int, element_bytes: int, capability: tuple[int, int], is_int8: bool = False
+) -> Tile:
+    """Return the tile of sequences with many rows; `capability` is the GPU's compute capability."""
+    tokens = INT8_TOKENS if is_int8 else 64
+    width = power_of_2(head_dim, 64) * element_bytes
+    if width <= 256:
+        # 128 rows in 4 warps spill registers; before Hopper those of 8 warps do too.
+        if capability[0] >= 9:
+            return Tile(power_of_2(group, 128), tokens, 8, 3)
+        return Tile(power_of_2(group, 64), tokens, 4, 2)
+    if width <= 512:
+        return Tile(power_of_2(group, 64), 32, 8, 2)
+    return Tile(power_of_2(group, 16), 16, 4, 2)

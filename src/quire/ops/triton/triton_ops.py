@@ -1,0 +1,169 @@
+"""The backend of Triton kernels; matrix products of 16 bits are torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Final, get_args
+
+import torch
+from torch import Tensor
+
+from quire.ops.fused_layers import RoutedExperts
+from quire.ops.gated import GatedLinear
+from quire.ops.interface import (
+    Activation,
+    AttentionBatch,
+    Elementwise,
+    Linear,
+    PagedKV,
+    PagedStates,
+    Rotation,
+    StateBatch,
+    StepAttention,
+    StepStates,
+)
+from quire.ops.joined import pack_joined
+from quire.ops.lora import TorchLoraLayer
+from quire.ops.quantized_weight import StoredWeight
+from quire.ops.recurrent_mixers import RecurrentMixers
+from quire.ops.reordered import ReorderedLinear
+from quire.ops.torch_ops import TorchOps
+from quire.ops.triton.kernels import rows as row_kernels
+from quire.ops.triton.launches import Device
+from quire.ops.triton.plain_linear import TritonLinear
+from quire.ops.triton.routed_experts import TritonExperts, can_group
+from quire.ops.triton.step_attention import TritonStepAttention
+from quire.ops.triton.step_states import TritonStepStates
+from quire.ops.triton.stored_linear import TritonStoredLinear
+from quire.ops.triton.tiles import power_of_2
+
+# Columns of a program on rows that it need not know whole.
+COLUMNS: Final = 1024
+ACTIVATIONS: Final = {name: number for number, name in enumerate(get_args(Activation))}
+
+
+class TritonOps:
+    """Triton kernels, and torch's operators where those are as good: look-ups, matrix products, encoders, adapters.
+
+    Args:
+        device: a GPU; the CPU where Triton interprets its kernels.
+
+    Attributes:
+        device: the device, as far as sizes of tiles depend on it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._torch = TorchOps(device)
+        self.device = Device(device)
+        self.name = "triton" if self.device.is_gpu else "triton (interpreted)"
+
+    def pack_linear(
+        self,
+        weight: Tensor | StoredWeight,
+        bias: Tensor | None = None,
+        min_bits: int = 4,
+        gate: Activation | None = None,
+    ) -> Linear:
+        """Keep codes of stored weights as they are; leave products of plain weights to torch."""
+        if not isinstance(weight, StoredWeight):
+            return TritonLinear(weight.to(self.device.torch_device, copy=True), bias, gate, self.gate)
+        if gate is not None:
+            return GatedLinear(self.pack_linear(weight, bias, min_bits), self.gate, gate)
+        if weight.input_order is not None:
+            order = weight.input_order.to(self.device.torch_device)
+            return ReorderedLinear(self.pack_linear(weight.in_own_order(), bias, min_bits), order)
+        if weight.has_plain:
+            return pack_joined(partial(self.pack_linear, min_bits=min_bits), weight, bias)
+        return TritonStoredLinear(weight, bias, self.device)
+
+    def make_lora(self, num_columns: int) -> TorchLoraLayer:
+        """Multiply by each adapter in turn."""
+        return self._torch.make_lora(num_columns)
+
+    def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
+        """Look up rows."""
+        return self._torch.embedding(ids, weight)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """Normalise rows."""
+        return self._torch.layer_norm(x, weight, bias, eps)
+
+    def activate(self, x: Tensor, activation: Elementwise) -> Tensor:
+        """Apply an activation to each value."""
+        return self._torch.activate(x, activation)
+
+    def ragged_attention(
+        self, qkv: Tensor, num_heads: int, row_starts: Sequence[int], rotation: Rotation | None, window: int | None
+    ) -> Tensor:
+        """Attend sequence by sequence."""
+        return self._torch.ragged_attention(qkv, num_heads, row_starts, rotation, window)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Normalise rows, a program for each."""
+        x = x if x.stride(1) == 1 else x.contiguous()
+        output = x.new_empty(x.shape)
+        num_rows, width = x.shape
+        if num_rows:
+            row_kernels.rms_norm[num_rows,](
+                output, x, weight, eps, width, x.stride(0), WIDTH=power_of_2(width), num_warps=_warps(width)
+            )
+        return output
+
+    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """Gate rows."""
+        num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        output = gate_up.new_empty(num_rows, width)
+        if num_rows:
+            columns = min(COLUMNS, power_of_2(width))
+            row_kernels.gate[num_rows, -(-width // columns)](
+                output, gate_up, width, ACTIVATION=ACTIVATIONS[activation], COLUMNS=columns
+            )
+        return output
+
+    def sigmoid_gate(self, x: Tensor, gates: Tensor) -> Tensor:
+        """Gate values by sigmoids."""
+        output = torch.empty_like(x)
+        if x.numel():
+            row_kernels.sigmoid_gate[-(-x.numel() // COLUMNS),](output, x, gates, x.numel(), COLUMNS=COLUMNS)
+        return output
+
+    def gated_norm(self, x: Tensor, gates: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Gate and normalise rows, a program for each part."""
+        output = gates.new_empty(x.shape)
+        num_parts, width = weight.shape
+        if len(x):
+            row_kernels.gated_norm[len(x), num_parts](
+                output, x, gates, weight, eps, width, num_parts, gates.stride(0), WIDTH=power_of_2(width),
+                num_warps=_warps(width),
+            )  # fmt: skip
+        return output
+
+    def apply_token_bitmask(self, logits: Tensor, rows: Sequence[int], masks: Sequence[Tensor]) -> None:
+        """Forbid tokens; masks are copied to the device together."""
+        if not rows:
+            return
+        vocab_size = logits.shape[1]
+        words = torch.stack(list(masks)).to(logits.device, non_blocking=True)
+        row_kernels.apply_token_bitmask[len(rows), -(-vocab_size // COLUMNS)](
+            logits, self.device.numbers(rows), words, vocab_size, words.shape[1], COLUMNS=COLUMNS
+        )
+
+    def step_attention(self, batch: AttentionBatch, kv: PagedKV) -> StepAttention:
+        """Plan the work of a step once for all layers."""
+        if kv.data.dtype == torch.int8 and kv.head_dim % 4:
+            return self._torch.step_attention(batch, kv)  # scales that are not aligned
+        return TritonStepAttention(batch, kv, self.device)
+
+    def step_states(self, batch: StateBatch, states: PagedStates) -> StepStates:
+        """Copy the batch to the device once for all layers."""
+        return RecurrentMixers(TritonStepStates(batch, states, self.device), self)
+
+    def fuse_experts(self, experts: RoutedExperts) -> TritonExperts | None:
+        """Run the experts of a layer by two launches, where their weights are plain."""
+        return TritonExperts(experts, self.gate) if can_group(experts) else None
+
+
+def _warps(width: int) -> int:
+    """Return the number of warps of a program that holds a row."""
+    return 4 if width <= 4096 else 8

@@ -1,0 +1,155 @@
+"""What the backend launches compiles for GPUs that are not there, within their limits; nothing of it is run.
+
+The launches are those that the backend makes for worlds of the shapes of models, recorded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ops.test_float8_weights import float8_weight
+from tests.ops.test_quantized_weights import FORMS, random_weight
+from tests.ops.test_states import World as StatesWorld
+from tests.ops.triton.ahead_of_time import SHARED_LIMIT, Compiled, Launch, compile_for, recorded, triton
+from tests.ops.triton.interpreted import make_ops
+from tests.ops.world import World, randn
+
+from quire.ops.quantized_weight import StoredWeight  # isort: skip - the modules above skip where Triton is missing
+from quire.ops.triton.launches import Device  # isort: skip
+from quire.ops.triton.step_states import TritonStepStates  # isort: skip
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(triton.knobs.runtime.interpret, reason="TRITON_INTERPRET is set"),
+    # Triton 3.9 says that a later one will no longer join products and sums by itself.
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning"),
+]
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+CAPABILITIES = tuple(SHARED_LIMIT)
+# Registers of a thread with which three programs of 128 threads share a processor.
+DECODE_REGISTERS = 168
+LLAMA = {"num_kv_heads": 8, "group": 4, "head_dim": 128, "dtype": BF16}
+QWEN = {**LLAMA, "group": 2, "has_norms": True}
+ATTENTION: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "qwen3": QWEN,
+    "gpt-oss": {**LLAMA, "group": 8, "head_dim": 64, "window": 128, "has_sinks": True},
+    "llama4": {**LLAMA, "group": 5, "chunk": 8192},
+    "head_dim 80": {**LLAMA, "group": 1, "head_dim": 80},
+    "head_dim 96": {**LLAMA, "group": 1, "head_dim": 96},
+    "gemma": {**LLAMA, "num_kv_heads": 4, "group": 2, "head_dim": 256, "has_norms": True},
+    "float16": {**LLAMA, "dtype": FP16},
+    "int8": {**LLAMA, "stored": "int8"},
+    "fp8": {**LLAMA, "stored": "fp8"},
+    "float32": {**LLAMA, "dtype": FP32},
+}
+STORED = {name: FORMS[name] for name in ("q4_0", "q4_k", "q6_k", "q8_0", "mxfp4", "awq")}
+
+
+def attention_launches(options: dict[str, Any], capability: int) -> list[Launch]:
+    """Return what decodes, a long context and a prompt launch, in this order."""
+    launches: list[Launch] = []
+    ops = make_ops()
+    ops.device.capability, ops.device.num_processors = divmod(capability, 10), 132
+    with recorded(launches), torch.inference_mode():
+        for spans in ([(700, 1), (15, 1)], [(0, 300)]):
+            World(spans, **options).run(ops)
+    return launches
+
+
+def check_limits(found: Compiled, capability: int, *, may_spill: bool = False) -> None:
+    assert found.shared <= SHARED_LIMIT[capability]
+    assert found.registers <= 255
+    if capability == 90 and not may_spill:
+        assert found.spilled == 0
+        assert not re.search(r"\b(LDL|STL)\b", found.assembly)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention(name: str, capability: int) -> None:
+    options = ATTENTION[name]
+    seen = set()
+    for launch in attention_launches(options, capability):
+        found = compile_for(launch, capability)
+        # Nothing is served in float32 for its speed: it has no tensor cores.
+        check_limits(found, capability, may_spill=options["dtype"] is FP32)
+        kernel = launch.kernel.__name__
+        seen.add(kernel)
+        if kernel != "attend":
+            continue
+        constants = launch.arguments
+        is_prompt = launch.options["num_warps"] == 8 or constants["ROWS"] >= 64
+        if options["dtype"] is FP32:
+            continue
+        if is_prompt and constants["ROWS"] >= 64 and capability >= 90:
+            assert re.search("HGMMA" if capability == 90 else "UTC.?HMMA|UTCHMMA", found.assembly)
+        if not is_prompt and capability == 90:
+            if constants["STORED"] != 1:  # slots of int8, with their scales, are multiples of 4 bytes only
+                assert found.registers <= DECODE_REGISTERS
+                assert re.search(r"LDGSTS\S*\.128", found.assembly)
+            # Two tiles of keys and of values are under way: an id that was loaded in the iteration that needs it would
+            # leave one.
+            slot = 128 if constants["STORED"] == 2 else 2 * constants["DIM"]
+            if constants["STORED"] != 1 and not constants["WINDOW"]:
+                assert found.shared >= 2 * slot * constants["TOKENS"] * (launch.options["num_stages"] - 1)
+    assert seen == {"prepare_heads", "attend", "combine"} - ({"combine"} if "window" in options else set())
+
+
+def other_launches() -> list[Launch]:
+    """Return the launches of all other kernels, in the dtypes of models."""
+    launches: list[Launch] = []
+    ops = make_ops()
+    ops.device.num_processors = 132
+    with recorded(launches), torch.inference_mode():
+        for dtype in (BF16, FP16):
+            x = randn(3, 4096, dtype=dtype)
+            ops.rms_norm(x, randn(4096, dtype=dtype), 1e-5)
+            ops.rms_norm(x, randn(4096), 1e-5)
+            for activation in ("silu", "gelu_tanh", "swigluoai"):
+                ops.gate(x, activation)  # type: ignore[arg-type]
+            ops.sigmoid_gate(x, x)
+            ops.gated_norm(x.float(), x, randn(8, 512), 1e-5)
+            world = StatesWorld(
+                [(2, True), (1, False)], num_heads=32, num_groups=1, head_dim=64, state_dim=128, dtype=dtype
+            )
+            device = Device(torch.device("cpu"))
+            world.run(partial(TritonStepStates, device=device))
+        ops.apply_token_bitmask(randn(2, 128256), [1], [torch.zeros(4008, dtype=torch.int32)])
+    return launches
+
+
+def stored_launches(name: str) -> list[Launch]:
+    """Return the launches of a product of one row, and of many."""
+    launches: list[Launch] = []
+    ops = make_ops()
+    ops.device.num_processors = 132
+    weight = float8_weight(128, 256, 1024) if name == "e4m3" else random_weight(STORED[name], 256, 1024)
+    with recorded(launches), torch.inference_mode():
+        linear = ops.pack_linear(StoredWeight((weight,), BF16))
+        for num_rows in (1, 80):
+            linear(randn(num_rows, 1024, dtype=BF16), randn(num_rows, 256, dtype=BF16))
+    return launches
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("make", [other_launches, *(partial(stored_launches, name) for name in STORED)],
+                         ids=["rows and states", *STORED])  # fmt: skip
+def test_other_kernels(make: Callable[[], list[Launch]], capability: int) -> None:
+    launches = make()
+    assert launches
+    for launch in launches:
+        check_limits(compile_for(launch, capability), capability)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_float8_weights(capability: int) -> None:
+    for launch in stored_launches("e4m3"):
+        check_limits(compile_for(launch, capability), capability)

@@ -1,0 +1,121 @@
+"""Triton's paged attention, interpreted, against the slow twin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from quire.ops.interface import HeadNorms
+from tests.ops.test_stored_kv import check as check_stored
+from tests.ops.triton.interpreted import MARKS, make_ops
+from tests.ops.world import REFERENCE, World, assert_near
+
+pytestmark = MARKS
+
+# A decode at both sides of a block's end, a prompt, rows behind a history, and a context in three splits.
+RAGGED = [(15, 1), (16, 1), (0, 1), (0, 3), (30, 9), (600, 1)]
+SHORT = [(30, 1), (0, 3), (70, 12)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def inference() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("has_norms", [False, True])
+def test_ragged_rows(dtype: torch.dtype, has_norms: bool) -> None:
+    World(RAGGED, dtype=dtype, head_dim=16, has_norms=has_norms, has_sinks=has_norms).check(make_ops())
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256, 288])
+def test_head_dims(head_dim: int) -> None:
+    World(SHORT, head_dim=head_dim, has_norms=True, dtype=torch.bfloat16).check(make_ops())
+
+
+@pytest.mark.parametrize(("num_kv_heads", "group"), [(1, 1), (3, 2), (1, 3), (1, 7), (2, 8), (1, 16), (1, 24)])
+def test_heads(num_kv_heads: int, group: int) -> None:
+    world = World(SHORT, num_kv_heads=num_kv_heads, group=group, head_dim=16, has_value_norms=True, has_sinks=True)
+    world.check(make_ops())
+
+
+@pytest.mark.parametrize("block_size", [1, 8, 64])
+def test_block_sizes(block_size: int) -> None:
+    World(SHORT, block_size=block_size, head_dim=16).check(make_ops())
+
+
+@pytest.mark.parametrize(
+    "options", [{"window": 1}, {"window": 16}, {"window": 33}, {"window": 900}, {"chunk": 7}, {"chunk": 40}], ids=str
+)
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_windows_and_chunks(options: dict[str, Any], has_sinks: bool) -> None:
+    """All that no row sees is NaN, in the cache and behind the table's entries."""
+    spans = [*SHORT, (39, 1), (40, 1), (38, 4), (620, 1)]
+    World(spans, **options, head_dim=16, has_sinks=has_sinks).check(make_ops())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("stored", ["int8", "fp8"])
+@pytest.mark.parametrize("has_norms", [False, True])
+def test_stored_caches(dtype: torch.dtype, stored: str, has_norms: bool) -> None:
+    spans = [*SHORT, (600, 1)]
+    check_stored(World(spans, dtype=dtype, head_dim=16, stored=stored, has_norms=has_norms), make_ops())
+
+
+@pytest.mark.parametrize("stored", ["int8", "fp8"])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 300.0, 1e-38])
+def test_stored_bytes_are_the_twins(stored: str, scale: float) -> None:
+    """Those of values, which are neither normed nor rotated: halves of steps, subnormal numbers, those out of range."""
+    world = World([(0, 40)], head_dim=16, stored=stored)
+    world.qkv *= scale
+    written = []
+    for ops in (REFERENCE, make_ops()):
+        world.run(ops)
+        written.append(world.kv.data.view(torch.uint8).clone())
+    assert torch.equal(written[0][:, 1, 1], written[1][:, 1, 1])
+
+
+def test_a_float8_and_an_int8_that_is_no_number() -> None:
+    for stored in ("fp8", "int8"):
+        world = World([(0, 4), (0, 4)], head_dim=16, stored=stored)
+        world.qkv[0, -3] = float("nan")
+        world.qkv[4, -3] = float("inf")
+        for ops in (REFERENCE, make_ops()):
+            found = world.run(ops)[1].view(8, 4, 16)
+            assert not found[:, :2].isnan().any()
+            assert found[:4, 2:].isnan().any()
+            if stored == "int8":
+                assert found[:, 2:].isnan().all()
+
+
+def test_sinks_of_any_size() -> None:
+    world = World(RAGGED, head_dim=16, has_sinks=True)
+    world.sinks.copy_(torch.tensor([1e6, -1e6, float("-inf"), float("nan")]))
+    found = world.run(make_ops())[1].view(-1, 4, 16)
+    world.sinks = None
+    plain = world.run(make_ops())[1].view(-1, 4, 16)
+    assert found[:, 0].eq(0.0).all()
+    assert torch.equal(found[:, 1:3], plain[:, 1:3])
+    assert found[:, 3].isnan().all()
+
+
+@pytest.mark.parametrize("has_norms", [False, True])
+def test_queries_alone(has_norms: bool) -> None:
+    """Nothing is stored with them, and a layer with fewer query heads reads the same cache."""
+    world = World(SHORT, head_dim=16, has_norms=has_norms)
+    steps = [ops.step_attention(world.batch, world.kv) for ops in (make_ops(), REFERENCE)]
+    queries = steps[0].prepare(1, world.qkv, world.norms, world.rotation)
+    kept = world.kv.data.clone()
+    for num_heads in (4, 2):
+        q = world.qkv[:, : num_heads * 16].contiguous()
+        norms = None if world.norms is None else HeadNorms(world.norms.scales[:num_heads], world.norms.eps)
+        found, expected = (step.prepare_queries(q, norms, world.rotation) for step in steps)
+        assert_near(found, expected, factor=2)
+        assert torch.equal(found, queries[:, :num_heads])
+        assert torch.equal(world.kv.data.nan_to_num(), kept.nan_to_num())
+        assert_near(*(step.attend(1, expected, world.scale) for step in steps), factor=2)

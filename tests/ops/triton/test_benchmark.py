@@ -1,0 +1,48 @@
+"""`python -m benchmarks.gpu` runs to its end on tiny shapes; without a GPU it says so and exits with 2."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks.gpu", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+
+
+@pytest.mark.slow
+def test_predictions_need_no_gpu() -> None:
+    found = run("--predict")
+    assert found.returncode == 0, found.stderr
+    assert "| Llama-3.1-8B, decode, 1 x 1,024 | 8.28 | 5.05 | 3.52 |" in found.stdout
+
+
+@pytest.mark.slow
+def test_without_a_gpu() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    found = run()
+    assert found.returncode == 2
+    assert "benchmarks.gpu: " in found.stderr
+
+
+@pytest.mark.slow
+def test_rehearsal(tmp_path: Path) -> None:
+    triton = pytest.importorskip("triton")
+    if not triton.knobs.runtime.interpret:
+        pytest.skip("needs TRITON_INTERPRET=1")
+    found = run("--rehearse", "--json", str(tmp_path / "gpu.json"))
+    assert found.returncode == 0, found.stdout + found.stderr
+    report = json.loads((tmp_path / "gpu.json").read_text())
+    assert report["is_right"]
+    assert report["facts"]["is_rehearsal"]
+    assert {"decode attention, 2 x 40", "nano-vllm's benchmark"} <= report["figures"].keys()

@@ -1,0 +1,71 @@
+"""A whole engine on Triton's kernels, interpreted: greedy tokens are those of transformers for each kind of cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.errors import ConfigError
+from quire.memory import check
+from tests.conformance.checkpoints import ragged_prompts, save_checkpoint
+from tests.conformance.conftest import REPRESENTATIVES, make_reference
+from tests.ops.triton.interpreted import MARKS, triton
+
+SLOW = pytest.mark.slow
+NUM_TOKENS = 6
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+
+
+def load(folder: str, pool_factor: int = 1, kernels: str = "triton", **options: Any) -> LLM:
+    return LLM(
+        folder,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        device="cpu",
+        kernels=kernels,
+        num_threads=1,
+        max_model_len=128,
+        max_num_seqs=8,
+        block_size=8,
+        num_kv_blocks=60 * pool_factor,
+        **options,
+    )
+
+
+class TestInterpreted:
+    pytestmark = MARKS
+
+    @pytest.mark.parametrize("name", sorted(REPRESENTATIVES))
+    def test_greedy_tokens(self, name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+        """Prompts together, in chunks, and again from the cache."""
+        reference = make_reference(name, tmp_path_factory)
+        llm = load(str(reference.folder), reference.pool_factor, max_num_batched_tokens=32)
+        assert llm.engine.config.kernels == "triton (interpreted)"
+        prompts = reference.prompts[:3]
+        for _ in range(2):
+            found = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
+            for tokens, expected in zip(found, reference.outputs, strict=False):
+                # What the reference ends by itself is compared as far as it goes.
+                assert list(tokens[: len(expected)]) == list(expected[:NUM_TOKENS])
+        check(llm.engine.scheduler.memory)
+
+    @pytest.mark.parametrize("stored", ["int8", "fp8"])
+    def test_stored_cache(self, stored: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+        """The tokens are those of stock operators on the same kind of cache."""
+        folder = str(save_checkpoint("llama3", tmp_path_factory.mktemp("llama3")))
+        outputs = []
+        for kernels in ("torch", "triton"):
+            llm = load(folder, kernels=kernels, kv_cache_dtype=stored)
+            found = llm.generate(ragged_prompts()[:2], GREEDY, use_tqdm=False)
+            outputs.append([output.outputs[0].token_ids for output in found])
+        assert outputs[0] == outputs[1]
+
+
+@SLOW
+@pytest.mark.skipif(triton.knobs.runtime.interpret, reason="TRITON_INTERPRET is set")
+def test_a_cpu_without_the_interpreter_is_refused() -> None:
+    with pytest.raises(ConfigError, match="for NVIDIA GPUs, and the device is 'cpu'") as caught:
+        load("bundled")
+    assert caught.value.field == "kernels"

@@ -1,0 +1,89 @@
+"""Triton's operations on rows and on states, interpreted, against the slow twin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import get_args
+
+import pytest
+import torch
+
+from quire.ops.interface import Activation
+from tests.ops.test_states import World as StatesWorld
+from tests.ops.triton.interpreted import MARKS, make_ops
+from tests.ops.world import REFERENCE, assert_near, randn
+
+from quire.ops.triton.launches import Device  # isort: skip - the modules above skip where Triton is missing
+from quire.ops.triton.step_states import TritonStepStates  # isort: skip
+
+pytestmark = MARKS
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def inference() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [6, 64, 1100])
+def test_rows(dtype: torch.dtype, width: int) -> None:
+    ops = make_ops()
+    x = randn(3, 2 * width, dtype=dtype) * 8
+    kept, half = x.clone(), x[:, :width]
+    for scale_dtype in (dtype, torch.float32):
+        weight = randn(width, dtype=scale_dtype, seed=1)
+        assert_near(ops.rms_norm(half, weight, 1e-5), REFERENCE.rms_norm(half, weight, 1e-5), factor=2)
+    for activation in get_args(Activation):
+        assert_near(ops.gate(x, activation), REFERENCE.gate(x, activation), factor=2)
+    gates = x.flip(0) * 3
+    assert_near(ops.sigmoid_gate(x, gates), REFERENCE.sigmoid_gate(x, gates), factor=2)
+    for num_parts in (1, 2):
+        scales = randn(num_parts, width // num_parts, seed=2)
+        found, expected = (each.gated_norm(half.float().contiguous(), half, scales, 1e-5) for each in (ops, REFERENCE))
+        assert_near(found, expected, factor=2)
+    assert torch.equal(x, kept)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gates_at_the_ends_of_their_range(dtype: torch.dtype) -> None:
+    gates = torch.tensor([-6e4, -200.0, -88.5, -30.0, 0.0, 30.0, 200.0, 6e4, float("nan")])
+    gate_up = torch.cat((gates, torch.ones_like(gates)))[None].to(dtype)
+    for activation in get_args(Activation):
+        found, expected = (ops.gate(gate_up, activation) for ops in (make_ops(), REFERENCE))
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-20, equal_nan=True)
+
+
+@pytest.mark.parametrize("vocab_size", [31, 1024, 1100])
+def test_token_bitmask(vocab_size: int) -> None:
+    logits = randn(4, vocab_size)
+    generator = torch.Generator().manual_seed(1)
+    size = (-(-vocab_size // 32),)
+    masks = [torch.randint(-(2**31), 2**31, size, generator=generator, dtype=torch.int32) for _ in range(2)]
+    found, expected = logits.clone(), logits.clone()
+    make_ops().apply_token_bitmask(found, [3, 1], masks)
+    REFERENCE.apply_token_bitmask(expected, [3, 1], masks)
+    assert torch.equal(found, expected)
+    assert torch.equal(found[[0, 2]], logits[[0, 2]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_heads", "num_groups", "kernel"), [(2, 1, 2), (4, 2, 4), (3, 3, 9)])
+@pytest.mark.parametrize(("head_dim", "state_dim"), [(1, 1), (5, 7), (32, 16)])
+def test_states(
+    dtype: torch.dtype, num_heads: int, num_groups: int, kernel: int, head_dim: int, state_dim: int
+) -> None:
+    """Sequences with a state and without, of fewer rows than a convolution sees, and of more."""
+    world = StatesWorld(
+        [(1, True), (5, False), (1, False), (2, True), (11, True)],
+        kernel=kernel,
+        num_heads=num_heads,
+        num_groups=num_groups,
+        head_dim=head_dim,
+        state_dim=state_dim,
+        dtype=dtype,
+    )
+    world.check(partial(TritonStepStates, device=Device(torch.device("cpu"))))
