@@ -204,9 +204,7 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         """Drop all cached prefixes, pinned ones included; running sequences keep their blocks."""
-        self.scheduler.memory.reset_prefix_cache()
-        if self.scheduler.drafter is not None:
-            self.scheduler.drafter.reset()
+        self.scheduler.reset_prefix_cache()
         if self._disk_prefetch is not None:
             self._disk_prefetch.reset()
 

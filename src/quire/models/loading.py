@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from quire.config import Quantization
+from quire.distributed.rank_group import RankGroup
 from quire.errors import ConfigError
 from quire.models.adapters.slots import AdapterSlots
 from quire.models.checkpoint import Checkpoint
@@ -16,6 +17,7 @@ from quire.models.encoder import Encoder
 from quire.models.families import build
 from quire.models.families.encoders import build_encoder
 from quire.models.quantization_config import without_quantization
+from quire.models.sharding import shard_spec, share_of, splits_of
 from quire.models.sizes import check_sizes
 from quire.models.tensor_reader import TensorReader
 from quire.models.weights import load_weights
@@ -34,6 +36,7 @@ def load_decoder(
     deterministic: bool = False,
     max_model_len: int | None = None,
     wrap_ops: Callable[[Ops], Ops] | None = None,
+    ranks: RankGroup | None = None,
 ) -> Decoder:
     """Build the decoder that a checkpoint describes, and fill it.
 
@@ -46,9 +49,11 @@ def load_decoder(
         max_model_len: longest context that is served, in tokens; None for the model's own limit.
         wrap_ops: function that returns the kernels that the decoder uses, given those of the backend; None for the
             backend's own.
+        ranks: ranks that share the model; this one reads its own parts of the weights. None for one process.
 
     Raises:
-        ConfigError: kernels, or weights, that cannot be had; or a model that cannot be computed deterministically.
+        ConfigError: kernels, or weights, that cannot be had; a model that ranks cannot share, or that cannot be
+            computed deterministically.
         UnsupportedModel: no family implements the architecture or one of its options.
         CheckpointError: a tensor or a field is missing or wrong.
     """
@@ -63,8 +68,12 @@ def load_decoder(
     ops = make_ops(torch_device, kernels, quantization, weight_packing, deterministic)
     if wrap_ops is not None:
         ops = wrap_ops(ops)
-    decoder = Decoder(spec, ops=ops, dtype=dtype, device=torch_device)
-    load_weights(checkpoint, weight_map, decoder)
+    splits = None
+    if ranks is not None:
+        share = share_of(ranks)
+        splits, spec = splits_of(spec, share), shard_spec(spec, share)
+    decoder = Decoder(spec, ops=ops, dtype=dtype, device=torch_device, ranks=ranks)
+    load_weights(checkpoint, weight_map, decoder, splits)
     return decoder
 
 
