@@ -19,6 +19,7 @@ from quire.config.checks import (
 )
 from quire.config.hints import drop_neutral, hint_for
 from quire.config.lora import LoRAConfig
+from quire.config.parallel import ParallelConfig, check_served_by_ranks
 from quire.config.speculative import SpeculativeConfig, flatten
 from quire.errors import ConfigError, shown
 
@@ -300,6 +301,7 @@ PARTS: Final[Mapping[str, Any]] = {
     "scheduler": SchedulerConfig,
     "speculative": SpeculativeConfig,
     "lora": LoRAConfig,
+    "parallel": ParallelConfig,
 }
 
 
@@ -312,6 +314,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
         if self.scheduler.preemption_mode == "swap" and not self.cache.swap_space:
@@ -320,6 +323,11 @@ class EngineConfig:
                 "'auto' or 'recompute'",
                 field="preemption_mode",
             )
+        check_served_by_ranks(self.to_options(), self.parallel.tensor_parallel_size)
+
+    def to_options(self) -> dict[str, Any]:
+        """Return the flat options, with which `from_options` gives this configuration again."""
+        return {name: getattr(getattr(self, part), name) for name, part in option_sections().items()}
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:

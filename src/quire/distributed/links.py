@@ -52,10 +52,9 @@ class RankLinks:
         self.on_failure = on_failure
         self._rank, self._sockets, self._describe = rank, dict(sockets), describe
         self._facts: dict[int, queue.SimpleQueue[Any]] = {each: queue.SimpleQueue() for each in sockets}
-        self._failed = threading.Event()
+        self._failed, self._ended = threading.Event(), threading.Event()
         self._lock = threading.Lock()
         self._is_closing = False
-        self._ended: set[int] = set()
         self._thread = threading.Thread(target=self._watch, name="quire-ranks", daemon=True)
         self._thread.start()
 
@@ -128,6 +127,10 @@ class RankLinks:
         with self._lock:
             self._is_closing = True
 
+    def wait_for_end(self, timeout_s: float) -> None:
+        """Wait until all other ranks have closed their connections, for some time at most."""
+        self._ended.wait(timeout_s)
+
     # ---- reading ----
 
     def _watch(self) -> None:
@@ -147,6 +150,8 @@ class RankLinks:
                     data = b""
                 if not data:
                     del open_sockets[each]
+                    if not open_sockets:
+                        self._ended.set()
                     if not self._is_closing:
                         self.fail(RankFailed(rank, self._describe(rank)))
                     continue

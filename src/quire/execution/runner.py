@@ -126,6 +126,9 @@ class ModelRunner:
         hidden = self._decoder(batch.input_ids, batch.positions, batch.groups, self._storages, given, read, adapters)
         if isinstance(self._draft, MTPDrafter):
             self._draft.follow(items, hidden, given)
+        if self._decoder.is_follower:
+            self._decoder.serve_head()
+            return StepResult(plan.tick, ())
         if self._pooler.by_sequence:
             self._pooler.add_rows(items, batch.row_starts, hidden)
         sampled = hidden[end_rows(items, counts)] if reads_all else hidden

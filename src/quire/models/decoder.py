@@ -247,6 +247,11 @@ class Decoder:
         cap = self.spec.logit_cap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
+    @property
+    def is_follower(self) -> bool:
+        """True on a rank whose tokens are drawn on rank 0."""
+        return self._ranks is not None and self._ranks.rank > 0
+
     def serve_head(self) -> None:
         """Take part in the logits of other rows that the first rank asks for, until it sends commands again."""
         assert self._ranks is not None, "one process has all logits"

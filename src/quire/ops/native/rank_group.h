@@ -105,13 +105,18 @@ inline Status wait_for(const RankGroup& group, int64_t rank, int64_t turn, int64
   } while (elapsed_us() < group.spin_us);
   line.num_sleepers.fetch_add(1);
   Status status = 0;
+  // A process that was stopped, or a machine that was asleep, has not waited meanwhile.
+  int64_t last_us = elapsed_us(), waited_us = std::min<int64_t>(last_us, group.spin_us);
   for (uint32_t seen = line.turn.load(); !has_arrived(seen, turn); seen = line.turn.load()) {
     const uint32_t failed = group.page->failed.load();
     if (failed != 0) {
       status = failed;
       break;
     }
-    if (elapsed_us() >= timeout_us) {
+    const int64_t now_us = elapsed_us();
+    waited_us += std::min<int64_t>(now_us - last_us, 100'000);
+    last_us = now_us;
+    if (waited_us >= timeout_us) {
       status = -1 - rank;
       break;
     }
