@@ -62,10 +62,12 @@ def private_bytes(llm: LLM) -> int:
 def run_contender(model: str, size: int, num_threads: int, runs: int) -> dict[str, Any]:
     """Load a model, serve each workload some times after a warm-up, and return the seconds and the memory."""
     options: dict[str, Any] = {"skip_tokenizer_init": True, "enable_prefix_caching": False, "max_num_seqs": 16}
-    options |= {"num_threads": num_threads, "num_kv_blocks": 1200, "max_model_len": 2048}
+    # Without runs, memory is measured, of which the KV cache is to be no part.
+    num_blocks, length = (1200, 2048) if runs else (4, 64)
+    options |= {"num_threads": num_threads, "num_kv_blocks": num_blocks, "max_model_len": length}
     with LLM(model, tensor_parallel_size=size, **options) as llm:
         ids = range(256, min(128000, llm.resolved.vocab_size))
-        found: dict[str, Any] = {"private_bytes": private_bytes(llm)}
+        found: dict[str, Any] = {} if runs else {"private_bytes": private_bytes(llm)}
         for name in WORKLOADS if runs else ():
             serve(llm, workload(name, 0, ids).requests)
             found[name] = [serve(llm, workload(name, run, ids).requests) for run in range(1, runs + 1)]
@@ -167,14 +169,13 @@ def compare(model: str, runs: int, rounds: int) -> dict[str, Any]:
     for _ in range(rounds):
         for name, (size, num_threads) in CONTENDERS.items():
             found[name].append(in_process(["--contender", model, str(size), str(num_threads), str(runs)]))
-    base = {name: in_process(["--contender", "bundled", *map(str, each), "0"]) for name, each in CONTENDERS.items()}
     shown: dict[str, Any] = {}
     for name, results in found.items():
-        shown[name] = {
-            each: statistics.median(chain.from_iterable(result[each] for result in results)) for each in WORKLOADS
-        }
-        weights = statistics.median(result["private_bytes"] for result in results) - base[name]["private_bytes"]
-        shown[name]["weights_mib"] = weights / 2**20
+        for each in WORKLOADS:
+            times = chain.from_iterable(result[each] for result in results)
+            shown.setdefault(name, {})[each] = statistics.median(times)
+        sizes = [in_process(["--contender", each, *map(str, CONTENDERS[name]), "0"]) for each in (model, "bundled")]
+        shown[name]["weights_mib"] = (sizes[0]["private_bytes"] - sizes[1]["private_bytes"]) / 2**20
     one, two = shown.values()
     shown["throughput of two ranks / one process"] = {each: one[each] / two[each] for each in WORKLOADS}
     shown["weights of two ranks / one process"] = two["weights_mib"] / one["weights_mib"]

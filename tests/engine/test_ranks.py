@@ -92,10 +92,27 @@ def test_requests_that_ranks_do_not_serve_are_refused_alone(pair: tuple[LLM, LLM
     assert two.usage().used == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_drafts_that_need_no_model(method: str) -> None:
+    native_library()
+    prompts = [prompt * 4 for prompt in PROMPTS]
+    params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
+    config = {"method": method, "num_speculative_tokens": 4}
+    with LLM("bundled", num_kv_blocks=80, **OPTIONS) as one:
+        expected = [output.outputs[0].token_ids for output in one.generate(prompts, params, use_tqdm=False)]
+    with start(num_kv_blocks=80, speculative_config=config) as two:
+        vars(two.engine.scheduler)["_digest_interval"] = 1
+        for _ in range(3):
+            found = [output.outputs[0].token_ids for output in two.generate(prompts, params, use_tqdm=False)]
+            assert found == expected
+        assert two.stats.num_draft_tokens > 0
+
+
 @pytest.mark.parametrize(
     ("options", "field"),
     [
-        ({"speculative_config": {"method": "ngram"}}, "speculative_method"),
+        ({"speculative_config": {"method": "mtp"}}, "speculative_method"),
         ({"enable_lora": True}, "enable_lora"),
         ({"prefix_cache_dir": "/folder"}, "prefix_cache_dir"),
         ({"pin_limit": 0.1}, "pin_limit"),

@@ -18,6 +18,7 @@ from quire.models.families import build
 from quire.models.loading import load_decoder
 from quire.models.sharding import Share, shard_spec, splits_of
 from quire.models.spec import Attention
+from quire.quantization.quantize import QuantizeOptions, quantize
 from tests.conformance.checkpoints import FAMILIES, save_checkpoint
 from tests.distributed.in_threads import run_ranks
 from tests.models.tiny import PagedRun, random_tokens
@@ -172,3 +173,29 @@ def test_kv_heads_that_ranks_cannot_divide_are_refused(folders: Any) -> None:
     layer = replace(spec.layers[0], mixer=replace(mixer, num_heads=12, num_kv_heads=3))
     with pytest.raises(ConfigError, match="3 KV heads of layer 0, got 2"):
         shard_spec(replace(spec, layers=(layer,)), Share(0, 2))
+
+
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [
+        ("int4", "llama3"),
+        pytest.param("int8", "qwen3", marks=pytest.mark.slow),
+        pytest.param("q8_0", "llama3", marks=pytest.mark.slow),
+        pytest.param("q4_0", "gemma3", marks=pytest.mark.slow),
+    ],
+)
+def test_stored_quantised_weights_are_divided_between_groups(form: str, name: str, tmp_path: Path) -> None:
+    options = {"intermediate_size": 128, "head_dim": 32}
+    folder, out = save_checkpoint(name, tmp_path / "plain", **options), tmp_path / "out"
+    if form.startswith("q"):
+        out = tmp_path / "out.gguf"
+    quantize(str(folder), out, QuantizeOptions(form, method="rounded"))
+    # Stock operators do not round what weights are multiplied with.
+    assert_near(ranked_steps(out, 2, kernels="torch"), whole_steps(out, kernels="torch"), 3e-5)
+
+
+def test_groups_that_ranks_would_divide_are_refused(tmp_path: Path) -> None:
+    folder = save_checkpoint("llama3", tmp_path / "plain", intermediate_size=96)
+    quantize(str(folder), tmp_path / "out", QuantizeOptions("int4", method="rounded"))
+    with pytest.raises(ConfigError, match=r"cannot split layers\.0\.ffn\.down\.weight.*share scales across ranks"):
+        ranked_steps(tmp_path / "out", 2)

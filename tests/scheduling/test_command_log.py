@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.decoding.lookup import PromptLookup
+from quire.decoding.speculation import AdaptiveDrafter
 from quire.errors import LockstepDrift, UnsupportedFeature
 from quire.memory import MediaSpan
 from quire.memory.prefix.token_chain import Namespace
@@ -24,15 +26,18 @@ from quire.sequences.request_json import request_from_json, request_to_json
 from quire.sequences.structured import StructuredOutputs
 from quire.sequences.thinking import ThinkingTokens
 from tests.scheduling.harness import NEVER, Harness, Job, Setting
-from tests.scheduling.test_random_runs import jobs, narrow_settings
+from tests.scheduling.test_random_runs import jobs, narrow_settings, samples
 
 
 class Pair:
     """A harness whose scheduler is logged, and a scheduler that repeats the log as it is sent."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, *, has_drafts: bool = False) -> None:
         self.leader = Harness(setting, is_audited=False)
         self.follower = Harness(setting, is_audited=False).scheduler
+        if has_drafts:
+            for scheduler in (self.leader.scheduler, self.follower):
+                scheduler.drafts.drafter = AdaptiveDrafter(PromptLookup(1, 4), 4)
         self.replay = CommandReplay(self.follower)
         self.plans: list[StepPlan] = []
         logged = LoggedScheduler(self.leader.scheduler, self._send, digest_interval=1)
@@ -81,6 +86,10 @@ def serve(pair: Pair, arriving: list[Job]) -> None:
             leader.scheduler.reset_prefix_cache()
         # What a clock decides differs from step to step, and travels.
         leader.scheduler.chunk_tokens = rng.choice([None, 1, 4])
+        drafter = leader.scheduler.drafter
+        if isinstance(drafter, AdaptiveDrafter):
+            drafter.is_measuring = rng.random() < 0.1
+            drafter.step_costs = [1.0, *(1.0 + rng.random() * depth / 4 for depth in range(1, 5))]
         leader.scheduler.preemption.rates = TransferRates(rng.uniform(1e3, 1e9), rng.uniform(1, 1e4))
         pair.step()
     assert not pair.follower.has_unfinished
@@ -110,6 +119,14 @@ def test_block_tables_are_equal_after_500_steps() -> None:
     serve(pair, arriving)
     assert pair.leader.tick >= 500
     assert pair.leader.scheduler.stats.num_preemptions > 0
+
+
+@settings(max_examples=30)
+@given(arriving=st.lists(samples, min_size=1, max_size=5), setting=narrow_settings())
+def test_the_log_repeats_drafts_whose_number_follows_times(arriving: list[Job], setting: Setting) -> None:
+    # Few tokens, so that earlier occurrences are found.
+    arriving = [Job(**{**vars(job), "media": (), "max_tokens": 9, "ignore_eos": True}) for job in arriving]
+    serve(Pair(Setting(**{**vars(setting), "drafts": ""}), has_drafts=True), arriving)
 
 
 @pytest.mark.parametrize("what", ["token", "block"])

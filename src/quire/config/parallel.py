@@ -57,7 +57,7 @@ def check_served_by_ranks(options: dict[str, Any], size: int) -> None:
 
 # Options with the values that ranks serve, and the reason why they do not serve others.
 _SERVED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
-    "speculative_method": (("off",), "the number of drafts follows measured times, which differ among ranks"),
+    "speculative_method": (("off", "ngram", "suffix"), "models that make drafts are not divided"),
     "enable_lora": ((False,), "adapters are not split over ranks"),
     "prefix_cache_dir": ((None,), "blocks on disk would be loaded at other times on each rank"),
     "pin_limit": ((0.0,), "pins are not repeated on other ranks"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from quire.distributed.ranks import Ranks
 from quire.errors import RankFailed, WorkerError
@@ -26,6 +28,7 @@ class RankedExecutor:
         self, inner: Executor, ranks: Ranks, cores: Sequence[int] = (), close_log: Callable[[], None] | None = None
     ) -> None:
         self._inner, self._ranks, self._cores, self._close_log = inner, ranks, cores, close_log
+        self._bound: tuple[int, set[int]] | None = None
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step.
@@ -35,15 +38,26 @@ class RankedExecutor:
             LockstepDrift: a rank has planned another step.
         """
         if self._cores:
-            # Of this thread alone, and of those that it starts: other threads of the process may run anywhere.
-            os.sched_setaffinity(0, self._cores)
-            self._cores = ()
+            self._bind()
         try:
             if self._ranks.failure is not None:
                 raise self._ranks.failure
             return self._inner.execute(plan)
         except BaseException as error:
             raise self.failure_of(error) from error
+
+    def _bind(self) -> None:
+        """Keep this thread, and those that it starts, on the rank's cores; others of the process may run anywhere."""
+        self._bound = threading.get_native_id(), os.sched_getaffinity(0)
+        os.sched_setaffinity(0, self._cores)
+        self._cores = ()
+
+    def _unbind(self) -> None:
+        """Let the thread run where it could before: its next engine's ranks inherit that."""
+        if self._bound is not None:
+            thread_id, cores = self._bound
+            with suppress(OSError):  # it may have ended
+                os.sched_setaffinity(thread_id, cores)
 
     def failure_of(self, error: BaseException) -> BaseException:
         """Return the error with which no rank can go on; other interruptions end the ranks, and stay what they are."""
@@ -67,6 +81,7 @@ class RankedExecutor:
         except RankFailed as error:
             self._ranks.fail(error)
         finally:
+            self._unbind()
             self._inner.close()
             self._ranks.close()
 

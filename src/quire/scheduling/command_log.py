@@ -9,6 +9,7 @@ to differ.
  ["add", REQUEST]                 Scheduler.add
  ["abort", REQUEST_ID, REASON]    Scheduler.abort
  ["rates", CHUNK, COPY, PREFILL]  chunk_tokens and preemption.rates, which come from measured times
+ ["drafts", IS_MEASURING, [COST, ...]]  what an adaptive drafter goes by, from measured times as well
  ["known", REQUEST_ID, COUNT]     prompt positions whose log probabilities are known, which limit its hits
  ["plan", TICK]                   Scheduler.plan
  ["digest", TICK, DIGEST]         digest of that plan and of the block tables after it
@@ -29,6 +30,7 @@ from collections.abc import Sequence as Seq
 from hashlib import blake2b
 from typing import Any, Final
 
+from quire.decoding.speculation import AdaptiveDrafter
 from quire.errors import LockstepDrift
 from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, ScheduledSequence, StepPlan
 from quire.scheduling.preemption import TransferRates
@@ -68,6 +70,7 @@ class LoggedScheduler:
             _send=send,
             _pending=[],
             _rates=None,
+            _draft_costs=None,
             _known={},
             _plan=None,
             _digest_interval=digest_interval,
@@ -105,6 +108,11 @@ class LoggedScheduler:
         if measured != self._rates:
             vars(self)["_rates"] = measured
             self._pending.append(["rates", *measured])
+        if isinstance(inner.drafter, AdaptiveDrafter):
+            costs = inner.drafter.is_measuring, list(inner.drafter.step_costs)
+            if costs != self._draft_costs:
+                vars(self)["_draft_costs"] = costs
+                self._pending.append(["drafts", *costs])
         for request_id, count in list(self._known.items()):
             request = inner.requests.get(request_id)
             if request is None:
@@ -213,6 +221,9 @@ class CommandReplay:
                 case "rates":
                     scheduler.chunk_tokens = given[0]
                     scheduler.preemption.rates = TransferRates(*given[1:])
+                case "drafts":
+                    assert isinstance(scheduler.drafter, AdaptiveDrafter)
+                    scheduler.drafter.is_measuring, scheduler.drafter.step_costs = given
                 case "known":
                     scheduler.requests[given[0]].num_known_prompt_logprobs = given[1]
                 case "stop":
