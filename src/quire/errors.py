@@ -268,7 +268,7 @@ class RankFailed(WorkerError):
 
     Args:
         rank: number of the rank.
-        why: what happened to it.
+        why: description of what happened to it.
     """
 
     def __init__(self, rank: int, why: str) -> None:

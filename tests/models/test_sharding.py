@@ -56,7 +56,10 @@ class RankedRun(PagedRun):
 
         def ranked(hidden: torch.Tensor) -> torch.Tensor:
             if group.rank == 0:
+                likeliest = decoder.likeliest(hidden)
                 found = logits(hidden)
+                assert likeliest is not None
+                assert all(map(torch.equal, likeliest, found.max(-1)))
                 group.send_commands(b"results")
                 return found
             serve_head()

@@ -87,7 +87,7 @@ class GlooTransport:
         try:
             start().wait()
         except RuntimeError as error:
-            # Which rank it was is known from the closed connection of its control link.
+            # The links know which rank it was, by its closed connection.
             raise RankFailed(-1, f"cannot be reached ({' '.join(str(error).split())[:120]})") from error
 
     def fail(self, rank: int) -> None:

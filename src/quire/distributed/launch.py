@@ -39,7 +39,7 @@ def start_ranks(config: ParallelConfig, options: dict[str, Any], program: str) -
 
     Args:
         config: options of the ranks.
-        options: what the other ranks are told, a JSON value.
+        options: a JSON value for the other ranks.
         program: function of the other ranks as "module:function"; its arguments are its rank, the number of ranks, and
             the descriptors of its connection and of shared memory, -1 for none.
 

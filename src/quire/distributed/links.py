@@ -46,9 +46,9 @@ class RankLinks:
         rank: int,
         sockets: Mapping[int, socket.socket],
         describe: Callable[[int], str] = lambda _: "has ended",
-        on_failure: Callable[[WorkerError], None] | None = None,
+        on_failure: Callable[[WorkerError | ConfigError], None] | None = None,
     ) -> None:
-        self.failure: WorkerError | None = None
+        self.failure: WorkerError | ConfigError | None = None
         self.on_failure = on_failure
         self._rank, self._sockets, self._describe = rank, dict(sockets), describe
         self._facts: dict[int, queue.SimpleQueue[Any]] = {each: queue.SimpleQueue() for each in sockets}
@@ -69,6 +69,7 @@ class RankLinks:
 
         Raises:
             WorkerError: a rank has failed, or did not answer in time.
+            ConfigError: a rank cannot load the model.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -86,7 +87,7 @@ class RankLinks:
         if self.failure is not None:
             raise self.failure
 
-    def wait_for_failure(self, timeout_s: float) -> WorkerError | None:
+    def wait_for_failure(self, timeout_s: float) -> WorkerError | ConfigError | None:
         """Return the error of a rank that has failed; None where none has within some time."""
         self._failed.wait(timeout_s)
         return self.failure
@@ -96,7 +97,7 @@ class RankLinks:
         for rank in self._sockets:
             self._send(rank, {"error": error_to_json(error), "rank": self._rank})
 
-    def fail(self, error: WorkerError) -> None:
+    def fail(self, error: WorkerError | ConfigError) -> None:
         """Record that a rank has failed, and tell others; the first failure counts."""
         with self._lock:
             if self.failure is not None or self._is_closing:
@@ -169,7 +170,7 @@ class RankLinks:
             return
         error = error_from_json(message["error"])
         failed_rank = message.get("rank")
-        if not isinstance(error, WorkerError):
+        if not isinstance(error, WorkerError | ConfigError):
             error = RankFailed(rank if failed_rank is None else failed_rank, f"failed: {error}")
             error.__cause__ = error_from_json(message["error"])
         self.fail(error)

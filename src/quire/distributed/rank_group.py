@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from quire.distributed.transport import Transport
 
 # Kinds of messages of rank 0. What follows begins at a multiple of the size of any value.
-COMMANDS, ROWS = 0, 1
+COMMANDS, ROWS, LIKELIEST = 0, 1, 2
 HEADER_BYTES: Final = 8
 
 
@@ -55,17 +55,53 @@ class RankGroup:
         assert whole is not None
         return whole
 
+    def likeliest(
+        self, hidden: Tensor, logits: Callable[[Tensor], Tensor], widths: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the greatest logit of each row of hidden states [R, E], and its column: [R] of float32 and of int64.
+
+        As `head`, but each rank looks through its own columns. Of equal logits the first is taken.
+
+        Args:
+            hidden: rows.
+            logits: function that returns the logits of this rank's columns, float32.
+            widths: number of columns of each rank.
+        """
+        assert self.rank == 0, "rank 0 alone draws tokens"
+        rows = hidden.contiguous()
+        self._send(LIKELIEST, rows.view(torch.uint8).flatten())
+        pairs = self._gather_likeliest(logits(rows), widths)
+        assert pairs is not None
+        best, rank = pairs[:, ::2].max(-1)
+        columns = pairs[:, 1::2].view(torch.int32).gather(1, rank[:, None])[:, 0]
+        return best, columns.long()
+
+    def _gather_likeliest(self, logits: Tensor, widths: Sequence[int]) -> Tensor | None:
+        """Return the greatest logit and the bits of its column for each rank, [R, 2 * size], on rank 0."""
+        values, columns = logits.max(-1)
+        columns += sum(widths[: self.rank])
+        pairs = torch.stack((values, columns.int().view(torch.float32)), 1)
+        return self.transport.gather(pairs, [2] * self.size)
+
     def serve_head(
-        self, width: int, dtype: torch.dtype, product: Callable[[Tensor], Tensor], widths: Sequence[int]
+        self,
+        width: int,
+        dtype: torch.dtype,
+        product: Callable[[Tensor], Tensor],
+        logits: Callable[[Tensor], Tensor],
+        widths: Sequence[int],
     ) -> None:
-        """Compute this rank's columns for rows of rank 0, until it sends commands."""
+        """Compute this rank's columns for rows of rank 0, until it sends commands; see `head` and `likeliest`."""
         while True:
             message = self.transport.receive()
-            if message[0] != ROWS:
+            if message[0] == COMMANDS:
                 self._commands = _content(message)
                 return
             rows = message[HEADER_BYTES:].view(dtype).view(-1, width)
-            self.transport.gather(product(rows).contiguous(), widths)
+            if message[0] == ROWS:
+                self.transport.gather(product(rows).contiguous(), widths)
+            else:
+                self._gather_likeliest(logits(rows), widths)
 
     # ---- commands ----
 

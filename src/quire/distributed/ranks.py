@@ -14,7 +14,7 @@ from typing import Final
 from quire.config import Machine
 from quire.distributed.links import LEADER, RankLinks
 from quire.distributed.rank_group import RankGroup
-from quire.errors import RankFailed, WorkerError
+from quire.errors import ConfigError, RankFailed, WorkerError
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class Ranks:
         self.rank, self.size = group.rank, group.size
         self.num_local = num_local
         self._local_rank, self._processes = local_rank, tuple(processes)
-        self._on_failure: Callable[[WorkerError], None] | None = None
+        self._on_failure: Callable[[WorkerError | ConfigError], None] | None = None
         self._is_ending = self._is_closed = False
         links.on_failure = self._fail_group
         if links.failure is not None:
@@ -66,7 +66,7 @@ class Ranks:
         return tuple(process.pid for process in self._processes)
 
     @property
-    def failure(self) -> WorkerError | None:
+    def failure(self) -> WorkerError | ConfigError | None:
         """Error of the first rank that failed."""
         return self.links.failure
 
@@ -125,13 +125,13 @@ class Ranks:
 
     # ---- failures ----
 
-    def on_failure(self, call: Callable[[WorkerError], None]) -> None:
+    def on_failure(self, call: Callable[[WorkerError | ConfigError], None]) -> None:
         """Have a function called, in another thread, when a rank fails; at once where one has."""
         self._on_failure = call
         if self.failure is not None:
             call(self.failure)
 
-    def cause_of(self, error: BaseException) -> WorkerError:
+    def cause_of(self, error: BaseException) -> WorkerError | ConfigError:
         """Return the error of the rank because of which an operation failed here; none can go on.
 
         Args:
@@ -149,11 +149,11 @@ class Ranks:
         self.fail(failure)
         return failure
 
-    def fail(self, error: WorkerError) -> None:
+    def fail(self, error: WorkerError | ConfigError) -> None:
         """Record that a rank cannot go on, and end the waits of all."""
         self.links.fail(error)
 
-    def _fail_group(self, error: WorkerError) -> None:
+    def _fail_group(self, error: WorkerError | ConfigError) -> None:
         logger.error("%s", error)
         self.group.transport.fail(error.rank if isinstance(error, RankFailed) else self.rank)
         if self._on_failure is not None:

@@ -29,7 +29,7 @@ class Transport(Protocol):
 
         Args:
             x: contiguous; may be overwritten.
-            residual: of the same shape and dtype, contiguous, and the same on all ranks.
+            residual: tensor of the same shape and dtype, contiguous, with the same bits on all ranks.
         """
 
     def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor | None:

@@ -238,9 +238,23 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [R, V], float32, of hidden states [R, E]; of ranks, on the first one."""
-        product = (
-            self._product(hidden) if self._ranks is None else self._ranks.head(hidden, self._product, self._widths)
-        )
+        ranks = self._ranks
+        product = self._product(hidden) if ranks is None else ranks.head(hidden, self._product, self._widths)
+        return self._as_logits(product)
+
+    def likeliest(self, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the greatest logit [R] of each row of `hidden` [R, E] and its token [R]; each rank looks for its own.
+
+        None without ranks, whose logits are there as a whole.
+        """
+        return None if self._ranks is None else self._ranks.likeliest(hidden, self._own_logits, self._widths)
+
+    def _own_logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of this rank's columns."""
+        return self._as_logits(self._product(hidden))
+
+    def _as_logits(self, product: Tensor) -> Tensor:
+        """Return the head's product in float32, with the model's factor and cap."""
         logits = product.float()
         if self.spec.logit_scale != 1.0:
             logits *= self.spec.logit_scale
@@ -255,7 +269,7 @@ class Decoder:
     def serve_head(self) -> None:
         """Take part in the logits of other rows that the first rank asks for, until it sends commands again."""
         assert self._ranks is not None, "one process has all logits"
-        self._ranks.serve_head(self.spec.width, self.dtype, self._product, self._widths)
+        self._ranks.serve_head(self.spec.width, self.dtype, self._product, self._own_logits, self._widths)
 
     def _product(self, hidden: Tensor) -> Tensor:
         """Return the head's product [R, V] of hidden states [R, E]; of ranks, the columns of this one."""

@@ -10,6 +10,11 @@ from quire.distributed.ranks import Ranks
 from quire.distributed.torchrun import join_torchrun, torchrun_place
 from quire.execution.executor import Executor
 from quire.execution.ranked_executor import RankedExecutor
+from quire.models.checkpoint import Checkpoint
+from quire.models.families import build
+from quire.models.families.encoders import find_encoder
+from quire.models.quantization_config import without_quantization
+from quire.models.sharding import Share, shard_spec
 from quire.scheduling.command_log import LoggedScheduler
 from quire.scheduling.scheduler import Scheduler
 
@@ -28,10 +33,23 @@ def start(config: EngineConfig) -> Ranks | None:
     """
     if config.parallel.tensor_parallel_size == 1:
         return None
+    check_shared(config)
     place = torchrun_place(config.parallel)
     if place is not None:
         return join_torchrun(config.parallel, place)
     return start_ranks(config.parallel, config.to_options(), PROGRAM)
+
+
+def check_shared(config: EngineConfig) -> None:
+    """Check that the ranks can share the model, before any of them starts.
+
+    Raises:
+        ConfigError: they cannot; the message names the layer, or what the model is.
+    """
+    checkpoint = Checkpoint.open(config.model.model, config.model.revision)
+    if find_encoder(checkpoint.config) is None:  # whose options are checked with it
+        spec, _ = build(without_quantization(checkpoint.config))
+        shard_spec(spec, Share(0, config.parallel.tensor_parallel_size))
 
 
 def lead(ranks: Ranks | None, scheduler: Scheduler, executor: Executor, num_threads: int) -> tuple[Scheduler, Executor]:

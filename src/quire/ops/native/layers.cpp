@@ -2,8 +2,8 @@
 // Python for each of them exceeds the running time of some.
 //
 // A layer consists of two halves over fixed buffers: norm, input projection, mixer, output projection with the
-// residual; then norm, and a gated perceptron or experts with the residual. Where ranks share the layers, each half ends
-// with the sum of what all ranks give.
+// residual; then norm, and a gated perceptron or experts with the residual. Where ranks share the layers, each half
+// ends with the sum of what all ranks give.
 #include "attention_plan.h"
 #include "experts.h"
 #include "linear_call.h"
