@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from quire.config.lora import LoRAConfig
     from quire.config.options import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+    from quire.config.parallel import ParallelConfig
     from quire.config.speculative import SpeculativeConfig
     from quire.decoding.strategies import Sampling
     from quire.engine.async_llm import AsyncEngineArgs, AsyncLLM, AsyncLLMEngine
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
         PromptTooLong,
         QueueFull,
         QuireError,
+        RankFailed,
         RequestError,
         RequestFailed,
         UnknownParameter,
@@ -81,11 +83,13 @@ __all__ = [
     "LoRARequest",
     "Logprob",
     "ModelConfig",
+    "ParallelConfig",
     "PinLimitReached",
     "PoolingParams",
     "PromptTooLong",
     "QueueFull",
     "QuireError",
+    "RankFailed",
     "RequestError",
     "RequestFailed",
     "RequestOutput",
@@ -112,6 +116,7 @@ __all__ = [
 _EXPORTS = {
     "config.lora": ("LoRAConfig",),
     "config.options": ("CacheConfig", "EngineConfig", "ModelConfig", "SchedulerConfig"),
+    "config.parallel": ("ParallelConfig",),
     "config.speculative": ("SpeculativeConfig",),
     "decoding.strategies": ("Sampling",),
     "engine.async_llm": ("AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine"),
@@ -135,6 +140,7 @@ _EXPORTS = {
         "PromptTooLong",
         "QueueFull",
         "QuireError",
+        "RankFailed",
         "RequestError",
         "RequestFailed",
         "UnknownParameter",

@@ -263,6 +263,24 @@ class EngineClosed(WorkerError):
     """A call of a closed engine; load another one."""
 
 
+class RankFailed(WorkerError):
+    """A rank of a model that several processes share has ended, or does not answer; no rank can go on.
+
+    Args:
+        rank: number of the rank.
+        why: description of what happened to it.
+    """
+
+    def __init__(self, rank: int, why: str) -> None:
+        super().__init__(f"rank {rank} {why}; all ranks of the model end")
+        self.rank = rank
+        self.why = why
+
+
+class LockstepDrift(WorkerError):
+    """A rank planned another step than rank 0, or has other block tables: a bug in Quire, never a user's mistake."""
+
+
 class InvariantViolation(QuireError):
     """A numbered invariant (M1 to M11, S1 to S6) does not hold: a bug in Quire, never a user's mistake.
 

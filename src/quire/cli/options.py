@@ -20,6 +20,7 @@ from quire.config import (
     CacheConfig,
     LoRAConfig,
     ModelConfig,
+    ParallelConfig,
     SchedulerConfig,
     SpeculativeConfig,
     checks,
@@ -38,17 +39,22 @@ SIZES = frozenset({"swap_space"})
 # Fields of one text or several.
 SEVERAL = frozenset({"served_model_name"})
 # Other names of flags, from vLLM.
-ALIASES = {"num_kv_blocks": ("--num-gpu-blocks-override",)}
+ALIASES = {
+    "num_kv_blocks": ("--num-gpu-blocks-override",),
+    "tensor_parallel_size": ("-tp",),
+    "distributed_timeout_s": ("--distributed-timeout-seconds",),
+}
 # Beginning of the parsed names of options that only vLLM has: a command may have one of the same name.
 FOREIGN = "foreign_"
 # Short forms of vLLM's flags.
-FOREIGN_SHORT = {"tensor_parallel_size": ("-tp",), "pipeline_parallel_size": ("-pp",), "data_parallel_size": ("-dp",)}
+FOREIGN_SHORT = {"pipeline_parallel_size": ("-pp",), "data_parallel_size": ("-dp",)}
 GROUPS = {
     ModelConfig: "model",
     CacheConfig: "cache",
     SchedulerConfig: "scheduler",
     SpeculativeConfig: "speculative",
     LoRAConfig: "adapter",
+    ParallelConfig: "parallel",
 }
 
 

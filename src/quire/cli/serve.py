@@ -277,6 +277,14 @@ def run(args: argparse.Namespace) -> int:
             field="allow_runtime_lora_updating",
         )
     check_files(engine_config)
+    if engine_config.parallel.tensor_parallel_size > 1:
+        from quire.distributed.torchrun import torchrun_place
+
+        place = torchrun_place(engine_config.parallel)
+        if place is not None and place.rank > 0:
+            from quire.engine.startup.loading import load
+
+            load(engine_config)  # the process ends there, with rank 0, which serves
     # The address comes before the engine, whose import takes seconds, and the model, which may take minutes.
     tls_context(server_config.ssl_certfile, server_config.ssl_keyfile)  # refuses unusable files early
     uds = server_config.uds

@@ -15,6 +15,7 @@ from quire.config.options import (
     SchedulerConfig,
     option_sections,
 )
+from quire.config.parallel import ParallelConfig
 from quire.config.probed import Machine, ModelFacts, StepCost
 from quire.config.resolved import (
     GIB,
@@ -41,6 +42,7 @@ __all__ = [
     "Machine",
     "ModelConfig",
     "ModelFacts",
+    "ParallelConfig",
     "Quantization",
     "ResolvedConfig",
     "SchedulerConfig",

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 Foreign = tuple[Iterable[Any] | None, str]
 
 _FLAGS: Final = (False, True)
-_ONE_DEVICE: Final = "an engine runs in one process, on one device"
+_ONE_DEVICE: Final = "an engine runs on one device; tensor_parallel_size shares its model among several processes"
 _NO_GRAPHS: Final = "there are no CUDA graphs and no compilation to configure"
 _CHUNKS: Final = "prompts are always computed in chunks; use max_num_batched_tokens and max_inter_token_ms"
 _NO_CODE: Final = "no code of a checkpoint is run; the architectures that run are built in"
@@ -61,7 +61,6 @@ OPTION_HINTS: Final[Mapping[str, Foreign]] = {
     "compilation_config": (None, _NO_GRAPHS),
     "cudagraph_capture_sizes": (None, _NO_GRAPHS),
     "max_seq_len_to_capture": (None, _NO_GRAPHS),
-    "tensor_parallel_size": ((1,), _ONE_DEVICE),
     "pipeline_parallel_size": ((1,), _ONE_DEVICE),
     "data_parallel_size": ((1,), _ONE_DEVICE),
     "decode_context_parallel_size": ((1,), _ONE_DEVICE),

@@ -19,6 +19,7 @@ from quire.config.checks import (
 )
 from quire.config.hints import drop_neutral, hint_for
 from quire.config.lora import LoRAConfig
+from quire.config.parallel import ParallelConfig, check_served_by_ranks
 from quire.config.speculative import SpeculativeConfig, flatten
 from quire.errors import ConfigError, shown
 
@@ -301,6 +302,7 @@ PARTS: Final[Mapping[str, Any]] = {
     "scheduler": SchedulerConfig,
     "speculative": SpeculativeConfig,
     "lora": LoRAConfig,
+    "parallel": ParallelConfig,
 }
 
 
@@ -313,6 +315,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
         if self.scheduler.preemption_mode == "swap" and not self.cache.swap_space:
@@ -321,6 +324,7 @@ class EngineConfig:
                 "'auto' or 'recompute'",
                 field="preemption_mode",
             )
+        check_served_by_ranks(self.to_options(), self.parallel.tensor_parallel_size)
         if self.lora.merged is not None:
             self._take_name_of(self.lora.merged[0])
 
@@ -334,6 +338,10 @@ class EngineConfig:
                 "it out; the name is that of lora_modules",
                 field="served_model_name",
             )
+
+    def to_options(self) -> dict[str, Any]:
+        """Return the flat options, with which `from_options` gives this configuration again."""
+        return {name: getattr(getattr(self, part), name) for name, part in option_sections().items()}
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from quire.config import ResolvedConfig
 from quire.decoding.speculation import AdaptiveDrafter
+from quire.distributed.ranks import Ranks
 from quire.engine.adapters import AdapterRegistry, acquire_adapter
 from quire.engine.control.step_recorder import StepRecorder
 from quire.engine.inputs.embeddings import EmbeddingsReader
@@ -58,6 +59,7 @@ class Engine:
         step_recorder: recorder of the duration of each step.
         block_lifetimes: lifetimes of sampled blocks; None where no share of them is sampled.
         adapters: loaded adapters; None without `enable_lora`.
+        ranks: ranks that share the model; None for one process.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.num_steps = 0
         self.adapters: AdapterRegistry | None = None
+        self.ranks: Ranks | None = None
         prompts = PromptReader(tokenizer, config.vocab_size, config.max_model_len, media_reader, config.is_encoder)
         self.pins = PrefixPins(config, scheduler.memory, prompts, cache_name)
         share = config.kv_cache_metrics_sample
@@ -204,9 +207,7 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         """Drop all cached prefixes, pinned ones included; running sequences keep their blocks."""
-        self.scheduler.memory.reset_prefix_cache()
-        if self.scheduler.drafter is not None:
-            self.scheduler.drafter.reset()
+        self.scheduler.reset_prefix_cache()
         if self._disk_prefetch is not None:
             self._disk_prefetch.reset()
 
@@ -299,6 +300,8 @@ class Engine:
 
     def _fail_step(self, plan: StepPlan, error: WorkerError) -> list[RequestOutput]:
         """End every request of a step that the data plane could not execute, and discard the blocks it was to write."""
+        if self.ranks is not None:
+            raise error  # the other ranks are in the middle of the step
         self._num_failures += 1
         if self._num_failures >= MAX_CONSECUTIVE_FAILURES:
             raise WorkerError(f"{self._num_failures} steps in a row failed; the last one: {error}") from error

@@ -45,7 +45,9 @@ class EngineThread:
         # Deltas that wait for those of the next step.
         self._held: list[tuple[Stream, Item]] = []
         self._pacer = DeltaPacer()
-        self._commands: queue.SimpleQueue[Stream | Abort | Call | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Stream | Abort | Call | WorkerError | None] = queue.SimpleQueue()
+        if engine.ranks is not None:
+            engine.ranks.on_failure(self._commands.put)
         self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
         self._thread.start()
 
@@ -121,6 +123,8 @@ class EngineThread:
             self.progress_s = time.monotonic()
             if command is None:
                 return False
+            if isinstance(command, WorkerError):
+                raise command
             if isinstance(command, Abort):
                 self._abort(command.stream)
             elif isinstance(command, Call):

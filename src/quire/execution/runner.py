@@ -19,7 +19,7 @@ from quire.execution.mtp_drafter import MTPDrafter
 from quire.execution.pooling import Pooler
 from quire.execution.sampling.beam_sampling import sample_apart, sample_beams
 from quire.execution.sampling.prompt_logprobs import with_prompt_logprobs
-from quire.execution.sampling.sampler import Sampler
+from quire.execution.sampling.sampler import Sampler, take_likeliest
 from quire.kvstore.disk_blocks import DiskBlocks
 from quire.memory.results import MemoryOps
 from quire.models.decoder import Decoder
@@ -126,6 +126,9 @@ class ModelRunner:
         hidden = self._decoder(batch.input_ids, batch.positions, batch.groups, self._storages, given, read, adapters)
         if isinstance(self._draft, MTPDrafter):
             self._draft.follow(items, hidden, given)
+        if self._decoder.is_follower:
+            self._decoder.serve_head()
+            return StepResult(plan.tick, ())
         if self._pooler.by_sequence:
             self._pooler.add_rows(items, batch.row_starts, hidden)
         sampled = hidden[end_rows(items, counts)] if reads_all else hidden
@@ -160,19 +163,31 @@ class ModelRunner:
         found: tuple[tuple[Candidate, ...], ...] = ()
         if not sampled:
             return [known.get(item.seq_id) or ItemResult(item.seq_id, ()) for item in items], found
-        logits = self._decoder.logits(hidden)
-        try:
-            if beams:
-                drawn, found = sample_beams(self._sampler, logits, sampled, beams)
-            else:
-                drawn = self._sampler.sample(logits, sampled)
-        except Exception:
-            logger.exception("sampling %d sequences at once failed; each is sampled by itself", len(sampled))
-            drawn, found = sample_apart(self._sampler, lambda rows: self._decoder.logits(hidden[rows]), sampled, beams)
+        drawn = None if beams else self._draw_likeliest(sampled, hidden)
+        if drawn is None:
+            drawn, found = self._draw(sampled, hidden, beams)
         if len(sampled) == len(items):
             return drawn, found
         known |= {result.seq_id: result for result in drawn}
         return [known.get(item.seq_id) or ItemResult(item.seq_id, ()) for item in items], found
+
+    def _draw_likeliest(self, sampled: Sequence[ScheduledSequence], hidden: torch.Tensor) -> list[ItemResult] | None:
+        """Return the likeliest tokens where ranks find them in parts of the logits, and nothing else is asked for."""
+        found = self._decoder.likeliest(hidden) if self._sampler.is_greedy(sampled) else None
+        return None if found is None else take_likeliest(*found, sampled)
+
+    def _draw(
+        self, sampled: Sequence[ScheduledSequence], hidden: torch.Tensor, beams: Sequence[BeamGroup]
+    ) -> tuple[list[ItemResult], tuple[tuple[Candidate, ...], ...]]:
+        """Draw from the logits of `hidden`; see `_sample`."""
+        logits = self._decoder.logits(hidden)
+        try:
+            if beams:
+                return sample_beams(self._sampler, logits, sampled, beams)
+            return self._sampler.sample(logits, sampled), ()
+        except Exception:
+            logger.exception("sampling %d sequences at once failed; each is sampled by itself", len(sampled))
+            return sample_apart(self._sampler, lambda rows: self._decoder.logits(hidden[rows]), sampled, beams)
 
 
 class InProcessExecutor:

@@ -10,19 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.distributed.rank_group import RankGroup
 from quire.models.blocks import GatedMLPBlock, OutputRows, SelectedRows
-from quire.models.embedding import TokenEmbedding
+from quire.models.embedding import RowsOfRanks, TokenEmbedding
 from quire.models.layers import Layer, input_kind, make_input, make_layer, packed_layers
 from quire.models.norms import Norm
 from quire.models.per_layer_inputs import PerLayerEmbedding
 from quire.models.projections import Projection
 from quire.models.rope import RotaryEmbedding, query_scales
+from quire.models.sharding import share_of
 from quire.models.spec import LayerGroup, ModelSpec
 from quire.models.weight_slots import WeightTable, nested
 from quire.ops.adapted_linear import StepAdapters
 from quire.ops.fused_layers import FusedLayers, FusesExperts, FusesLayers
 from quire.ops.interface import AttentionBatch, Ops, PagedKV, PagedStates, StateBatch
 from quire.ops.lora import LoraRows
+from quire.ops.native_ranks import SharedMemoryRanks
 
 
 class Decoder:
@@ -34,6 +37,8 @@ class Decoder:
         spec: specification of the model.
         ops: kernels.
         dtype: dtype of weights, hidden states and cache.
+        ranks: ranks that share the model, of which this is one; the layers of `spec` are this rank's then. None for
+            one process.
 
     Attributes:
         ops, spec, dtype, device: the arguments of these names.
@@ -42,15 +47,27 @@ class Decoder:
         merged_adapter: digest of the adapter that is merged into the weights; None for none.
     """
 
-    def __init__(self, spec: ModelSpec, *, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        ops: Ops,
+        dtype: torch.dtype,
+        device: torch.device,
+        ranks: RankGroup | None = None,
+    ) -> None:
         self.spec = spec
+        self._ranks = ranks
         self.ops = ops
         self.dtype = dtype
         self.device = device
         self.step_adapters = StepAdapters()
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
-        self._head = Projection(spec.width, spec.vocab_size, False, ops, min_bits=6)
-        self._embedding = TokenEmbedding(spec, self._head, ops)
+        first, end = share_of(ranks).vocabulary(spec.vocab_size)
+        self._widths = share_of(ranks).widths(spec.vocab_size)  # of the head, on each rank
+        self._head = Projection(spec.width, end - first, False, ops, min_bits=6)
+        self._embedding = TokenEmbedding(spec, self._head, ops, end - first)
+        self._look_up: Callable[[Tensor], Tensor] | None = None
         new_norm = partial(Norm, width=spec.width, ops=ops, dtype=dtype, device=device)
         self._norm = new_norm(spec.norm)
         # Inputs of mixers in a step: the step of a cache group, and for attention a rotation.
@@ -73,11 +90,11 @@ class Decoder:
         self._per_layer_inputs: PerLayerEmbedding | None = None
         if spec.per_layer_inputs is not None:
             shape = len(spec.layers), spec.width
-            self._per_layer_inputs = PerLayerEmbedding(spec.per_layer_inputs, *shape, ops, dtype, device)
+            self._per_layer_inputs = PerLayerEmbedding(spec.per_layer_inputs, *shape, ops, dtype, device, ranks)
             slots |= nested(per_layer_inputs=self._per_layer_inputs.slots)
         self._layers: list[Layer] = []
         for idx in range(len(spec.layers)):
-            layer, layer_slots = make_layer(spec, idx, self._inputs, new_norm, ops, dtype, device)
+            layer, layer_slots = make_layer(spec, idx, self._inputs, new_norm, ops, dtype, device, ranks)
             self._layers.append(layer)
             slots |= nested(**{f"layers.{idx}": layer_slots})
         self._fused: FusedLayers | None = None
@@ -101,6 +118,9 @@ class Decoder:
 
     def _fuse(self) -> None:
         """Have the backend run layers, the end of the model, or the experts of a layer by one call where it can."""
+        self._look_up = self._embedding.look_up
+        if self._ranks is not None:
+            self._look_up = RowsOfRanks(self._look_up, self.spec.vocab_size, self._ranks)
         if isinstance(self.ops, FusesLayers):
             self._fused = self._fuse_layers(self.ops)
             self._fused_head = self.ops.fuse_norm(self._norm.row_norm, self._head.run)
@@ -111,7 +131,10 @@ class Decoder:
 
     def _fuse_layers(self, ops: FusesLayers) -> FusedLayers | None:
         layers = packed_layers(self.spec, self._layers, self._inputs, list(self._rotations))
-        return None if layers is None else ops.fuse_layers(layers)
+        if layers is None or self._ranks is None:
+            return None if layers is None else ops.fuse_layers(layers)
+        transport = self._ranks.transport
+        return ops.fuse_layers(layers, transport) if isinstance(transport, SharedMemoryRanks) else None
 
     def fuse_adapted(self) -> None:
         """Have the backend run layers that take adapters by one call too, for steps with adapters."""
@@ -146,7 +169,8 @@ class Decoder:
         """
         if adapters is not None or self.step_adapters.all is not None:
             self.step_adapters.begin(adapters)
-        x = self._embedding.look_up(input_ids)
+        assert self._look_up is not None, "all weights are there"
+        x = self._look_up(input_ids)
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
         if given is not None:
@@ -215,10 +239,40 @@ class Decoder:
         return self._norm(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits [R, V], float32, of hidden states [R, E]."""
-        product = self._head.run(self._norm(hidden)) if self._fused_head is None else self._fused_head(hidden)
+        """Return the logits [R, V], float32, of hidden states [R, E]; of ranks, on the first one."""
+        ranks = self._ranks
+        product = self._product(hidden) if ranks is None else ranks.head(hidden, self._product, self._widths)
+        return self._as_logits(product)
+
+    def likeliest(self, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the greatest logit [R] of each row of `hidden` [R, E] and its token [R]; each rank looks for its own.
+
+        None without ranks, whose logits are there as a whole.
+        """
+        return None if self._ranks is None else self._ranks.likeliest(hidden, self._own_logits, self._widths)
+
+    def _own_logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of this rank's columns."""
+        return self._as_logits(self._product(hidden))
+
+    def _as_logits(self, product: Tensor) -> Tensor:
+        """Return the head's product in float32, with the model's factor and cap."""
         logits = product.float()
         if self.spec.logit_scale != 1.0:
             logits *= self.spec.logit_scale
         cap = self.spec.logit_cap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+    @property
+    def is_follower(self) -> bool:
+        """True on a rank whose tokens are drawn on rank 0."""
+        return self._ranks is not None and self._ranks.rank > 0
+
+    def serve_head(self) -> None:
+        """Take part in the logits of other rows that the first rank asks for, until it sends commands again."""
+        assert self._ranks is not None, "one process has all logits"
+        self._ranks.serve_head(self.spec.width, self.dtype, self._product, self._own_logits, self._widths)
+
+    def _product(self, hidden: Tensor) -> Tensor:
+        """Return the head's product [R, V] of hidden states [R, E]; of ranks, the columns of this one."""
+        return self._head.run(self._norm(hidden)) if self._fused_head is None else self._fused_head(hidden)

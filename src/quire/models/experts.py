@@ -79,7 +79,7 @@ class ExpertsBlock:
     @property
     def packed(self) -> RoutedExperts | None:
         """The block as fused layers take it; None where it does more."""
-        return self._routed if self._addition == ResidualAdd() and self._router_norm is None else None
+        return self._routed if self._addition.is_plain and self._router_norm is None else None
 
     @property
     def _routed(self) -> RoutedExperts:
@@ -104,7 +104,7 @@ class ExpertsBlock:
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
         """Add to `residual` [T, E] what the experts of each row make of `x` [T, E]."""
-        if self._addition == ResidualAdd():
+        if self._addition == ResidualAdd():  # experts add to it by themselves
             return self.mix(x, residual)
         return self._addition(self.mix(x), residual)
 
@@ -178,8 +178,9 @@ class MLPBesideExpertsBlock:
         ops: Ops,
         new_norm: Callable[[spec.RMSNorm], Norm],
     ) -> None:
-        self._addition = addition
-        self._mlp = GatedMLPBlock(ffn.mlp, width, ResidualAdd(), ops)
+        # Both outputs are whole before their norms.
+        self._addition, self._ranks = addition._replace(ranks=None), addition.ranks
+        self._mlp = GatedMLPBlock(ffn.mlp, width, ResidualAdd(ranks=addition.ranks), ops)
         self._experts = ExpertsBlock(ffn.experts, width, ResidualAdd(), ops, new_norm)
         self._mlp_norm, self._experts_input_norm, self._experts_norm = (new_norm(ffn.norm) for _ in range(3))
         self.fuse = self._experts.fuse
@@ -196,7 +197,8 @@ class MLPBesideExpertsBlock:
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
         """Add to `residual` [T, E] what the MLP makes of `x` [T, E], and experts of `residual`."""
         dense = self._mlp_norm(self._mlp(x, None))
-        sparse = self._experts_norm(self._experts.mix(self._experts_input_norm(residual), routed=residual))
+        mixed = self._experts.mix(self._experts_input_norm(residual), routed=residual)
+        sparse = self._experts_norm(mixed if self._ranks is None else self._ranks.all_reduce(mixed))
         return self._addition(dense.add_(sparse), residual)
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from quire.distributed.rank_group import RankGroup
 from quire.models.blocks import (
     AttentionBlock,
     AttentionInputs,
@@ -79,6 +80,7 @@ def make_layer(
     ops: Ops,
     dtype: torch.dtype,
     device: torch.device,
+    ranks: RankGroup | None = None,
 ) -> tuple[Layer, WeightSlots]:
     """Make a layer without weights, and the slots for these.
 
@@ -90,15 +92,16 @@ def make_layer(
         ops: kernels.
         dtype: dtype of the model.
         device: device of the weights.
+        ranks: ranks whose outputs of each half are summed; None for one.
     """
     layer, cache_positions = spec.layers[idx], spec.cache_positions[idx]
     additions = [
-        ResidualAdd(None if layer.post_norm is None else new_norm(layer.post_norm), scale)
+        ResidualAdd(None if layer.post_norm is None else new_norm(layer.post_norm), scale, ranks)
         for scale in (layer.mixer_scale, layer.ffn_scale)
     ]
     if isinstance(layer.mixer, Parallel):
         assert additions[0].norm is None, "mixers side by side are added as they are"
-        mixer_additions = [ResidualAdd(scale=additions[0].scale * scale) for scale in layer.mixer.scales]
+        mixer_additions = [ResidualAdd(scale=additions[0].scale * scale, ranks=ranks) for scale in layer.mixer.scales]
         names = [f"mixer.{part_idx}" for part_idx in range(len(layer.parts))]
     else:
         mixer_additions, names = additions[:1], ["mixer"]

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from quire.config import Quantization
+from quire.distributed.rank_group import RankGroup
 from quire.errors import ConfigError
 from quire.models.adapters.merging import read_merged
 from quire.models.adapters.slots import AdapterSlots
@@ -18,6 +19,7 @@ from quire.models.encoder import Encoder
 from quire.models.families import build
 from quire.models.families.encoders import build_encoder
 from quire.models.quantization_config import without_quantization
+from quire.models.sharding import shard_spec, share_of, splits_of
 from quire.models.sizes import check_sizes
 from quire.models.tensor_reader import TensorReader
 from quire.models.weights import load_weights
@@ -38,6 +40,7 @@ def load_decoder(
     wrap_ops: Callable[[Ops], Ops] | None = None,
     adapter: Path | None = None,
     max_lora_rank: int = 0,
+    ranks: RankGroup | None = None,
 ) -> Decoder:
     """Build the decoder that a checkpoint describes, and fill it.
 
@@ -52,10 +55,11 @@ def load_decoder(
             backend's own.
         adapter: folder of an adapter that is merged into the weights; None for none.
         max_lora_rank: largest rank of that.
+        ranks: ranks that share the model; this one reads its own parts of the weights. None for one process.
 
     Raises:
-        ConfigError: kernels, or weights, that cannot be had; or a model that cannot be computed deterministically, or
-            whose weights take no adapter.
+        ConfigError: kernels, or weights, that cannot be had; a model that ranks cannot share, that cannot be computed
+            deterministically, or whose weights take no adapter.
         UnsupportedModel: no family implements the architecture or one of its options.
         CheckpointError: a tensor or a field is missing or wrong.
     """
@@ -70,13 +74,18 @@ def load_decoder(
     ops = make_ops(torch_device, kernels, quantization, weight_packing, deterministic)
     if wrap_ops is not None:
         ops = wrap_ops(ops)
-    decoder = Decoder(spec, ops=ops, dtype=dtype, device=torch_device)
+    splits = None
+    if ranks is not None:
+        share = share_of(ranks)
+        splits, spec = splits_of(spec, share), shard_spec(spec, share)
+    decoder = Decoder(spec, ops=ops, dtype=dtype, device=torch_device, ranks=ranks)
     merged = None
     if adapter is not None:
+        assert splits is None, "adapters are merged into whole weights"
         slots, row_count = decoder.weights.slots, _row_counter(checkpoint)
         merged = read_merged(adapter, checkpoint, slots, weight_map, row_count, max_lora_rank)
         decoder.merged_adapter = merged.digest
-    load_weights(checkpoint, weight_map, decoder, merged)
+    load_weights(checkpoint, weight_map, decoder, splits, merged)
     return decoder
 
 

@@ -9,9 +9,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from quire.distributed.rank_group import RankGroup
 from quire.models import spec
+from quire.models.embedding import RowsOfRanks
 from quire.models.norms import Norm
 from quire.models.projections import Projection, ResidualAdd, ResidualProjection
+from quire.models.sharding import share_of
 from quire.models.weight_slots import WeightSlot, WeightSlots, nested
 from quire.ops.interface import KeepsRows, Ops
 from quire.ops.quantized_weight import StoredWeight
@@ -24,6 +27,7 @@ class PerLayerEmbedding:
         inputs: the table and the norm of what is projected.
         num_layers: L.
         width: E.
+        ranks: ranks that divide the table's rows among them; None for one.
 
     Attributes:
         slots: "embedding", "projection" and "norm".
@@ -37,25 +41,30 @@ class PerLayerEmbedding:
         ops: Ops,
         dtype: torch.dtype,
         device: torch.device,
+        ranks: RankGroup | None = None,
     ) -> None:
         self._shape = num_layers, inputs.width
-        self._ops = ops
+        self._ops, self._ranks, self._vocab_size = ops, ranks, inputs.vocab_size
         self._look_up: Callable[[Tensor], Tensor]
         self._table_scale = torch.tensor(inputs.width**0.5, dtype=dtype).item()
         self._projection = Projection(width, num_layers * inputs.width, False, ops)
         self._projection_scale = width**-0.5
         self._norm = Norm(inputs.norm, inputs.width, ops, dtype, device)
-        shape = inputs.vocab_size, num_layers * inputs.width
+        first, end = share_of(ranks).vocabulary(inputs.vocab_size)
+        shape = end - first, num_layers * inputs.width
         table = WeightSlot(shape, self._fill_table, self._fill_stored_table)
         self.slots = nested(embedding={"weight": table}, projection=self._projection.slots, norm=self._norm.slots)
 
     def _fill_table(self, tensor: Tensor) -> None:
-        self._look_up = partial(self._ops.embedding, weight=tensor.clone())
+        self._put(partial(self._ops.embedding, weight=tensor.clone()))
 
     def _fill_stored_table(self, weight: StoredWeight) -> None:
         table = self._ops.pack_linear(weight)
         assert isinstance(table, KeepsRows)
-        self._look_up = table.rows
+        self._put(table.rows)
+
+    def _put(self, look_up: Callable[[Tensor], Tensor]) -> None:
+        self._look_up = look_up if self._ranks is None else RowsOfRanks(look_up, self._vocab_size, self._ranks)
 
     def __call__(self, input_ids: Tensor, x: Tensor) -> Tensor:
         """Return what the layers are told, [T, L, P].

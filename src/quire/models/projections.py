@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quire.distributed.rank_group import RankGroup
 from quire.models.norms import Norm
 from quire.models.weight_slots import AdaptedRows, WeightSlot, WeightSlots, nested
 from quire.ops.adapted_linear import AdaptedLinear
@@ -71,13 +72,24 @@ class ResidualAdd(NamedTuple):
     Args:
         norm: that it goes through first, if any.
         scale: that it is multiplied by.
+        ranks: ranks whose outputs are summed before that; None where the output is whole.
     """
 
     norm: Norm | None = None
     scale: float = 1.0
+    ranks: RankGroup | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """True where the output is added as it is."""
+        return self.norm is None and self.scale == 1.0
 
     def __call__(self, y: Tensor, residual: Tensor) -> Tensor:
         """Add the output `y` [T, E] to `residual` [T, E]."""
+        if self.ranks is not None:
+            if self.is_plain:
+                return self.ranks.all_reduce(y, residual)
+            y = self.ranks.all_reduce(y)
         return torch.add(residual, y if self.norm is None else self.norm(y), alpha=self.scale)
 
 
@@ -92,7 +104,7 @@ class ResidualProjection:
 
     def __init__(self, in_width: int, out_width: int, has_bias: bool, addition: ResidualAdd, ops: Ops) -> None:
         self._projection = Projection(in_width, out_width, has_bias, ops)
-        self._addition, self._is_plain = addition, addition == ResidualAdd()
+        self._addition, self._is_plain = addition, addition.is_plain
         self.slots: WeightSlots = self._projection.slots
         if addition.norm is not None:
             self.slots = self.slots | nested(norm=addition.norm.slots)
@@ -109,6 +121,10 @@ class ResidualProjection:
 
     def __call__(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """Add to `residual` [T, out], if there is one, what `x` [T, in] is projected to."""
-        if residual is None or self._is_plain:
+        ranks = self._addition.ranks
+        if ranks is None and (residual is None or self._is_plain):
             return self._projection.run(x, residual)
-        return self._addition(self._projection.run(x), residual)
+        product = self._projection.run(x)
+        if residual is None:
+            return product if ranks is None else ranks.all_reduce(product)
+        return self._addition(product, residual)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from quire.models.adapters.merging import MergedAdapter
 from quire.models.checkpoint import Checkpoint
 from quire.models.decoder import Decoder
 from quire.models.encoder import Encoder
+from quire.models.sharding import Split
 from quire.models.spec import WeightMap
 from quire.models.stored_quantization import LayerWeight
 from quire.models.tensor_reader import DTYPES, STORED_DTYPES, TensorReader, join_parts
@@ -61,7 +63,11 @@ def choose_dtype(option: str, checkpoint: Checkpoint) -> torch.dtype:
 
 
 def load_weights(
-    checkpoint: Checkpoint, weight_map: WeightMap, model: Decoder | Encoder, merged: MergedAdapter | None = None
+    checkpoint: Checkpoint,
+    weight_map: WeightMap,
+    model: Decoder | Encoder,
+    splits: Mapping[str, Split] | None = None,
+    merged: MergedAdapter | None = None,
 ) -> None:
     """Fill a model's parameters from a checkpoint.
 
@@ -72,20 +78,26 @@ def load_weights(
         checkpoint: the model's files.
         weight_map: parameter name -> names of the stored tensors that make it up, concatenated on dimension 0.
         model: model to fill; tensors of other dtypes than its parameters are cast.
-        merged: adapter that is added into the weights; None for none.
+        splits: parts of weights that the model takes; all others are taken whole, as all are where this is None.
+        merged: adapter that is added into whole weights; None for none.
 
     Raises:
         CheckpointError: a tensor is missing, of a wrong shape or dtype, or not all numbers; the message names it.
     """
-    shapes = model.weights.shapes()
+    shapes, splits = model.weights.shapes(), splits or {}
     weight_map = {name: tuple(checkpoint.sources_of(sources)) for name, sources in weight_map.items()}
     reader = TensorReader(checkpoint)
     for name, shape in shapes.items():
-        _check_parameter(checkpoint, reader, name, shape, weight_map[name])
+        whole = splits[name].whole_shape(shape) if name in splits else shape
+        _check_parameter(checkpoint, reader, name, whole, weight_map[name])
     _warn_of_unused(checkpoint, reader, weight_map)
     for name, shape in shapes.items():
         parts = [_as_rows(reader.read(source), len(shape)) for source in weight_map[name]]
-        for source, part in zip(weight_map[name], parts, strict=True):
+        if name in splits:
+            parts = splits[name].cut(parts, name)
+        # Parts of sources do not say which one they are of.
+        sources = weight_map[name] if len(parts) == len(weight_map[name]) else weight_map[name][:1] * len(parts)
+        for source, part in zip(sources, parts, strict=True):
             check_finite(checkpoint, source, part, most=MOST_BROKEN_ROWS if name == EMBEDDING else 0.0)
         dtype = model.weights.dtype(name)
         if merged is not None:

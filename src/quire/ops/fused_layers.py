@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from torch import Tensor
 
 from quire.ops.interface import AttentionBatch, HeadNorms, Linear, PagedKV, PagedStates, Rotation, StateBatch
+from quire.ops.native_ranks import SharedMemoryRanks
 from quire.ops.recurrent_weights import GatedDeltaNetWeights, ShortConvWeights
 
 
@@ -150,8 +151,15 @@ class FusedLayers(Protocol):
 class FusesLayers(Protocol):
     """A backend that runs the layers of a model by one call, and its end by another."""
 
-    def fuse_layers(self, layers: Sequence[PackedLayer]) -> FusedLayers | None:
-        """Return the fused layers; None where the backend computes some of their parts otherwise."""
+    def fuse_layers(
+        self, layers: Sequence[PackedLayer], ranks: SharedMemoryRanks | None = None, /
+    ) -> FusedLayers | None:
+        """Return the fused layers; None where the backend computes some of their parts otherwise.
+
+        Args:
+            layers: layers with their weights.
+            ranks: ranks whose outputs of each half are summed; None where those are whole.
+        """
 
     def fuse_norm(self, norm: RowNorm, linear: Linear) -> Callable[[Tensor], Tensor] | None:
         """Return a norm with the product of its result, [R, E] to [R, out], with the same bits; None as above."""

@@ -20,6 +20,7 @@ from quire.ops.native_attention import NativeStepAttention, reads_cache
 from quire.ops.native_layer_calls import layer_call, norm_scales
 from quire.ops.native_library import MAX_ROWS, TYPES, NativeLibrary
 from quire.ops.native_linear import NativeLinear
+from quire.ops.native_ranks import SharedMemoryRanks
 from quire.ops.native_states import NativeStepStates
 from quire.ops.native_structures import LayerCall
 
@@ -35,11 +36,18 @@ class NativeLayers:
         layers: layers whose projections are `NativeLinear`; the attention of a cache group has as many heads.
         ops: backend of the layers one by one.
         deterministic: see `NativeOps`.
+        ranks: ranks whose outputs of each half are summed; None where those are whole.
     """
 
     def __init__(
-        self, library: NativeLibrary, layers: Sequence[PackedLayer], ops: Ops, deterministic: bool = False
+        self,
+        library: NativeLibrary,
+        layers: Sequence[PackedLayer],
+        ops: Ops,
+        deterministic: bool = False,
+        ranks: SharedMemoryRanks | None = None,
     ) -> None:
+        self._ranks = ranks
         self._library, self._ops, self._is_deterministic = library, ops, deterministic
         self._layers = layers  # the structures point into their tensors
         self._calls = (LayerCall * len(layers))(*map(layer_call, layers))
@@ -59,6 +67,8 @@ class NativeLayers:
         num_rows = len(x)
         if not 0 < num_rows <= MAX_ROWS:
             return None
+        if self._ranks is not None and x.nbytes > self._ranks.call.slot_bytes:
+            return None
         # The steps live until the call has returned: the pointers are theirs.
         steps: list[NativeStepStates | NativeStepAttention] = []
         step_pointers = array("Q")
@@ -74,7 +84,7 @@ class NativeLayers:
         hidden, scratch = torch.empty_like(x), x.new_empty(num_rows, self._num_columns)
         first, row_bytes = scratch.data_ptr(), num_rows * x.itemsize
         buffers = array("Q", [*(first + row_bytes * start for start in self._starts), hidden.data_ptr()])
-        self._library.layers(
+        status = self._library.layers(
             TYPES[x.dtype],
             self._calls,
             len(self._calls),
@@ -83,7 +93,10 @@ class NativeLayers:
             rotation_pointers.buffer_info()[0],
             x.data_ptr(),
             buffers.buffer_info()[0],
+            None if self._ranks is None else self._ranks.call,
         )
+        if self._ranks is not None:
+            self._ranks.check(status)
         return hidden
 
 

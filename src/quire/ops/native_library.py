@@ -19,6 +19,7 @@ from torch import Tensor
 from quire.errors import ConfigError
 from quire.ops.interface import Activation
 from quire.ops.native_quantized import BlockRows, QuantizedKernels, UnpackedRows
+from quire.ops.native_ranks import RankGroupCall, RankKernels
 from quire.ops.native_structures import (
     Cache,
     ExpertsCall,
@@ -54,6 +55,7 @@ _POINTER, _INT, _BOOL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_bool
 _FLOAT = ctypes.c_float
 # Arguments of a product with a packed weight, and of a look-up of its rows, in every format of weights.
 _PRODUCT: Final = (_INT, _POINTER, _INT, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _POINTER)
+_LAYERS: Final = (_INT, _POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _POINTER)
 _LOOK_UP: Final = (_INT, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER)
 
 
@@ -133,6 +135,7 @@ class NativeLibrary:
         attend, plan_attention, free_attention_plan, tokens_read, gate, sigmoid_gate, prepare, rms_norm, layers,
             experts, short_conv, gated_delta_net, normed_linear: functions of the sources, there with `quire_` before.
         apply_token_bitmask: `quire_keep_tokens`.
+        ranks: operations of the ranks of one host.
         plain: the kernels of weights that are not rounded.
         weight_kernels: the kernels of each format of rounded weights.
         quantized: the kernels of stored quantised weights.
@@ -169,7 +172,8 @@ class NativeLibrary:
             library.quire_rms_norm, _INT, _POINTER, _INT, _INT, _POINTER, _FLOAT, _INT, _INT, _POINTER
         )
         self.sigmoid_gate = _typed(library.quire_sigmoid_gate, _INT, _POINTER, _POINTER, _INT, _INT, _POINTER)
-        self.layers = _typed(library.quire_layers, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _POINTER)
+        self.layers = _typed(library.quire_layers, *_LAYERS, ctypes.POINTER(RankGroupCall), returns=_INT)
+        self.ranks = RankKernels.of(library)
         states = ctypes.POINTER(StateRows), ctypes.POINTER(StateCache), _INT
         self.short_conv = _typed(
             library.quire_short_conv, _INT, *states, ctypes.POINTER(ShortConvCall), _POINTER, _POINTER

@@ -33,6 +33,7 @@ from quire.ops.native_layers import NativeLayers, NativeNormedLinear
 from quire.ops.native_library import ACTIVATIONS, TYPES, NativeLibrary
 from quire.ops.native_linear import ExactNativeLinear, NativeLinear
 from quire.ops.native_lora import NativeLoraLayer
+from quire.ops.native_ranks import SharedMemoryRanks
 from quire.ops.native_states import NativeStepStates
 from quire.ops.quantized_weight import StoredWeight
 from quire.ops.reordered import ReorderedLinear
@@ -214,11 +215,11 @@ class NativeOps:
             return self._torch.step_attention(batch, kv)
         return NativeStepAttention(self._library, batch, kv, self._is_deterministic)
 
-    def fuse_layers(self, layers: Sequence[PackedLayer]) -> NativeLayers | None:
+    def fuse_layers(self, layers: Sequence[PackedLayer], ranks: SharedMemoryRanks | None = None) -> NativeLayers | None:
         """Run the layers of steps of few rows in one call, where none of their products is torch's."""
         if not can_fuse(layers, is_deterministic=self._is_deterministic):
             return None
-        return NativeLayers(self._library, layers, self, self._is_deterministic)
+        return NativeLayers(self._library, layers, self, self._is_deterministic, ranks)
 
     def fuse_norm(self, norm: RowNorm, linear: Linear) -> NativeNormedLinear | None:
         """Norm and multiply in one call, where the product is not torch's."""

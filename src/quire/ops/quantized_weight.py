@@ -74,6 +74,16 @@ class QuantizedRows(NamedTuple):
         """Return some of the rows, by their indices."""
         return self.apply(lambda field: field[rows])
 
+    def columns(self, first: int, end: int) -> QuantizedRows:
+        """Return a range of the inputs, of whole groups."""
+        width = self.codes.shape[1]
+
+        def cut(field: Tensor) -> Tensor:
+            group = width // field.shape[1]
+            return field[:, first // group : end // group]
+
+        return self.apply(cut)
+
     def apply(self, function: Callable[[Tensor], Tensor]) -> QuantizedRows:
         """Return the results of a function of each tensor."""
         codes, scales, *others = self
@@ -123,6 +133,17 @@ class QuantizedWeight:
             blocks = blocks._replace(row_ids=index if blocks.row_ids is None else blocks.row_ids[index])
         return QuantizedWeight(
             self.form, (len(index), self.shape[1]), lambda part: read(index[part]), num_bytes, blocks
+        )
+
+    def columns(self, first: int, end: int) -> QuantizedWeight | None:
+        """Return the weight of a range of inputs; None where the range does not consist of whole groups."""
+        unit = SUPER_GROUP if self.form.scale == "two_level" else self.form.group
+        if first % unit or end % unit:
+            return None
+        num_rows, width = self.shape
+        num_bytes, read = self.num_bytes * (end - first) // width, self.read
+        return QuantizedWeight(
+            self.form, (num_rows, end - first), lambda rows: read(rows).columns(first, end), num_bytes
         )
 
     def dequantize(self, rows: slice | Tensor = slice(None)) -> Tensor:

@@ -289,6 +289,12 @@ class Scheduler:
         else:
             self.finish(sequence, FinishReason.STOP, stop)
 
+    def reset_prefix_cache(self) -> None:
+        """Drop all cached prefixes, and what drafts are made from; running sequences keep their blocks."""
+        self.memory.reset_prefix_cache()
+        if self.drafter is not None:
+            self.drafter.reset()
+
     def beams_of(self, group: BeamGroup) -> list[Sequence]:
         """Return the beams of a group; none where their request has ended."""
         return [self.sequences[seq_id] for seq_id in group.seq_ids if seq_id in self.sequences]

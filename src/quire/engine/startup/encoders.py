@@ -30,6 +30,7 @@ NEUTRAL: dict[str, Any] = {
     "deterministic": False,
     "enable_lora": False,
     "merge_lora": False,
+    "tensor_parallel_size": 1,
 }
 
 
@@ -65,7 +66,9 @@ def encoder_config(config: EngineConfig, checkpoint: Checkpoint, spec: EncoderSp
     """
     model, cache, scheduler = config.model, config.cache, config.scheduler
     for name, neutral in NEUTRAL.items():
-        part = next(each for each in (model, cache, config.speculative, config.lora) if hasattr(each, name))
+        part = next(
+            each for each in (model, cache, config.speculative, config.lora, config.parallel) if hasattr(each, name)
+        )
         if getattr(part, name) != neutral:
             raise ConfigError(
                 f"{name}={shown(getattr(part, name))} is for models that generate, and this one is an encoder without "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from quire.config import (
     resolve,
 )
 from quire.decoding.drafting import Drafter
+from quire.distributed.ranks import Ranks
 from quire.engine.engine import Engine
 from quire.engine.inputs.embeddings import EmbeddingsReader
 from quire.engine.kv.disk_prefetch import DiskPrefetcher
@@ -30,6 +32,7 @@ from quire.engine.startup.disk_cache import make_disk_prefetcher, open_disk
 from quire.engine.startup.encoders import encoder_config, open_encoder
 from quire.engine.startup.model_defaults import read_default_params, read_end_token_ids
 from quire.engine.startup.model_facts import cache_groups, model_facts, step_cost, stored_dtype
+from quire.engine.startup.ranks import lead, start
 from quire.engine.startup.speculation import load_draft, make_speculation
 from quire.engine.startup.wrappers import Wrappers
 from quire.errors import ConfigError, RequestError
@@ -81,21 +84,41 @@ class LoadedModel:
     pooling: PoolingConfig
 
 
-def load(config: EngineConfig, *, wrap: Wrappers | None = None) -> LoadedModel:
+def load(config: EngineConfig, *, wrap: Wrappers | None = None, ranks: Ranks | None = None) -> LoadedModel:
     """Load a model and build its engine; the KV memory is allocated last.
 
     Args:
         config: configuration of the engine.
         wrap: wrappers of the engine's parts, for measurements.
+        ranks: ranks that share the model, of which this process is one; None starts those of the configuration. Where
+            torchrun has started this process as another rank than 0, it ends here when rank 0 closes.
 
     Raises:
         ConfigError: an option or a checkpoint that cannot be honoured; the message names the fix.
     """
-    options, wrap = config.model, wrap or Wrappers()
+    with ExitStack() as stack:
+        if ranks is None:
+            ranks = start(config)
+            if ranks is not None and not ranks.is_leader:
+                # The same program runs on every rank; what comes after this call is rank 0's alone. That module
+                # imports this one.
+                from quire.engine.startup.rank_process import run
+
+                sys.exit(run(ranks, config))
+        if ranks is not None:
+            stack.callback(ranks.close)
+        loaded = _load(config, wrap or Wrappers(), ranks)
+        stack.pop_all()  # from here on the engine closes the ranks
+    return loaded
+
+
+def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None) -> LoadedModel:
+    """See `load`."""
+    options = config.model
     device, checkpoint = pick_device(options.device), Checkpoint.open(options.model, options.revision)
     tokenizer = _tokenizer(options, checkpoint)
     dtype = choose_dtype(options.dtype, checkpoint)
-    _prepare_process(options)
+    _prepare_process(options, ranks)
     model: Decoder | Encoder
     guide: Checkpoint | None = None
     draft: Decoder | None = None
@@ -103,13 +126,13 @@ def load(config: EngineConfig, *, wrap: Wrappers | None = None) -> LoadedModel:
         model = open_encoder(options, checkpoint, device, dtype, wrap.ops)
         config = encoder_config(config, checkpoint, model.spec, device)
     else:
-        model = wrap.decoder(_load_decoder(options, checkpoint, device, dtype, wrap.ops, lora=config.lora))
+        model = wrap.decoder(_load_decoder(options, checkpoint, device, dtype, wrap.ops, config.lora, ranks))
         load_decoder_of = partial(_load_decoder, options, device=device, dtype=dtype)
         guide, draft = load_draft(config, checkpoint, model, tokenizer, load_decoder_of)
     stored = stored_dtype(config, dtype)
     groups = [spec for each in (model, draft) if each for spec in cache_groups(config, each, stored)]
     step = step_cost(config, model, draft, device, stored)
-    machine, limit = probe(device), None
+    machine, limit = probe(device) if ranks is None else ranks.agree(partial(probe, device)), None
     if not isinstance(model, Encoder):
         config, limit = fit_context(config, groups, machine, model.spec.max_position, step)
     resolved = replace(resolve(config, machine, model_facts(config, model, groups, step, device)), fitted_from=limit)
@@ -134,10 +157,12 @@ def load(config: EngineConfig, *, wrap: Wrappers | None = None) -> LoadedModel:
         runner = _runner(model, draft, memory, resolved, dtype=dtype, stored=stored, disk=disk, grammars=cache)
         disk_prefetch = None if disk is None else make_disk_prefetcher(memory, disk, resolved, groups)
         speculation = make_speculation(config.speculative)
+        scheduler = _scheduler(resolved, memory, disk_prefetch, speculation)
+        scheduler, executor = lead(ranks, scheduler, InProcessExecutor(runner), resolved.num_threads)
         engine = Engine(
             resolved,
-            wrap.scheduler(_scheduler(resolved, memory, disk_prefetch, speculation)),
-            wrap.executor(InProcessExecutor(runner)),
+            wrap.scheduler(scheduler),
+            wrap.executor(executor),
             tokenizer,
             end_token_ids=ends,
             cache_name=":".join((name, str(dtype), stored, *filter(None, [options.quantization, merged]))),
@@ -147,7 +172,7 @@ def load(config: EngineConfig, *, wrap: Wrappers | None = None) -> LoadedModel:
             speculation=speculation,
             grammars=grammars,
         )
-        engine.requests.can_generate = pooling.has_head
+        engine.requests.can_generate, engine.ranks = pooling.has_head, ranks
         if not isinstance(model, Encoder):
             engine.adapters = load_adapters(config.lora, checkpoint, model, engine.scheduler.requests, name)
         # From here on the engine closes the disk.
@@ -186,9 +211,10 @@ def _template_of(tokenizer: Tokenizer, path: str) -> ChatTemplate:
     raise ConfigError(f"chat_template {path!r} does not use the variable messages", field="chat_template")
 
 
-def _prepare_process(options: ModelConfig) -> None:
+def _prepare_process(options: ModelConfig, ranks: Ranks | None) -> None:
     """Set the threads and the allocator of this process, before weights are loaded."""
-    torch.set_num_threads(options.num_threads or num_cores())
+    cores = num_cores()
+    torch.set_num_threads(options.num_threads or (cores if ranks is None else ranks.num_threads(cores)))
     use_huge_pages()
     keep_freed_memory()
 
@@ -200,6 +226,7 @@ def _load_decoder(
     dtype: torch.dtype,
     wrap_ops: Callable[[Ops], Ops] | None = None,
     lora: LoRAConfig | None = None,
+    ranks: Ranks | None = None,
 ) -> Decoder:
     """Load a decoder, with the adapter in its weights that `lora` merges."""
     merged = None if lora is None else lora.merged
@@ -215,6 +242,7 @@ def _load_decoder(
         wrap_ops=wrap_ops,
         adapter=None if merged is None else Path(merged[1]).expanduser(),
         max_lora_rank=0 if lora is None else lora.max_lora_rank,
+        ranks=None if ranks is None else ranks.group,
     )
     if merged is not None:
         logger.info("Adapter %s: merged into the weights from %s", *merged)

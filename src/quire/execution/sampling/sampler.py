@@ -100,9 +100,8 @@ class Sampler:
             logits: float32 [R, V], overwritten: the rows of each item's last token, and of the `num_draft` before it.
             items: those with `num_samples` of at least 1, in any order; no item's result depends on the others.
         """
-        special = self._special
-        if not any(item.num_samples > 1 or item.seq_id in special for item in items):
-            results = _take_likeliest(logits, items)
+        if self.is_greedy(items):
+            results = take_likeliest(*logits.max(-1), items)
             if results is not None:
                 return results
         states = [self.states[item.seq_id] for item in items]
@@ -116,6 +115,11 @@ class Sampler:
             drawn = sample_rows(logits, rows, self.keep)
             results = [one.result_of(item) for item, one in zip(items, drawn, strict=True)]
         return results if self._grammar_states is None else self._grammar_states.append(items, results)
+
+    def is_greedy(self, items: Iterable[ScheduledSequence]) -> bool:
+        """Say whether each item's tokens are the likeliest of its rows, and nothing else is asked for."""
+        special = self._special
+        return not any(item.num_samples > 1 or item.seq_id in special for item in items)
 
     def measures_prompts(self, items: Iterable[ScheduledSequence]) -> bool:
         """Say whether an item has prompt targets."""
@@ -136,15 +140,21 @@ class Sampler:
         return state.prompt_ids[item.start + 1 : end], state.params.prompt_logprobs or 0
 
 
-def _take_likeliest(logits: torch.Tensor, items: Sequence[ScheduledSequence]) -> list[ItemResult] | None:
-    """Return the likeliest token of each row, or None where the greatest logit of some row is not finite."""
-    greatest, chosen = logits.max(-1, keepdim=True)
-    if not all(map(isfinite, greatest.flatten().tolist())):
+def take_likeliest(
+    greatest: torch.Tensor, chosen: torch.Tensor, items: Sequence[ScheduledSequence]
+) -> list[ItemResult] | None:
+    """Return the likeliest token of each row, or None where the greatest logit of some row is not finite.
+
+    Args:
+        greatest: greatest logits, [R] of float32.
+        chosen: their tokens, [R] of int64.
+        items: see `Sampler.sample`.
+    """
+    if not all(map(isfinite, greatest.tolist())):
         return None
-    seq_ids = [item.seq_id for item in items]
-    if len(logits) == len(items):
-        return _plain_results(seq_ids, map(tuple, chosen.tolist()))
-    token_ids = chosen[:, 0].tolist()
+    seq_ids, token_ids = [item.seq_id for item in items], chosen.tolist()
+    if len(token_ids) == len(items):
+        return _plain_results(seq_ids, zip(token_ids, strict=True))
     ends = accumulate(1 + item.num_draft for item in items)
     return _plain_results(
         seq_ids,

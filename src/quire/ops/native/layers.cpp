@@ -2,11 +2,13 @@
 // Python for each of them exceeds the running time of some.
 //
 // A layer consists of two halves over fixed buffers: norm, input projection, mixer, output projection with the
-// residual; then norm, and a gated perceptron or experts with the residual.
+// residual; then norm, and a gated perceptron or experts with the residual. Where ranks share the layers, each half
+// ends with the sum of what all ranks give.
 #include "attention_plan.h"
 #include "experts.h"
 #include "linear_call.h"
 #include "parallel.h"
+#include "rank_group.h"
 #include "states.h"
 
 using quire::AttentionPlan;
@@ -93,6 +95,7 @@ struct Step {
   const GroupStep* groups;
   const Rotation* rotations;
   Buffers buffers;
+  quire::RankGroup* ranks;  // null where there is one rank
 
   void norm(const Norm& norm, const void* x, int64_t width) const {
     quire_rms_norm(int64_t(type), x, width, norm.type, norm.scales, float(norm.eps), num_rows, width, buffers.normed);
@@ -126,17 +129,39 @@ struct Step {
       quire_gated_delta_net(type, rows, cache, layer.layer_idx, layer.delta_net, buffers.product, buffers.normed);
   }
 
-  void run(const Layer& layer, const void* x) const {
-    norm(layer.mixer_norm, x, layer.input.width);
+  // Adds what `part(residual, output)` gives to `x`; of ranks, what all of them give.
+  template <typename Part>
+  quire::Status add(const void* x, int64_t width, void* output, Part part) const {
+    if (ranks == nullptr) {
+      part(x, output);
+      return 0;
+    }
+    quire::Status status = quire::begin(*ranks);
+    if (status != 0) return status;
+    part(nullptr, slot_of(*ranks, ranks->rank));
+    with_type(type, [&](auto* as) {
+      using T = std::remove_pointer_t<decltype(as)>;
+      status = quire::end_sum(*ranks, num_rows * width, static_cast<const T*>(x), static_cast<T*>(output));
+    });
+    return status;
+  }
+
+  quire::Status run(const Layer& layer, const void* x) const {
+    const int64_t width = layer.input.width;
+    norm(layer.mixer_norm, x, width);
     layer.input(type, buffers.normed, num_rows, nullptr, buffers.product);
     mix(layer);
-    layer.output(type, buffers.normed, num_rows, x, buffers.between);
-    norm(layer.ffn_norm, buffers.between, layer.input.width);
-    if (layer.experts != nullptr)
-      return quire_experts(type, layer.experts, num_rows, buffers.normed, buffers.normed, buffers.between,
-                           buffers.hidden);
-    layer.gate_up(type, buffers.normed, num_rows, nullptr, buffers.product);
-    layer.down(type, buffers.product, num_rows, buffers.between, buffers.hidden);
+    const quire::Status status = add(x, width, buffers.between, [&](const void* residual, void* output) {
+      layer.output(type, buffers.normed, num_rows, residual, output);
+    });
+    if (status != 0) return status;
+    norm(layer.ffn_norm, buffers.between, width);
+    return add(buffers.between, width, buffers.hidden, [&](const void* residual, void* output) {
+      if (layer.experts != nullptr)
+        return quire_experts(type, layer.experts, num_rows, buffers.normed, buffers.normed, residual, output);
+      layer.gate_up(type, buffers.normed, num_rows, nullptr, buffers.product);
+      layer.down(type, buffers.product, num_rows, residual, output);
+    });
   }
 };
 
@@ -152,13 +177,16 @@ QUIRE_EXPORT void quire_normed_linear(Type type, const Norm* norm, const Linear*
 }
 
 // Runs layers over hidden states `x` [num_rows, width] of a type. The threads stay together for all kernels.
-QUIRE_EXPORT void quire_layers(Type type, const Layer* layers, int64_t num_layers, int64_t num_rows,
-                               const GroupStep* groups, const Rotation* rotations, const void* x,
-                               const Buffers* buffers) {
-  const Step step{type, num_rows, groups, rotations, *buffers};
+// Returns the status of the ranks that share the layers, 0 where `ranks` is null.
+QUIRE_EXPORT int64_t quire_layers(Type type, const Layer* layers, int64_t num_layers, int64_t num_rows,
+                                  const GroupStep* groups, const Rotation* rotations, const void* x,
+                                  const Buffers* buffers, quire::RankGroup* ranks) {
+  const Step step{type, num_rows, groups, rotations, *buffers, ranks};
+  quire::Status status = 0;
   quire::together([&] {
     const void* from = x;
-    for (const Layer* layer = layers; layer < layers + num_layers; ++layer, from = buffers->hidden)
-      step.run(*layer, from);
+    for (const Layer* layer = layers; layer < layers + num_layers && status == 0; ++layer, from = buffers->hidden)
+      status = step.run(*layer, from);
   });
+  return status;
 }

@@ -1,0 +1,155 @@
+"""Starts the ranks of a model on this host, as processes that are connected to this one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+from quire.config import ParallelConfig
+from quire.distributed.links import LEADER, RankLinks
+from quire.distributed.rank_group import RankGroup
+from quire.distributed.ranks import Ranks
+from quire.distributed.shared_memory import SharedMemoryTransport, has_shared_memory, make_memory
+from quire.distributed.transport import Transport
+from quire.errors import ConfigError, WorkerError
+from quire.ops.native_library import NativeLibrary, find_library
+from quire.platform.host_probe import num_cores
+
+# Imports take seconds, on a busy machine a minute.
+START_TIMEOUT_S: Final = 300.0
+BOOT: Final = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from importlib import import_module; "
+    "module, _, function = sys.argv[2].partition(':'); "
+    "getattr(import_module(module), function)(*map(int, sys.argv[3:]))"
+)
+
+
+def start_ranks(config: ParallelConfig, options: dict[str, Any], program: str) -> Ranks:
+    """Start the other ranks of a model, of which this process is rank 0.
+
+    Args:
+        config: options of the ranks.
+        options: a JSON value for the other ranks.
+        program: function of the other ranks as "module:function"; its arguments are its rank, the number of ranks, and
+            the descriptors of its connection and of shared memory, -1 for none.
+
+    Raises:
+        ConfigError: the ranks cannot share memory, which was asked for.
+        WorkerError: a process does not start.
+    """
+    size = config.tensor_parallel_size
+    library = pick_library(config.all_reduce_backend)
+    memory = -1 if library is None else make_memory(library.ranks.page_bytes, size)
+    with ExitStack() as stack:
+        if memory >= 0:
+            stack.callback(os.close, memory)
+        folder = tempfile.mkdtemp(prefix="quire-ranks-")
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        sockets: dict[int, socket.socket] = {}
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(1, size):
+                sockets[rank], theirs = socket.socketpair()
+                with theirs:
+                    processes.append(_start(program, rank, size, theirs.fileno(), memory))
+        except OSError as error:
+            _kill(processes)
+            raise WorkerError(f"a rank does not start: {error.strerror or error}") from error
+        links = RankLinks(LEADER, sockets, lambda rank: describe_end(processes[rank - 1]))
+        try:
+            store = str(Path(folder) / "store")
+            setup = {"options": options, "timeout_s": config.distributed_timeout_s, "store": store}
+            for rank in sockets:
+                links.send_fact(rank, setup)
+            # Ranks answer when their imports are done: what comes before the first sum may take long.
+            for rank in sockets:
+                links.receive_fact(rank, START_TIMEOUT_S)
+            transport = make_transport(library, memory, LEADER, size, config.distributed_timeout_s, store)
+        except BaseException:
+            links.close()
+            _kill(processes)
+            raise
+    return Ranks(RankGroup(transport), links, size, LEADER, processes)
+
+
+def join_ranks(rank: int, size: int, connection: int, memory: int) -> tuple[Ranks, dict[str, Any]]:
+    """Connect a process that `start_ranks` has started; return the ranks, and what rank 0 tells."""
+    links = RankLinks(rank, {LEADER: socket.socket(fileno=connection)})
+    setup = links.receive_fact(LEADER, START_TIMEOUT_S)
+    library = find_library() if memory >= 0 else None
+    if isinstance(library, str):
+        raise WorkerError(f"rank {rank} has no native kernels: {library}")
+    links.send_fact(LEADER, "started")
+    transport = make_transport(library, memory, rank, size, setup["timeout_s"], setup["store"])
+    return Ranks(RankGroup(transport), links, size, rank), setup["options"]
+
+
+def pick_library(backend: str) -> NativeLibrary | None:
+    """Return the kernels for sums in shared memory; None for gloo.
+
+    Raises:
+        ConfigError: shared memory was asked for, and there is none, or no kernels.
+    """
+    if backend == "gloo":
+        return None
+    library = find_library()
+    why = library if isinstance(library, str) else None if has_shared_memory() else "this system has no memfd_create"
+    if why is None:
+        assert isinstance(library, NativeLibrary)
+        return library
+    if backend == "shared_memory":
+        raise ConfigError(f"all_reduce_backend 'shared_memory' cannot be had: {why}", field="all_reduce_backend")
+    return None
+
+
+def make_transport(
+    library: NativeLibrary | None, memory: int, rank: int, size: int, timeout_s: float, store: str
+) -> Transport:
+    """Return the transport of a rank of this host; gloo without a library."""
+    if library is not None:
+        return SharedMemoryTransport(library, os.dup(memory), rank, size, timeout_s, num_cores())
+    import torch.distributed as dist
+
+    from quire.distributed.gloo import GlooTransport
+
+    return GlooTransport(dist.FileStore(store, size), rank, size, timeout_s, "127.0.0.1")
+
+
+def describe_end(process: subprocess.Popen[bytes]) -> str:
+    """Say how a process has ended."""
+    try:
+        code = process.wait(1.0)
+    except subprocess.TimeoutExpired:
+        return f"(process {process.pid}) has closed its connection"
+    if code < 0:
+        return f"(process {process.pid}) was ended by {signal.Signals(-code).name}"
+    return f"(process {process.pid}) has ended with exit status {code}"
+
+
+def _start(program: str, rank: int, size: int, connection: int, memory: int) -> subprocess.Popen[bytes]:
+    numbers = map(str, (rank, size, connection, memory))
+    descriptors: Sequence[int] = [each for each in (connection, memory) if each >= 0]
+    # A session of its own, since rank 0 alone handles signals of the terminal.
+    return subprocess.Popen(
+        [sys.executable, "-c", BOOT, json.dumps([str(folder) for folder in sys.path]), program, *numbers],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        pass_fds=descriptors,
+        start_new_session=True,
+    )
+
+
+def _kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        process.kill()
+        process.wait()

@@ -1,0 +1,129 @@
+"""A group of ranks as the model and the engine use it: sums, logits, and the commands of rank 0."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from quire.distributed.transport import Transport
+
+# Kinds of messages of rank 0. What follows begins at a multiple of the size of any value.
+COMMANDS, ROWS, LIKELIEST = 0, 1, 2
+HEADER_BYTES: Final = 8
+
+
+class RankGroup:
+    """The ranks of a model.
+
+    Args:
+        transport: mover of numbers between them.
+
+    Attributes:
+        rank, size: number of this rank, and of ranks.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.rank, self.size = transport.rank, transport.size
+        self._commands: bytes | None = None
+
+    def all_reduce(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Return the sum of `x` over the ranks, and of `residual`; see `Transport`. `x` may be overwritten."""
+        return self.transport.all_reduce(x.contiguous(), None if residual is None else residual.contiguous())
+
+    # ---- the output head, whose columns are divided ----
+
+    def head(self, hidden: Tensor, product: Callable[[Tensor], Tensor], widths: Sequence[int]) -> Tensor:
+        """Return the product [R, sum of widths] of hidden states [R, E], of which each rank computes its columns.
+
+        It is called on rank 0, while the others are in `serve_head`: rows travel, so that these need not know which.
+
+        Args:
+            hidden: rows of all columns' product.
+            product: function that returns this rank's columns.
+            widths: number of columns of each rank.
+        """
+        assert self.rank == 0, "rank 0 alone has whole logits"
+        rows = hidden.contiguous()
+        self._send(ROWS, rows.view(torch.uint8).flatten() if rows.numel() else rows.new_empty(0, dtype=torch.uint8))
+        whole = self.transport.gather(product(rows).contiguous(), widths)
+        assert whole is not None
+        return whole
+
+    def likeliest(
+        self, hidden: Tensor, logits: Callable[[Tensor], Tensor], widths: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the greatest logit of each row of hidden states [R, E], and its column: [R] of float32 and of int64.
+
+        As `head`, but each rank looks through its own columns. Of equal logits the first is taken.
+
+        Args:
+            hidden: rows.
+            logits: function that returns the logits of this rank's columns, float32.
+            widths: number of columns of each rank.
+        """
+        assert self.rank == 0, "rank 0 alone draws tokens"
+        rows = hidden.contiguous()
+        self._send(LIKELIEST, rows.view(torch.uint8).flatten())
+        pairs = self._gather_likeliest(logits(rows), widths)
+        assert pairs is not None
+        best, rank = pairs[:, ::2].max(-1)
+        columns = pairs[:, 1::2].view(torch.int32).gather(1, rank[:, None])[:, 0]
+        return best, columns.long()
+
+    def _gather_likeliest(self, logits: Tensor, widths: Sequence[int]) -> Tensor | None:
+        """Return the greatest logit and the bits of its column for each rank, [R, 2 * size], on rank 0."""
+        values, columns = logits.max(-1)
+        columns += sum(widths[: self.rank])
+        pairs = torch.stack((values, columns.int().view(torch.float32)), 1)
+        return self.transport.gather(pairs, [2] * self.size)
+
+    def serve_head(
+        self,
+        width: int,
+        dtype: torch.dtype,
+        product: Callable[[Tensor], Tensor],
+        logits: Callable[[Tensor], Tensor],
+        widths: Sequence[int],
+    ) -> None:
+        """Compute this rank's columns for rows of rank 0, until it sends commands; see `head` and `likeliest`."""
+        while True:
+            message = self.transport.receive()
+            if message[0] == COMMANDS:
+                self._commands = _content(message)
+                return
+            rows = message[HEADER_BYTES:].view(dtype).view(-1, width)
+            if message[0] == ROWS:
+                self.transport.gather(product(rows).contiguous(), widths)
+            else:
+                self._gather_likeliest(logits(rows), widths)
+
+    # ---- commands ----
+
+    def send_commands(self, commands: bytes) -> None:
+        """Send commands from rank 0 to all others."""
+        self._send(COMMANDS, torch.frombuffer(bytearray(commands), dtype=torch.uint8))
+
+    def receive_commands(self) -> bytes:
+        """Return the next commands of rank 0."""
+        if self._commands is not None:
+            commands, self._commands = self._commands, None
+            return commands
+        message = self.transport.receive()
+        assert message[0] == COMMANDS, "rows come only while the others serve the head"
+        return _content(message)
+
+    def _send(self, kind: int, content: Tensor) -> None:
+        message = torch.empty(HEADER_BYTES + content.numel(), dtype=torch.uint8)
+        message[0] = kind
+        message[HEADER_BYTES:] = content
+        self.transport.send(message)
+
+
+def _content(message: Tensor) -> bytes:
+    return ctypes.string_at(message.data_ptr() + HEADER_BYTES, message.numel() - HEADER_BYTES)

@@ -1,0 +1,198 @@
+"""The ranks of a model as one process sees them: its group, its links to the others, and the processes it started."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Final
+
+from quire.config import Machine
+from quire.distributed.links import LEADER, RankLinks
+from quire.distributed.rank_group import RankGroup
+from quire.errors import ConfigError, RankFailed, WorkerError
+
+logger = logging.getLogger(__name__)
+
+# Time that a rank has to end by itself.
+END_TIMEOUT_S: Final = 10.0
+# Loading a model may take long; a rank that ends meanwhile is noticed at once.
+LOAD_TIMEOUT_S: Final = 3600.0
+# The end of a process is known some milliseconds after the wait for it has failed.
+CAUSE_TIMEOUT_S: Final = 2.0
+
+
+class Ranks:
+    """The ranks of a model.
+
+    Args:
+        group: the group, for the model.
+        links: connections to the other ranks.
+        num_local: number of ranks on this host.
+        local_rank: number of this rank on this host.
+        processes: processes that this one has started, by rank from 1 on.
+    """
+
+    def __init__(
+        self,
+        group: RankGroup,
+        links: RankLinks,
+        num_local: int,
+        local_rank: int,
+        processes: Sequence[subprocess.Popen[bytes]] = (),
+    ) -> None:
+        self.group, self.links = group, links
+        self.rank, self.size = group.rank, group.size
+        self.num_local = num_local
+        self._local_rank, self._processes = local_rank, tuple(processes)
+        self._on_failure: Callable[[WorkerError | ConfigError], None] | None = None
+        self._is_ending = self._is_closed = False
+        links.on_failure = self._fail_group
+        if links.failure is not None:
+            self._fail_group(links.failure)
+
+    @property
+    def is_leader(self) -> bool:
+        """True on rank 0, which runs the engine."""
+        return self.rank == LEADER
+
+    @property
+    def process_ids(self) -> tuple[int, ...]:
+        """Ids of the processes that this one has started."""
+        return tuple(process.pid for process in self._processes)
+
+    @property
+    def failure(self) -> WorkerError | ConfigError | None:
+        """Error of the first rank that failed."""
+        return self.links.failure
+
+    def num_threads(self, num_cores: int) -> int:
+        """Return the number of threads of a rank on a host of some cores."""
+        return max(1, num_cores // self.num_local)
+
+    def cores(self, num_threads: int) -> tuple[int, ...]:
+        """Return the cores of this rank's threads; none where ranks cannot have cores of their own."""
+        if not hasattr(os, "sched_getaffinity"):
+            return ()
+        cores = sorted(os.sched_getaffinity(0))
+        if num_threads * self.num_local > len(cores):
+            return ()
+        first = self._local_rank * num_threads
+        return tuple(cores[first : first + num_threads])
+
+    def agree(self, probe: Callable[[], Machine]) -> Machine:
+        """Return the machine as every rank sees it: the least memory, and the threads of a rank.
+
+        Args:
+            probe: function that returns the machine as this rank sees it; it is called when all ranks have loaded.
+
+        Raises:
+            WorkerError: a rank has failed.
+        """
+        if self.is_leader:
+            others = range(1, self.size)
+            for rank in others:
+                self.links.receive_fact(rank, LOAD_TIMEOUT_S)
+            for rank in others:
+                self.links.send_fact(rank, "measure")
+            machine = probe()
+            facts = [self.links.receive_fact(rank, LOAD_TIMEOUT_S) for rank in others]
+            least = min(machine.available_bytes // self.num_local, *facts)
+            for rank in others:
+                self.links.send_fact(rank, least)
+        else:
+            self.links.send_fact(LEADER, "loaded")
+            self.links.receive_fact(LEADER, LOAD_TIMEOUT_S)
+            machine = probe()
+            self.links.send_fact(LEADER, machine.available_bytes // self.num_local)
+            least = self.links.receive_fact(LEADER, LOAD_TIMEOUT_S)
+        return replace(machine, available_bytes=least, num_threads=self.num_threads(machine.num_threads))
+
+    def send_commands(self, commands: bytes) -> None:
+        """Send commands from rank 0 to all others.
+
+        Raises:
+            WorkerError: a rank has failed.
+        """
+        try:
+            self.group.send_commands(commands)
+        except RankFailed as error:
+            raise self.cause_of(error) from error
+
+    # ---- failures ----
+
+    def on_failure(self, call: Callable[[WorkerError | ConfigError], None]) -> None:
+        """Have a function called, in another thread, when a rank fails; at once where one has."""
+        self._on_failure = call
+        if self.failure is not None:
+            call(self.failure)
+
+    def cause_of(self, error: BaseException) -> WorkerError | ConfigError:
+        """Return the error of the rank because of which an operation failed here; none can go on.
+
+        Args:
+            error: error of the operation.
+        """
+        if isinstance(error, RankFailed):
+            # The wait has failed; who ended, and how, is known from the links.
+            found = self.links.wait_for_failure(CAUSE_TIMEOUT_S)
+            if found is not None:
+                return found
+            self.fail(error)
+            return error
+        why = f"failed: {type(error).__name__}: {error}"
+        failure = RankFailed(self.rank, why)
+        self.fail(failure)
+        return failure
+
+    def fail(self, error: WorkerError | ConfigError) -> None:
+        """Record that a rank cannot go on, and end the waits of all."""
+        self.links.fail(error)
+
+    def _fail_group(self, error: WorkerError | ConfigError) -> None:
+        logger.error("%s", error)
+        self.group.transport.fail(error.rank if isinstance(error, RankFailed) else self.rank)
+        if self._on_failure is not None:
+            self._on_failure(error)
+
+    # ---- the end ----
+
+    def expect_end(self) -> None:
+        """Expect the other ranks to end: rank 0 has said so, or is about to."""
+        self._is_ending = True
+        self.links.expect_end()
+
+    def close(self) -> None:
+        """Wait for the other ranks, end processes of this one that do not end, and close all connections.
+
+        Without `expect_end`, the closed connections end the others.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.links.expect_end()
+        if not self._is_ending or self.failure is not None:
+            self.links.close()
+        elif self.is_leader:
+            self.links.wait_for_end(END_TIMEOUT_S)
+        deadline = time.monotonic() + END_TIMEOUT_S
+        for process in self._processes:
+            try:
+                process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                logger.warning("process %d of a rank did not end, and is killed", process.pid)
+                process.kill()
+                process.wait()
+        self.links.close()
+        self.group.transport.close()
+
+
+def exit_soon(timeout_s: float, code: int) -> None:
+    """End this process after some time, whatever its threads wait for."""
+    timer = threading.Timer(timeout_s, os._exit, (code,))
+    timer.daemon = True
+    timer.start()

@@ -1,0 +1,122 @@
+"""Sums between the ranks of one host through memory that all of them map; see `ops/native/rank_group.h`."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from quire.errors import RankFailed
+from quire.ops.native_library import TYPES, NativeLibrary
+from quire.ops.native_ranks import RankGroupCall
+
+# Bytes of a slot. More than the rows of a decode step, and few enough that a prompt's rows stay in the cache meanwhile.
+SLOT_BYTES: Final = 1 << 22
+MAX_RANKS: Final = 64
+# Polling before a wait sleeps. Ranks that have a core each arrive within some microseconds of each other.
+SPIN_US: Final = 300
+# Time after which `receive` looks whether rank 0 is still there.
+LOOK_US: Final = 500_000
+
+
+def has_shared_memory() -> bool:
+    """Return whether this system has anonymous files, which ranks can map."""
+    return sys.platform == "linux" and hasattr(os, "memfd_create")
+
+
+def make_memory(kernels_page_bytes: int, size: int) -> int:
+    """Return the descriptor of new memory for a group of ranks; it is all zeros, and takes room as it is used."""
+    descriptor = os.memfd_create("quire-ranks", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, kernels_page_bytes + size * 2 * SLOT_BYTES)
+    return descriptor
+
+
+class SharedMemoryTransport:
+    """A rank's part of a group on one host.
+
+    Args:
+        library: compiled kernels.
+        descriptor: memory of `make_memory`; closed here.
+        rank: number of this rank.
+        size: number of ranks.
+        timeout_s: time within which a rank that lives must take part in an operation.
+        num_cores: number of cores of this host; ranks that have none of their own do not poll.
+
+    Attributes:
+        call: the group as native calls take it.
+    """
+
+    name = "shared memory"
+
+    def __init__(
+        self, library: NativeLibrary, descriptor: int, rank: int, size: int, timeout_s: float, num_cores: int
+    ) -> None:
+        self.rank, self.size = rank, size
+        self._kernels = library.ranks
+        length = self._kernels.page_bytes + size * 2 * SLOT_BYTES
+        self._memory = mmap.mmap(descriptor, length)
+        os.close(descriptor)
+        # The buffer keeps the memory mapped.
+        self._buffer = (ctypes.c_char * length).from_buffer(self._memory)
+        address = ctypes.addressof(self._buffer)
+        self.call = RankGroupCall(
+            page=address,
+            slots=address + self._kernels.page_bytes,
+            rank=rank,
+            size=size,
+            slot_bytes=SLOT_BYTES,
+            turn=0,
+            spin_us=SPIN_US if size <= num_cores else 0,
+            timeout_us=int(timeout_s * 1e6),
+        )
+
+    def all_reduce(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """See `Transport`."""
+        pointer = None if residual is None else residual.data_ptr()
+        self.check(self._kernels.all_reduce(self.call, TYPES[x.dtype], x.data_ptr(), pointer, x.numel(), x.data_ptr()))
+        return x
+
+    def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor | None:
+        """See `Transport`."""
+        whole = part.new_empty(len(part), sum(widths)) if self.rank == 0 else None
+        num_bytes = (ctypes.c_int64 * self.size)(*(width * part.itemsize for width in widths))
+        pointer = None if whole is None else whole.data_ptr()
+        self.check(self._kernels.gather(self.call, part.data_ptr(), len(part), num_bytes, pointer))
+        return whole
+
+    def send(self, message: Tensor) -> None:
+        """See `Transport`."""
+        self.check(self._kernels.send(self.call, message.data_ptr(), message.numel()))
+
+    def receive(self) -> Tensor:
+        """See `Transport`."""
+        length = ctypes.c_int64()
+        while True:
+            status = self._kernels.wait(self.call, LOOK_US, length)
+            if status >= 0:  # otherwise rank 0 has nothing to say yet; a failure is a status above 0
+                break
+        self.check(status)
+        message = torch.empty(length.value, dtype=torch.uint8)
+        self.check(self._kernels.receive(self.call, message.data_ptr(), length.value))
+        return message
+
+    def check(self, status: int) -> None:
+        """Raise the error of a status."""
+        if status > 0:
+            raise RankFailed(status - 1, "has ended")
+        if status < 0:
+            self.fail(-1 - status)
+            raise RankFailed(-1 - status, f"did not answer within {self.call.timeout_us / 1e6:g} s")
+
+    def fail(self, rank: int) -> None:
+        """See `Transport`."""
+        self._kernels.fail(self.call, rank)
+
+    def close(self) -> None:
+        """Do nothing: the memory goes with this object, as native calls may still hold its address."""

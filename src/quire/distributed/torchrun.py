@@ -1,0 +1,198 @@
+"""Ranks that torchrun has started, on one host or several: they find each other by its variables and its store."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from quire.config import ParallelConfig
+from quire.distributed.launch import pick_library
+from quire.distributed.links import LEADER, RankLinks
+from quire.distributed.rank_group import RankGroup
+from quire.distributed.ranks import Ranks
+from quire.distributed.shared_memory import SharedMemoryTransport, make_memory
+from quire.distributed.transport import Transport
+from quire.errors import ConfigError, RankFailed, WorkerError
+from quire.platform.host_probe import num_cores
+
+# Time for all ranks to find each other.
+RENDEZVOUS_TIMEOUT_S: Final = 300.0
+VARIABLES: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+TOKEN_BYTES: Final = 32
+# A host that has gone silent is noticed after these times, in seconds and attempts.
+KEEP_ALIVE: Final = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}
+
+
+class TorchrunPlace(NamedTuple):
+    """The place of this process among those that torchrun has started.
+
+    Args:
+        rank, size: number of this rank, and of ranks.
+        local_rank, num_local: the same on this host.
+        address: name or address of the first host.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    num_local: int
+    address: str
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> TorchrunPlace | None:
+        """Read torchrun's variables; None where it has not started this process, or started one alone.
+
+        Raises:
+            ConfigError: a variable is no number.
+        """
+        if not all(name in environment for name in VARIABLES):
+            return None
+        numbers = {}
+        for name, default in (("RANK", ""), ("WORLD_SIZE", ""), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")):
+            text = environment.get(name, default)
+            if not text.isdigit():
+                raise ConfigError(f"the environment variable {name}, which torchrun sets, must be a number: {text!r}")
+            numbers[name] = int(text)
+        rank, size, local_rank, num_local = numbers.values()
+        return cls(rank, size, local_rank, num_local, environment["MASTER_ADDR"]) if size > 1 else None
+
+
+def torchrun_place(config: ParallelConfig) -> TorchrunPlace | None:
+    """Return this process' place among the ranks of torchrun; None where Quire starts the ranks.
+
+    Raises:
+        ConfigError: torchrun has started another number of processes than the model has ranks.
+    """
+    place = TorchrunPlace.of(os.environ) if config.tensor_parallel_size > 1 else None
+    if place is not None and place.size != config.tensor_parallel_size:
+        raise ConfigError(
+            f"tensor_parallel_size must be the number of processes that torchrun has started ({place.size}), got "
+            f"{config.tensor_parallel_size}",
+            field="tensor_parallel_size",
+        )
+    return place
+
+
+def join_torchrun(config: ParallelConfig, place: TorchrunPlace) -> Ranks:
+    """Find the other ranks; all of them call this.
+
+    Raises:
+        ConfigError: the ranks cannot share memory, which was asked for.
+        WorkerError: a rank does not come.
+    """
+    import torch.distributed as dist
+
+    try:
+        store, _, _ = next(iter(dist.rendezvous("env://", place.rank, place.size)))
+        store = dist.PrefixStore("quire", store)
+        links = _lead(store, place) if place.rank == LEADER else _follow(store, place)
+    except RuntimeError as error:
+        raise WorkerError(f"rank {place.rank} finds no store at {place.address}: {error}") from error
+    transport = _make_transport(config, place, store, links)
+    return Ranks(RankGroup(transport), links, place.num_local, place.local_rank)
+
+
+def _lead(store: Any, place: TorchrunPlace) -> RankLinks:
+    """Accept a connection of each other rank, which knows a secret that is in the store alone."""
+    token = secrets.token_hex(TOKEN_BYTES)
+    host = "127.0.0.1" if place.num_local == place.size else socket.gethostbyname(place.address)
+    sockets: dict[int, socket.socket] = {}
+    deadline = time.monotonic() + RENDEZVOUS_TIMEOUT_S
+    with socket.create_server((host, 0), backlog=place.size) as listener:
+        store.set("links", json.dumps([host, listener.getsockname()[1], token]))
+        while len(sockets) < place.size - 1:
+            listener.settimeout(max(0.1, deadline - time.monotonic()))
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError:
+                missing = next(rank for rank in range(1, place.size) if rank not in sockets)
+                raise RankFailed(missing, f"did not come within {RENDEZVOUS_TIMEOUT_S:g} s") from None
+            rank = _read_hello(connection, token)
+            if 0 < rank < place.size and rank not in sockets:
+                sockets[rank] = connection
+            else:
+                connection.close()
+    return RankLinks(LEADER, sockets)
+
+
+def _read_hello(connection: socket.socket, token: str) -> int:
+    """Return the rank of a connection; 0 for one that does not know the secret."""
+    connection.settimeout(10.0)
+    hello = b""
+    with suppress(OSError):
+        while not hello.endswith(b"\n") and len(hello) < 4 * TOKEN_BYTES:
+            data = connection.recv(1)
+            if not data:
+                break
+            hello += data
+    given, _, rank = hello.decode("ascii", "replace").strip().partition(" ")
+    _keep_alive(connection)
+    return int(rank) if secrets.compare_digest(given.encode(), token.encode()) and rank.isdigit() else 0
+
+
+def _follow(store: Any, place: TorchrunPlace) -> RankLinks:
+    host, port, token = json.loads(store.get("links"))
+    try:
+        connection = socket.create_connection((host, port), RENDEZVOUS_TIMEOUT_S)
+    except OSError as error:
+        raise RankFailed(LEADER, f"cannot be reached at {host}:{port} ({error})") from error
+    connection.sendall(f"{token} {place.rank}\n".encode())
+    _keep_alive(connection)
+    return RankLinks(place.rank, {LEADER: connection})
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    connection.settimeout(None)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for name, value in KEEP_ALIVE.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _make_transport(config: ParallelConfig, place: TorchrunPlace, store: Any, links: RankLinks) -> Transport:
+    """Return the transport that all ranks can have: shared memory where all are on one host, else gloo."""
+    rank, size, timeout_s = place.rank, place.size, config.distributed_timeout_s
+    library = pick_library(config.all_reduce_backend)
+    can_share = library is not None and place.num_local == size
+    memory = -1
+    if rank == LEADER:
+        others = range(1, size)
+        facts = [links.receive_fact(each, RENDEZVOUS_TIMEOUT_S) for each in others]
+        can_share = all(facts) and can_share
+        if can_share:
+            assert library is not None
+            memory = make_memory(library.ranks.page_bytes, size)
+        path = f"/proc/{os.getpid()}/fd/{memory}" if can_share else None
+        for each in others:
+            links.send_fact(each, path)
+        facts = [links.receive_fact(each, RENDEZVOUS_TIMEOUT_S) for each in others]
+        can_share = all(facts) and can_share
+        for each in others:
+            links.send_fact(each, can_share)
+    else:
+        links.send_fact(LEADER, can_share)
+        path = links.receive_fact(LEADER, RENDEZVOUS_TIMEOUT_S)
+        if path is not None:
+            with suppress(OSError):
+                memory = os.open(Path(path), os.O_RDWR | os.O_CLOEXEC)
+        links.send_fact(LEADER, memory >= 0)
+        can_share = links.receive_fact(LEADER, RENDEZVOUS_TIMEOUT_S)
+    if can_share:
+        assert library is not None
+        return SharedMemoryTransport(library, memory, rank, size, timeout_s, num_cores())
+    if memory >= 0:
+        os.close(memory)
+    if config.all_reduce_backend == "shared_memory":
+        raise ConfigError("all_reduce_backend 'shared_memory' needs all ranks on one host", field="all_reduce_backend")
+    from quire.distributed.gloo import GlooTransport
+
+    hostname = "127.0.0.1" if place.num_local == size else None
+    return GlooTransport(store, rank, size, timeout_s, hostname)

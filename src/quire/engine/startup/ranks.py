@@ -1,0 +1,63 @@
+"""Starts the ranks of a model, and wraps the scheduler and the executor of rank 0 for them."""
+
+from __future__ import annotations
+
+from typing import Final, cast
+
+from quire.config import EngineConfig
+from quire.distributed.launch import start_ranks
+from quire.distributed.ranks import Ranks
+from quire.distributed.torchrun import join_torchrun, torchrun_place
+from quire.execution.executor import Executor
+from quire.execution.ranked_executor import RankedExecutor
+from quire.models.checkpoint import Checkpoint
+from quire.models.families import build
+from quire.models.families.encoders import find_encoder
+from quire.models.quantization_config import without_quantization
+from quire.models.sharding import Share, shard_spec
+from quire.scheduling.command_log import LoggedScheduler
+from quire.scheduling.scheduler import Scheduler
+
+# By name, since that module imports what loads a model.
+PROGRAM: Final = "quire.engine.startup.rank_process:main"
+
+
+def start(config: EngineConfig) -> Ranks | None:
+    """Start the other ranks of a model, of which this process is rank 0; None for a model of one process.
+
+    Where torchrun has started all ranks, they find each other.
+
+    Raises:
+        ConfigError: the ranks cannot be had as the options say.
+        WorkerError: a rank does not start.
+    """
+    if config.parallel.tensor_parallel_size == 1:
+        return None
+    check_shared(config)
+    place = torchrun_place(config.parallel)
+    if place is not None:
+        return join_torchrun(config.parallel, place)
+    return start_ranks(config.parallel, config.to_options(), PROGRAM)
+
+
+def check_shared(config: EngineConfig) -> None:
+    """Check that the ranks can share the model, before any of them starts.
+
+    Raises:
+        ConfigError: they cannot; the message names the layer, or what the model is.
+    """
+    checkpoint = Checkpoint.open(config.model.model, config.model.revision)
+    if find_encoder(checkpoint.config) is None:  # whose options are checked with it
+        spec, _ = build(without_quantization(checkpoint.config))
+        shard_spec(spec, Share(0, config.parallel.tensor_parallel_size))
+
+
+def lead(ranks: Ranks | None, scheduler: Scheduler, executor: Executor, num_threads: int) -> tuple[Scheduler, Executor]:
+    """Return scheduler and executor of a rank: on rank 0, those that other ranks follow."""
+    if ranks is None:
+        return scheduler, executor
+    cores = ranks.cores(num_threads)
+    if not ranks.is_leader:
+        return scheduler, RankedExecutor(executor, ranks, cores)
+    logged = LoggedScheduler(scheduler, ranks.send_commands)
+    return cast(Scheduler, logged), RankedExecutor(executor, ranks, cores, logged.close_log)

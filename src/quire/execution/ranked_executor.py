@@ -1,0 +1,94 @@
+"""The executor of rank 0: each step runs here while the other ranks run it too."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from quire.distributed.ranks import Ranks
+from quire.errors import RankFailed, WorkerError
+from quire.execution.executor import Executor
+from quire.memory.results import MemoryOps
+from quire.scheduling.plan import StepPlan, StepResult
+
+
+class RankedExecutor:
+    """Runs steps on rank 0; whatever fails in one ends the engine, since the other ranks are in the middle of it.
+
+    Args:
+        inner: executor of this rank's part.
+        ranks: all ranks.
+        cores: cores that the thread of the steps stays on; none for any.
+        close_log: function that tells the other ranks that no step follows.
+    """
+
+    def __init__(
+        self, inner: Executor, ranks: Ranks, cores: Sequence[int] = (), close_log: Callable[[], None] | None = None
+    ) -> None:
+        self._inner, self._ranks, self._cores, self._close_log = inner, ranks, cores, close_log
+        self._bound: tuple[int, set[int]] | None = None
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step.
+
+        Raises:
+            RankFailed: a rank has failed; no step can run any more.
+            LockstepDrift: a rank has planned another step.
+        """
+        if self._cores:
+            self._bind()
+        try:
+            if self._ranks.failure is not None:
+                raise self._ranks.failure
+            return self._inner.execute(plan)
+        except BaseException as error:
+            raise self.failure_of(error) from error
+
+    def _bind(self) -> None:
+        """Keep this thread, and those that it starts, on the rank's cores; others of the process may run anywhere."""
+        self._bound = threading.get_native_id(), os.sched_getaffinity(0)
+        os.sched_setaffinity(0, self._cores)
+        self._cores = ()
+
+    def _unbind(self) -> None:
+        """Let the thread run where it could before: its next engine's ranks inherit that."""
+        if self._bound is not None:
+            thread_id, cores = self._bound
+            with suppress(OSError):  # it may have ended
+                os.sched_setaffinity(thread_id, cores)
+
+    def failure_of(self, error: BaseException) -> BaseException:
+        """Return the error with which no rank can go on; other interruptions end the ranks, and stay what they are."""
+        failure = self._ranks.cause_of(_cause(error))
+        return failure if isinstance(error, Exception) else error
+
+    def measure_copies(self) -> float | None:
+        """See `Executor`."""
+        return self._inner.measure_copies()
+
+    def move(self, ops: MemoryOps) -> None:
+        """Refuse: blocks move with steps, on all ranks."""
+        raise WorkerError(f"blocks of ranks move with steps only; {len(ops.copies)} copies are refused")
+
+    def close(self) -> None:
+        """Let the other ranks end, and wait for them."""
+        try:
+            if self._close_log is not None and self._ranks.failure is None:
+                self._ranks.expect_end()
+                self._close_log()
+        except RankFailed as error:
+            self._ranks.fail(error)
+        finally:
+            self._unbind()
+            self._inner.close()
+            self._ranks.close()
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Return the error of a rank behind that of a step."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, RankFailed):
+        cause = cause.__cause__
+    return error if cause is None else cause

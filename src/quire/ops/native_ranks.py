@@ -1,0 +1,81 @@
+"""Sums and exchanges between the ranks of one host, by compiled code over memory that all of them map."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
+
+
+class RankGroupCall(ctypes.Structure):
+    """A rank's view of its group (`RankGroup` in rank_group.h)."""
+
+    _fields_ = (
+        ("page", _POINTER),
+        ("slots", _POINTER),
+        ("rank", _INT),
+        ("size", _INT),
+        ("slot_bytes", _INT),
+        ("turn", _INT),
+        ("spin_us", _INT),
+        ("timeout_us", _INT),
+    )
+
+
+@runtime_checkable
+class SharedMemoryRanks(Protocol):
+    """Ranks of one host, between whose layers native calls take the sums.
+
+    Attributes:
+        call: the group.
+    """
+
+    call: RankGroupCall
+
+    def check(self, status: int) -> None:
+        """Raise the error of a call's status."""
+
+
+class RankKernels(NamedTuple):
+    """The operations of a group; each returns a status, 0 for success, and is called by all ranks.
+
+    Args:
+        page_bytes: bytes before the slots.
+        fail: `quire_fail` of the sources: ends the waits of all ranks.
+        all_reduce: `quire_all_reduce`.
+        gather: `quire_gather`.
+        send: `quire_send`, on rank 0.
+        wait: `quire_await`, on the others.
+        receive: `quire_receive`, on the others.
+    """
+
+    page_bytes: int
+    fail: Callable[..., Any]
+    all_reduce: Callable[..., Any]
+    gather: Callable[..., Any]
+    send: Callable[..., Any]
+    wait: Callable[..., Any]
+    receive: Callable[..., Any]
+
+    @classmethod
+    def of(cls, library: ctypes.CDLL) -> RankKernels:
+        """Find them in a library."""
+        group = ctypes.POINTER(RankGroupCall)
+        page_bytes = _typed(library.quire_page_bytes)
+        return cls(
+            int(page_bytes()),
+            _typed(library.quire_fail, group, _INT, returns=None),
+            _typed(library.quire_all_reduce, group, _INT, _POINTER, _POINTER, _INT, _POINTER),
+            _typed(library.quire_gather, group, _POINTER, _INT, _POINTER, _POINTER),
+            _typed(library.quire_send, group, _POINTER, _INT),
+            _typed(library.quire_await, group, _INT, ctypes.POINTER(_INT)),
+            _typed(library.quire_receive, group, _POINTER, _INT),
+        )
+
+
+def _typed(function: Any, *types: Any, returns: Any = _INT) -> Callable[..., Any]:
+    function.argtypes, function.restype = types, returns
+    checked: Callable[..., Any] = function
+    return checked

@@ -1,0 +1,263 @@
+"""A log of the commands that a scheduler is given, from which other processes plan the same steps (M10).
+
+Ranks that share a model each have a scheduler and a memory manager of their own. The first one's is given its commands
+by the engine; they are written down in order, and the others repeat them. So no plan travels, only requests, aborts,
+the tokens of each step, and what was decided by a clock. A digest of plan and block tables shows where ranks have come
+to differ.
+
+```
+ ["add", REQUEST]                 Scheduler.add
+ ["abort", REQUEST_ID, REASON]    Scheduler.abort
+ ["rates", CHUNK, COPY, PREFILL]  chunk_tokens and preemption.rates, which come from measured times
+ ["drafts", IS_MEASURING, [COST, ...]]  what an adaptive drafter goes by, from measured times as well
+ ["known", REQUEST_ID, COUNT]     prompt positions whose log probabilities are known, which limit its hits
+ ["plan", TICK]                   Scheduler.plan
+ ["digest", TICK, DIGEST]         digest of that plan and of the block tables after it
+ ["results", FIRST, [TOKENS, ...]]  Scheduler.update_from_results for items from the first on: a token, a list of
+                                  tokens, null for a pooled result
+ ["stop", SEQ, STRING]            Scheduler.finish_at_stop_string
+ ["beams", [[[PARENT, TOKEN, SCORE, STOP], ...], ...]]  Scheduler.advance_beams
+ ["reset"]                        Scheduler.reset_prefix_cache
+ ["close"]                        the end
+```
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Seq
+from hashlib import blake2b
+from typing import Any, Final
+
+from quire.decoding.speculation import AdaptiveDrafter
+from quire.errors import LockstepDrift
+from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, ScheduledSequence, StepPlan
+from quire.scheduling.preemption import TransferRates
+from quire.scheduling.scheduler import Scheduler, SequenceEvent
+from quire.sequences.request_json import check_travels, request_from_json, request_to_json
+from quire.sequences.sequence import Request, Sequence
+from quire.sequences.status import FinishReason
+
+# Steps from one digest to the next.
+DIGEST_INTERVAL: Final = 32
+
+Command = list[Any]
+
+
+def digest_of(plan: StepPlan, scheduler: Scheduler) -> str:
+    """Return a digest of a plan and of the block tables of all running sequences."""
+    memory = scheduler.memory
+    items = [(item[:5], item.num_draft, item.new_sequence is None) for item in plan.items]
+    tables = [[tuple(table) for table in memory.sequences[sequence.seq_id].tables] for sequence in scheduler.running]
+    state = (plan.tick, items, plan.ops.copies, plan.finished_ids, plan.beams, tables)
+    return blake2b(repr(state).encode(), digest_size=16).hexdigest()
+
+
+class LoggedScheduler:
+    """A scheduler whose commands are written down; all else is the scheduler's.
+
+    Args:
+        inner: the scheduler.
+        send: function that takes the commands since the last call, as JSON. It is called before each plan, so that
+            others plan at the same time, and as soon as a step's results are there.
+        digest_interval: steps from one digest to the next.
+    """
+
+    def __init__(self, inner: Scheduler, send: Callable[[bytes], None], digest_interval: int = DIGEST_INTERVAL) -> None:
+        vars(self).update(
+            _inner=inner,
+            _send=send,
+            _pending=[],
+            _rates=None,
+            _draft_costs=None,
+            _known={},
+            _plan=None,
+            _digest_interval=digest_interval,
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._inner, name, value)
+
+    def add(self, request: Request) -> None:
+        """See `Scheduler.add`.
+
+        Raises:
+            UnsupportedFeature: the request cannot be planned by others.
+        """
+        check_travels(request)
+        command = ["add", request_to_json(request)]
+        self._inner.add(request)
+        if request.params.prompt_logprobs is not None:
+            self._known[request.request_id] = 0
+        self._pending.append(command)
+
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> list[Sequence]:
+        """See `Scheduler.abort`."""
+        self._pending.append(["abort", request_id, reason.value])
+        ended: list[Sequence] = self._inner.abort(request_id, reason)
+        return ended
+
+    def plan(self, tick: int) -> StepPlan:
+        """See `Scheduler.plan`."""
+        inner, rates = self._inner, self._inner.preemption.rates
+        measured = (inner.chunk_tokens, rates.copy_bytes_per_s, rates.prefill_tokens_per_s)
+        if measured != self._rates:
+            vars(self)["_rates"] = measured
+            self._pending.append(["rates", *measured])
+        if isinstance(inner.drafter, AdaptiveDrafter):
+            costs = inner.drafter.is_measuring, list(inner.drafter.step_costs)
+            if costs != self._draft_costs:
+                vars(self)["_draft_costs"] = costs
+                self._pending.append(["drafts", *costs])
+        for request_id, count in list(self._known.items()):
+            request = inner.requests.get(request_id)
+            if request is None:
+                del self._known[request_id]
+            elif request.num_known_prompt_logprobs != count:
+                self._known[request_id] = request.num_known_prompt_logprobs
+                self._pending.append(["known", request_id, request.num_known_prompt_logprobs])
+        self._pending.append(["plan", tick])
+        self.flush()
+        plan: StepPlan = inner.plan(tick)
+        vars(self)["_plan"] = plan
+        if tick % self._digest_interval == 0:
+            self._pending.append(["digest", tick, digest_of(plan, inner)])
+        return plan
+
+    def update_from_results(self, items: Seq[ScheduledSequence], results: Iterable[ItemResult]) -> list[SequenceEvent]:
+        """See `Scheduler.update_from_results`."""
+        results = tuple(results)
+        first = 0
+        if items and len(items) < len(self._plan.items):
+            first = next(idx for idx, item in enumerate(self._plan.items) if item.seq_id == items[0].seq_id)
+        self._pending.append(["results", first, list(map(_tokens_of, results))])
+        self.flush()
+        events: list[SequenceEvent] = self._inner.update_from_results(items, results)
+        return events
+
+    def finish_at_stop_string(self, sequence: Sequence, stop: str) -> None:
+        """See `Scheduler.finish_at_stop_string`."""
+        self._pending.append(["stop", sequence.seq_id, stop])
+        self._inner.finish_at_stop_string(sequence, stop)
+
+    def advance_beams(self, groups: Iterable[BeamGroup], found: Iterable[tuple[Candidate, ...]]) -> list[SequenceEvent]:
+        """See `Scheduler.advance_beams`."""
+        found = tuple(found)
+        candidates = [[[each.parent_idx, each.token_id, each.score, each.stop] for each in group] for group in found]
+        self._pending.append(["beams", candidates])
+        events: list[SequenceEvent] = self._inner.advance_beams(groups, found)
+        return events
+
+    def reset_prefix_cache(self) -> None:
+        """See `Scheduler.reset_prefix_cache`."""
+        self._pending.append(["reset"])
+        self._inner.reset_prefix_cache()
+
+    def close_log(self) -> None:
+        """End the log."""
+        self._pending.append(["close"])
+        self.flush()
+
+    def flush(self) -> None:
+        """Send the commands since the last call."""
+        if self._pending:
+            commands = json.dumps(self._pending, separators=(",", ":")).encode()
+            self._pending.clear()
+            self._send(commands)
+
+
+def _tokens_of(result: ItemResult) -> int | list[int] | None:
+    if len(result.token_ids) == 1:
+        return result.token_ids[0]
+    return None if result.pooled else list(result.token_ids)
+
+
+def _result_of(seq_id: int, tokens: int | list[int] | None) -> ItemResult:
+    if tokens is None:
+        return ItemResult(seq_id, (), pooled=(0.0,))
+    return ItemResult(seq_id, (tokens,) if isinstance(tokens, int) else tuple(tokens))
+
+
+class CommandReplay:
+    """Repeats the commands of a log.
+
+    Args:
+        scheduler: scheduler that was made as the log's was.
+
+    Attributes:
+        is_closed: True after the end of the log.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.is_closed = False
+        self._scheduler = scheduler
+        self._plan: StepPlan | None = None
+
+    def apply(self, commands: bytes) -> Iterator[StepPlan]:
+        """Repeat commands, and yield each plan that has items; it is to be executed before the next one.
+
+        Raises:
+            LockstepDrift: a plan, or the block tables, are not those of the log.
+        """
+        scheduler = self._scheduler
+        for name, *given in json.loads(commands):
+            match name:
+                case "plan":
+                    plan = self._plan = scheduler.plan(given[0])
+                    if plan.items:
+                        yield plan
+                case "digest":
+                    self._check(*given)
+                case "results":
+                    self._update(*given)
+                case "add":
+                    scheduler.add(request_from_json(given[0]))
+                case "abort":
+                    scheduler.abort(given[0], FinishReason(given[1]))
+                case "rates":
+                    scheduler.chunk_tokens = given[0]
+                    scheduler.preemption.rates = TransferRates(*given[1:])
+                case "drafts":
+                    assert isinstance(scheduler.drafter, AdaptiveDrafter)
+                    scheduler.drafter.is_measuring, scheduler.drafter.step_costs = given
+                case "known":
+                    scheduler.requests[given[0]].num_known_prompt_logprobs = given[1]
+                case "stop":
+                    sequence = scheduler.sequences.get(given[0])
+                    if sequence is not None:  # otherwise it has ended, and only its reason changes
+                        scheduler.finish_at_stop_string(sequence, given[1])
+                case "beams":
+                    assert self._plan is not None
+                    found = [tuple(Candidate(*each[:3], stop=each[3]) for each in group) for group in given[0]]
+                    scheduler.advance_beams(self._plan.beams, found)
+                case "reset":
+                    scheduler.reset_prefix_cache()
+                case "close":
+                    self.is_closed = True
+                case _:
+                    raise LockstepDrift(f"the log has a command {name!r} that is not known here")
+
+    def _update(self, first: int, tokens: list[Any]) -> None:
+        assert self._plan is not None
+        items = self._plan.items[first : first + len(tokens)]
+        if len(items) < len(tokens):
+            raise LockstepDrift(
+                f"the plan of step {self._plan.tick} has {len(self._plan.items)} sequences here, and rank 0 has "
+                f"results of {first + len(tokens)}"
+            )
+        results = [_result_of(item.seq_id, each) for item, each in zip(items, tokens, strict=True)]
+        self._scheduler.update_from_results(items, results)
+
+    def _check(self, tick: int, digest: str) -> None:
+        # The block tables change with the results, which follow in the log.
+        assert self._plan is not None
+        own = digest_of(self._plan, self._scheduler)
+        if self._plan.tick != tick or own != digest:
+            raise LockstepDrift(
+                f"the plan of step {tick}, or the block tables after it, are not those of rank 0 (digest {own} here, "
+                f"{digest} there)"
+            )

@@ -1,0 +1,107 @@
+"""Requests as JSON values, for other processes that plan the same steps."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from typing import Any, Final
+
+from quire.errors import UnsupportedFeature
+from quire.memory.prefix.token_chain import Namespace
+from quire.sequences.params import RequestOutputKind, SamplingParams
+from quire.sequences.pooling import Pooling
+from quire.sequences.sequence import Request
+from quire.sequences.structured import StructuredOutputs
+from quire.sequences.thinking import ThinkingTokens
+
+# Functions stay in the process that got them: they are called where tokens are drawn.
+_CALLABLE: Final = frozenset({"logits_processors", "strategy"})
+_DEFAULTS: Final = SamplingParams()
+_FIELDS: Final = tuple(item.name for item in fields(SamplingParams) if item.init and item.name not in _CALLABLE)
+_PLAIN: Final = (
+    *("request_id", "max_total_tokens", "arrival", "seed", "priority", "flow", "retain_cache"),
+    "prompt_token_ids",
+)
+
+
+def check_travels(request: Request) -> None:
+    """Check that other processes can plan a request as this one does.
+
+    Raises:
+        UnsupportedFeature: it has a strategy of its own, embeddings of media, or an adapter.
+    """
+    if request.params.strategy is not None:
+        raise UnsupportedFeature("strategy", "it is Python code, and every rank plans for itself; use one process")
+    if request.media:
+        raise UnsupportedFeature("media", "embeddings are not sent to other ranks; use one process")
+    if request.adapter is not None:
+        raise UnsupportedFeature("lora_request", "adapters are not split over ranks; use one process")
+
+
+def request_to_json(request: Request) -> dict[str, Any]:
+    """Return a request that was not scheduled yet as a JSON value; see `check_travels`."""
+    value = {name: getattr(request, name) for name in _PLAIN}
+    value["params"] = params_to_json(request.params)
+    value["namespace"] = list(request.namespace)
+    value["end_token_ids"] = sorted(request.end_token_ids)
+    value["bad_words"] = list(map(list, request.bad_words))
+    value["dry_breakers"] = list(request.dry_breakers)
+    value["pooling"] = None if request.pooling is None else list(request.pooling)
+    return value
+
+
+def request_from_json(value: dict[str, Any]) -> Request:
+    """Return the request of a value of `request_to_json`."""
+    pooling = value["pooling"]
+    if pooling is not None:
+        token_ids, kind, second_start = pooling
+        pooling = Pooling(tuple(token_ids), kind, second_start)
+    return Request(
+        **{name: value[name] for name in _PLAIN},
+        params=params_from_json(value["params"]),
+        namespace=Namespace(*value["namespace"]),
+        end_token_ids=frozenset(value["end_token_ids"]),
+        bad_words=tuple(map(tuple, value["bad_words"])),
+        dry_breakers=tuple(value["dry_breakers"]),
+        pooling=pooling,
+    )
+
+
+def params_to_json(params: SamplingParams) -> dict[str, Any]:
+    """Return the parameters that differ from their defaults as a JSON value, functions left out."""
+    given = {name: getattr(params, name) for name in _FIELDS}
+    value = {name: each for name, each in given.items() if each != getattr(_DEFAULTS, name)}
+    if "output_kind" in value:
+        value["output_kind"] = params.output_kind.name
+    if params.logit_bias is not None:
+        value["logit_bias"] = [[token_id, bias] for token_id, bias in params.logit_bias.items()]
+    if params.structured_outputs is not None:
+        value["structured_outputs"] = asdict(params.structured_outputs)
+    if params.thinking is not None:
+        thinking = asdict(params.thinking)
+        value["thinking"] = {**thinking, "boundary_ids": sorted(thinking["boundary_ids"])}
+    return value
+
+
+def params_from_json(value: dict[str, Any]) -> SamplingParams:
+    """Return the parameters of a value of `params_to_json`."""
+    given = {name: tuple(each) if isinstance(each, list) else each for name, each in value.items()}
+    if "output_kind" in given:
+        given["output_kind"] = RequestOutputKind[given["output_kind"]]
+    if "logit_bias" in given:
+        given["logit_bias"] = dict(given["logit_bias"])
+    if "structured_outputs" in given:
+        outputs = given["structured_outputs"]
+        choice = outputs["choice"]
+        given["structured_outputs"] = StructuredOutputs(
+            **{**outputs, "choice": None if choice is None else tuple(choice)}
+        )
+    if "thinking" in given:
+        thinking = given["thinking"]
+        given["thinking"] = ThinkingTokens(
+            thinking["start_id"],
+            tuple(thinking["end_ids"]),
+            tuple(thinking["close_ids"]),
+            frozenset(thinking["boundary_ids"]),
+            thinking["has_headers"],
+        )
+    return SamplingParams(**given)

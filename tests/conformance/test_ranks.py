@@ -1,0 +1,59 @@
+"""Greedy tokens of two ranks equal those of transformers: cold, again, chunked, preempted and swapped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from quire.errors import ConfigError
+from tests.conformance.conftest import NAMES, Reference
+from tests.conformance.test_histories import load, outputs_of
+from tests.distributed.in_threads import native_library
+
+# Processes take seconds to start: the default run has one family, of the one layout that most have.
+DEFAULT = frozenset({"llama3"})
+# Their recurrent heads are normed together, over ranks.
+REFUSED = frozenset({"granite4", "granite4-moe", "falcon-h1-norm"})
+SERVED = [
+    pytest.param(name, marks=[] if name in DEFAULT else pytest.mark.slow) for name in NAMES if name not in REFUSED
+]
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_two_ranks_under_every_history(name: str, references: Callable[[str], Reference]) -> None:
+    native_library()
+    reference = references(name)
+    histories: list[dict[str, Any]] = [
+        {},
+        {"num_kv_blocks": 12, "max_model_len": 96, "swap_space": 8 << 20, "preemption_mode": "swap"},
+        {"num_kv_blocks": 12, "max_model_len": 96, "max_num_seqs": 3, "max_num_batched_tokens": 5},
+    ]
+    for options in histories:
+        with load(reference, tensor_parallel_size=2, **options) as llm:
+            vars(llm.engine.scheduler)["_digest_interval"] = 1
+            assert outputs_of(llm, reference.prompts) == reference.outputs
+            # Again: from cached prefixes, where those were not evicted.
+            assert outputs_of(llm, reference.prompts) == reference.outputs
+            if options:
+                assert llm.stats.num_preemptions > 0
+            if "swap_space" in options:
+                assert llm.stats.num_swaps > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama2", "qwen3"])
+def test_four_ranks(name: str, references: Callable[[str], Reference]) -> None:
+    native_library()
+    reference = references(name)
+    with load(reference, tensor_parallel_size=4) as llm:
+        assert outputs_of(llm, reference.prompts) == reference.outputs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_heads_that_are_normed_together_are_refused(name: str, references: Callable[[str], Reference]) -> None:
+    with pytest.raises(ConfigError, match="each of which is normed whole") as refused:
+        load(references(name), tensor_parallel_size=2)
+    assert refused.value.field == "tensor_parallel_size"

@@ -1,0 +1,157 @@
+"""Sums, gathers and messages between ranks, by shared memory and by gloo, which is its twin."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from quire.distributed.gloo import GlooTransport
+from quire.distributed.rank_group import RankGroup
+from quire.distributed.shared_memory import SLOT_BYTES
+from quire.errors import RankFailed
+from tests.distributed.in_threads import make_transports, run_ranks
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def gloo_transports(size: int, folder: Path) -> list[GlooTransport]:
+    """Return transports of gloo, which find each other by a file; made side by side, as ranks do."""
+    made: dict[int, GlooTransport] = {}
+
+    def make(rank: int) -> None:
+        store = dist.FileStore(str(folder / "store"), size)
+        made[rank] = GlooTransport(store, rank, size, 60.0, "127.0.0.1")
+
+    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return [made[rank] for rank in range(size)]
+
+
+@pytest.fixture(params=["shared memory", "gloo"])
+def transports(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    """Return a function that makes the transports of a group."""
+
+    def make(size: int) -> Any:
+        return make_transports(size) if request.param == "shared memory" else gloo_transports(size, tmp_path)
+
+    return make
+
+
+def part_of(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+# One value, a row that fills no vector, a few rows, and more than a slot holds.
+@pytest.mark.parametrize("shape", [(1, 1), (3, 19), (32, 1024), (SLOT_BYTES // 4 // 500 + 7, 500)])
+@pytest.mark.parametrize("size", [2, 3])
+def test_sums_have_the_bits_of_a_sum_in_order(size: int, shape: tuple[int, int], transports: Any) -> None:
+    def body(group: RankGroup) -> list[torch.Tensor]:
+        found = []
+        for dtype in DTYPES:
+            residuals = None, part_of(99, shape, dtype)
+            found += [group.all_reduce(part_of(group.rank, shape, dtype), residual).clone() for residual in residuals]
+        return found
+
+    expected = []
+    for dtype in DTYPES:
+        total = part_of(0, shape, dtype).float()
+        for rank in range(1, size):
+            total = total + part_of(rank, shape, dtype).float()
+        expected += [total.to(dtype), (total + part_of(99, shape, dtype).float()).to(dtype)]
+    for found in run_ranks(size, body, transports(size)):
+        assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 5, 300])
+def test_columns_are_gathered_on_the_first_rank(num_rows: int, transports: Any) -> None:
+    widths = [7000, 3, 129]
+
+    def body(group: RankGroup) -> torch.Tensor | None:
+        part = part_of(group.rank, (num_rows, widths[group.rank]), torch.float32)
+        whole = None
+        for _ in range(3):
+            whole = group.transport.gather(part, widths)
+        return whole
+
+    first, *others = run_ranks(3, body, transports(3))
+    assert others == [None, None]
+    expected = torch.cat([part_of(rank, (num_rows, width), torch.float32) for rank, width in enumerate(widths)], 1)
+    assert first is not None
+    assert torch.equal(first, expected)
+
+
+@pytest.mark.parametrize("length", [1, 1000, 2 * SLOT_BYTES + 5])
+def test_commands_come_in_order(length: int, transports: Any) -> None:
+    messages = [bytes([idx]) * length for idx in range(4)]
+
+    def body(group: RankGroup) -> list[bytes]:
+        if group.rank == 0:
+            for message in messages:
+                group.send_commands(message)
+            return messages
+        return [group.receive_commands() for _ in messages]
+
+    assert run_ranks(3, body, transports(3)) == [messages] * 3
+
+
+def test_all_operations_in_any_order(transports: Any) -> None:
+    """Slots are written again only when all readers are done, whatever came between."""
+    kinds = torch.randint(0, 3, (300,), generator=torch.Generator().manual_seed(1)).tolist()
+
+    def body(group: RankGroup) -> list[Any]:
+        found: list[Any] = []
+        for idx, kind in enumerate(kinds):
+            x = torch.full((1, 5), float(group.rank + idx))
+            if kind == 0:
+                found.append(group.all_reduce(x).sum().item())
+            elif kind == 1:
+                whole = group.transport.gather(x, [5, 5])
+                found.append(None if whole is None else whole.sum().item())
+            elif group.rank == 0:
+                group.send_commands(str(idx).encode())
+            else:
+                assert group.receive_commands() == str(idx).encode()
+        return found
+
+    first, second = run_ranks(2, body, transports(2))
+    sums = [5 * (2 * idx + 1.0) for idx, kind in enumerate(kinds) if kind < 2]
+    assert first == sums
+    assert [other for other in second if other is not None] == [
+        5 * (2 * idx + 1.0) for idx, kind in enumerate(kinds) if kind == 0
+    ]
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    first, _ = make_transports(2, timeout_s=0.2)
+    with pytest.raises(RankFailed, match=r"rank 1 did not answer within 0\.2 s") as failed:
+        first.all_reduce(torch.ones(4))
+    assert failed.value.rank == 1
+
+
+def test_a_failure_ends_a_wait_at_once() -> None:
+    first, second = make_transports(2)
+    errors: list[RankFailed] = []
+
+    def wait() -> None:
+        try:
+            first.all_reduce(torch.ones(4))
+        except RankFailed as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0)  # it does not matter whether the wait has begun
+    second.fail(1)
+    thread.join(30)
+    assert [error.rank for error in errors] == [1]
+    with pytest.raises(RankFailed):  # nor does anything begin any more
+        second.send(torch.ones(1, dtype=torch.uint8))

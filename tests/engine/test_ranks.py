@@ -1,0 +1,273 @@
+"""Several processes that share a model: tokens, features, refusals, and the end of a rank."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from quire import LLM, AsyncLLM, SamplingParams
+from quire.config import EngineConfig, ParallelConfig
+from quire.distributed.torchrun import TorchrunPlace, torchrun_place
+from quire.errors import ConfigError, InvalidParameter, RankFailed, UnsupportedFeature, WorkerError
+from tests.distributed.in_threads import native_library
+
+OPTIONS: dict[str, Any] = {"num_threads": 1, "dtype": "float32", "max_model_len": 256}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+PROMPTS = ["Once upon a time", "The old sailor", "Tom found a red kite and Once upon a time", "A"]
+WAIT_S = 120
+
+
+def start(size: int = 2, **options: Any) -> LLM:
+    return LLM("bundled", tensor_parallel_size=size, **{"num_kv_blocks": 40, **OPTIONS, **options})
+
+
+def texts(llm: LLM, params: SamplingParams) -> list[list[str]]:
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    return [[sample.text for sample in output.outputs] for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[tuple[LLM, LLM]]:
+    """Return an engine of one process and one of two ranks, both with so little memory that sequences are preempted."""
+    native_library()
+    options: dict[str, Any] = {
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 16,
+        "num_kv_blocks": 20,
+        "swap_space": 1 << 20,
+    }
+    with LLM("bundled", **{**OPTIONS, **options}) as one, start(**options) as two:
+        vars(two.engine.scheduler)["_digest_interval"] = 1
+        yield one, two
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        GREEDY,
+        SamplingParams(temperature=1.0, seed=5, n=3, max_tokens=40, repetition_penalty=1.2, logprobs=2, top_p=0.9),
+        SamplingParams(beam_width=3, n=2, max_tokens=12),
+        SamplingParams(temperature=0.0, max_tokens=20, structured_outputs={"regex": "[a-c]{3} [0-9]{4}"}),
+        SamplingParams(temperature=0.0, max_tokens=60, stop=("the", ".")),
+        SamplingParams(temperature=0.0, max_tokens=5, prompt_logprobs=1, min_tokens=3),
+    ],
+    ids=["greedy", "samples", "beams", "grammar", "stop strings", "prompt logprobs"],
+)
+def test_two_ranks_give_what_one_process_gives(params: SamplingParams, pair: tuple[LLM, LLM]) -> None:
+    one, two = pair
+    assert texts(two, params) == texts(one, params)
+    # Prefixes are cached now.
+    assert texts(two, params) == texts(one, params)
+
+
+def test_requests_that_ranks_do_not_serve_are_refused_alone(pair: tuple[LLM, LLM]) -> None:
+    one, two = pair
+
+    class Own:
+        def num_draws(self, _: Any) -> int:
+            return 1
+
+        def advance(self, _: Any, token_ids: Any) -> Any:
+            return token_ids
+
+    with pytest.raises(UnsupportedFeature, match="every rank plans for itself") as refused:
+        two.generate(PROMPTS[0], SamplingParams(strategy=Own()), use_tqdm=False)  # type: ignore[arg-type]
+    assert refused.value.field == "strategy"
+    with pytest.raises(InvalidParameter):
+        two.generate(PROMPTS[0], SamplingParams(n=9), use_tqdm=False)
+    stream = two.stream(PROMPTS, GREEDY)
+    next(stream)
+    stream.close()  # the others are aborted
+    two.reset_prefix_cache()
+    one.reset_prefix_cache()
+    assert texts(two, GREEDY) == texts(one, GREEDY)
+    assert two.usage().used == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_drafts_that_need_no_model(method: str) -> None:
+    native_library()
+    prompts = [prompt * 4 for prompt in PROMPTS]
+    params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
+    config = {"method": method, "num_speculative_tokens": 4}
+    with LLM("bundled", num_kv_blocks=80, **OPTIONS) as one:
+        expected = [output.outputs[0].token_ids for output in one.generate(prompts, params, use_tqdm=False)]
+    with start(num_kv_blocks=80, speculative_config=config) as two:
+        vars(two.engine.scheduler)["_digest_interval"] = 1
+        for _ in range(3):
+            found = [output.outputs[0].token_ids for output in two.generate(prompts, params, use_tqdm=False)]
+            assert found == expected
+        assert two.stats.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"speculative_config": {"method": "mtp"}}, "speculative_method"),
+        ({"enable_lora": True}, "enable_lora"),
+        ({"prefix_cache_dir": "/folder"}, "prefix_cache_dir"),
+        ({"pin_limit": 0.1}, "pin_limit"),
+        ({"device": "cuda"}, "device"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size"),
+        ({"tensor_parallel_size": 65}, "tensor_parallel_size"),
+        ({"tensor_parallel_size": True}, "tensor_parallel_size"),
+        ({"all_reduce_backend": "mpi"}, "all_reduce_backend"),
+        ({"distributed_timeout_s": 0}, "distributed_timeout_s"),
+    ],
+)
+def test_options_that_ranks_do_not_serve_are_refused(options: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError, match=field) as refused:
+        EngineConfig.from_options(**{"tensor_parallel_size": 2, **options})
+    assert refused.value.field == field
+
+
+def test_torchrun_says_the_place() -> None:
+    given = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
+    assert TorchrunPlace.of(given) == TorchrunPlace(3, 4, 0, 1, "host")
+    local = {**given, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    assert TorchrunPlace.of(local) == TorchrunPlace(3, 4, 1, 2, "host")
+    assert TorchrunPlace.of({}) is None
+    assert TorchrunPlace.of({**given, "WORLD_SIZE": "1"}) is None
+    with pytest.raises(ConfigError, match="RANK"):
+        TorchrunPlace.of({**given, "RANK": "first"})
+
+
+def test_torchrun_must_have_started_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    assert torchrun_place(ParallelConfig()) is None
+    with pytest.raises(ConfigError, match=r"has started \(4\), got 2"):
+        torchrun_place(ParallelConfig(tensor_parallel_size=2))
+
+
+def test_a_model_that_ranks_cannot_share_is_refused_and_leaves_no_process() -> None:
+    with pytest.raises(ConfigError, match="must divide the") as refused:
+        start(7)
+    assert refused.value.field == "tensor_parallel_size"
+    assert not children()
+
+
+def children() -> list[int]:
+    """Return the processes of ranks that this process has started and that still run."""
+    found = subprocess.run(["ps", "--ppid", str(os.getpid()), "-o", "pid=,args="], capture_output=True, text=True)
+    return [int(line.split()[0]) for line in found.stdout.splitlines() if "rank_process" in line]
+
+
+def serve_until_it_fails(llm: LLM, stream: Iterator[Any]) -> None:
+    """Go on with a stream, then serve others."""
+    for _ in stream:
+        pass
+    for _ in range(1000):
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize("backend", ["shared_memory", pytest.param("gloo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("when", ["stepping", pytest.param("idle", marks=pytest.mark.slow)])
+def test_a_killed_rank_ends_the_engine_with_its_name(backend: str, when: str) -> None:
+    native_library()
+    before = {*children()}
+    llm = start(all_reduce_backend=backend)
+    (rank,) = {*children()} - before
+    stream = llm.stream(PROMPTS, GREEDY)
+    next(stream)
+    if when == "idle":
+        stream.close()
+    os.kill(rank, signal.SIGKILL)
+    with pytest.raises(RankFailed, match=r"rank 1 \(process \d+\) was ended by SIGKILL") as failed:
+        serve_until_it_fails(llm, stream)
+    assert failed.value.rank == 1
+    with pytest.raises(WorkerError):
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    llm.close()
+    assert not {*children()} - before
+
+
+@pytest.mark.slow
+def test_streams_of_an_idle_or_busy_engine_end_with_the_error() -> None:
+    native_library()
+
+    async def main() -> None:
+        llm = await asyncio.to_thread(lambda: AsyncLLM.from_options("bundled", tensor_parallel_size=2, **OPTIONS))
+        (rank,) = children()
+        generator = llm.generate(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True))
+        await anext(generator)
+        os.kill(rank, signal.SIGKILL)
+        with pytest.raises(WorkerError, match="rank 1"):
+            async for _ in generator:
+                pass
+        with pytest.raises(WorkerError, match="rank 1"):
+            await anext(llm.generate(PROMPTS[0], GREEDY))
+        await asyncio.to_thread(llm.shutdown)
+
+    asyncio.run(asyncio.wait_for(main(), WAIT_S))
+
+
+@pytest.mark.slow
+def test_an_engine_that_waits_for_requests_notices_the_end_of_a_rank() -> None:
+    native_library()
+    llm = AsyncLLM.from_options("bundled", tensor_parallel_size=2, **OPTIONS)
+    ended = threading.Event()
+    assert llm._engine.ranks is not None
+    thread = llm._thread._thread
+    (rank,) = children()
+    os.kill(rank, signal.SIGKILL)
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+    assert isinstance(llm._thread.failure, RankFailed)
+    ended.set()
+    llm.shutdown()
+
+
+@pytest.mark.slow
+def test_ranks_end_with_the_process_of_the_engine() -> None:
+    """The engine's process is killed, so that it cannot say goodbye."""
+    native_library()
+    program = (
+        "import os, signal, subprocess\n"
+        "from quire import LLM\n"
+        f"llm = LLM('bundled', tensor_parallel_size=2, num_kv_blocks=40, **{OPTIONS!r})\n"
+        "print(llm.engine.ranks._processes[0].pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=WAIT_S)
+    rank = int(done.stdout)
+    # Its own pipe to this process is closed when it has ended; what it wrote is complete then.
+    for _ in range(WAIT_S * 10):
+        try:
+            os.kill(rank, 0)
+        except ProcessLookupError:
+            return
+        with open(f"/proc/{rank}/stat", encoding="ascii") as stat:
+            if stat.read().split()[2] == "Z":
+                return
+        threading.Event().wait(0.1)
+    pytest.fail(f"rank 1 (process {rank}) still runs")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["auto", "gloo"])
+def test_torchrun_starts_the_ranks(backend: str) -> None:
+    native_library()
+    program = (
+        "from quire import LLM, SamplingParams\n"
+        f"with LLM('bundled', tensor_parallel_size=2, num_kv_blocks=40, all_reduce_backend={backend!r},"
+        f" **{OPTIONS!r}) as llm:\n"
+        f"    outputs = llm.generate({PROMPTS!r}, SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True))\n"
+        "    print([output.outputs[0].token_ids for output in outputs], llm.engine.ranks.group.transport.name)\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    done = subprocess.run([*command, sys.executable, "-c", program], capture_output=True, text=True, timeout=5 * WAIT_S)
+    assert done.returncode == 0, done.stderr
+    with LLM("bundled", num_kv_blocks=40, **OPTIONS) as one:
+        expected = [output.outputs[0].token_ids for output in one.generate(PROMPTS, GREEDY, use_tqdm=False)]
+    name = "gloo" if backend == "gloo" else "shared memory"
+    assert done.stdout.strip().endswith(f"{expected} {name}")

@@ -1,0 +1,205 @@
+"""A second scheduler that repeats the log of a first one plans the same steps and has the same block tables."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any, cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.decoding.lookup import PromptLookup
+from quire.decoding.speculation import AdaptiveDrafter
+from quire.errors import LockstepDrift, UnsupportedFeature
+from quire.memory import MediaSpan
+from quire.memory.prefix.token_chain import Namespace
+from quire.scheduling import Scheduler, StepPlan
+from quire.scheduling.command_log import CommandReplay, LoggedScheduler
+from quire.scheduling.preemption import TransferRates
+from quire.sequences import Request, SamplingParams
+from quire.sequences.media import Media
+from quire.sequences.params import RequestOutputKind
+from quire.sequences.pooling import Pooling
+from quire.sequences.request_json import request_from_json, request_to_json
+from quire.sequences.structured import StructuredOutputs
+from quire.sequences.thinking import ThinkingTokens
+from tests.scheduling.harness import NEVER, Harness, Job, Setting
+from tests.scheduling.test_random_runs import jobs, narrow_settings, samples
+
+
+class Pair:
+    """A harness whose scheduler is logged, and a scheduler that repeats the log as it is sent."""
+
+    def __init__(self, setting: Setting, *, has_drafts: bool = False) -> None:
+        self.leader = Harness(setting, is_audited=False)
+        self.follower = Harness(setting, is_audited=False).scheduler
+        if has_drafts:
+            for scheduler in (self.leader.scheduler, self.follower):
+                scheduler.drafts.drafter = AdaptiveDrafter(PromptLookup(1, 4), 4)
+        self.replay = CommandReplay(self.follower)
+        self.plans: list[StepPlan] = []
+        logged = LoggedScheduler(self.leader.scheduler, self._send, digest_interval=1)
+        self.leader.scheduler = cast(Scheduler, logged)
+        self.logged = logged
+
+    def _send(self, commands: bytes) -> None:
+        self.plans += self.replay.apply(commands)
+
+    def step(self) -> None:
+        """Run a step of the leader and compare its plan, then all tables, with the follower's."""
+        self.plans.clear()
+        plan = self.leader.plan()
+        assert self.plans == ([plan] if plan.items else [])
+        self.leader.finish_step(plan)
+        self.logged.flush()
+        self.compare()
+
+    def compare(self) -> None:
+        """Compare queues, block tables and counters."""
+        first, second = self.leader.scheduler, self.follower
+        assert [each.seq_id for each in first.running] == [each.seq_id for each in second.running]
+        assert [each.seq_id for each in first.waiting] == [each.seq_id for each in second.waiting]
+        assert first.sequences.keys() == second.sequences.keys()
+        for seq_id, sequence in first.sequences.items():
+            assert sequence.tokens == second.sequences[seq_id].tokens
+        states = first.memory.sequences.items()
+        assert {seq_id: state.tables for seq_id, state in states} == {
+            seq_id: state.tables for seq_id, state in second.memory.sequences.items()
+        }
+        assert first.memory.usage() == second.memory.usage()
+
+
+def serve(pair: Pair, arriving: list[Job]) -> None:
+    """Run jobs with their arrivals and aborts to the end."""
+    leader, added = pair.leader, dict[int, Request]()
+    last = max(job.arrives_at for job in arriving)
+    rng = random.Random(0)
+    while leader.tick <= last or leader.scheduler.has_unfinished:
+        for idx, job in enumerate(arriving):
+            if job.arrives_at == leader.tick:
+                added[idx] = leader.add(job, seed=idx)
+            if job.abort_at == leader.tick and idx in added:
+                leader.abort(added[idx])
+        if rng.random() < 0.1:
+            leader.scheduler.reset_prefix_cache()
+        # What a clock decides differs from step to step, and travels.
+        leader.scheduler.chunk_tokens = rng.choice([None, 1, 4])
+        drafter = leader.scheduler.drafter
+        if isinstance(drafter, AdaptiveDrafter):
+            drafter.is_measuring = rng.random() < 0.1
+            drafter.step_costs = [1.0, *(1.0 + rng.random() * depth / 4 for depth in range(1, 5))]
+        leader.scheduler.preemption.rates = TransferRates(rng.uniform(1e3, 1e9), rng.uniform(1, 1e4))
+        pair.step()
+    assert not pair.follower.has_unfinished
+
+
+@settings(max_examples=60)
+@given(arriving=st.lists(jobs, min_size=1, max_size=7), setting=narrow_settings())
+def test_the_log_repeats_random_runs(arriving: list[Job], setting: Setting) -> None:
+    arriving = [Job(**{**vars(job), "media": ()}) for job in arriving]
+    serve(Pair(Setting(**{**vars(setting), "drafts": ""})), arriving)
+
+
+def test_block_tables_are_equal_after_500_steps() -> None:
+    rng = random.Random(7)
+    arriving = [
+        Job(
+            prompt=tuple(rng.choices((0, 1), k=rng.randrange(1, 40))),
+            max_tokens=rng.randrange(1, 30),
+            n=rng.choice([1, 1, 2]),
+            ignore_eos=True,
+            arrives_at=step,
+            abort_at=rng.choice([NEVER, NEVER, step + 5]),
+        )
+        for step in range(0, 500, 2)
+    ]
+    pair = Pair(Setting(num_blocks=60, host_blocks=30, budget=24, max_num_seqs=8))
+    serve(pair, arriving)
+    assert pair.leader.tick >= 500
+    assert pair.leader.scheduler.stats.num_preemptions > 0
+
+
+@settings(max_examples=30)
+@given(arriving=st.lists(samples, min_size=1, max_size=5), setting=narrow_settings())
+def test_the_log_repeats_drafts_whose_number_follows_times(arriving: list[Job], setting: Setting) -> None:
+    # Few tokens, so that earlier occurrences are found.
+    arriving = [Job(**{**vars(job), "media": (), "max_tokens": 9, "ignore_eos": True}) for job in arriving]
+    serve(Pair(Setting(**{**vars(setting), "drafts": ""}), has_drafts=True), arriving)
+
+
+@pytest.mark.parametrize("what", ["token", "block"])
+def test_drift_is_an_error(what: str) -> None:
+    pair = Pair(Setting())
+    pair.leader.add(Job(prompt=(0, 1, 1), max_tokens=8, ignore_eos=True), seed=0)
+    pair.step()
+    (sequence,) = pair.follower.running
+    if what == "token":
+        sequence.tokens[-1] ^= 1
+    else:
+        pair.follower.memory.sequences[sequence.seq_id].tables[0][0] += 1
+    with pytest.raises(LockstepDrift, match="are not those of rank 0"):
+        pair.leader.finish_step(pair.leader.plan())
+
+
+def request(**fields: Any) -> Request:
+    given: dict[str, Any] = {
+        "request_id": "a \ud800 b",
+        "prompt_token_ids": [1, 2, 3],
+        "params": SamplingParams(),
+        "max_total_tokens": 9,
+        "end_token_ids": frozenset({5, 2}),
+        "arrival": 3,
+        "seed": 2**63 - 1,
+    }
+    return Request(**given | fields)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(
+            temperature=0.1 + 0.2, top_p=1 / 3, logit_bias={3: -1.5, 7: 0.1}, seed=-4, stop=("a\ud800", "\n")
+        ),
+        SamplingParams(beam_width=4, n=2, early_stopping="never", length_penalty=0.7, stop_token_ids=(4, 5)),
+        SamplingParams(structured_outputs=StructuredOutputs(choice=("yes", "no")), allowed_token_ids=(1, 2)),
+        SamplingParams(structured_outputs=StructuredOutputs(json={"type": "object"})),
+        SamplingParams(
+            thinking=ThinkingTokens(1, (2, 3), (4, 2, 3), frozenset({9, 8}), has_headers=True), thinking_token_budget=3
+        ),
+        SamplingParams(prompt_logprobs=2, logprobs=3, output_kind=RequestOutputKind.FINAL_ONLY, max_tokens=None),
+    ],
+)
+def test_requests_come_back_as_they_were(params: SamplingParams) -> None:
+    given = request(
+        params=params,
+        priority=-3,
+        flow="é",
+        namespace=Namespace("m", None, "salt", "tenant"),
+        bad_words=((1, 2), (3,)),
+        dry_breakers=(4, 5),
+        pooling=Pooling((3, 4), "mean", 2),
+        retain_cache=True,
+    )
+    back = request_from_json(json.loads(json.dumps(request_to_json(given))))
+    assert back.params == params
+    assert back.params.output_kind is params.output_kind
+    for name in Request.__slots__:
+        assert getattr(back, name) == getattr(given, name), name
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("media", {"media": (Media(MediaSpan(0, 2, b"x"), None),)}),
+        ("lora_request", {"adapter": 1}),
+    ],
+)
+def test_what_cannot_travel_is_refused_by_name(field: str, fields: dict[str, Any]) -> None:
+    pair = Pair(Setting())
+    with pytest.raises(UnsupportedFeature) as refused:
+        pair.leader.scheduler.add(request(**fields))
+    assert refused.value.field == field
+    assert not pair.leader.scheduler.requests
