@@ -18,7 +18,7 @@ from quire.engine.async_llm import AsyncLLM
 from quire.engine.kv.disk_prefetch import REFUSALS, SAVE_S
 from quire.engine.outputs.outputs import RequestOutput
 from quire.errors import ConfigError
-from quire.kvstore.prefix_store import StoreStats
+from quire.kvstore.store_stats import StoreStats
 from quire.memory import check
 from tests.engine.test_record_memory import replayed
 
@@ -201,7 +201,7 @@ def test_a_recording_is_replayed_without_the_disk(tmp_path: Path, expected: list
 def test_options_that_cannot_be_honoured(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="prefix_cache_disk_bytes must be at least"):
         start(tmp_path, prefix_cache_disk_bytes=1000)
-    # What was refused holds nothing, and what is open is one engine's.
+    # What was refused holds nothing, and what is open is one engine's of this process.
     llm = start(tmp_path)
     with pytest.raises(ConfigError, match="in use by another engine"):
         start(tmp_path)

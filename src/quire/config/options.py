@@ -170,9 +170,10 @@ class CacheConfig:
         kv_cache_metrics_sample: share of the blocks whose lifetime, idle time and reuse are measured; 0 measures none.
         swap_space: bytes of host memory for the blocks of preempted sequences; 0 for none. A small number, which would
             be GiB in vLLM, is refused: write "4GiB".
-        prefix_cache_dir: folder of a prefix cache on disk, which outlives the engine. Only one engine
-            at a time can use it.
-        prefix_cache_disk_bytes: maximum size of `prefix_cache_dir`; the least recently used blocks are evicted.
+        prefix_cache_dir: folder of a prefix cache on disk, which outlives the engine. The engines of one host, each in
+            a process of its own, can share it.
+        prefix_cache_disk_bytes: maximum size of `prefix_cache_dir`, the same for all engines that use it; the least
+            recently used blocks are evicted.
         record_memory: new file for a log of every memory command, which `quire replay` runs again.
     """
 

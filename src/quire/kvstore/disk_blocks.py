@@ -8,7 +8,8 @@ from ctypes import c_ubyte
 import torch
 from torch import Tensor
 
-from quire.kvstore.prefix_store import PrefixStore, StoreStats
+from quire.kvstore.prefix_store import PrefixStore
+from quire.kvstore.store_stats import StoreStats
 from quire.memory.results import StoredBlock
 
 
