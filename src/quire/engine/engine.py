@@ -185,18 +185,24 @@ class Engine:
             self.adapters.free_unused()
         plan = self.scheduler.plan(self.num_steps)
         self.num_steps += 1
+        failed = self._end_without_blocks()
         if not plan.items:
-            return []
+            if self._disk_prefetch is not None and not failed:
+                self._disk_prefetch.wait()
+            return failed
         self._mark_scheduled(plan)
         started_s = self._clock()
         try:
             result = self.executor.execute(plan)
         except WorkerError as error:
-            return self._fail_step(plan, error)
+            return failed + self._fail_step(plan, error)
         self._num_failures = 0
         self._stats.computed_tokens += self.step_recorder.record_step(plan.items, self._clock() - started_s)
-        failed = self._check_items(plan, result)
-        return failed + self._update(plan, result)
+        failed += self._check_items(plan, result)
+        outputs = self._update(plan, result)
+        if self._disk_prefetch is not None:
+            self._disk_prefetch.write_through(self.executor)
+        return failed + outputs
 
     def usage(self) -> Usage:
         """Return the memory manager's counts."""
@@ -213,8 +219,10 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         """Totals since the start."""
-        disk = None if self._disk_prefetch is None else self._disk_prefetch.stats
-        return self._stats.totals(self.num_steps, disk)
+        stats, stores = self._stats.totals(self.num_steps), self._disk_prefetch
+        if stores is not None:
+            stats.disk, stats.remote = stores.stats, stores.remote_stats
+        return stats
 
     def measure(self) -> StepStats:
         """Return the state of the queues and the memory, and the counters' changes since the last call."""
@@ -240,6 +248,15 @@ class Engine:
                 self.scheduler.memory.tables.observer.close()
 
     # ---- parts of a step ----
+
+    def _end_without_blocks(self) -> list[RequestOutput]:
+        """End the requests whose blocks had to come from another engine, and did not."""
+        failed = () if self._disk_prefetch is None else self._disk_prefetch.take_failed()
+        outputs = [
+            self._end_request(request_id, FinishReason.ERROR, f"kv_load_failure_policy is 'fail': {why}")
+            for request_id, why in failed
+        ]
+        return [output for output in outputs if output is not None]
 
     def _mark_scheduled(self, plan: StepPlan) -> None:
         """Record the time at which a plan schedules requests for the first time."""

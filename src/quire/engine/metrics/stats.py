@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
+from quire.kvstore.remote_stats import RemoteStats
 from quire.kvstore.store_stats import StoreStats
 from quire.scheduling.stats import Metric, SchedulerStats
 
@@ -59,6 +60,7 @@ class EngineStats(EngineCounters):
         int, Metric("Duplicate blocks given back when they filled.", "kv_block_merges", kv_key="merges")
     ] = 0
     disk: Annotated[StoreStats | None, Metric("Counters of the prefix cache on disk; None without one.")] = None
+    remote: Annotated[RemoteStats | None, Metric("Counters of the remote prefix cache; None without one.")] = None
 
 
 StepStats._fields, EngineStats._fields = StepStats.__match_args__, EngineStats.__match_args__
