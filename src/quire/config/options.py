@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, Literal, get_args
@@ -18,6 +19,7 @@ from quire.config.checks import (
     put_size,
 )
 from quire.config.hints import drop_neutral, hint_for
+from quire.config.kv_transfer import KVTransferConfig, read_kv_transfer
 from quire.config.lora import LoRAConfig
 from quire.config.speculative import SpeculativeConfig, flatten
 from quire.config.store_url import client_url
@@ -183,6 +185,8 @@ class CacheConfig:
         prefix_cache_write_policy: time at which blocks are saved to disk and to that server: "write_back" (when memory
             evicts them, and at the end) or "write_through" (when their request ends, for other engines to find). None
             takes "write_through" with `prefix_cache_url`, else "write_back".
+        kv_transfer_config: hand-over of blocks to and from other engines, vLLM's JSON object or a mapping; see
+            `KVTransferConfig`. None hands nothing over.
         record_memory: new file for a log of every memory command, which `quire replay` runs again.
     """
 
@@ -206,6 +210,7 @@ class CacheConfig:
     prefix_cache_timeout_s: float = 0.25
     prefix_cache_ttl_s: float | None = 86400.0
     prefix_cache_write_policy: str | None = field(default=None, metadata={"choices": WRITE_POLICIES})
+    kv_transfer_config: str | None = None
     record_memory: str | None = None
 
     def __post_init__(self) -> None:
@@ -237,6 +242,9 @@ class CacheConfig:
             )
         put_path(self, "prefix_cache_dir", optional=True)
         put_size(self, "prefix_cache_disk_bytes", 1)
+        read_kv_transfer(self.kv_transfer_config)
+        if isinstance(self.kv_transfer_config, Mapping):
+            object.__setattr__(self, "kv_transfer_config", json.dumps(dict(self.kv_transfer_config)))
         check_text("prefix_cache_url", self.prefix_cache_url, optional=True)
         check_positive("prefix_cache_timeout_s", self.prefix_cache_timeout_s)
         check_positive("prefix_cache_ttl_s", self.prefix_cache_ttl_s, optional=True)
@@ -254,8 +262,14 @@ class CacheConfig:
 
     @property
     def has_stores(self) -> bool:
-        """Whether blocks are kept outside memory."""
-        return self.prefix_cache_dir is not None or self.prefix_cache_url is not None
+        """Whether blocks are kept outside memory, or handed over."""
+        names = ("prefix_cache_dir", "prefix_cache_url", "kv_transfer_config")
+        return any(getattr(self, name) is not None for name in names)
+
+    @property
+    def transfer(self) -> KVTransferConfig | None:
+        """The hand-over of blocks, None for none."""
+        return read_kv_transfer(self.kv_transfer_config)
 
     @property
     def writes_through(self) -> bool:
@@ -267,10 +281,12 @@ class CacheConfig:
     def _needs(self) -> list[tuple[str, str | None]]:
         """Return options with what each of them lacks, None where it lacks nothing."""
         off = None if self.enable_prefix_caching else "enable_prefix_caching, which is off"
-        store = None if self.has_stores else "prefix_cache_dir or prefix_cache_url"
+        has_cache = self.prefix_cache_dir is not None or self.prefix_cache_url is not None
+        store = None if has_cache else "prefix_cache_dir or prefix_cache_url"
         return [
             ("prefix_cache_dir", off if self.prefix_cache_dir is not None else None),
             ("prefix_cache_url", off if self.prefix_cache_url is not None else None),
+            ("kv_transfer_config", off if self.kv_transfer_config is not None else None),
             ("prefix_cache_write_policy", store if self.prefix_cache_write_policy is not None else None),
         ]
 
@@ -279,7 +295,8 @@ class CacheConfig:
         """Name of the option that `host_bytes` comes from."""
         if self.swap_space:
             return "swap_space"
-        return "prefix_cache_dir" if self.prefix_cache_dir is not None else "prefix_cache_url"
+        names = ("prefix_cache_dir", "prefix_cache_url", "kv_transfer_config")
+        return next((name for name in names if getattr(self, name) is not None), names[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from quire.engine.inputs.embeddings import EmbeddingsReader
 from quire.engine.inputs.prompts import Prompt, PromptReader
 from quire.engine.inputs.request_builder import PreparedRequest, RequestBuilder
 from quire.engine.kv.disk_prefetch import DiskPrefetcher
+from quire.engine.kv.handover import HandOver
 from quire.engine.kv.pinning import PrefixPins
 from quire.engine.metrics.block_lifetimes import BlockLifetimes
 from quire.engine.metrics.stats import EngineStats, StepStats
@@ -51,6 +52,7 @@ class Engine:
         media_reader: reader of prompts' embeddings; None where the data plane accepts none.
         speculation: chooser of the number of drafts, adjusted after each step; None without speculative decoding.
         grammars: compiler of grammars for structured outputs; None where they are unsupported. Closed with the engine.
+        hand_over: hand-over of blocks to and from other engines; None without one. Closed with the engine.
 
     Attributes:
         pins: pinned prefixes.
@@ -74,6 +76,7 @@ class Engine:
         media_reader: EmbeddingsReader | None = None,
         speculation: AdaptiveDrafter | None = None,
         grammars: GrammarCompiler | None = None,
+        hand_over: HandOver | None = None,
     ) -> None:
         self.config = config
         self.cache_name = cache_name
@@ -91,6 +94,7 @@ class Engine:
         self._clock = clock
         self._disk_prefetch = disk_prefetch
         self.grammars = grammars
+        self._hand_over = hand_over
         self._outputs = OutputProcessor(tokenizer, clock)
         self._num_requests = 0
         self._num_failures = 0
@@ -153,6 +157,8 @@ class Engine:
             adapter=acquire_adapter(self.adapters, lora_request),
         )
         self.scheduler.add(request)
+        if self._hand_over is not None:
+            self._hand_over.add(request, self.scheduler.requests)
         self._num_requests += 1
         self._outputs.add_request(request, text, self._clock() if arrival_s is None else arrival_s)
 
@@ -202,6 +208,8 @@ class Engine:
         outputs = self._update(plan, result)
         if self._disk_prefetch is not None:
             self._disk_prefetch.write_through(self.executor)
+            if self._hand_over is not None:
+                self._hand_over.finish(outputs, self.scheduler.memory, self._disk_prefetch, self.executor)
         return failed + outputs
 
     def usage(self) -> Usage:
@@ -222,6 +230,8 @@ class Engine:
         stats, stores = self._stats.totals(self.num_steps), self._disk_prefetch
         if stores is not None:
             stats.disk, stats.remote = stores.stats, stores.remote_stats
+        if self._hand_over is not None:
+            stats.transfer = self._hand_over.stats
         return stats
 
     def measure(self) -> StepStats:
@@ -242,6 +252,8 @@ class Engine:
                 self.grammars.close()
             if self.tokenizer is not None:
                 self.tokenizer.close()
+            if self._hand_over is not None:
+                self._hand_over.close()
             if self._disk_prefetch is not None:
                 self._disk_prefetch.close()
             if self.scheduler.memory.tables.observer is not None:

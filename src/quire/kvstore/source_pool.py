@@ -125,13 +125,8 @@ class SourcePool:
         inquiry.is_abandoned = True
         self._cut_off(inquiry)
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether an inquiry waits or runs."""
-        return bool(self._running) or not self._queue.empty()
-
-    def close(self) -> None:
-        """End the threads, which get a moment to do so; further calls do nothing."""
+    def close(self, *, wait: bool = True) -> None:
+        """End the threads, which get a moment to do so where that is waited for."""
         self._is_closed = True
         with self._lock:
             for connection in self._running.values():
@@ -140,9 +135,9 @@ class SourcePool:
             try:
                 self._queue.put_nowait(None)
             except queue.Full:
-                self._queue.get_nowait()
-                self._queue.put_nowait(None)
-        for thread in self._threads:
+                # A thread that takes one of those that wait ends as well.
+                break
+        for thread in self._threads if wait else ():
             thread.join(CLOSE_S)
 
     def _cut_off(self, only: Inquiry | None = None) -> None:

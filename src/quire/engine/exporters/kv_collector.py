@@ -13,6 +13,7 @@ from quire.engine.metrics.block_lifetimes import BOUNDS_S, TimeHistogram
 from quire.engine.metrics.stats import EngineStats, StepStats
 from quire.kvstore.remote_stats import RemoteStats
 from quire.kvstore.store_stats import StoreStats
+from quire.kvstore.transfer_stats import TransferStats
 from quire.scheduling.stats import Metric as Declaration
 from quire.scheduling.stats import metrics_of
 
@@ -60,7 +61,8 @@ class KvMetrics(Collector):
                 ("kv_block_reuse_gap_seconds", "Idle to hit again, sampled.", lifetimes.reuse_gap),
             ):
                 yield time_histogram(f"{self._prefix}:{name}", meaning, self._model_name, times)
-        for counters, declared in ((stats.disk, StoreStats), (stats.remote, RemoteStats)):
+        parts = ((stats.disk, StoreStats), (stats.remote, RemoteStats), (stats.transfer, TransferStats))
+        for counters, declared in parts:
             if counters is not None:
                 yield from self._declared(counters, metrics_of(declared))
 

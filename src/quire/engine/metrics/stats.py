@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
 from quire.kvstore.remote_stats import RemoteStats
 from quire.kvstore.store_stats import StoreStats
+from quire.kvstore.transfer_stats import TransferStats
 from quire.scheduling.stats import Metric, SchedulerStats
 
 
@@ -60,6 +61,7 @@ class EngineStats(EngineCounters):
         int, Metric("Duplicate blocks given back when they filled.", "kv_block_merges", kv_key="merges")
     ] = 0
     disk: Annotated[StoreStats | None, Metric("Counters of the prefix cache on disk; None without one.")] = None
+    transfer: Annotated[TransferStats | None, Metric("Counters of the hand-over of blocks; None without it.")] = None
     remote: Annotated[RemoteStats | None, Metric("Counters of the remote prefix cache; None without one.")] = None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
@@ -12,10 +13,12 @@ import torch
 
 from quire.config import CacheConfig, EngineConfig, ResolvedConfig
 from quire.engine.kv.disk_prefetch import DiskPrefetcher
+from quire.engine.kv.handover import HandOver
 from quire.engine.kv.source_loads import BlockSource, PlannedSource, SourceLoads
 from quire.errors import ConfigError
 from quire.kvstore.block_store import TieredStore
 from quire.kvstore.disk_blocks import DiskBlocks
+from quire.kvstore.exports import ExportTable
 from quire.kvstore.folder import StoreFolder
 from quire.kvstore.prefix_store import PrefixStore
 from quire.kvstore.record import IDENTITY_BYTES
@@ -46,7 +49,7 @@ def open_stores(
     """Open the prefix caches outside memory.
 
     Args:
-        config: configuration with a `prefix_cache_dir` or a `prefix_cache_url`.
+        config: configuration with a `prefix_cache_dir`, a `prefix_cache_url` or a `kv_transfer_config`.
         models: checkpoint and specification of the model, and those of a draft model after them.
         resolved: the resolved configuration.
         groups: the cache groups.
@@ -78,9 +81,13 @@ def open_stores(
             settings = RemoteSettings(cache.prefix_cache_url, cache.prefix_cache_timeout_s, cache.prefix_cache_ttl_s)
             remote = RemoteStore(settings, identity, max(block_bytes))
         # Engines of several hosts must compute the same digests; what they share has no folder with a secret.
-        key = folder.key if folder is not None and remote is None else shared_key(identity)
+        is_alone = folder is not None and remote is None and cache.transfer is None
+        key = folder.key if folder is not None and is_alone else shared_key(identity)
         stack.pop_all()
-    return DiskBlocks(TieredStore(key, identity, disk, remote, None), block_bytes)
+    transfer = cache.transfer
+    is_producer = transfer is not None and transfer.is_producer
+    exports = ExportTable(transfer.kv_buffer_size, transfer.ttl_s) if transfer is not None and is_producer else None
+    return DiskBlocks(TieredStore(key, identity, disk, remote, exports), block_bytes)
 
 
 def shared_key(identity: bytes) -> bytes:
@@ -115,28 +122,41 @@ def _identity(
     return fingerprint(model, layout, known[0], IDENTITY_BYTES)
 
 
-def make_disk_prefetcher(
+def open_prefetch(
     memory: KVCacheManager,
-    disk: DiskBlocks,
+    disk: DiskBlocks | None,
     cache: CacheConfig,
     resolved: ResolvedConfig,
     groups: Sequence[KVCacheSpec],
-) -> DiskPrefetcher:
-    """Return the prefetcher of blocks outside memory."""
+    stack: ExitStack,
+) -> tuple[DiskPrefetcher | None, HandOver | None]:
+    """Return the prefetcher of blocks outside memory, and the hand-over of blocks, which listens from then on.
+
+    Args:
+        memory: the memory manager.
+        disk: blocks outside memory; None without any.
+        cache: options of the cache.
+        resolved: the resolved configuration.
+        groups: the cache groups.
+        stack: closes the hand-over, as long as nobody else does.
+
+    Raises:
+        ConfigError: the address of the hand-over cannot be listened at.
+    """
+    if disk is None:
+        return None, None
     assert memory.archive is not None, "the memory was made without a disk"
     if cache.writes_through:
         memory.archive.ended = []
+    store, transfer, hand_over, sources = disk.store, cache.transfer, None, None
     block_bytes = [group.bytes_per_block for group in groups]
-    remote, sources = disk.store.remote, None
-    if remote is not None:
-
-        def sources_of(_: TokenSequence) -> list[PlannedSource]:
-            return [Source(remote, cache.prefix_cache_timeout_s)]
-
-        sources = SourceLoads(
-            memory.archive, disk.store, sources_of, block_bytes=block_bytes, block_size=resolved.block_size
-        )
-    return DiskPrefetcher(
+    if transfer is not None:
+        hand_over = HandOver(transfer, store.exports, store.identity, max(block_bytes))
+        stack.callback(hand_over.close)
+    if store.remote is not None or hand_over is not None:
+        find = partial(_sources_of, hand_over, store.remote, cache.prefix_cache_timeout_s)
+        sources = SourceLoads(memory.archive, store, find, block_bytes=block_bytes, block_size=resolved.block_size)
+    prefetch = DiskPrefetcher(
         memory.archive,
         disk,
         block_size=resolved.block_size,
@@ -144,3 +164,18 @@ def make_disk_prefetcher(
         step_tokens=resolved.max_num_batched_tokens,
         sources=sources,
     )
+    return prefetch, hand_over
+
+
+def _sources_of(
+    hand_over: HandOver | None, remote: RemoteStore | None, timeout_s: float, sequence: TokenSequence
+) -> list[PlannedSource]:
+    """Return the sources of a sequence's blocks: the engine that its request names, then the remote store."""
+    found: list[PlannedSource] = []
+    peer = None if hand_over is None else hand_over.source_of(sequence.request)
+    if hand_over is not None and peer is not None:
+        must_have = hand_over.config.kv_load_failure_policy == "fail"
+        found.append(Source(peer, hand_over.config.timeout_s, must_have))
+    if remote is not None:
+        found.append(Source(remote, timeout_s))
+    return found

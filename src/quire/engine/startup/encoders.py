@@ -26,6 +26,7 @@ NEUTRAL: dict[str, Any] = {
     "pin_limit": 0.0,
     "prefix_cache_dir": None,
     "prefix_cache_url": None,
+    "kv_transfer_config": None,
     "speculative_method": "off",
     "classifier_from_token": None,
     "deterministic": False,

@@ -25,7 +25,7 @@ from quire.engine.engine import Engine
 from quire.engine.inputs.embeddings import EmbeddingsReader
 from quire.engine.kv.disk_prefetch import DiskPrefetcher
 from quire.engine.startup.adapters import load_adapters
-from quire.engine.startup.disk_cache import make_disk_prefetcher, open_stores
+from quire.engine.startup.disk_cache import open_prefetch, open_stores
 from quire.engine.startup.encoders import encoder_config, open_encoder
 from quire.engine.startup.model_defaults import read_default_params, read_end_token_ids
 from quire.engine.startup.model_facts import cache_groups, model_facts, step_cost, stored_dtype
@@ -131,7 +131,7 @@ def load(config: EngineConfig, *, wrap: Wrappers | None = None) -> LoadedModel:
         memory = _memory(resolved, sizing, _open_log(config.cache.record_memory), disk)
         cache = None if grammars is None else grammars.cache
         runner = _runner(model, draft, memory, resolved, dtype=dtype, stored=stored, disk=disk, grammars=cache)
-        disk_prefetch = None if disk is None else make_disk_prefetcher(memory, disk, config.cache, resolved, groups)
+        disk_prefetch, hand_over = open_prefetch(memory, disk, config.cache, resolved, groups, stack)
         speculation = make_speculation(config.speculative)
         engine = Engine(
             resolved,
@@ -145,6 +145,7 @@ def load(config: EngineConfig, *, wrap: Wrappers | None = None) -> LoadedModel:
             media_reader=_media_reader(model, memory),
             speculation=speculation,
             grammars=grammars,
+            hand_over=hand_over,
         )
         engine.requests.can_generate = pooling.has_head
         if not isinstance(model, Encoder):
