@@ -18,7 +18,7 @@ from quire.engine.async_llm import AsyncLLM
 from quire.engine.kv.disk_prefetch import REFUSALS, SAVE_S
 from quire.engine.outputs.outputs import RequestOutput
 from quire.errors import ConfigError
-from quire.kvstore.prefix_store import StoreStats
+from quire.kvstore.store_stats import StoreStats
 from quire.memory import check
 from tests.engine.test_record_memory import replayed
 
@@ -201,7 +201,7 @@ def test_a_recording_is_replayed_without_the_disk(tmp_path: Path, expected: list
 def test_options_that_cannot_be_honoured(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="prefix_cache_disk_bytes must be at least"):
         start(tmp_path, prefix_cache_disk_bytes=1000)
-    # What was refused holds nothing, and what is open is one engine's.
+    # What was refused holds nothing, and what is open is one engine's of this process.
     llm = start(tmp_path)
     with pytest.raises(ConfigError, match="in use by another engine"):
         start(tmp_path)
@@ -239,6 +239,24 @@ def test_the_command_line_finds_what_it_computed_before(tmp_path: Path) -> None:
     assert first["num_disk_tokens"] == 0
     assert second["num_disk_tokens"] == second["num_cached_tokens"] > 40
     assert second["outputs"] == first["outputs"]
+
+
+@pytest.mark.slow
+def test_another_process_finds_what_this_one_wrote_through(tmp_path: Path) -> None:
+    """Two processes at once: the second finds what the first, which goes on, has computed."""
+    llm = start(tmp_path, num_kv_blocks=None, max_model_len=None, prefix_cache_write_policy="write_through")
+    (mine,) = llm.generate(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False)
+    stores = llm.engine._disk_prefetch
+    assert stores is not None
+    stores._disk.touch(())  # once all queued writes are done
+    assert disk_stats(llm).num_saved > 5
+    command = [sys.executable, "-m", "quire", "generate", "--prefix-cache-dir", str(tmp_path), "--json"]
+    command += ["--temperature", "0", "--max-tokens", "8", "--block-size", "8", "--prompt", PROMPTS[0]]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    other = json.loads(subprocess.run(command, env=environment, check=True, capture_output=True).stdout)
+    assert other["num_disk_tokens"] == other["num_cached_tokens"] > 40
+    assert other["outputs"][0]["text"] == mine.outputs[0].text
+    llm.close()
 
 
 def test_slow_disks_are_only_tried_now_and_then(tmp_path: Path, expected: list[str]) -> None:

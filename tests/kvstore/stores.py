@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from quire.errors import ConfigError
 from quire.kvstore.folder import StoreFolder
 from quire.kvstore.prefix_store import PrefixStore
 from quire.memory.results import StoredBlock
@@ -26,7 +27,12 @@ def payload_of(number: int) -> memoryview:
 
 def open_store(folder: Path, identity: bytes = b"a" * 16, max_bytes: int = MAX_BYTES) -> PrefixStore:
     """Open the store in a folder."""
-    return PrefixStore(StoreFolder(folder), identity, max_bytes, PAYLOAD_BYTES)
+    opened = StoreFolder(folder)
+    try:
+        return PrefixStore(opened, identity, max_bytes, PAYLOAD_BYTES)
+    except ConfigError:
+        opened.close()
+        raise
 
 
 def fill(folder: Path, count: int) -> None:

@@ -139,11 +139,14 @@ def test_a_reset_forgets_what_was_saved_and_what_waits(tmp_path: Path) -> None:
     again.close()
 
 
-def test_a_folder_is_one_engines(tmp_path: Path) -> None:
+def test_a_folder_is_one_engines_of_a_process(tmp_path: Path) -> None:
     store = open_store(tmp_path)
-    with pytest.raises(ConfigError, match="in use by another engine") as refused:
-        StoreFolder(tmp_path)
+    with pytest.raises(ConfigError, match="in use by another engine of this process") as refused:
+        open_store(tmp_path)
     assert refused.value.field == "prefix_cache_dir"
+    store.save(make_block(1), payload_of(1))
+    store.flush()
+    assert found(store, 2) == [1]
     store.close()
     open_store(tmp_path).close()
 

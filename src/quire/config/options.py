@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, Literal, get_args
@@ -18,9 +19,11 @@ from quire.config.checks import (
     put_size,
 )
 from quire.config.hints import drop_neutral, hint_for
+from quire.config.kv_transfer import KVTransferConfig, read_kv_transfer
 from quire.config.lora import LoRAConfig
 from quire.config.parallel import ParallelConfig, check_served_by_ranks
 from quire.config.speculative import SpeculativeConfig, flatten
+from quire.config.store_url import client_url
 from quire.errors import ConfigError, shown
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -34,6 +37,7 @@ WEIGHT_PACKINGS = ("auto", "plain", "lossless")
 EVICTION_POLICIES = ("lru", "fifo", "lfu", "slru")
 POLICIES = ("fcfs", "priority")
 PREEMPTION_POLICIES = ("last", "least_waste")
+WRITE_POLICIES = ("write_back", "write_through")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 DEFAULT_MEMORY_FRACTION = 0.5
 DEFAULT_GPU_UTILIZATION = 0.9
@@ -140,7 +144,7 @@ class ModelConfig:
         return names if isinstance(names, tuple) and names else (names,)
 
 
-# Size of the host tier that a prefix cache on disk uses for transfers, where there is no swap space.
+# Size of the host tier that prefix caches outside memory use for transfers, where there is no swap space.
 STAGING_BYTES = 1 << 30
 
 
@@ -172,9 +176,19 @@ class CacheConfig:
         kv_cache_metrics_sample: share of the blocks whose lifetime, idle time and reuse are measured; 0 measures none.
         swap_space: bytes of host memory for the blocks of preempted sequences; 0 for none. A small number, which would
             be GiB in vLLM, is refused: write "4GiB".
-        prefix_cache_dir: folder of a prefix cache on disk, which outlives the engine. Only one engine
-            at a time can use it.
-        prefix_cache_disk_bytes: maximum size of `prefix_cache_dir`; the least recently used blocks are evicted.
+        prefix_cache_dir: folder of a prefix cache on disk, which outlives the engine. The engines of one host, each in
+            a process of its own, can share it.
+        prefix_cache_disk_bytes: maximum size of `prefix_cache_dir`, the same for all engines that use it; the least
+            recently used blocks are evicted.
+        prefix_cache_url: address of a remote prefix cache, a Valkey or Redis server that engines of several hosts
+            share: "redis://HOST:PORT/DATABASE". A slow or dead server costs misses, no waiting.
+        prefix_cache_timeout_s: longest wait of a prompt for an answer of that server, in seconds.
+        prefix_cache_ttl_s: lifetime of a block there without use, in seconds; None for no limit.
+        prefix_cache_write_policy: time at which blocks are saved to disk and to that server: "write_back" (when memory
+            evicts them, and at the end) or "write_through" (when their request ends, for other engines to find). None
+            takes "write_through" with `prefix_cache_url`, else "write_back".
+        kv_transfer_config: hand-over of blocks to and from other engines, vLLM's JSON object or a mapping; see
+            `KVTransferConfig`. None hands nothing over.
         record_memory: new file for a log of every memory command, which `quire replay` runs again.
     """
 
@@ -194,6 +208,11 @@ class CacheConfig:
     kv_cache_metrics_sample: float = 0.01
     prefix_cache_dir: str | None = None
     prefix_cache_disk_bytes: int = 8 << 30
+    prefix_cache_url: str | None = None
+    prefix_cache_timeout_s: float = 0.25
+    prefix_cache_ttl_s: float | None = 86400.0
+    prefix_cache_write_policy: str | None = field(default=None, metadata={"choices": WRITE_POLICIES})
+    kv_transfer_config: str | None = None
     record_memory: str | None = None
 
     def __post_init__(self) -> None:
@@ -225,22 +244,61 @@ class CacheConfig:
             )
         put_path(self, "prefix_cache_dir", optional=True)
         put_size(self, "prefix_cache_disk_bytes", 1)
-        if self.prefix_cache_dir is not None and not self.enable_prefix_caching:
-            raise ConfigError(
-                f"prefix_cache_dir ({self.prefix_cache_dir}) needs enable_prefix_caching, which is off",
-                field="prefix_cache_dir",
-            )
+        read_kv_transfer(self.kv_transfer_config)
+        if isinstance(self.kv_transfer_config, Mapping):
+            object.__setattr__(self, "kv_transfer_config", json.dumps(dict(self.kv_transfer_config)))
+        check_text("prefix_cache_url", self.prefix_cache_url, optional=True)
+        check_positive("prefix_cache_timeout_s", self.prefix_cache_timeout_s)
+        check_positive("prefix_cache_ttl_s", self.prefix_cache_ttl_s, optional=True)
+        if self.prefix_cache_url is not None:
+            client_url(self.prefix_cache_url)
+        for name, needs in self._needs():
+            if needs:
+                raise ConfigError(f"{name} needs {needs}", field=name)
         put_path(self, "record_memory", optional=True)
 
     @property
     def host_bytes(self) -> int:
-        """Size of the host tier in bytes: the swap space, or the transfer buffer of a prefix cache on disk."""
-        return self.swap_space or (0 if self.prefix_cache_dir is None else STAGING_BYTES)
+        """Size of the host tier in bytes: the swap space, or the transfer buffer of a prefix cache outside memory."""
+        return self.swap_space or (STAGING_BYTES if self.has_stores else 0)
+
+    @property
+    def has_stores(self) -> bool:
+        """Whether blocks are kept outside memory, or handed over."""
+        names = ("prefix_cache_dir", "prefix_cache_url", "kv_transfer_config")
+        return any(getattr(self, name) is not None for name in names)
+
+    @property
+    def transfer(self) -> KVTransferConfig | None:
+        """The hand-over of blocks, None for none."""
+        return read_kv_transfer(self.kv_transfer_config)
+
+    @property
+    def writes_through(self) -> bool:
+        """Whether blocks are saved when their request ends."""
+        if self.prefix_cache_write_policy is None:
+            return self.prefix_cache_url is not None
+        return self.prefix_cache_write_policy == "write_through"
+
+    def _needs(self) -> list[tuple[str, str | None]]:
+        """Return options with what each of them lacks, None where it lacks nothing."""
+        off = None if self.enable_prefix_caching else "enable_prefix_caching, which is off"
+        has_cache = self.prefix_cache_dir is not None or self.prefix_cache_url is not None
+        store = None if has_cache else "prefix_cache_dir or prefix_cache_url"
+        return [
+            ("prefix_cache_dir", off if self.prefix_cache_dir is not None else None),
+            ("prefix_cache_url", off if self.prefix_cache_url is not None else None),
+            ("kv_transfer_config", off if self.kv_transfer_config is not None else None),
+            ("prefix_cache_write_policy", store if self.prefix_cache_write_policy is not None else None),
+        ]
 
     @property
     def host_option(self) -> str:
         """Name of the option that `host_bytes` comes from."""
-        return "swap_space" if self.swap_space else "prefix_cache_dir"
+        if self.swap_space:
+            return "swap_space"
+        names = ("prefix_cache_dir", "prefix_cache_url", "kv_transfer_config")
+        return next((name for name in names if getattr(self, name) is not None), names[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

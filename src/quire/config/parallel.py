@@ -60,7 +60,10 @@ _SERVED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "speculative_method": (("off", "ngram", "suffix"), "models that make drafts are not divided"),
     "enable_lora": ((False,), "adapters are not split over ranks"),
     "merge_lora": ((False,), "adapters are merged into whole weights"),
-    "prefix_cache_dir": ((None,), "blocks on disk would be loaded at other times on each rank"),
+    **dict.fromkeys(
+        ("prefix_cache_dir", "prefix_cache_url", "kv_transfer_config"),
+        ((None,), "blocks from elsewhere would be loaded at other times on each rank"),
+    ),
     "pin_limit": ((0.0,), "pins are not repeated on other ranks"),
     "device": (("auto", "cpu"), "ranks exchange numbers between CPUs"),
 }

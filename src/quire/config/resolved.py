@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quire.config.kv_transfer import KVTransferConfig
 from quire.config.options import CacheConfig, EngineConfig, Quantization, SchedulerConfig
 from quire.config.probed import Machine, ModelFacts, StepCost
 from quire.errors import ConfigError
@@ -43,6 +44,7 @@ class ResolvedConfig:
         fitted_from: longest context that the model supports, where `max_model_len` is what the memory holds instead;
             None where it was not fitted.
         is_encoder: see `ModelFacts`.
+        kv_transfer: hand-over of blocks between engines; None for none.
     """
 
     device: str
@@ -80,6 +82,7 @@ class ResolvedConfig:
     lacks_kernels: bool = False
     fitted_from: int | None = None
     is_encoder: bool = False
+    kv_transfer: KVTransferConfig | None = None
 
     @property
     def max_prompt_len(self) -> int:
@@ -169,6 +172,7 @@ def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> Resolv
         watermark=cache.watermark,
         swap_space=cache.swap_space,
         host_bytes=cache.host_bytes,
+        kv_transfer=cache.transfer,
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=step_tokens(scheduler, machine.device),
         scheduling_policy=scheduler.scheduling_policy,

@@ -15,6 +15,7 @@ from quire.engine.inputs.embeddings import EmbeddingsReader
 from quire.engine.inputs.prompts import Prompt, PromptReader
 from quire.engine.inputs.request_builder import PreparedRequest, RequestBuilder
 from quire.engine.kv.disk_prefetch import DiskPrefetcher
+from quire.engine.kv.handover import HandOver
 from quire.engine.kv.pinning import PrefixPins
 from quire.engine.metrics.block_lifetimes import BlockLifetimes
 from quire.engine.metrics.stats import EngineStats, StepStats
@@ -52,6 +53,7 @@ class Engine:
         media_reader: reader of prompts' embeddings; None where the data plane accepts none.
         speculation: chooser of the number of drafts, adjusted after each step; None without speculative decoding.
         grammars: compiler of grammars for structured outputs; None where they are unsupported. Closed with the engine.
+        hand_over: hand-over of blocks to and from other engines; None without one. Closed with the engine.
 
     Attributes:
         pins: pinned prefixes.
@@ -76,6 +78,7 @@ class Engine:
         media_reader: EmbeddingsReader | None = None,
         speculation: AdaptiveDrafter | None = None,
         grammars: GrammarCompiler | None = None,
+        hand_over: HandOver | None = None,
     ) -> None:
         self.config = config
         self.cache_name = cache_name
@@ -94,6 +97,7 @@ class Engine:
         self._clock = clock
         self._disk_prefetch = disk_prefetch
         self.grammars = grammars
+        self._hand_over = hand_over
         self._outputs = OutputProcessor(tokenizer, clock)
         self._num_requests = 0
         self._num_failures = 0
@@ -156,6 +160,8 @@ class Engine:
             adapter=acquire_adapter(self.adapters, lora_request),
         )
         self.scheduler.add(request)
+        if self._hand_over is not None:
+            self._hand_over.add(request, self.scheduler.requests)
         self._num_requests += 1
         self._outputs.add_request(request, text, self._clock() if arrival_s is None else arrival_s)
 
@@ -188,18 +194,26 @@ class Engine:
             self.adapters.free_unused()
         plan = self.scheduler.plan(self.num_steps)
         self.num_steps += 1
+        failed = self._end_without_blocks()
         if not plan.items:
-            return []
+            if self._disk_prefetch is not None and not failed:
+                self._disk_prefetch.wait()
+            return failed
         self._mark_scheduled(plan)
         started_s = self._clock()
         try:
             result = self.executor.execute(plan)
         except WorkerError as error:
-            return self._fail_step(plan, error)
+            return failed + self._fail_step(plan, error)
         self._num_failures = 0
         self._stats.computed_tokens += self.step_recorder.record_step(plan.items, self._clock() - started_s)
-        failed = self._check_items(plan, result)
-        return failed + self._update(plan, result)
+        failed += self._check_items(plan, result)
+        outputs = self._update(plan, result)
+        if self._disk_prefetch is not None:
+            self._disk_prefetch.write_through(self.executor)
+            if self._hand_over is not None:
+                self._hand_over.finish(outputs, self.scheduler.memory, self._disk_prefetch, self.executor)
+        return failed + outputs
 
     def usage(self) -> Usage:
         """Return the memory manager's counts."""
@@ -214,8 +228,12 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         """Totals since the start."""
-        disk = None if self._disk_prefetch is None else self._disk_prefetch.stats
-        return self._stats.totals(self.num_steps, disk)
+        stats, stores = self._stats.totals(self.num_steps), self._disk_prefetch
+        if stores is not None:
+            stats.disk, stats.remote = stores.stats, stores.remote_stats
+        if self._hand_over is not None:
+            stats.transfer = self._hand_over.stats
+        return stats
 
     def measure(self) -> StepStats:
         """Return the state of the queues and the memory, and the counters' changes since the last call."""
@@ -235,12 +253,23 @@ class Engine:
                 self.grammars.close()
             if self.tokenizer is not None:
                 self.tokenizer.close()
+            if self._hand_over is not None:
+                self._hand_over.close()
             if self._disk_prefetch is not None:
                 self._disk_prefetch.close()
             if self.scheduler.memory.tables.observer is not None:
                 self.scheduler.memory.tables.observer.close()
 
     # ---- parts of a step ----
+
+    def _end_without_blocks(self) -> list[RequestOutput]:
+        """End the requests whose blocks had to come from another engine, and did not."""
+        failed = () if self._disk_prefetch is None else self._disk_prefetch.take_failed()
+        outputs = [
+            self._end_request(request_id, FinishReason.ERROR, f"kv_load_failure_policy is 'fail': {why}")
+            for request_id, why in failed
+        ]
+        return [output for output in outputs if output is not None]
 
     def _mark_scheduled(self, plan: StepPlan) -> None:
         """Record the time at which a plan schedules requests for the first time."""

@@ -1,4 +1,6 @@
-"""The prefix cache on disk: published blocks kept in an LMDB file between runs, with their digests and checksums.
+"""Published blocks outside memory, with their digests and checksums: on disk, in a remote store, from other engines.
 
-Reading order: record, folder, lmdb_file, prefix_store, disk_blocks. `execution` and `engine` may import this package.
+Reading order: record; folder, lmdb_tables, lmdb_file, prefix_store (disk); circuit_breaker, source_pool,
+redis_connection, remote_store (remote); exports, transfer_wire, transfer_server, peers (engines); block_store,
+disk_blocks. `execution` and `engine` may import this package.
 """

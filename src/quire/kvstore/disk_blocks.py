@@ -1,14 +1,15 @@
-"""Blocks on their way between memory and disk."""
+"""Blocks on their way between memory and the stores below it: disk, a remote store, other engines."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from ctypes import c_ubyte
 
 import torch
 from torch import Tensor
 
-from quire.kvstore.prefix_store import PrefixStore, StoreStats
+from quire.kvstore.block_store import TieredStore
 from quire.memory.results import StoredBlock
 
 
@@ -16,12 +17,16 @@ class DiskBlocks:
     """The disk tier: fetched blocks wait under a ticket for the copy that names it.
 
     Args:
-        store: store of the blocks; closed with this.
+        store: stores of the blocks; closed with this.
         block_bytes: bytes of a block of each cache group.
+
+    Attributes:
+        store: the stores.
     """
 
-    def __init__(self, store: PrefixStore, block_bytes: Sequence[int]) -> None:
-        self._store = store
+    def __init__(self, store: TieredStore, block_bytes: Sequence[int]) -> None:
+        self.store = self._store = store
+        self._may_wait = True
         self._block_bytes = tuple(block_bytes)
         self._fetched: dict[int, Tensor] = {}
         self._next_ticket = 0
@@ -65,7 +70,21 @@ class DiskBlocks:
             data: uint8 [bytes of the block], in the memory of the host.
             wait: see `PrefixStore.save`.
         """
-        self._store.save(block, _bytes_of(data), wait=wait)
+        self._store.save(block, _bytes_of(data), wait=wait and self._may_wait)
+
+    @contextmanager
+    def exporting(self, keys: Iterable[bytes], *, stores: bool) -> Iterator[None]:
+        """Export blocks that are saved meanwhile, while nothing waits for a store.
+
+        Args:
+            keys: keys of the records to export.
+            stores: True to write them to the stores as well.
+        """
+        self._may_wait, self._store.wanted, self._store.stores = False, set(keys), stores
+        try:
+            yield
+        finally:
+            self._may_wait, self._store.wanted, self._store.stores = True, set(), True
 
     @property
     def capacity(self) -> int:
@@ -84,11 +103,6 @@ class DiskBlocks:
         """Complete the queued writes, and close the store."""
         self._fetched.clear()
         self._store.close()
-
-    @property
-    def stats(self) -> StoreStats:
-        """The store's counters."""
-        return self._store.stats
 
 
 def _bytes_of(data: Tensor) -> memoryview:

@@ -1,63 +1,118 @@
-"""The folder of a durable prefix cache: locked by one engine at a time, with the secret key of its digests."""
+"""The folder of a durable prefix cache: its locks, and the secret key of its digests.
+
+```
+ lock      shared by all engines that use the folder; exclusive for one that finds it unused, while it opens it
+ opening   held by one engine at a time, from its first look at the folder until its file is open
+ writing   held by one engine at a time, for one transaction
+```
+
+The system releases the locks of a process that ends, however it ends.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from quire.bounded.files import read_file
 from quire.errors import ConfigError
-from quire.platform.file_lock import lock_file
+from quire.platform.file_lock import lock_file, unlock_file, wait_for_lock
 
 logger = logging.getLogger(__name__)
 
 KEY_BYTES = 32
+# Another engine may read all weights, and verify the file, while it opens the folder.
+OPENING_S = 600.0
 
 
 class StoreFolder:
-    """A folder that this process locks until `close`, or until the process ends.
+    """A folder that this process shares with others until `close`, or until the process ends.
 
-    Only its owner can read its files: they hold prompts and their KV.
+    Only its owner can read its files: they hold prompts and their KV. Until `opened` is called, no other engine can
+    open the folder.
 
     Args:
         path: path of the folder; created if missing.
+        opening_s: longest wait for another engine that is opening the folder, in seconds.
 
     Attributes:
+        is_alone: True where no other engine used the folder when this one opened it.
         key: secret key of the digests, random, drawn when the folder was created. Digests must be the same after a
             restart, and clients that can only send requests must not be able to construct one.
 
     Raises:
-        ConfigError: the folder cannot be made or written, or another engine uses it.
+        ConfigError: the folder cannot be made or written, another engine is opening it all the time, or another engine
+            uses it and the system has no shared locks.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, opening_s: float = OPENING_S) -> None:
         self.path = path
+        self._files: dict[str, int] = {}
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-        except OSError as error:
-            raise _unusable(path, error) from error
-        try:
-            self._take_lock()
+            for name in ("lock", "opening", "writing"):
+                self._files[name] = os.open(path / name, os.O_RDWR | os.O_CREAT, 0o600)
+            self.is_alone = self._take_locks(opening_s)
             self.key = self._read_key() or self._make_key()
         except OSError as error:
-            os.close(self._lock)
+            self.close()
             raise _unusable(path, error) from error
         except ConfigError:
-            os.close(self._lock)
+            self.close()
             raise
 
-    def close(self) -> None:
-        """Release the lock of the folder."""
-        os.close(self._lock)
+    def opened(self) -> None:
+        """Let other engines open the folder from now on."""
+        if self.is_alone and self._files:
+            lock_file(self._files["lock"], shared=True)
+        self._release("opening")
 
-    def _take_lock(self) -> None:
-        if not lock_file(self._lock):
+    def abandon(self) -> None:
+        """Use the folder no more, so that the next engine that opens it may find it unused."""
+        self._release("opening")
+        self._release("lock")
+
+    @contextmanager
+    def writing(self, timeout_s: float) -> Iterator[bool]:
+        """Lock the folder for a transaction; yields False where other engines wrote for all of `timeout_s`."""
+        file = self._files["writing"]
+        is_locked = wait_for_lock(file, timeout_s)
+        try:
+            yield is_locked
+        finally:
+            if is_locked:
+                unlock_file(file)
+
+    def close(self) -> None:
+        """Release all locks; further calls do nothing."""
+        for name in tuple(self._files):
+            self._release(name)
+
+    def _release(self, name: str) -> None:
+        file = self._files.pop(name, None)
+        if file is not None:
+            os.close(file)
+
+    def _take_locks(self, opening_s: float) -> bool:
+        """Lock the folder for opening and for use; return True where no other engine uses it."""
+        if not wait_for_lock(self._files["opening"], opening_s):
             raise ConfigError(
-                f"prefix_cache_dir {self.path} is in use by another engine; give each engine a folder of its own",
+                f"prefix_cache_dir {self.path} was being opened by another engine for {opening_s:g} seconds",
                 field="prefix_cache_dir",
             )
+        # Nobody else asks for the exclusive lock meanwhile: that takes the lock for opening.
+        if lock_file(self._files["lock"]):
+            return True
+        if not lock_file(self._files["lock"], shared=True):
+            raise ConfigError(
+                f"prefix_cache_dir {self.path} is in use by another engine, and this system has no shared locks; give "
+                "each engine a folder of its own",
+                field="prefix_cache_dir",
+            )
+        return False
 
     def _read_key(self) -> bytes | None:
         """Return the key, None where it is missing or damaged: then no record in the folder can be hit again."""

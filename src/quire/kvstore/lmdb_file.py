@@ -1,28 +1,36 @@
-"""The file of a durable prefix cache: records under keys, in LMDB.
+"""The file of a durable prefix cache, in LMDB: records under keys, and the order of their last uses.
 
-LMDB never overwrites pages of a committed state, so a killed process leaves the last committed state. A commit syncs
-the data pages, and leaves the meta page to the next commit: when the machine crashes, the last commit may be lost, but
-nothing is torn. The file is read through a mapping, where a damaged structure or a truncated file would kill the
-process. So its structure is verified before it is opened, and its length before each use.
+LMDB never overwrites pages of a committed state, so a killed process leaves the last committed state, and others read
+one while a process writes. A commit syncs the data pages, and leaves the meta page to the next commit: when the machine
+crashes, the last commit may be lost, but nothing is torn. The file is read through a mapping, where a damaged structure
+or a truncated file would kill the process. So its structure is verified before it is opened, and its length before
+each use.
+
+All engines of a folder use one file. Its tables, which one transaction changes together, are all that they share: what
+is stored, how many bytes that takes, and what was used least recently. So the size is kept by all together, and each
+finds what another has stored.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+import struct
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from struct import Struct
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from quire.errors import ConfigError
+from quire.kvstore.folder import StoreFolder
+from quire.kvstore.lmdb_tables import LIMIT, META, NUMBER, TABLES, Batch, Sizes, Transaction, Written, find_problem
 
 logger = logging.getLogger(__name__)
 
-RECORDS, USES = b"records", b"uses"
-_USE = Struct("<QQ")
+NAME = "blocks.mdb"
+# A transaction of another engine ends long before.
+WRITING_S = 10.0
 
 
 class StoreFull(Exception):
@@ -33,71 +41,132 @@ class StoreDamaged(Exception):
     """A file that can no longer be used."""
 
 
-class Use(NamedTuple):
-    """The last use of a record, and its size.
+class _Problem(NamedTuple):
+    """The reason why a file cannot be opened.
 
     Args:
-        moment: logical time of the last use; rises with every use.
-        num_bytes: size on disk.
+        text: the error.
     """
 
-    moment: int
-    num_bytes: int
+    text: str
 
 
 class StoreFile:
-    """An LMDB file with two tables: records, and the last use of each.
+    """An LMDB file in a folder.
 
-    One thread writes; all threads may read meanwhile.
+    One thread writes; all threads, and other processes, may read and write meanwhile.
 
     Args:
-        path: path of the file; a damaged file is renamed to `.damaged`, and a file larger than `max_bytes` is removed.
-        max_bytes: largest size of the file.
+        folder: folder of the file. Where no other engine uses it, a damaged file is renamed to `.damaged`, and a file
+            larger than `max_bytes` is removed.
+        max_bytes: largest size of the file, the same for all engines that use it.
 
     Attributes:
         was_damaged: True where a damaged file was renamed.
-        uses: uses of all records when the file was opened.
 
     Raises:
-        ConfigError: LMDB is not installed, or the file cannot be made.
+        ConfigError: LMDB is not installed, the file cannot be made, or other engines use it with another size.
+        StoreDamaged: the file is damaged, and other engines use it, so that it cannot be renamed.
     """
 
-    def __init__(self, path: Path, max_bytes: int) -> None:
+    def __init__(self, folder: StoreFolder, max_bytes: int) -> None:
         self._lmdb = _import_lmdb()
-        self._path = path
+        self._folder = folder
+        self._path = path = folder.path / NAME
+        self._env: Any = None
         self.was_damaged = False
-        if path.exists() and path.stat().st_size > max_bytes:
+        if folder.is_alone and path.exists() and path.stat().st_size > max_bytes:
             logger.warning("%s is larger than %d bytes: the prefix cache begins anew", path, max_bytes)
-            path.unlink()
-        problem = _problem(path)
-        if problem is None:
-            problem = self._open(max_bytes)
+            self._remove()
+        problem = self._verify_and_open(max_bytes)
+        if problem is not None and not folder.is_alone:
+            raise StoreDamaged(problem.text)
         if problem is not None:
             self.was_damaged = True
             aside = path.with_name(path.name + ".damaged")
-            logger.warning("%s is damaged (%s): set aside as %s, the prefix cache begins anew", path, problem, aside)
+            logger.warning(
+                "%s is damaged (%s): set aside as %s, the prefix cache begins anew", path, problem.text, aside
+            )
             path.replace(aside)
-            problem = self._open(max_bytes)
+            self._remove()
+            problem = self._verify_and_open(max_bytes)
             if problem is not None:
-                raise ConfigError(f"prefix_cache_dir: {path} cannot be made: {problem}", field="prefix_cache_dir")
+                raise ConfigError(f"prefix_cache_dir: {path} cannot be made: {problem.text}", field="prefix_cache_dir")
 
-    def _open(self, max_bytes: int) -> str | None:
-        """Open the file and read the uses of its records; return an error message, None on success."""
+    def _remove(self) -> None:
+        """Remove the file, and LMDB's file of locks, which belongs to it."""
+        for name in (NAME, NAME + "-lock"):
+            self._path.with_name(name).unlink(missing_ok=True)
+
+    def _verify_and_open(self, max_bytes: int) -> _Problem | None:
+        """Open the file while nobody writes; return what is wrong with it, None on success."""
+        with self._folder.writing(WRITING_S) as is_locked:
+            if not is_locked:
+                raise ConfigError(
+                    f"prefix_cache_dir {self._folder.path}: another engine wrote for {WRITING_S:g} seconds; it may be "
+                    "stopped",
+                    field="prefix_cache_dir",
+                )
+            problem = _structure_problem(self._path) or self._open(max_bytes)
+            if problem is not None:
+                self._close_env()
+            return problem
+
+    def _open(self, max_bytes: int) -> _Problem | None:
         lmdb = self._lmdb
         try:
             self._env = lmdb.open(
-                str(self._path), subdir=False, map_size=max_bytes, max_dbs=2, metasync=False, mode=0o600
+                str(self._path), subdir=False, map_size=max_bytes, max_dbs=len(TABLES), metasync=False, mode=0o600
             )
-            self._records, self._uses = self._env.open_db(RECORDS), self._env.open_db(USES)
-            with self._env.begin(db=self._uses) as txn:
-                self.uses = {key: Use(*_USE.unpack(value)) for key, value in txn.cursor()}
-        except (lmdb.Error, ValueError, ArithmeticError) as error:
-            return str(error)
-        except Exception as error:  # struct.error has no narrower base class
-            return str(error)
+            self._env.reader_check()
+            self._tables = {name: self._env.open_db(name) for name in TABLES}
+            with self._env.begin() as txn:
+                limit = txn.get(LIMIT, db=self._tables[META])
+                # The uses of another engine's records are not read again for each engine.
+                problem = find_problem(txn, self._tables) if self._folder.is_alone else None
+        except lmdb.Error as error:
+            if "already open in this process" in str(error):
+                raise ConfigError(
+                    f"prefix_cache_dir {self._folder.path} is in use by another engine of this process; give each "
+                    "engine of a process a folder of its own",
+                    field="prefix_cache_dir",
+                ) from error
+            return _Problem(str(error))
+        except (ValueError, ArithmeticError, struct.error) as error:
+            return _Problem(str(error))
+        if problem is not None:
+            return _Problem(problem)
+        self._agree_on(max_bytes, limit)
         self._file = os.open(self._path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         self._num_bytes = os.fstat(self._file).st_size
         return None
+
+    def _agree_on(self, max_bytes: int, limit: bytes | None) -> None:
+        """Record the largest size of the file; refuse another one while other engines use the file."""
+        wanted = NUMBER.pack(max_bytes)
+        if limit == wanted:
+            return
+        if not self._folder.is_alone:
+            self._close_env()
+            others = "another size" if limit is None or len(limit) != 8 else str(NUMBER.unpack(limit)[0])
+            raise ConfigError(
+                f"prefix_cache_disk_bytes must be that of the other engines that use {self._folder.path}, {others}; "
+                f"got {max_bytes}",
+                field="prefix_cache_disk_bytes",
+            )
+        try:
+            with self._env.begin(write=True, db=self._tables[META]) as txn:
+                txn.put(LIMIT, wanted)
+        except self._lmdb.Error as error:
+            logger.warning("%s cannot be written, and not be shared: %s", self._path, error)
+
+    def holds(self, key: bytes) -> bool:
+        """Return whether there is a record.
+
+        Raises:
+            StoreDamaged: the file can no longer be used.
+        """
+        return self.read(key, lambda _: True)
 
     def read(self, key: bytes, take: Callable[[memoryview], bool]) -> bool:
         """Pass a record to `take`, and return its result; False where there is no record.
@@ -107,60 +176,70 @@ class StoreFile:
         """
         self._check_length()
         try:
-            with self._env.begin(db=self._records, buffers=True) as txn:
-                record = txn.get(key)
+            with self._env.begin(buffers=True) as txn:
+                record = txn.get(key, db=self._tables[b"records"])
                 return record is not None and take(record)
         except self._lmdb.Error as error:
             raise StoreDamaged(str(error)) from error
 
-    def write(self, deleted: Iterable[bytes], records: Mapping[bytes, bytearray], uses: Mapping[bytes, Use]) -> None:
-        """Delete records, add records, and write uses, in one transaction.
+    def sizes(self, identity: bytes) -> Sizes:
+        """Return the numbers of records and bytes.
 
-        Args:
-            deleted: keys of records to delete; keys without a record are ignored.
-            records: new records; `uses` has their uses.
-            uses: uses of new and of existing records.
+        Raises:
+            StoreDamaged: the file can no longer be used.
+        """
+        self._check_length()
+        try:
+            with self._env.begin() as txn:
+                return Transaction(txn, self._tables).sizes(identity)
+        except (self._lmdb.Error, struct.error) as error:
+            raise StoreDamaged(str(error)) from error
+
+    def write(self, batch: Batch) -> Written:
+        """Make the changes of a batch, in one transaction.
 
         Raises:
             StoreFull: nothing was written.
             StoreDamaged: the file can no longer be used.
+            TimeoutError: other engines wrote all the time; nothing was written.
         """
         self._check_length()
         lmdb = self._lmdb
-        try:
-            with self._env.begin(write=True) as txn:
-                for key in deleted:
-                    txn.delete(key, db=self._records)
-                    txn.delete(key, db=self._uses)
-                for key, record in records.items():
-                    txn.put(key, record, db=self._records)
-                for key, use in uses.items():
-                    txn.put(key, _USE.pack(*use), db=self._uses)
-        except (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError) as error:
-            raise StoreDamaged(str(error)) from error
-        except lmdb.Error as error:
-            raise StoreFull(str(error)) from error
+        with self._folder.writing(WRITING_S) as is_locked:
+            if not is_locked:
+                raise TimeoutError(f"other engines wrote for {WRITING_S:g} seconds")
+            try:
+                with self._env.begin(write=True) as txn:
+                    written = Transaction(txn, self._tables).apply(batch)
+            except (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError, struct.error) as error:
+                raise StoreDamaged(str(error)) from error
+            except lmdb.Error as error:
+                # The pages of killed readers are not reused before a check for such readers.
+                self._env.reader_check()
+                raise StoreFull(str(error)) from error
         self._num_bytes = os.fstat(self._file).st_size
+        return written
 
-    def close(self) -> None:
-        """Sync the file to disk, and close it."""
+    def close(self, *, is_sound: bool = True) -> None:
+        """Sync the file to disk where it is sound, and close it."""
         try:
-            self._env.sync(True)
+            if is_sound:
+                self._env.sync(True)
         except self._lmdb.Error as error:
             logger.warning("%s may have lost its last records: %s", self._path, error)
-        self._env.close()
+        self._close_env()
         os.close(self._file)
 
+    def _close_env(self) -> None:
+        if self._env is not None:
+            self._env.close()
+            self._env = None
+
     def _check_length(self) -> None:
-        # The known length is read first: the writer's thread may enlarge both in between.
+        # The known length is read first: writers may enlarge both in between.
         least = self._num_bytes
         if os.fstat(self._file).st_size < least:
             raise StoreDamaged(f"it was cut off below {least} bytes")
-
-
-def bytes_on_disk(record: bytearray) -> int:
-    """Return the size of a record in pages of 4096 bytes, its part of the tables included."""
-    return -(-(len(record) + 16) // 4096) * 4096 + 256
 
 
 def _import_lmdb() -> ModuleType:
@@ -172,7 +251,7 @@ def _import_lmdb() -> ModuleType:
         ) from error
 
 
-def _problem(path: Path) -> str | None:
+def _structure_problem(path: Path) -> _Problem | None:
     """Return the error of a file's structure, None where it is sound or missing."""
     if not path.exists():
         return None
@@ -180,5 +259,5 @@ def _problem(path: Path) -> str | None:
     try:
         found = verifier.verify(str(path), subdir=False)
     except (verifier.VerifyError, OSError) as error:
-        return str(error)
-    return str(found[0]) if found else None
+        return _Problem(str(error))
+    return _Problem(str(found[0])) if found else None

@@ -1,7 +1,7 @@
-"""The durable prefix cache: published blocks on disk, found again after a restart.
+"""The durable prefix cache: published blocks on disk, found again after a restart and by other engines of the host.
 
 ```
- engine's thread    holds?  fetch ---------> StoreFile (mapping)
+ engine's thread    holds?  fetch ---------> StoreFile (mapping) <----- other engines
                     save -> pending --.          ^
  writer's thread                      '-> batch -' one transaction, the oldest records out
 ```
@@ -14,17 +14,17 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from time import perf_counter
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 from quire.errors import ConfigError
 from quire.kvstore.folder import StoreFolder
-from quire.kvstore.lmdb_file import StoreDamaged, StoreFile, StoreFull, Use, bytes_on_disk
+from quire.kvstore.lmdb_file import StoreDamaged, StoreFile, StoreFull
+from quire.kvstore.lmdb_tables import Batch, Sizes, Written, bytes_on_disk
 from quire.kvstore.record import IDENTITY_BYTES, pack, record_key, seal, unpack
+from quire.kvstore.store_stats import StoreStats
 from quire.memory.results import StoredBlock
-from quire.scheduling.stats import Metric
 
 logger = logging.getLogger(__name__)
 
@@ -36,41 +36,13 @@ MOST_BATCH_BYTES = 16 << 20
 MOST_PENDING_BYTES = 64 << 20
 
 
-class StoreStats(NamedTuple):
-    """Counters of a store since its start, and its present size."""
-
-    num_blocks: Annotated[int, Metric("Blocks of this model on disk.", "prefix_cache_disk_blocks", "gauge")]
-    num_bytes: Annotated[
-        int,
-        Metric(
-            "Bytes of the disk that blocks take, those of other models included.", "prefix_cache_disk_bytes", "gauge"
-        ),
-    ]
-    num_foreign: Annotated[
-        int, Metric("Blocks of other models or layouts on disk.", "prefix_cache_disk_foreign_blocks", "gauge")
-    ]
-    num_hits: Annotated[int, Metric("Blocks loaded from disk.", "prefix_cache_disk_hits")]
-    num_misses: Annotated[int, Metric("Blocks that were asked for in vain.", "prefix_cache_disk_misses")]
-    loaded_bytes: Annotated[int, Metric("Bytes loaded from disk.", "prefix_cache_disk_loaded_bytes")]
-    load_s: Annotated[float, Metric("Time that loads took.", "prefix_cache_disk_load_seconds")]
-    num_saved: Annotated[int, Metric("Blocks written to disk.", "prefix_cache_disk_saved")]
-    num_deleted: Annotated[int, Metric("Blocks deleted to make room for others.", "prefix_cache_disk_deleted")]
-    num_dropped: Annotated[
-        int, Metric("Blocks that were not written: too many waited, or there was no room.", "prefix_cache_disk_dropped")
-    ]
-    num_damaged: Annotated[
-        int, Metric("Blocks and files that were not as they were written.", "prefix_cache_disk_damaged")
-    ]
-    num_full: Annotated[int, Metric("Writes for which there was no room.", "prefix_cache_disk_full")]
-
-
 class PrefixStore:
     """Blocks on disk, by their digests.
 
-    Only the engine's thread calls the methods; a writer thread writes.
+    Only the engine's thread calls the methods; a writer thread writes. Other processes may use the folder as well.
 
     Args:
-        folder: locked folder of the cache; closed with the store.
+        folder: folder of the cache; closed with the store.
         identity: digest of the model, its weights, and everything else that determines the bytes of a block,
             `IDENTITY_BYTES` bytes.
         max_bytes: largest size of the file; the least recently used records are deleted first.
@@ -78,7 +50,8 @@ class PrefixStore:
         clock: clock in seconds, to time loads.
 
     Raises:
-        ConfigError: LMDB is not installed, the file cannot be made, or `max_bytes` is too few.
+        ConfigError: LMDB is not installed, the file cannot be made, `max_bytes` is too few, or is not that of the
+            other engines that use the folder.
     """
 
     def __init__(
@@ -101,35 +74,38 @@ class PrefixStore:
         self._batch_bytes = min(MOST_BATCH_BYTES, int(max_bytes * BATCH_SHARE))
         self._clock = clock
         self._folder = folder
-        self._file = StoreFile(folder.path / "blocks.mdb", max_bytes)
         self._counts = dict.fromkeys(("hits", "misses", "saved", "deleted", "dropped", "damaged", "full", "bytes"), 0)
-        self._counts["damaged"] += self._file.was_damaged
         self._load_s = 0.0
-        # Keys by last use, the oldest first; foreign keys are never used here, so their order is constant.
-        self._own: OrderedDict[bytes, Use] = OrderedDict()
-        self._foreign: OrderedDict[bytes, Use] = OrderedDict()
-        for key, use in sorted(self._file.uses.items(), key=lambda item: item[1]):
-            (self._own if key.startswith(identity) else self._foreign)[key] = use
-        self._num_bytes = sum(use.num_bytes for use in self._file.uses.values())
-        self._moment = max((use.moment for use in self._file.uses.values()), default=0)
-        self._file.uses = {}
-        # The writer's work; one lock guards it and the keys above.
+        self._sizes = Sizes(0, 0, 0)
+        # The writer's work; one lock guards it.
         self._pending: dict[bytes, bytearray] = {}
         self._pending_bytes = 0
-        self._touched: dict[bytes, Use] = {}
-        self._doomed: list[Mapping[bytes, Use]] = []
+        self._touched: dict[bytes, None] = {}
+        # Keys of damaged records: those to delete, and those that are not read until they are deleted.
+        self._damaged: list[bytes] = []
+        self._hidden: set[bytes] = set()
         self._being_written: dict[bytes, bytearray] = {}
-        self._num_resets = 0
-        self._is_broken = self._is_stuck = self._is_closing = self._is_writing = self._is_urgent = False
+        # Rises with each reset; records are hidden until all that were there have been deleted.
+        self._num_resets = self._num_forgotten = 0
+        # True once they could not be deleted: that is tried again with the next record to write.
+        self._has_kept = False
+        self._is_broken = self._is_stuck = self._is_closing = self._is_writing = False
         self._changed = threading.Condition()
+        self._file: StoreFile | None = None
+        try:
+            self._file = StoreFile(folder, max_bytes)
+            self._counts["damaged"] += self._file.was_damaged
+        except StoreDamaged as error:
+            self._break(error)
+        folder.opened()
         self._writer = threading.Thread(target=self._write_on, name="prefix-store", daemon=True)
         self._writer.start()
 
     # ---- the engine's thread ----
 
     def holds(self, block: StoredBlock) -> bool:
-        """Return True where the index has a block; the block itself is not read."""
-        return self._is_usable() and record_key(self._identity, block) in self._own
+        """Return True where the store has a block; the block itself is not read."""
+        return self._has(record_key(self._identity, block))
 
     def fetch(self, block: StoredBlock, out: memoryview) -> bool:
         """Read a block's bytes; return False where the record is missing, damaged, or of another block.
@@ -139,21 +115,30 @@ class PrefixStore:
             out: destination of the bytes; undefined where the result is False.
         """
         key, started = record_key(self._identity, block), self._clock()
-        if not self.holds(block):
+        if not self._is_readable() or self._file is None or key in self._hidden:
             self._counts["misses"] += 1
             return False
+        was_there = False
+
+        def take(record: memoryview) -> bool:
+            nonlocal was_there
+            was_there = True
+            return unpack(key, block, record, out)
+
         try:
-            is_good = self._file.read(key, lambda record: unpack(key, block, record, out))
+            is_good = self._file.read(key, take)
         except StoreDamaged as error:
             self._break(error)
             return False
         with self._changed:
-            use = self._own.pop(key, None)
-            if is_good and use is not None:
-                self._touch(key, use)
-            elif use is not None:
+            if is_good:
+                self._touched.pop(key, None)
+                self._touched[key] = None
+            elif was_there:
                 self._counts["damaged"] += 1
-                self._doom({key: use})
+                self._damaged.append(key)
+                self._hidden.add(key)
+                self._changed.notify_all()
         self._counts["hits" if is_good else "misses"] += 1
         if is_good:
             self._counts["bytes"] += len(out)
@@ -170,7 +155,7 @@ class PrefixStore:
         """
         key = record_key(self._identity, block)
         with self._changed:
-            if not self._is_usable() or any(key in known for known in (self._own, self._pending, self._being_written)):
+            if not self._is_usable() or key in self._pending or key in self._being_written or self._has(key):
                 return
             if self._pending_bytes + len(payload) > MOST_PENDING_BYTES and self._pending:
                 if not wait:
@@ -185,7 +170,7 @@ class PrefixStore:
 
     @property
     def key(self) -> bytes:
-        """Secret key of the digests, the same after a restart."""
+        """Secret key of the digests, the same after a restart and for all engines of the folder."""
         return self._folder.key
 
     @property
@@ -199,25 +184,23 @@ class PrefixStore:
         with self._changed:
             for block in blocks:
                 key = record_key(self._identity, block)
-                use = self._own.pop(key, None)
-                if use is not None:
-                    self._touch(key, use)
+                self._touched.pop(key, None)
+                self._touched[key] = None
 
     def reset(self) -> None:
-        """Make all records unreachable, in constant time; the writer then deletes them.
+        """Hide all records of this model, in constant time; the writer then deletes them, for all engines.
 
         Records that are not yet deleted when the process is killed are found again after a restart.
         """
         with self._changed:
             self._num_resets += 1
             self._pending, self._pending_bytes, self._touched = {}, 0, {}
-            self._doom(self._own)
-            self._own = OrderedDict()
+            self._changed.notify_all()
 
     def flush(self) -> None:
         """Wait until all queued writes and deletions are done."""
         with self._changed:
-            self._changed.wait_for(lambda: not (self._pending or self._is_urgent or self._is_writing))
+            self._changed.wait_for(lambda: not (self._has_work() or self._is_writing))
 
     def close(self) -> None:
         """Complete the queued writes, and close the folder; further calls do nothing."""
@@ -227,17 +210,21 @@ class PrefixStore:
             self._is_closing = True
             self._changed.notify_all()
         self._writer.join()
-        self._file.close()
+        if self._file is not None:
+            self._read_sizes()
+            self._file.close(is_sound=not self._is_broken)
+            self._file = None
         self._folder.close()
 
     @property
     def stats(self) -> StoreStats:
         """Counters since the start, and the present size."""
         counts = self._counts
+        self._read_sizes()
         return StoreStats(
-            num_blocks=len(self._own),
-            num_bytes=self._num_bytes,
-            num_foreign=len(self._foreign),
+            num_blocks=self._sizes.num_own,
+            num_bytes=self._sizes.num_bytes,
+            num_foreign=self._sizes.num_foreign,
             num_hits=counts["hits"],
             num_misses=counts["misses"],
             loaded_bytes=counts["bytes"],
@@ -249,6 +236,11 @@ class PrefixStore:
             num_full=counts["full"],
         )
 
+    @property
+    def load_rate(self) -> float | None:
+        """Bytes loaded in a second; None before the first load."""
+        return self._counts["bytes"] / self._load_s if self._counts["bytes"] and self._load_s else None
+
     # ---- the writer's thread ----
 
     def _write_on(self) -> None:
@@ -256,13 +248,13 @@ class PrefixStore:
             with self._changed:
                 self._is_writing = False
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._pending or self._is_urgent or self._is_closing)
-                is_last = self._is_closing and not self._pending
+                self._changed.wait_for(lambda: self._has_work() or self._is_closing)
                 job = self._take_job()
+                is_last = self._is_closing and not self._has_work()
                 self._is_writing = True
-            if any((job.records, job.deleted, job.touched)) and not self._is_broken:
+            if not job.batch.is_empty and not self._is_broken:
                 self._run(job)
-            if is_last:
+            if is_last and (self._is_broken or not self._has_work()):
                 with self._changed:
                     self._is_writing = False
                     self._changed.notify_all()
@@ -270,74 +262,65 @@ class PrefixStore:
 
     def _take_job(self) -> _Job:
         """Return the next transaction; after a transaction that found no room, it only deletes."""
+        num_resets = self._num_resets
+        if self._must_forget() and (self._pending or not self._has_kept):
+            return _Job(Batch(forgotten=self._identity), num_resets)
+        if self._is_stuck:
+            return _Job(Batch(freed_bytes=self._live_bytes // 8), num_resets)
         records: dict[bytes, bytearray] = {}
-        added: dict[bytes, Use] = {}
         num_bytes = 0
-        for key, record in () if self._is_stuck and self._doomed else self._pending.items():
+        for key, record in self._pending.items():
             num_bytes += bytes_on_disk(record)
             if records and num_bytes > self._batch_bytes:
                 break
-            self._moment += 1
-            records[key], added[key] = record, Use(self._moment, bytes_on_disk(record))
+            records[key] = record
         for key, record in records.items():
             del self._pending[key]
             self._pending_bytes -= len(record)
-        deleted = {key: use for doomed in self._doomed for key, use in doomed.items()}
-        self._doomed, self._is_urgent = [], False
-        excess = self._num_bytes + _total(added) - _total(deleted) - self._live_bytes
-        victims = self._oldest(excess)
-        self._counts["deleted"] += len(victims)
-        touched = {key: use for key, use in self._touched.items() if key in self._own}
-        self._touched = {}
+        removed, self._damaged = self._damaged, []
+        touched, self._touched = tuple(self._touched), {}
         self._being_written = records
-        return _Job(records, added, deleted | victims, touched, self._num_resets)
-
-    def _oldest(self, num_bytes: int) -> dict[bytes, Use]:
-        """Remove the least recently used records from the index, at least `num_bytes` of them, and return them."""
-        victims: dict[bytes, Use] = {}
-        while num_bytes > 0 and (self._own or self._foreign):
-            tables = [table for table in (self._own, self._foreign) if table]
-            oldest = min(tables, key=lambda table: next(iter(table.values())).moment)
-            key, use = oldest.popitem(last=False)
-            victims[key] = use
-            num_bytes -= use.num_bytes
-        return victims
+        return _Job(Batch(removed, None, 0, touched, records, self._live_bytes), num_resets)
 
     def _run(self, job: _Job) -> None:
         """Write one transaction; where there is no room, drop its records and free space."""
-        for key, record in job.records.items():
+        for key, record in job.batch.records.items():
             seal(key, record)
         try:
-            self._file.write(job.deleted, job.records, job.touched | job.added)
-        except StoreFull as error:
+            assert self._file is not None
+            written = self._file.write(job.batch)
+        except (StoreFull, TimeoutError) as error:
             self._give_up(job, error)
         except (StoreDamaged, OSError) as error:
             self._break(error)
         else:
             with self._changed:
-                self._num_bytes += _total(job.added) - _total(job.deleted)
-                self._counts["saved"] += len(job.added)
-                self._is_stuck = False
-                if job.num_resets == self._num_resets:
-                    self._own |= job.added
-                else:
-                    self._doom(job.added)
+                self._note(job, written)
         self._being_written = {}
 
-    def _give_up(self, job: _Job, error: StoreFull) -> None:
+    def _note(self, job: _Job, written: Written) -> None:
+        """Count what a transaction wrote."""
+        self._counts["saved"] += written.num_added
+        self._counts["deleted"] += written.num_evicted
+        self._hidden.difference_update(job.batch.removed)
+        self._is_stuck = self._has_kept = False
+        if job.batch.forgotten is not None and written.num_forgotten < job.batch.most_forgotten:
+            self._num_forgotten = job.num_resets
+
+    def _give_up(self, job: _Job, error: Exception) -> None:
         """Drop the records of a failed transaction and free space; where that failed before, drop the queue as well."""
         with self._changed:
             if not self._counts["full"]:
-                logger.warning("the prefix cache on disk is full, the engine goes on without: %s", error)
+                logger.warning("the prefix cache on disk cannot be written, the engine goes on without: %s", error)
             self._counts["full"] += 1
-            self._counts["dropped"] += len(job.records)
-            if self._is_stuck:
+            self._counts["dropped"] += len(job.batch.records)
+            self._has_kept = job.batch.forgotten is not None
+            if self._is_stuck or self._has_kept or isinstance(error, TimeoutError):
                 self._counts["dropped"] += len(self._pending)
                 self._pending, self._pending_bytes = {}, 0
-                self._doomed.append(job.deleted)
+                self._is_stuck = False
             else:
                 self._is_stuck = True
-                self._doom(job.deleted | self._oldest(self._live_bytes // 8))
 
     # ---- either thread ----
 
@@ -348,43 +331,49 @@ class PrefixStore:
                 logger.warning("the prefix cache on disk is damaged, the engine goes on without: %s", error)
                 self._counts["damaged"] += 1
             self._is_broken = True
-            self._pending, self._pending_bytes, self._is_urgent = {}, 0, False
+            self._pending, self._pending_bytes, self._touched, self._damaged = {}, 0, {}, []
+            self._folder.abandon()
             self._changed.notify_all()
 
-    # ---- either thread, while it holds the lock ----
+    def _has(self, key: bytes) -> bool:
+        if not self._is_readable() or self._file is None or key in self._hidden:
+            return False
+        try:
+            return self._file.holds(key)
+        except StoreDamaged as error:
+            self._break(error)
+            return False
 
-    def _touch(self, key: bytes, use: Use) -> None:
-        """Mark a record as used most recently."""
-        self._moment += 1
-        self._own[key] = self._touched[key] = use._replace(moment=self._moment)
+    def _read_sizes(self) -> None:
+        """Read the present size; it stays the last one that was read once the file cannot be used."""
+        if self._file is not None and not self._is_broken:
+            try:
+                self._sizes = self._file.sizes(self._identity)
+            except StoreDamaged as error:
+                self._break(error)
+
+    def _has_work(self) -> bool:
+        """Return whether the writer has something to do; the caller has the lock."""
+        must_forget = self._must_forget() and not self._has_kept
+        return not self._is_broken and bool(self._pending or self._damaged or self._is_stuck or must_forget)
+
+    def _must_forget(self) -> bool:
+        return self._num_resets != self._num_forgotten
+
+    def _is_readable(self) -> bool:
+        return self._is_usable() and not self._must_forget()
 
     def _is_usable(self) -> bool:
         return not (self._is_broken or self._is_closing)
-
-    def _doom(self, records: Mapping[bytes, Use]) -> None:
-        """Queue the deletion of records that were removed from the index."""
-        self._doomed.append(records)
-        self._is_urgent = True
-        self._changed.notify_all()
 
 
 class _Job(NamedTuple):
     """One transaction.
 
     Args:
-        records: records to write.
-        added: uses of those records.
-        deleted: records to delete first.
-        touched: new uses of existing records.
+        batch: its changes.
         num_resets: number of resets of the store when the transaction was taken.
     """
 
-    records: dict[bytes, bytearray]
-    added: dict[bytes, Use]
-    deleted: dict[bytes, Use]
-    touched: dict[bytes, Use]
+    batch: Batch
     num_resets: int
-
-
-def _total(uses: Mapping[bytes, Use]) -> int:
-    return sum(use.num_bytes for use in uses.values())

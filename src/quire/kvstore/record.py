@@ -19,6 +19,8 @@ from quire.memory.results import StoredBlock
 MAGIC = b"QKVB"
 VERSION = 1
 IDENTITY_BYTES = 16
+# Tokens of a block of 1,024, and its media entries.
+MOST_CONTENT_BYTES = 64 << 10
 _HEADER = Struct("<4sHHIQ16s")
 _GROUP = Struct("<H")
 _CHECKSUM = Struct("<I")
@@ -32,6 +34,11 @@ def record_key(identity: bytes, block: StoredBlock) -> bytes:
         block: the block.
     """
     return identity + _GROUP.pack(block.group_idx) + block.digest
+
+
+def record_bytes(block_bytes: int) -> int:
+    """Return the bytes of the largest record of a block with so many bytes."""
+    return _HEADER.size + MOST_CONTENT_BYTES + block_bytes + _CHECKSUM.size
 
 
 def pack(block: StoredBlock, payload: memoryview) -> bytearray:

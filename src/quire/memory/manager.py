@@ -301,6 +301,8 @@ class KVCacheManager:
         state = self.sequences.pop(seq_id)
         self.tables.version += 1
         state.is_publishing &= is_sound
+        if self.archive is not None and self.archive.ended is not None and state.is_publishing:
+            self.archive.ended.append((state.chain, state.num_computed))
         tail = None
         if not state.is_swapped:
             tail = publish_tail(self.groups, state)

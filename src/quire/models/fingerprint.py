@@ -21,16 +21,17 @@ from quire.models.checkpoint import Checkpoint
 MAX_KNOWN_BYTES = 1 << 20
 
 
-def fingerprint(checkpoint: Checkpoint, layout: Sequence[str], known: Path, num_bytes: int = 16) -> bytes:
+def fingerprint(checkpoint: Checkpoint, layout: Sequence[str], known: Path | None, num_bytes: int = 16) -> bytes:
     """Return a digest that is another wherever KV could be another.
 
     Args:
         checkpoint: the model's files; where they lie does not matter.
         layout: text of everything else: dtype, kernels, cache groups.
-        known: a JSON file that remembers the digests of files; made if it is not there or cannot be read.
+        known: a JSON file that remembers the digests of files; made if it is not there or cannot be read. None reads
+            all files again.
         num_bytes: number of bytes of the digest.
     """
-    remembered = _read(known)
+    remembered = {} if known is None else _read(known)
     paths = sorted({tensor.path for tensor in checkpoint.tensors.values()})
     digests = {}
     for path in paths:
@@ -38,7 +39,7 @@ def fingerprint(checkpoint: Checkpoint, layout: Sequence[str], known: Path, num_
         status = path.stat()
         name = json.dumps([status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns])
         digests[name] = remembered.get(name) or _digest(path)
-    if remembered != digests:
+    if known is not None and remembered != digests:
         part = known.with_name(known.name + ".new")
         part.write_text(json.dumps(remembered | digests))
         os.replace(part, known)

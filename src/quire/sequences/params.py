@@ -9,6 +9,8 @@ from typing import Any, Final
 
 from quire.config.hints import SAMPLING_HINTS, hint_for
 from quire.errors import InvalidParameter, UnknownParameter, shown
+from quire.sequences.kv_transfer import NAME as KV_TRANSFER
+from quire.sequences.kv_transfer import KVTransferParams, read_extra_args
 from quire.sequences.param_checks import (
     integer,
     logit_bias,
@@ -107,6 +109,7 @@ class SamplingParams:
         speculative: False verifies no drafts for this request; True refuses it where the engine makes none; None takes
             drafts where there are some.
         strategy: custom decoding strategy, from Python only; None samples.
+        extra_args: vLLM's place for `kv_transfer_params`, a mapping of fields of `KVTransferParams`, and nothing else.
         output_kind: content of the outputs of `AsyncLLM.generate` and `LLM.stream`, from Python only. The default,
             `DELTA`, costs the same at every token; `CUMULATIVE`, vLLM's default, copies the whole output each time.
             `LLM.generate` always returns whole outputs.
@@ -156,6 +159,7 @@ class SamplingParams:
     logits_processors: tuple[Callable[..., Any], ...] = field(default=(), metadata={"has_flag": False})
     speculative: bool | None = None
     strategy: Strategy[Any] | None = field(default=None, metadata={"has_flag": False})
+    extra_args: Mapping[str, Any] | None = field(default=None, metadata={"has_flag": False})
     output_kind: RequestOutputKind = field(default=RequestOutputKind.DELTA, metadata={"has_flag": False})
     penalizes_tokens: bool = field(init=False, default=False, repr=False)
     needs_history: bool = field(init=False, default=False, repr=False)
@@ -217,6 +221,7 @@ class SamplingParams:
         _check_kind(self.output_kind)
         put(self, "structured_outputs", structured_outputs(self.structured_outputs))
         put(self, "logit_bias", logit_bias(self.logit_bias))
+        put(self, "extra_args", read_extra_args(self.extra_args))
         if self.allowed_token_ids is not None:
             allowed = token_ids("allowed_token_ids", self.allowed_token_ids, limit=MAX_ALLOWED_IDS)
             if not allowed:
@@ -256,6 +261,11 @@ class SamplingParams:
     def is_ranked(self) -> bool:
         """True when more sequences are sampled than returned."""
         return self.best_of is not None and self.best_of > self.n
+
+    @property
+    def kv_transfer(self) -> KVTransferParams | None:
+        """The hand-over that the request asks for, None for none."""
+        return None if self.extra_args is None else self.extra_args[KV_TRANSFER]
 
     @property
     def measures_tokens(self) -> bool:

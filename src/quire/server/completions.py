@@ -123,6 +123,8 @@ def read_completion(state: ServerState, fields: Fields) -> tuple[GenerationReque
         name = "beam_width" if params.beam_width else "best_of" if params.best_of else "n"
         allowed = f"at most {MAX_SEQUENCES} divided by the number of prompts"
         raise InvalidParameter(field_aliases.get(name, name), params.num_sequences, allowed)
+    if params.kv_transfer is not None and len(prompts) > 1:
+        raise InvalidParameter("prompt", f"{len(prompts)} prompts", "one prompt with kv_transfer_params")
 
     special = fields.flag("add_special_tokens", True)
     prepare = partial(state.llm.texts.prepare, prompts, params, add_special_tokens=special)

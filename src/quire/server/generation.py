@@ -147,7 +147,11 @@ class OpenAIReply:
 
     def whole(self, outputs: Sequence[RequestOutput], count: TokenCount) -> dict[str, Any]:
         """Return the answer in one piece."""
-        return {**self._builder.whole(outputs), "usage": count.as_json()}
+        answer = {**self._builder.whole(outputs), "usage": count.as_json()}
+        # A request with several prompts asks for none.
+        if outputs[0].kv_transfer_params is not None:
+            answer["kv_transfer_params"] = outputs[0].kv_transfer_params
+        return answer
 
 
 async def answer(

@@ -131,6 +131,8 @@ async def kv(state: ServerState, request: Request) -> Response:
             "residency": report.residency and {name: times._asdict() for name, times in report.residency.items()},
             "host": host_to_json(usage),
             "disk": None if stats.disk is None else stats.disk._asdict(),
+            "transfer": None if stats.transfer is None else stats.transfer._asdict(),
+            "remote": None if stats.remote is None else stats.remote._asdict(),
         }
     )
 

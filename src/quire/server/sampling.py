@@ -62,6 +62,7 @@ OPTION_FIELDS = (
     "priority",
     "cache_salt",
     "retain_cache",
+    "kv_transfer_params",
     "return_token_ids",
     "return_tokens_as_token_ids",
 )
@@ -72,7 +73,6 @@ UNSUPPORTED: Mapping[str, Refusal] = {
     "spaces_between_special_tokens": ((True,), "special tokens are written as they are"),
     "prompt_embeds": ((), "a prompt is text or token ids"),
     "media": ((), "a prompt is text or token ids"),
-    "kv_transfer_params": ((), "the KV cache stays on this server"),
     "vllm_xargs": (({},), "it names another engine's internals"),
     "tenant": ((), "a header of the operator's gateway names the tenant; cache_salt is the client's own"),
 }
@@ -169,6 +169,8 @@ def read_sampling(
     if isinstance(given.get("logit_bias"), dict):
         given["logit_bias"] = {_token_id(key): bias for key, bias in given["logit_bias"].items()}
     given.update(own)
+    if (hand_over := fields.get("kv_transfer_params")) is not None:
+        given["extra_args"] = {"kv_transfer_params": hand_over}
     try:
         params = SamplingParams(**given)
     except InvalidParameter as error:
@@ -177,6 +179,8 @@ def read_sampling(
         ) from error
     if params.beam_width is not None and fields.flag("stream"):
         raise InvalidParameter("stream", True, "false with beam search: the best outputs are known at the end")
+    if params.kv_transfer is not None and params.kv_transfer.do_remote_decode and fields.flag("stream"):
+        raise InvalidParameter("stream", True, "false where kv_transfer_params has do_remote_decode")
     if params.is_ranked and fields.flag("stream"):
         raise InvalidParameter("best_of", params.best_of, f"n ({params.n}) when stream is true: the best come last")
     return params

@@ -11,7 +11,9 @@ from prometheus_client.registry import Collector
 from quire.engine.engine import Engine
 from quire.engine.metrics.block_lifetimes import BOUNDS_S, TimeHistogram
 from quire.engine.metrics.stats import EngineStats, StepStats
-from quire.kvstore.prefix_store import StoreStats
+from quire.kvstore.remote_stats import RemoteStats
+from quire.kvstore.store_stats import StoreStats
+from quire.kvstore.transfer_stats import TransferStats
 from quire.scheduling.stats import Metric as Declaration
 from quire.scheduling.stats import metrics_of
 
@@ -59,10 +61,12 @@ class KvMetrics(Collector):
                 ("kv_block_reuse_gap_seconds", "Idle to hit again, sampled.", lifetimes.reuse_gap),
             ):
                 yield time_histogram(f"{self._prefix}:{name}", meaning, self._model_name, times)
-        if stats.disk is not None:
-            yield from self._declared(stats.disk, metrics_of(StoreStats))
+        parts = ((stats.disk, StoreStats), (stats.remote, RemoteStats), (stats.transfer, TransferStats))
+        for counters, declared in parts:
+            if counters is not None:
+                yield from self._declared(counters, metrics_of(declared))
 
-    def _declared(self, stats: EngineStats | StoreStats, declared: Mapping[str, Declaration]) -> Iterator[Metric]:
+    def _declared(self, stats: object, declared: Mapping[str, Declaration]) -> Iterator[Metric]:
         for field_name, metric in declared.items():
             if metric.name is not None:
                 show = self._gauge if metric.kind == "gauge" else self._counter

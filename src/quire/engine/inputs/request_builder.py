@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from quire.config import ResolvedConfig
 from quire.engine.adapters import LoadedAdapter
+from quire.engine.inputs.hand_over_check import check_hand_over
 from quire.engine.inputs.prompts import Prompt, PromptReader, TextPair, TokenPrompt
 from quire.engine.inputs.tokenized_params import TokenizedParams, tokenize_params
 from quire.errors import InvalidParameter, UnsupportedFeature
@@ -188,6 +189,7 @@ class RequestBuilder:
             raise UnsupportedFeature("prompt", "the checkpoint has no output head: this engine makes embeddings only")
         if params.speculative and not can_guess:
             raise UnsupportedFeature("speculative", "this engine guesses no tokens; see speculative_method")
+        check_hand_over(self._config.kv_transfer, params)
         num_prompt = len(tokens.token_ids)
         grammar = None
         if params.thinking_token_budget is not None and (params.thinking is None or self._grammars is None):

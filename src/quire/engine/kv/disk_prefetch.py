@@ -1,4 +1,4 @@
-"""Disk prefetch: a waiting prompt's blocks on disk are loaded to host memory before its prefix is matched.
+"""Disk prefetch: a waiting prompt's blocks on disk, or from afar, are in host memory before its prefix is matched.
 
 The scheduler calls it for the next sequence to be admitted only. A step loads at most the number of tokens that it
 could compute; a sequence with more blocks on disk waits until all are loaded.
@@ -10,11 +10,15 @@ import logging
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 
+from quire.engine.kv.source_loads import SourceLoads
 from quire.errors import WorkerError
 from quire.execution.executor import Executor
 from quire.kvstore.disk_blocks import DiskBlocks
-from quire.kvstore.prefix_store import StoreStats
-from quire.memory.results import BlockCopy, FetchedBlock, MemoryOps, Tier
+from quire.kvstore.record import record_key
+from quire.kvstore.remote_stats import RemoteStats
+from quire.kvstore.store_stats import StoreStats
+from quire.memory.prefix.token_chain import TokenChain
+from quire.memory.results import BlockCopy, FetchedBlock, MemoryOps, StoredBlock, Tier
 from quire.memory.tiers.disk_tier import DiskLoad, DiskTier
 from quire.sequences.sequence import Sequence
 
@@ -25,6 +29,8 @@ REFUSALS = 16
 # Limits of saving at the shutdown: seconds, and bytes of one part, between two checks of the time.
 SAVE_S = 20.0
 PART_BYTES = 16 << 20
+# Longest wait of a step without work, in which no command is heard.
+WAIT_S = 0.005
 
 
 class DiskPrefetcher:
@@ -36,6 +42,7 @@ class DiskPrefetcher:
         block_size: number of tokens of a block.
         block_bytes: bytes of a block of each cache group.
         step_tokens: largest number of tokens of a step.
+        sources: loads from a remote store and from other engines; None without any.
     """
 
     def __init__(
@@ -46,6 +53,7 @@ class DiskPrefetcher:
         block_size: int,
         block_bytes: Seq[int],
         step_tokens: int,
+        sources: SourceLoads | None = None,
     ) -> None:
         self._disk_tier = disk_tier
         self._disk = disk
@@ -55,6 +63,7 @@ class DiskPrefetcher:
         self._free_blocks = self._step_blocks
         self._tokens_per_s: float | None = None
         self._num_refused = 0
+        self._sources = sources
 
     def begin_step(self, tokens_per_s: float | None) -> None:
         """Reset the number of blocks that may be loaded, at the start of a step.
@@ -64,11 +73,15 @@ class DiskPrefetcher:
         """
         self._free_blocks = self._step_blocks
         self._tokens_per_s = tokens_per_s
+        if self._sources is not None:
+            self._sources.begin_step()
 
     def prepare(self, sequence: Sequence) -> bool:
         """Load the blocks on disk of the sequence to be admitted next; return False while more must be loaded."""
         if sequence.is_staged:
             return True
+        if self._sources is not None and not self._sources.is_ready(sequence, self._tokens_per_s):
+            return False
         num_blocks, loads = self._disk_tier.find_loads(sequence.chain, self._disk.holds, sequence.request.hit_limit)
         if loads and (sequence.staged or self._is_worth_it(loads)):
             # The first missing block indices of the chain, each with the blocks of all groups.
@@ -80,7 +93,61 @@ class DiskPrefetcher:
             if is_new and self._load(sequence, num_blocks, part) and len(part) < len(loads):
                 return False
         sequence.is_staged = True
+        if self._sources is not None:
+            self._sources.forget(sequence)
         return True
+
+    def wait(self) -> None:
+        """Wait a moment for what the next sequence needs, after a step without work."""
+        if self._sources is not None:
+            self._sources.wait(WAIT_S)
+
+    def take_failed(self) -> list[tuple[str, str]]:
+        """Return the requests whose blocks must be had and have not arrived, with the reasons, once."""
+        if self._sources is None:
+            return []
+        failed, self._sources.failed = self._sources.failed, []
+        return failed
+
+    def write_through(self, executor: Executor) -> None:
+        """Save the blocks of the sequences that ended in a step, where the disk tier collects them."""
+        ended = self._disk_tier.ended
+        if not ended:
+            return
+        self._disk_tier.ended = []
+        for chain, num_computed in ended:
+            self.copy_out(executor, chain, num_computed // self._block_size, self._disk.store.lacks)
+
+    def copy_out(
+        self,
+        executor: Executor,
+        chain: TokenChain,
+        num_blocks: int,
+        wants: Callable[[StoredBlock], bool],
+        *,
+        exports: bool = False,
+    ) -> Seq[StoredBlock]:
+        """Copy published blocks of a chain to the stores, or for other engines only; nothing waits for a store.
+
+        Args:
+            executor: executor of the copies.
+            chain: chain of computed tokens.
+            num_blocks: number of its full blocks.
+            wants: returns whether to copy a block.
+            exports: True to give them to other engines only.
+
+        Returns:
+            The blocks that were copied.
+        """
+        ops = self._disk_tier.exporting_ops(chain, num_blocks, wants)
+        keys = [record_key(self._disk.store.identity, block) for block in ops.saves] if exports else []
+        try:
+            with self._disk.exporting(keys, stores=not exports):
+                executor.move(ops)
+        except WorkerError as error:
+            logger.warning("blocks could not be copied out: %s", error)
+            return ()
+        return ops.saves
 
     def reset(self) -> None:
         """Delete all blocks that were saved until now."""
@@ -137,9 +204,16 @@ class DiskPrefetcher:
         self._disk.close()
 
     @property
-    def stats(self) -> StoreStats:
-        """The counters of the store."""
-        return self._disk.stats
+    def stats(self) -> StoreStats | None:
+        """The counters of the prefix cache on disk; None without one."""
+        disk = self._disk.store.disk
+        return None if disk is None else disk.stats
+
+    @property
+    def remote_stats(self) -> RemoteStats | None:
+        """The counters of the remote prefix cache; None without one."""
+        remote = self._disk.store.remote
+        return None if remote is None else remote.stats
 
     def _load(self, sequence: Sequence, num_blocks: int, loads: Seq[DiskLoad]) -> bool:
         """Load blocks and publish them on the host; return False where some could not be loaded."""
@@ -156,12 +230,14 @@ class DiskPrefetcher:
 
     def _is_worth_it(self, loads: Seq[DiskLoad]) -> bool:
         """Return True where loading is faster than computing, or one of them has not been measured."""
-        stats = self._disk.stats
-        if self._tokens_per_s is None or not stats.loaded_bytes:
+        store = self._disk.store
+        rate = None if store.disk is None else store.disk.load_rate
+        if self._tokens_per_s is None or rate is None:
             return True
-        num_bytes = sum(self._block_bytes[load.block.group_idx] for load in loads)
+        # Blocks that have arrived from afar are in memory already.
+        num_bytes = sum(self._block_bytes[load.block.group_idx] for load in loads if not store.has_arrived(load.block))
         num_tokens = len({load.block_idx for load in loads}) * self._block_size
-        if num_bytes * stats.load_s / stats.loaded_bytes < num_tokens / self._tokens_per_s:
+        if num_bytes / rate < num_tokens / self._tokens_per_s:
             return True
         self._num_refused += 1
         return self._num_refused % REFUSALS == 0

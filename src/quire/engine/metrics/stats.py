@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
-from quire.kvstore.prefix_store import StoreStats
+from quire.kvstore.remote_stats import RemoteStats
+from quire.kvstore.store_stats import StoreStats
+from quire.kvstore.transfer_stats import TransferStats
 from quire.scheduling.stats import Metric, SchedulerStats
 
 
@@ -59,6 +61,8 @@ class EngineStats(EngineCounters):
         int, Metric("Duplicate blocks given back when they filled.", "kv_block_merges", kv_key="merges")
     ] = 0
     disk: Annotated[StoreStats | None, Metric("Counters of the prefix cache on disk; None without one.")] = None
+    transfer: Annotated[TransferStats | None, Metric("Counters of the hand-over of blocks; None without it.")] = None
+    remote: Annotated[RemoteStats | None, Metric("Counters of the remote prefix cache; None without one.")] = None
 
 
 StepStats._fields, EngineStats._fields = StepStats.__match_args__, EngineStats.__match_args__

@@ -9,7 +9,6 @@ from operator import attrgetter, sub
 from typing import Any
 
 from quire.engine.metrics.stats import EngineStats, StepStats
-from quire.kvstore.prefix_store import StoreStats
 from quire.memory.results import NO_TOKENS
 from quire.memory.usage import HostUsage, used_fraction
 from quire.scheduling.scheduler import Scheduler
@@ -44,12 +43,11 @@ class StatsCollector:
         self._by_position: list[int] = []
         self._has_host = scheduler.memory.usage().host is not None
 
-    def totals(self, num_steps: int, disk: StoreStats | None) -> EngineStats:
+    def totals(self, num_steps: int) -> EngineStats:
         """Return the totals since the start.
 
         Args:
             num_steps: number of steps of the engine.
-            disk: counters of the prefix cache on disk, None without one.
         """
         usage, stats = self._scheduler.memory.usage(), self._scheduler.stats
         return EngineStats(
@@ -62,7 +60,6 @@ class StatsCollector:
             num_evictions=usage.num_evictions,
             num_copies=usage.num_copies,
             num_merges=usage.num_merges,
-            disk=disk,
         )
 
     def measure(self, now_s: float) -> StepStats:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from quire.engine.outputs.logprobs import FlatLogprobs, PromptLogprobs
 from quire.memory.results import TokenAccount
@@ -107,6 +108,8 @@ class RequestOutput:
         num_pruned_tokens: number of tokens of samples that `best_of` left out, or of beams that a search dropped; in
             the last output.
         pooled: result of a pooled request, in the last output; see `Pooling`.
+        kv_transfer_params: where another engine finds the prompt's blocks, in the last output of a request with
+            `do_remote_decode`; else None.
         error: error of the request when a sequence's `finish_reason` is "error".
         error_code: code of the error: "request_failed" where the request is the cause, else "engine_failed".
         metrics: times and preemptions.
@@ -125,6 +128,7 @@ class RequestOutput:
     prompt_account: TokenAccount | None = None
     num_pruned_tokens: int = 0
     pooled: tuple[float, ...] = ()
+    kv_transfer_params: dict[str, Any] | None = None
     error: str | None = None
     error_code: str | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
@@ -148,6 +152,7 @@ class RequestOutput:
         self.prompt_account = delta.prompt_account
         self.num_pruned_tokens = delta.num_pruned_tokens
         self.pooled = self.pooled or delta.pooled
+        self.kv_transfer_params = self.kv_transfer_params or delta.kv_transfer_params
         self.error = self.error or delta.error
         self.error_code = self.error_code or delta.error_code
         self.metrics = delta.metrics

@@ -1,87 +1,181 @@
-"""Builds the prefix cache on disk, and its prefetcher, from a configuration."""
+"""Builds the prefix caches outside memory, on disk and remote, and their prefetcher, from a configuration."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from hashlib import blake2b
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from quire.config import EngineConfig, ResolvedConfig
+from quire.config import CacheConfig, EngineConfig, ResolvedConfig
 from quire.engine.kv.disk_prefetch import DiskPrefetcher
+from quire.engine.kv.handover import HandOver
+from quire.engine.kv.source_loads import BlockSource, PlannedSource, SourceLoads
 from quire.errors import ConfigError
+from quire.kvstore.block_store import TieredStore
 from quire.kvstore.disk_blocks import DiskBlocks
+from quire.kvstore.exports import ExportTable
 from quire.kvstore.folder import StoreFolder
 from quire.kvstore.prefix_store import PrefixStore
 from quire.kvstore.record import IDENTITY_BYTES
+from quire.kvstore.remote_store import RemoteSettings, RemoteStore
 from quire.memory.manager import KVCacheManager
 from quire.memory.specs import KVCacheSpec
 from quire.models.checkpoint import Checkpoint
 from quire.models.fingerprint import fingerprint
 from quire.models.spec import ModelSpec
+from quire.sequences.sequence import Sequence as TokenSequence
 
 
-def open_disk(
+class Source(NamedTuple):
+    """A `PlannedSource`."""
+
+    source: BlockSource
+    timeout_s: float
+    must_have: bool = False
+
+
+def open_stores(
     config: EngineConfig,
     models: Sequence[tuple[Checkpoint, ModelSpec]],
     resolved: ResolvedConfig,
     groups: Sequence[KVCacheSpec],
     dtype: torch.dtype,
 ) -> DiskBlocks:
-    """Open the prefix cache on disk.
+    """Open the prefix caches outside memory.
 
     Args:
-        config: configuration with a `prefix_cache_dir`.
+        config: configuration with a `prefix_cache_dir`, a `prefix_cache_url` or a `kv_transfer_config`.
         models: checkpoint and specification of the model, and those of a draft model after them.
         resolved: the resolved configuration.
         groups: the cache groups.
         dtype: dtype of the weights.
 
     Raises:
-        ConfigError: the folder cannot be used, `prefix_cache_disk_bytes` is too small, or LMDB is not installed.
+        ConfigError: the folder cannot be used, `prefix_cache_disk_bytes` is too small, the remote store refuses, or a
+            package is not installed.
     """
     cache = config.cache
-    assert cache.prefix_cache_dir is not None
     block_bytes = [group.bytes_per_block for group in groups]
-    folder = StoreFolder(Path(cache.prefix_cache_dir).expanduser())
-    try:
-        # Other kernels, or another device, round differently, so their KV must not be hit.
-        layout = [
-            str(dtype),
-            resolved.kv_cache_dtype,
-            resolved.device,
-            resolved.kernels,
-            str(resolved.block_size),
-            *map(repr, groups),
-        ]
-        layout += filter(None, [resolved.quantization])
-        # The longest context that is served decides about them.
-        has_long_factors = [spec.has_long_factors for _, spec in models]
-        layout += [str(has_long_factors)] * any(has_long_factors)
-        model, *others = (checkpoint for checkpoint, _ in models)
-        layout += [fingerprint(each, (), folder.path / "draft_weights.json").hex() for each in others]
-        identity = fingerprint(model, layout, folder.path / "weights.json", IDENTITY_BYTES)
-        store = PrefixStore(folder, identity, cache.prefix_cache_disk_bytes, max(block_bytes))
-    except OSError as error:
-        folder.close()
-        raise ConfigError(
-            f"prefix_cache_dir {cache.prefix_cache_dir} cannot be used: {error}", field="prefix_cache_dir"
-        ) from error
-    except ConfigError:
-        folder.close()
-        raise
-    return DiskBlocks(store, block_bytes)
+    with ExitStack() as stack:
+        folder = None
+        if cache.prefix_cache_dir is not None:
+            folder = StoreFolder(Path(cache.prefix_cache_dir).expanduser())
+            stack.callback(folder.close)
+        try:
+            identity = _identity(models, resolved, groups, dtype, None if folder is None else folder.path)
+            disk = None
+            if folder is not None:
+                disk = PrefixStore(folder, identity, cache.prefix_cache_disk_bytes, max(block_bytes))
+                stack.callback(disk.close)
+        except OSError as error:
+            raise ConfigError(
+                f"prefix_cache_dir {cache.prefix_cache_dir} cannot be used: {error}", field="prefix_cache_dir"
+            ) from error
+        remote = None
+        if cache.prefix_cache_url is not None:
+            settings = RemoteSettings(cache.prefix_cache_url, cache.prefix_cache_timeout_s, cache.prefix_cache_ttl_s)
+            remote = RemoteStore(settings, identity, max(block_bytes))
+        # Engines of several hosts must compute the same digests; what they share has no folder with a secret.
+        is_alone = folder is not None and remote is None and cache.transfer is None
+        key = folder.key if folder is not None and is_alone else shared_key(identity)
+        stack.pop_all()
+    transfer = cache.transfer
+    is_producer = transfer is not None and transfer.is_producer
+    exports = ExportTable(transfer.kv_buffer_size, transfer.ttl_s) if transfer is not None and is_producer else None
+    return DiskBlocks(TieredStore(key, identity, disk, remote, exports), block_bytes)
 
 
-def make_disk_prefetcher(
-    memory: KVCacheManager, disk: DiskBlocks, resolved: ResolvedConfig, groups: Sequence[KVCacheSpec]
-) -> DiskPrefetcher:
-    """Return the prefetcher of blocks on disk."""
+def shared_key(identity: bytes) -> bytes:
+    """Return the key of the digests of all engines that compute the same bytes."""
+    return blake2b(b"quire: digests of shared blocks", key=identity, digest_size=32).digest()
+
+
+def _identity(
+    models: Sequence[tuple[Checkpoint, ModelSpec]],
+    resolved: ResolvedConfig,
+    groups: Sequence[KVCacheSpec],
+    dtype: torch.dtype,
+    folder: Path | None,
+) -> bytes:
+    """Return the digest of all that the bytes of a block depend on, besides its tokens."""
+    # Other kernels, or another device, round differently, so their KV must not be hit.
+    layout = [
+        str(dtype),
+        resolved.kv_cache_dtype,
+        resolved.device,
+        resolved.kernels,
+        str(resolved.block_size),
+        *map(repr, groups),
+    ]
+    layout += filter(None, [resolved.quantization])
+    # The longest context that is served decides about them.
+    has_long_factors = [spec.has_long_factors for _, spec in models]
+    layout += [str(has_long_factors)] * any(has_long_factors)
+    model, *others = (checkpoint for checkpoint, _ in models)
+    known = [None if folder is None else folder / name for name in ("weights.json", "draft_weights.json")]
+    layout += [fingerprint(each, (), known[1]).hex() for each in others]
+    return fingerprint(model, layout, known[0], IDENTITY_BYTES)
+
+
+def open_prefetch(
+    memory: KVCacheManager,
+    disk: DiskBlocks | None,
+    cache: CacheConfig,
+    resolved: ResolvedConfig,
+    groups: Sequence[KVCacheSpec],
+    stack: ExitStack,
+) -> tuple[DiskPrefetcher | None, HandOver | None]:
+    """Return the prefetcher of blocks outside memory, and the hand-over of blocks, which listens from then on.
+
+    Args:
+        memory: the memory manager.
+        disk: blocks outside memory; None without any.
+        cache: options of the cache.
+        resolved: the resolved configuration.
+        groups: the cache groups.
+        stack: closes the hand-over, as long as nobody else does.
+
+    Raises:
+        ConfigError: the address of the hand-over cannot be listened at.
+    """
+    if disk is None:
+        return None, None
     assert memory.archive is not None, "the memory was made without a disk"
-    return DiskPrefetcher(
+    if cache.writes_through:
+        memory.archive.ended = []
+    store, transfer, hand_over, sources = disk.store, cache.transfer, None, None
+    block_bytes = [group.bytes_per_block for group in groups]
+    if transfer is not None:
+        hand_over = HandOver(transfer, store.exports, store.identity, max(block_bytes))
+        stack.callback(hand_over.close)
+    if store.remote is not None or hand_over is not None:
+        find = partial(_sources_of, hand_over, store.remote, cache.prefix_cache_timeout_s)
+        sources = SourceLoads(memory.archive, store, find, block_bytes=block_bytes, block_size=resolved.block_size)
+    prefetch = DiskPrefetcher(
         memory.archive,
         disk,
         block_size=resolved.block_size,
-        block_bytes=[group.bytes_per_block for group in groups],
+        block_bytes=block_bytes,
         step_tokens=resolved.max_num_batched_tokens,
+        sources=sources,
     )
+    return prefetch, hand_over
+
+
+def _sources_of(
+    hand_over: HandOver | None, remote: RemoteStore | None, timeout_s: float, sequence: TokenSequence
+) -> list[PlannedSource]:
+    """Return the sources of a sequence's blocks: the engine that its request names, then the remote store."""
+    found: list[PlannedSource] = []
+    peer = None if hand_over is None else hand_over.source_of(sequence.request)
+    if hand_over is not None and peer is not None:
+        must_have = hand_over.config.kv_load_failure_policy == "fail"
+        found.append(Source(peer, hand_over.config.timeout_s, must_have))
+    if remote is not None:
+        found.append(Source(remote, timeout_s))
+    return found

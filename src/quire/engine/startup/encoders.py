@@ -25,6 +25,8 @@ NEUTRAL: dict[str, Any] = {
     "swap_space": 0,
     "pin_limit": 0.0,
     "prefix_cache_dir": None,
+    "prefix_cache_url": None,
+    "kv_transfer_config": None,
     "speculative_method": "off",
     "classifier_from_token": None,
     "deterministic": False,

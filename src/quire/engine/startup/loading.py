@@ -28,7 +28,7 @@ from quire.engine.engine import Engine
 from quire.engine.inputs.embeddings import EmbeddingsReader
 from quire.engine.kv.disk_prefetch import DiskPrefetcher
 from quire.engine.startup.adapters import load_adapters
-from quire.engine.startup.disk_cache import make_disk_prefetcher, open_disk
+from quire.engine.startup.disk_cache import open_prefetch, open_stores
 from quire.engine.startup.encoders import encoder_config, open_encoder
 from quire.engine.startup.model_defaults import read_default_params, read_end_token_ids
 from quire.engine.startup.model_facts import cache_groups, model_facts, step_cost, stored_dtype
@@ -146,16 +146,16 @@ def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None) -> LoadedMo
     ends = read_end_token_ids(checkpoint, tokenizer)
     grammars = _grammars(config, tokenizer, model.spec.vocab_size, ends)
     disk = None
-    if config.cache.prefix_cache_dir is not None and not isinstance(model, Encoder):
+    if config.cache.has_stores and not isinstance(model, Encoder):
         models = [(each, of.spec) for each, of in ((checkpoint, model), (guide, draft)) if each and of]
-        disk = open_disk(config, models, resolved, groups, dtype)
+        disk = open_stores(config, models, resolved, groups, dtype)
     with ExitStack() as stack:
         if disk is not None:
             stack.callback(disk.close)
         memory = _memory(resolved, sizing, _open_log(config.cache.record_memory), disk)
         cache = None if grammars is None else grammars.cache
         runner = _runner(model, draft, memory, resolved, dtype=dtype, stored=stored, disk=disk, grammars=cache)
-        disk_prefetch = None if disk is None else make_disk_prefetcher(memory, disk, resolved, groups)
+        disk_prefetch, hand_over = open_prefetch(memory, disk, config.cache, resolved, groups, stack)
         speculation = make_speculation(config.speculative)
         scheduler = _scheduler(resolved, memory, disk_prefetch, speculation)
         scheduler, executor = lead(ranks, scheduler, InProcessExecutor(runner), resolved.num_threads)
@@ -171,6 +171,7 @@ def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None) -> LoadedMo
             media_reader=_media_reader(model, memory),
             speculation=speculation,
             grammars=grammars,
+            hand_over=hand_over,
         )
         engine.requests.can_generate, engine.ranks = pooling.has_head, ranks
         if not isinstance(model, Encoder):

@@ -59,15 +59,18 @@ class DiskTier:
     Attributes:
         num_loads: number of loaded blocks that were published.
         num_saves: number of blocks that were saved when the host evicted them; some were on disk already.
+        ended: chains of the sequences that were freed, with their numbers of computed tokens; None where nobody takes
+            them.
     """
 
-    __slots__ = ("_saves", "_tables", "num_loads", "num_saves")
+    __slots__ = ("_saves", "_tables", "ended", "num_loads", "num_saves")
 
     def __init__(self, tables: BlockTables) -> None:
         if tables.host is None:
             raise ValueError("a disk tier needs a host tier: set host_bytes")
         self._tables = tables
         self._saves: list[StoredBlock] = []
+        self.ended: list[tuple[TokenChain, int]] | None = None
         self.num_loads = 0
         self.num_saves = 0
         for idx, group in enumerate(tables.host.groups):
@@ -104,6 +107,40 @@ class DiskTier:
                     length, sorted((load for group in loads for load in group), key=lambda load: load.block_idx)
                 )
             limit = length * 3 // 4
+
+    def find_missing(self, chain: TokenChain, max_tokens: int | None = None) -> list[StoredBlock]:
+        """Return the whole blocks of a chain that are on no tier of memory, of all groups.
+
+        Args:
+            chain, max_tokens: see `find_loads`.
+        """
+        size = self._tables.groups[0].spec.block_size
+        limit = min(len(chain.tokens) - 1, len(chain.tokens) if max_tokens is None else max_tokens) // size
+        views = [CombinedView(indexes, idx, chain, _holds_nothing) for idx, indexes in enumerate(self._indexes())]
+        return [load.block for view in views for load in view.loads(0, limit)]
+
+    def exporting_ops(self, chain: TokenChain, num_blocks: int, wants: Callable[[StoredBlock], bool]) -> MemoryOps:
+        """Return copies of a chain's published blocks on the device to disk, for the time between a step and a plan.
+
+        Blocks that a pending copy is to write are left out: their bytes are not there yet.
+
+        Args:
+            chain: a chain of tokens that were computed.
+            num_blocks: number of its blocks, all of them full.
+            wants: returns whether to copy a block.
+        """
+        copies: list[BlockCopy] = []
+        saves: list[StoredBlock] = []
+        written = {(c.group_idx, c.dst_id) for c in self._tables.pending_copies if c.dst_tier is Tier.DEVICE}
+        for idx, group in enumerate(self._tables.groups):
+            for block_idx, block_id in enumerate(group.pool.index.published(chain, 0, num_blocks)):
+                if block_id == NULL_BLOCK or (idx, block_id) in written:
+                    continue
+                block = _describe(chain, idx, block_idx)
+                if wants(block):
+                    copies.append(BlockCopy(idx, block_id, len(saves), Tier.DEVICE, Tier.DISK))
+                    saves.append(block)
+        return MemoryOps(tuple(copies), tuple(saves))
 
     def saving_ops(self) -> MemoryOps:
         """Return copies of all whole published blocks to disk, in the order of eviction."""
@@ -271,9 +308,17 @@ class CombinedView:
         return any(index.holds(self._chain, block_idx) for index in self._indexes)
 
     def _describe(self, block_idx: int) -> StoredBlock:
-        chain = self._chain
-        digest = chain.digests(block_idx + 1)[block_idx]
-        return StoredBlock(self._group_idx, digest, chain.content(block_idx), chain.digest_before(block_idx))
+        return _describe(self._chain, self._group_idx, block_idx)
+
+
+def _describe(chain: TokenChain, group_idx: int, block_idx: int) -> StoredBlock:
+    """Return the identity on disk of a chain's full block."""
+    digest = chain.digests(block_idx + 1)[block_idx]
+    return StoredBlock(group_idx, digest, chain.content(block_idx), chain.digest_before(block_idx))
+
+
+def _holds_nothing(_: StoredBlock) -> bool:
+    return False
 
 
 def describe(group_idx: int, node_position: NodePosition | None) -> StoredBlock:

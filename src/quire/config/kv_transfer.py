@@ -1,0 +1,139 @@
+"""Options of the hand-over of blocks between engines, in vLLM's spelling of `kv_transfer_config`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from ipaddress import ip_address
+from typing import Any, Final
+
+from quire.config.checks import check_positive, check_text, check_whole
+from quire.errors import ConfigError, shown
+
+NAME: Final = "kv_transfer_config"
+CONNECTOR: Final = "QuireConnector"
+ROLES = ("kv_producer", "kv_consumer", "kv_both")
+FAILURE_POLICIES = ("recompute", "fail")
+UNIX: Final = "unix:"
+EXTRA = ("token", "timeout_s", "ttl_s", "allowed_hosts")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVTransferConfig:
+    """Hand-over of published blocks to and from other engines.
+
+    Args:
+        kv_connector: "QuireConnector", the only one.
+        kv_role: "kv_producer" (gives blocks away), "kv_consumer" (fetches them) or "kv_both".
+        kv_ip: address that a producer listens at, and names in its answers; "unix:PATH" for a socket of this host.
+        kv_port: port; 0 takes a free one.
+        kv_buffer_size: bytes of blocks that a producer keeps for others.
+        kv_load_failure_policy: what happens to a request whose blocks do not arrive: "recompute" or "fail".
+        engine_id: name of this engine; None draws one.
+        token: secret that both sides must know; needed where `kv_ip` is not of this host.
+        timeout_s: longest wait for an answer of another engine.
+        ttl_s: time for which a producer keeps a block.
+        allowed_hosts: hosts that requests may name, beside those of this machine.
+    """
+
+    kv_connector: str = CONNECTOR
+    kv_role: str
+    kv_ip: str = "127.0.0.1"
+    kv_port: int = 14579
+    kv_buffer_size: int = 1_000_000_000
+    kv_load_failure_policy: str = "recompute"
+    engine_id: str | None = None
+    token: str | None = None
+    timeout_s: float = 5.0
+    ttl_s: float = 480.0
+    allowed_hosts: tuple[str, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("kv_connector", (CONNECTOR,)),
+            ("kv_role", ROLES),
+            ("kv_load_failure_policy", FAILURE_POLICIES),
+        ):
+            if getattr(self, name) not in allowed:
+                raise _bad(name, getattr(self, name), "one of " + ", ".join(allowed))
+        check_text(f"{NAME}.kv_ip", self.kv_ip)
+        check_whole(f"{NAME}.kv_port", self.kv_port, 0, 65535)
+        check_whole(f"{NAME}.kv_buffer_size", self.kv_buffer_size, 1 << 20)
+        check_text(f"{NAME}.engine_id", self.engine_id, optional=True)
+        check_text(f"{NAME}.token", self.token, optional=True)
+        check_positive(f"{NAME}.timeout_s", self.timeout_s)
+        check_positive(f"{NAME}.ttl_s", self.ttl_s)
+        if not all(isinstance(host, str) for host in self.allowed_hosts):
+            raise _bad("allowed_hosts", self.allowed_hosts, "a list of names or addresses")
+        if self.is_producer and not is_local(self.kv_ip) and self.token is None:
+            raise _bad("kv_ip", self.kv_ip, "an address of this host, or a token in kv_connector_extra_config")
+
+    @property
+    def is_producer(self) -> bool:
+        """Whether the engine gives blocks away."""
+        return self.kv_role != "kv_consumer"
+
+    @property
+    def is_consumer(self) -> bool:
+        """Whether the engine fetches blocks."""
+        return self.kv_role != "kv_producer"
+
+    def may_ask(self, host: str) -> bool:
+        """Return whether a request may name a host to fetch blocks from."""
+        return is_local(host) or host in self.allowed_hosts
+
+
+def is_local(host: str) -> bool:
+    """Return whether an address is one of this host, without asking for names."""
+    if host == "localhost" or host.startswith(UNIX):
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def read_kv_transfer(value: object) -> KVTransferConfig | None:
+    """Return the configuration that a mapping, or its JSON, stands for; None for None.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    if value is None:
+        return None
+    given: Any = value
+    if isinstance(value, str):
+        try:
+            given = json.loads(value)
+        except ValueError as error:
+            raise ConfigError(f"{NAME} must be a JSON object, got {shown(value)}: {error}", field=NAME) from None
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{NAME} must be a JSON object or a mapping, got {shown(value)}", field=NAME)
+    flat = dict(given)
+    extra = flat.pop("kv_connector_extra_config", None) or {}
+    if not isinstance(extra, Mapping):
+        raise _bad("kv_connector_extra_config", extra, "an object")
+    # vLLM's own fields that mean nothing here, with the values that ask for nothing.
+    for name, neutral in (("kv_buffer_device", ("cpu", "cuda")), ("kv_rank", (None, 0, 1)), ("kv_parallel_size", (1,))):
+        if name in flat and flat.pop(name) not in neutral:
+            raise _bad(name, given[name], f"one of {', '.join(map(str, neutral))}, or absent")
+    names = {item.name for item in fields(KVTransferConfig)} - set(EXTRA)
+    for unknown in flat.keys() - names:
+        raise _bad(unknown, flat[unknown], f"absent; known keys are {', '.join(sorted(names))}")
+    for unknown in extra.keys() - set(EXTRA):
+        raise _bad(f"kv_connector_extra_config.{unknown}", extra[unknown], f"absent; known keys are {', '.join(EXTRA)}")
+    if "kv_role" not in flat:
+        raise _bad("kv_role", None, "one of " + ", ".join(ROLES))
+    merged = {**flat, **extra}
+    if isinstance(merged.get("kv_buffer_size"), float):
+        merged["kv_buffer_size"] = int(merged["kv_buffer_size"])  # vLLM's default is 1e9
+    if isinstance(merged.get("allowed_hosts"), list):
+        merged["allowed_hosts"] = tuple(merged["allowed_hosts"])
+    elif "allowed_hosts" in merged:
+        raise _bad("allowed_hosts", merged["allowed_hosts"], "a list of names or addresses")
+    return KVTransferConfig(**merged)
+
+
+def _bad(name: str, value: object, allowed: str) -> ConfigError:
+    return ConfigError(f"{NAME}.{name} must be {allowed}, got {shown(value)}", field=NAME)

@@ -1,0 +1,132 @@
+"""The hand-over of a prompt's blocks between engines: computed by one (prefill), continued by another (decode).
+
+```
+ request with do_remote_decode  -> computed -> its published blocks are copied out and kept
+                                -> the answer names this engine: do_remote_prefill, remote_host, remote_port, ...
+ request with do_remote_prefill -> waits -> blocks are asked of the engine that it names -> checked like those of a disk
+```
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+
+from quire.config.kv_transfer import KVTransferConfig
+from quire.engine.kv.disk_prefetch import DiskPrefetcher
+from quire.engine.outputs.outputs import RequestOutput
+from quire.execution.executor import Executor
+from quire.kvstore.exports import ExportTable
+from quire.kvstore.peers import PeerAddress, Peers, PeerSource
+from quire.kvstore.transfer_server import TransferServer
+from quire.kvstore.transfer_stats import TransferStats
+from quire.memory.manager import KVCacheManager
+from quire.sequences.kv_transfer import KVTransferParams
+from quire.sequences.sequence import Request
+
+# Names of requests that ended without an answer are looked for once there are so many.
+MOST_OPEN = 1024
+
+
+class HandOver:
+    """Gives blocks of finished prompts away, and names the engine that has those of a waiting one.
+
+    Args:
+        config: roles, address and limits.
+        exports: blocks that are kept for others; None for a consumer.
+        identity: fingerprint of the engine's model and layout.
+        block_bytes: bytes of the largest block.
+
+    Raises:
+        ConfigError: the address cannot be listened at.
+    """
+
+    def __init__(
+        self, config: KVTransferConfig, exports: ExportTable | None, identity: bytes, block_bytes: int
+    ) -> None:
+        self.config = config
+        self._exports = exports
+        self._server = None if exports is None else TransferServer(config, identity, exports)
+        self._peers = Peers(identity, config.token, config.timeout_s, block_bytes)
+        self._engine_id = config.engine_id or secrets.token_hex(8)
+        self._open: dict[str, Request] = {}
+
+    def add(self, request: Request, running: Iterable[str]) -> None:
+        """Note a request whose blocks are to be given away.
+
+        Args:
+            request: a new request.
+            running: names of all requests in progress.
+        """
+        asked = request.params.kv_transfer
+        if asked is None or not asked.do_remote_decode:
+            return
+        if len(self._open) >= MOST_OPEN:
+            names = set(running)
+            self._open = {name: known for name, known in self._open.items() if name in names}
+        self._open[request.request_id] = request
+
+    def finish(
+        self, outputs: Iterable[RequestOutput], memory: KVCacheManager, prefetch: DiskPrefetcher, executor: Executor
+    ) -> None:
+        """Keep the blocks of the prompts that ended in a step, and name this engine in their outputs."""
+        if not self._open:
+            return
+        for output in outputs:
+            request = self._open.pop(output.request_id, None) if output.finished else None
+            if request is None or output.error is not None:
+                continue
+            spans = [media.span for media in request.media]
+            chain = memory.chain(list(request.prompt_token_ids), request.namespace, spans)
+            num_blocks = request.num_prompt // memory.block_size
+            blocks = prefetch.copy_out(executor, chain, num_blocks, lambda _: True, exports=True)
+            ids: list[list[int]] = [[] for _ in memory.groups]
+            for block in blocks:
+                ids[block.group_idx].append(len(ids[block.group_idx]))
+            output.kv_transfer_params = self._answer(request.request_id, ids).as_json()
+
+    def source_of(self, request: Request) -> PeerSource | None:
+        """Return the engine that has the blocks of a request; None where it names none."""
+        asked = request.params.kv_transfer
+        if asked is None or not asked.do_remote_prefill:
+            return None
+        assert asked.remote_host is not None
+        assert asked.remote_port is not None
+        return self._peers.source_of(PeerAddress(asked.remote_host, asked.remote_port))
+
+    def close(self) -> None:
+        """Stop listening, and close all connections."""
+        if self._server is not None:
+            self._server.close()
+        self._peers.close()
+
+    @property
+    def stats(self) -> TransferStats:
+        """Counters since the start."""
+        server, total = self._server, self._peers.total
+        return TransferStats(
+            num_kept=0 if self._exports is None else len(self._exports),
+            kept_bytes=0 if self._exports is None else self._exports.num_bytes,
+            num_sent=0 if server is None else server.num_sent,
+            sent_bytes=0 if server is None else server.sent_bytes,
+            num_turned_away=0 if server is None else server.num_turned_away,
+            num_hits=int(total("num_hits")),
+            num_misses=int(total("num_misses")),
+            loaded_bytes=int(total("loaded_bytes")),
+            load_s=total("load_s"),
+            num_late=int(total("num_late")),
+            num_refused=int(total("num_refused")),
+            num_failures=int(total("num_failures")),
+            num_damaged=int(total("num_damaged")),
+        )
+
+    def _answer(self, request_id: str, block_ids: list[list[int]]) -> KVTransferParams:
+        assert self._server is not None
+        return KVTransferParams(
+            do_remote_prefill=True,
+            remote_block_ids=block_ids,
+            remote_engine_id=self._engine_id,
+            remote_request_id=request_id,
+            remote_host=self._server.host,
+            remote_port=self._server.port,
+        )

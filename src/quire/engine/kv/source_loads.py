@@ -1,0 +1,251 @@
+"""Blocks from afar: a waiting prompt's blocks in a remote store, or in another engine, are asked for and awaited.
+
+```
+ is_ready?   which of the missing blocks are there?  -> the longest hit with them -> their records -> arrived
+             other sequences run on meanwhile; the prompt waits up to its patience for each answer
+```
+
+The patience for an answer is no longer than computing the tokens would take, so that a slow source costs a miss.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Protocol
+
+from quire.kvstore.block_store import Arrival, ArrivalCounts, TieredStore
+from quire.kvstore.record import record_key
+from quire.kvstore.source_pool import Inquiry
+from quire.memory.results import StoredBlock
+from quire.memory.tiers.disk_tier import DiskTier
+from quire.sequences.sequence import Sequence
+
+logger = logging.getLogger(__name__)
+
+# A first round trip takes some time, however few tokens there are to compute.
+LEAST_PATIENCE_S = 0.02
+# Sequences whose blocks are being asked for; normally one, the next to be admitted.
+MOST_SEARCHES = 64
+MOST_READ_BYTES = 256 << 20
+
+
+class BlockSource(ArrivalCounts, Protocol):
+    """A place with blocks that are asked for off the step's path."""
+
+    num_misses: int
+    num_late: int
+    load_s: float
+
+    def ask(self, blocks: Seq[StoredBlock], *, with_records: bool) -> Inquiry | None:
+        """Ask which of some blocks there are, or for their records; None where the source is left alone now."""
+
+    def abandon(self, inquiry: Inquiry) -> None:
+        """Stop waiting for an answer."""
+
+    def note(self, inquiry: Inquiry) -> None:
+        """Learn from an answer."""
+
+
+class PlannedSource(Protocol):
+    """A source, and how long to wait for it.
+
+    Args:
+        source: the source.
+        timeout_s: longest wait for an answer.
+        must_have: True where computing the tokens is no substitute.
+    """
+
+    @property
+    def source(self) -> BlockSource: ...
+    @property
+    def timeout_s(self) -> float: ...
+    @property
+    def must_have(self) -> bool: ...
+
+
+@dataclass(slots=True)
+class _Search:
+    """The search for a sequence's blocks.
+
+    Args:
+        sources: sources that were not asked yet.
+        current: source that is being asked; None at the end.
+        inquiry: question to it.
+        asked_s, deadline_s: times of the question, and until which its answer is waited for.
+        keys: keys of the records that have arrived.
+    """
+
+    sources: list[PlannedSource]
+    current: PlannedSource | None = None
+    inquiry: Inquiry | None = None
+    asked_s: float = 0.0
+    deadline_s: float = 0.0
+    keys: list[bytes] = field(default_factory=list)
+
+
+class SourceLoads:
+    """Asks the sources of a sequence's blocks, one after the other, and puts the records into the store.
+
+    Args:
+        disk_tier: the memory manager's disk tier.
+        store: stores of blocks, which take what arrives.
+        sources_of: function that returns the sources of a sequence, the first to be asked first.
+        block_bytes: bytes of a block of each cache group.
+        block_size: number of tokens of a block.
+        clock: clock in seconds.
+
+    Attributes:
+        failed: sequences whose blocks must be had and have not arrived, with the reason; the engine ends them.
+    """
+
+    def __init__(
+        self,
+        disk_tier: DiskTier,
+        store: TieredStore,
+        sources_of: Callable[[Sequence], list[PlannedSource]],
+        *,
+        block_bytes: Seq[int],
+        block_size: int,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self._disk_tier = disk_tier
+        self._store = store
+        self._sources_of = sources_of
+        self._block_bytes = tuple(block_bytes)
+        self._block_size = block_size
+        self._clock = clock
+        self._searches: OrderedDict[int, _Search] = OrderedDict()
+        self._waiting: Inquiry | None = None
+        self.failed: list[tuple[str, str]] = []
+
+    def begin_step(self) -> None:
+        """Forget what the last step waited for."""
+        self._waiting = None
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for the answer that a step without other work needs, for a moment."""
+        if self._waiting is not None:
+            self._waiting.done.wait(timeout_s)
+
+    def is_ready(self, sequence: Sequence, tokens_per_s: float | None) -> bool:
+        """Return whether all that a sequence may wait for has arrived; else ask for it.
+
+        Args:
+            sequence: the sequence to be admitted next.
+            tokens_per_s: prefill rate; None while it is unknown.
+        """
+        search = self._searches.get(sequence.seq_id)
+        if search is None:
+            search = self._searches[sequence.seq_id] = _Search(self._sources_of(sequence))
+            if len(self._searches) > MOST_SEARCHES:
+                self._drop(*self._searches.popitem(last=False))
+            self._ask_next(sequence, search, tokens_per_s)
+        while search.inquiry is not None and search.current is not None:
+            inquiry, source = search.inquiry, search.current.source
+            now = self._clock()
+            if not inquiry.done.is_set() and now < search.deadline_s:
+                self._waiting = inquiry
+                return False
+            if not inquiry.done.is_set():
+                source.num_late += 1
+                source.abandon(inquiry)
+            source.load_s += now - search.asked_s
+            source.note(inquiry)
+            if inquiry.with_records:
+                self._take(search, inquiry, source)
+            elif self._ask_records(sequence, search, tokens_per_s):
+                continue
+            if not self._ask_next(sequence, search, tokens_per_s):
+                return False
+        return True
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop what has arrived for a sequence and was not used."""
+        search = self._searches.pop(sequence.seq_id, None)
+        if search is not None:
+            self._drop(sequence.seq_id, search)
+
+    # ---- parts ----
+
+    def _ask_next(self, sequence: Sequence, search: _Search, tokens_per_s: float | None) -> bool:
+        """Ask the next source which blocks it has, if any is missing.
+
+        Returns:
+            False where a source did not give what must be had.
+        """
+        last, search.inquiry = search.current, None
+        while True:
+            missing = self._disk_tier.find_missing(sequence.chain, sequence.request.hit_limit)
+            missing = [block for block in missing if not self._store.holds(block)]
+            if last is not None and last.must_have and not self._has_whole_prompt(sequence):
+                self.failed.append((sequence.request.request_id, "not all of the prompt's blocks have arrived"))
+                return False
+            if not search.sources or not missing:
+                search.current = None
+                return True
+            last = search.current = search.sources.pop(0)
+            search.inquiry = last.source.ask(missing, with_records=False)
+            if search.inquiry is not None:
+                self._set_deadline(search, len(missing), tokens_per_s)
+                return True
+
+    def _ask_records(self, sequence: Sequence, search: _Search, tokens_per_s: float | None) -> bool:
+        """Ask the present source for the records of the longest hit; return False where it has none of them."""
+        assert search.inquiry is not None
+        assert search.current is not None
+        store, found = self._store, search.inquiry.found
+
+        def is_there(block: StoredBlock) -> bool:
+            return store.holds(block) or record_key(store.identity, block) in found
+
+        loads = self._disk_tier.find_loads(sequence.chain, is_there, sequence.request.hit_limit).loads
+        wanted, num_bytes = [], 0
+        for load in loads:
+            if not store.holds(load.block):
+                num_bytes += self._block_bytes[load.block.group_idx]
+                if num_bytes > MOST_READ_BYTES:
+                    break
+                wanted.append(load.block)
+        search.current.source.num_misses += len(search.inquiry.keys) - len(found)
+        if not wanted:
+            return False
+        search.inquiry = search.current.source.ask(wanted, with_records=True)
+        if search.inquiry is None:
+            return False
+        self._set_deadline(search, len({block.digest for block in wanted}), tokens_per_s)
+        return True
+
+    def _set_deadline(self, search: _Search, num_blocks: int, tokens_per_s: float | None) -> None:
+        assert search.current is not None
+        patience_s = search.current.timeout_s
+        if tokens_per_s is not None and not search.current.must_have:
+            computing_s = num_blocks * self._block_size / tokens_per_s
+            patience_s = min(patience_s, max(LEAST_PATIENCE_S, computing_s))
+        search.asked_s = self._clock()
+        search.deadline_s = search.asked_s + patience_s
+
+    def _take(self, search: _Search, inquiry: Inquiry, source: BlockSource) -> None:
+        """Put the records that have arrived into the store; other threads may still add some."""
+        for key in inquiry.keys:
+            record = inquiry.found.get(key)
+            if record is None:
+                source.num_misses += 1
+            else:
+                self._store.arrived[key] = Arrival(record, source)
+                search.keys.append(key)
+
+    def _has_whole_prompt(self, sequence: Sequence) -> bool:
+        limit = (len(sequence.tokens) - 1) // self._block_size
+        plan = self._disk_tier.find_loads(sequence.chain, self._store.holds, sequence.request.hit_limit)
+        return plan.num_blocks >= limit
+
+    def _drop(self, _: int, search: _Search) -> None:
+        if search.inquiry is not None and search.current is not None and not search.inquiry.done.is_set():
+            search.current.source.abandon(search.inquiry)
+        for key in search.keys:
+            self._store.arrived.pop(key, None)

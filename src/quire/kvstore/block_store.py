@@ -1,0 +1,166 @@
+"""The stores of published blocks outside memory, and the tiers that they form: disk first, then what came from afar."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+from quire.kvstore.exports import ExportTable
+from quire.kvstore.prefix_store import PrefixStore
+from quire.kvstore.record import record_key, unpack
+from quire.kvstore.remote_store import RemoteStore
+from quire.memory.results import StoredBlock
+
+# Saving at the shutdown ends by its time limit where a store has no limit of bytes.
+UNLIMITED = 1 << 62
+# Longest wait for room in the queue of the remote store, at the shutdown.
+ROOM_S = 5.0
+
+
+class BlockStore(Protocol):
+    """A store of blocks by their digests; only the engine's thread calls it, and nothing that it calls waits."""
+
+    @property
+    def key(self) -> bytes:
+        """Key of the digests."""
+
+    @property
+    def capacity(self) -> int:
+        """Limit of the bytes of blocks."""
+
+    def holds(self, block: StoredBlock) -> bool:
+        """Return whether a block can be fetched now."""
+
+    def fetch(self, block: StoredBlock, out: memoryview) -> bool:
+        """Read a block's bytes; return False where it is missing, damaged, or another block."""
+
+    def save(self, block: StoredBlock, payload: memoryview, *, wait: bool = False) -> None:
+        """Queue a block for writing, unless it is there; its bytes are copied before this returns."""
+
+    def touch(self, blocks: Iterable[StoredBlock]) -> None:
+        """Mark blocks as used, in this order, once all queued writes are done."""
+
+    def reset(self) -> None:
+        """Hide all blocks that were saved until now, and delete them."""
+
+    def close(self) -> None:
+        """Complete the queued writes, within bounds."""
+
+
+class ArrivalCounts(Protocol):
+    """Counters of the source that a record came from."""
+
+    num_hits: int
+    loaded_bytes: int
+    num_damaged: int
+
+
+class Arrival(NamedTuple):
+    """A record that has arrived from afar and was not checked yet.
+
+    Args:
+        record: its bytes.
+        source: counters of its source.
+    """
+
+    record: bytes
+    source: ArrivalCounts
+
+
+class TieredStore:
+    """Several stores as one: blocks that have arrived from afar, then the disk; what is saved goes to all of them.
+
+    Args:
+        key: key of the digests.
+        identity: see `PrefixStore`.
+        disk: prefix cache on disk; None without one.
+        remote: remote prefix cache; None without one.
+        exports: blocks that other engines may fetch; None where this engine gives none away.
+
+    Attributes:
+        arrived: records from afar by their keys; those that are not fetched are dropped by whoever put them there.
+        wanted: keys of the blocks that are exported when they are saved.
+        stores: False while saved blocks are only exported.
+    """
+
+    def __init__(
+        self,
+        key: bytes,
+        identity: bytes,
+        disk: PrefixStore | None,
+        remote: RemoteStore | None,
+        exports: ExportTable | None,
+    ) -> None:
+        self.key = key
+        self.identity = identity
+        self.disk = disk
+        self.remote = remote
+        self.exports = exports
+        self.arrived: dict[bytes, Arrival] = {}
+        self.wanted: set[bytes] = set()
+        self.stores = True
+
+    @property
+    def capacity(self) -> int:
+        """Limit of the bytes of blocks."""
+        return UNLIMITED if self.remote is not None else 0 if self.disk is None else self.disk.capacity
+
+    def holds(self, block: StoredBlock) -> bool:
+        """Return whether a block has arrived, or is on disk."""
+        if record_key(self.identity, block) in self.arrived:
+            return True
+        return self.disk is not None and self.disk.holds(block)
+
+    def lacks(self, block: StoredBlock) -> bool:
+        """Return whether saving a block would write it."""
+        if self.disk is not None and not self.disk.holds(block):
+            return True
+        return self.remote is not None and not self.remote.knows(block)
+
+    def has_arrived(self, block: StoredBlock) -> bool:
+        """Return whether a block has arrived from afar: no time of its own is saved by not fetching it."""
+        return record_key(self.identity, block) in self.arrived
+
+    def fetch(self, block: StoredBlock, out: memoryview) -> bool:
+        """Read a block's bytes; return False where it is missing, damaged, or another block."""
+        key = record_key(self.identity, block)
+        arrival = self.arrived.pop(key, None)
+        if arrival is not None:
+            record, source = arrival
+            if unpack(key, block, memoryview(record), out):
+                source.num_hits += 1
+                source.loaded_bytes += len(out)
+                return True
+            source.num_damaged += 1
+        return self.disk is not None and self.disk.fetch(block, out)
+
+    def save(self, block: StoredBlock, payload: memoryview, *, wait: bool = False) -> None:
+        """Queue a block for writing to all stores, and export it where that is wanted."""
+        if self.exports is not None and self.wanted:
+            key = record_key(self.identity, block)
+            if key in self.wanted:
+                self.exports.put(key, block, payload)
+        if not self.stores:
+            return
+        if self.disk is not None:
+            self.disk.save(block, payload, wait=wait)
+        if self.remote is not None and (not wait or self.remote.has_room(ROOM_S)):
+            self.remote.save(block, payload)
+
+    def touch(self, blocks: Iterable[StoredBlock]) -> None:
+        """Mark the blocks on disk as used."""
+        if self.disk is not None:
+            self.disk.touch(blocks)
+
+    def reset(self) -> None:
+        """Hide all blocks that were saved until now, and delete them from all stores."""
+        self.arrived.clear()
+        for store in (self.disk, self.remote, self.exports):
+            if store is not None:
+                store.reset()
+
+    def close(self) -> None:
+        """Complete the queued writes, within bounds, and close all stores."""
+        for store in (self.disk, self.remote, self.exports):
+            if store is not None:
+                store.close()

@@ -1,0 +1,98 @@
+"""The parameters of a request whose prompt is computed by one engine and continued by another, with vLLM's names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Final
+
+from quire.errors import InvalidParameter
+
+NAME: Final = "kv_transfer_params"
+MOST_BLOCK_IDS = 1 << 20
+MOST_TEXT = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVTransferParams:
+    """Hand-over of the blocks of a request's prompt.
+
+    Args:
+        do_remote_decode: True where another engine continues: the blocks of the prompt are kept for it.
+        do_remote_prefill: True where another engine has computed the prompt: its blocks are fetched.
+        remote_block_ids: the other engine's numbers of the blocks, for each cache group; blocks are found by their
+            contents, so they are informative.
+        remote_engine_id, remote_request_id: names of the engine and of its request; informative.
+        remote_host, remote_port: where the other engine gives blocks away.
+        tp_size: number of its tensor parallel ranks.
+    """
+
+    do_remote_decode: bool = False
+    do_remote_prefill: bool = False
+    remote_block_ids: list[Any] | None = None
+    remote_engine_id: str | None = None
+    remote_request_id: str | None = None
+    remote_host: str | None = None
+    remote_port: int | None = None
+    tp_size: int = 1
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the parameters as a JSON object."""
+        return asdict(self)
+
+
+def read_extra_args(value: object) -> Mapping[str, Any] | None:
+    """Return checked extra arguments of a request: `kv_transfer_params` is the only one.
+
+    Raises:
+        InvalidParameter: naming the field.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, Mapping) or value.keys() - {NAME}:
+        raise InvalidParameter("extra_args", value, f"a mapping with {NAME}, or None")
+    given = value.get(NAME)
+    return None if given is None else {NAME: read_kv_transfer_params(given)}
+
+
+def read_kv_transfer_params(value: object) -> KVTransferParams:
+    """Return checked parameters of a hand-over.
+
+    Raises:
+        InvalidParameter: naming the field.
+    """
+    if isinstance(value, KVTransferParams):
+        return value
+    names = [item.name for item in fields(KVTransferParams)]
+    if not isinstance(value, Mapping):
+        raise InvalidParameter(NAME, value, f"an object with {', '.join(names)}")
+    for unknown in value.keys() - set(names):
+        raise InvalidParameter(f"{NAME}.{unknown}", value[unknown], f"absent; known fields are {', '.join(names)}")
+    given = {name: item for name, item in value.items() if item is not None}
+    for name in ("do_remote_decode", "do_remote_prefill"):
+        _check(given, name, isinstance(given.get(name, False), bool), "true or false")
+    for name in ("remote_engine_id", "remote_request_id", "remote_host"):
+        text = given.get(name, "-")
+        _check(given, name, isinstance(text, str) and 0 < len(text) <= MOST_TEXT, "a non-empty string or null")
+    _check(given, "remote_port", _is_whole(given.get("remote_port", 1), 0, 65535), "a port from 0 to 65535, or null")
+    _check(given, "tp_size", _is_whole(given.get("tp_size", 1), 1, 1), "1: blocks of parallel ranks are not taken")
+    ids = given.get("remote_block_ids", [])
+    parts = [part if isinstance(part, list) else [part] for part in ids] if isinstance(ids, list) else [[None]]
+    is_good = sum(map(len, parts)) <= MOST_BLOCK_IDS and {type(item) for part in parts for item in part} <= {int}
+    _check(given, "remote_block_ids", is_good, "a list of numbers, or of lists of them, or null")
+    params = KVTransferParams(**given)
+    if params.do_remote_decode and params.do_remote_prefill:
+        raise InvalidParameter(f"{NAME}.do_remote_prefill", True, "false where do_remote_decode is true")
+    if params.do_remote_prefill and (params.remote_host is None or params.remote_port is None):
+        name = "remote_host" if params.remote_host is None else "remote_port"
+        raise InvalidParameter(f"{NAME}.{name}", None, "given where do_remote_prefill is true")
+    return params
+
+
+def _check(given: Mapping[str, Any], name: str, is_good: bool, allowed: str) -> None:
+    if not is_good:
+        raise InvalidParameter(f"{NAME}.{name}", given[name], allowed)
+
+
+def _is_whole(value: object, low: int, high: int) -> bool:
+    return type(value) is int and low <= value <= high
