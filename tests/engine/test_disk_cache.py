@@ -18,7 +18,7 @@ from quire.engine.async_llm import AsyncLLM
 from quire.engine.kv.disk_prefetch import REFUSALS, SAVE_S
 from quire.engine.outputs.outputs import RequestOutput
 from quire.errors import ConfigError
-from quire.kvstore.prefix_store import StoreStats
+from quire.kvstore.store_stats import StoreStats
 from quire.memory import check
 from tests.engine.test_record_memory import replayed
 

@@ -8,7 +8,8 @@ from ctypes import c_ubyte
 import torch
 from torch import Tensor
 
-from quire.kvstore.prefix_store import PrefixStore, StoreStats
+from quire.kvstore.prefix_store import PrefixStore
+from quire.kvstore.store_stats import StoreStats
 from quire.memory.results import StoredBlock
 
 
@@ -25,6 +26,11 @@ class DiskBlocks:
         self._block_bytes = tuple(block_bytes)
         self._fetched: dict[int, Tensor] = {}
         self._next_ticket = 0
+
+    @property
+    def store(self) -> PrefixStore:
+        """Store of the blocks."""
+        return self._store
 
     @property
     def key(self) -> bytes:

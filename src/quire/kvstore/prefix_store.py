@@ -15,16 +15,16 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import perf_counter
-from typing import Annotated, NamedTuple
+from typing import NamedTuple, Protocol
 
 from quire.errors import ConfigError
 from quire.kvstore.folder import StoreFolder
 from quire.kvstore.lmdb_file import StoreDamaged, StoreFile, StoreFull, Use, bytes_on_disk
-from quire.kvstore.record import IDENTITY_BYTES, pack, record_key, seal, unpack
+from quire.kvstore.record import IDENTITY_BYTES, pack, read_key, record_key, seal, unpack
+from quire.kvstore.store_stats import StoreStats
 from quire.memory.results import StoredBlock
-from quire.scheduling.stats import Metric
 
 logger = logging.getLogger(__name__)
 
@@ -36,32 +36,12 @@ MOST_BATCH_BYTES = 16 << 20
 MOST_PENDING_BYTES = 64 << 20
 
 
-class StoreStats(NamedTuple):
-    """Counters of a store since its start, and its present size."""
+class StoreObserver(Protocol):
+    """Listens to what is on disk, group and digest of each block; in either thread, but for resets."""
 
-    num_blocks: Annotated[int, Metric("Blocks of this model on disk.", "prefix_cache_disk_blocks", "gauge")]
-    num_bytes: Annotated[
-        int,
-        Metric(
-            "Bytes of the disk that blocks take, those of other models included.", "prefix_cache_disk_bytes", "gauge"
-        ),
-    ]
-    num_foreign: Annotated[
-        int, Metric("Blocks of other models or layouts on disk.", "prefix_cache_disk_foreign_blocks", "gauge")
-    ]
-    num_hits: Annotated[int, Metric("Blocks loaded from disk.", "prefix_cache_disk_hits")]
-    num_misses: Annotated[int, Metric("Blocks that were asked for in vain.", "prefix_cache_disk_misses")]
-    loaded_bytes: Annotated[int, Metric("Bytes loaded from disk.", "prefix_cache_disk_loaded_bytes")]
-    load_s: Annotated[float, Metric("Time that loads took.", "prefix_cache_disk_load_seconds")]
-    num_saved: Annotated[int, Metric("Blocks written to disk.", "prefix_cache_disk_saved")]
-    num_deleted: Annotated[int, Metric("Blocks deleted to make room for others.", "prefix_cache_disk_deleted")]
-    num_dropped: Annotated[
-        int, Metric("Blocks that were not written: too many waited, or there was no room.", "prefix_cache_disk_dropped")
-    ]
-    num_damaged: Annotated[
-        int, Metric("Blocks and files that were not as they were written.", "prefix_cache_disk_damaged")
-    ]
-    num_full: Annotated[int, Metric("Writes for which there was no room.", "prefix_cache_disk_full")]
+    def on_stored(self, blocks: Sequence[tuple[int, bytes]]) -> None: ...
+
+    def on_deleted(self, blocks: Sequence[tuple[int, bytes]]) -> None: ...
 
 
 class PrefixStore:
@@ -105,6 +85,7 @@ class PrefixStore:
         self._counts = dict.fromkeys(("hits", "misses", "saved", "deleted", "dropped", "damaged", "full", "bytes"), 0)
         self._counts["damaged"] += self._file.was_damaged
         self._load_s = 0.0
+        self.observer: StoreObserver | None = None
         # Keys by last use, the oldest first; foreign keys are never used here, so their order is constant.
         self._own: OrderedDict[bytes, Use] = OrderedDict()
         self._foreign: OrderedDict[bytes, Use] = OrderedDict()
@@ -154,6 +135,7 @@ class PrefixStore:
             elif use is not None:
                 self._counts["damaged"] += 1
                 self._doom({key: use})
+                self._report_deleted({key: use})
         self._counts["hits" if is_good else "misses"] += 1
         if is_good:
             self._counts["bytes"] += len(out)
@@ -170,6 +152,8 @@ class PrefixStore:
         """
         key = record_key(self._identity, block)
         with self._changed:
+            if self.observer is not None and key in self._own:
+                self.observer.on_stored([read_key(key)])
             if not self._is_usable() or any(key in known for known in (self._own, self._pending, self._being_written)):
                 return
             if self._pending_bytes + len(payload) > MOST_PENDING_BYTES and self._pending:
@@ -301,6 +285,7 @@ class PrefixStore:
             key, use = oldest.popitem(last=False)
             victims[key] = use
             num_bytes -= use.num_bytes
+        self._report_deleted(victims)
         return victims
 
     def _run(self, job: _Job) -> None:
@@ -320,6 +305,8 @@ class PrefixStore:
                 self._is_stuck = False
                 if job.num_resets == self._num_resets:
                     self._own |= job.added
+                    if self.observer is not None:
+                        self.observer.on_stored([read_key(key) for key in job.added])
                 else:
                     self._doom(job.added)
         self._being_written = {}
@@ -357,6 +344,10 @@ class PrefixStore:
         """Mark a record as used most recently."""
         self._moment += 1
         self._own[key] = self._touched[key] = use._replace(moment=self._moment)
+
+    def _report_deleted(self, records: Mapping[bytes, Use]) -> None:
+        if self.observer is not None and records:
+            self.observer.on_deleted([read_key(key) for key in records if key.startswith(self._identity)])
 
     def _is_usable(self) -> bool:
         return not (self._is_broken or self._is_closing)

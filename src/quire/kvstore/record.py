@@ -34,6 +34,11 @@ def record_key(identity: bytes, block: StoredBlock) -> bytes:
     return identity + _GROUP.pack(block.group_idx) + block.digest
 
 
+def read_key(key: bytes) -> tuple[int, bytes]:
+    """Return group and digest of the block that a record's key names."""
+    return _GROUP.unpack_from(key, IDENTITY_BYTES)[0], key[IDENTITY_BYTES + _GROUP.size :]
+
+
 def pack(block: StoredBlock, payload: memoryview) -> bytearray:
     """Return a block's record without its checksum; the payload is copied once.
 

@@ -84,6 +84,7 @@ OPERATION: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/kv/block", block_routes.show_block),
     ("GET", "/kv/request", block_routes.show_request),
     ("GET", "/kv/tree", block_routes.show_tree),
+    ("GET", "/kv_event_sources", monitoring.kv_event_sources),
     ("POST", "/reset_prefix_cache", monitoring.reset_prefix_cache),
     ("POST", "/pin_prefix", pins.pin_prefix),
     ("POST", "/unpin_prefix", pins.unpin_prefix),

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from quire.engine.engine import Engine
 from quire.engine.metrics.block_lifetimes import BOUNDS_S, TimeHistogram
 from quire.engine.metrics.stats import EngineStats, StepStats
-from quire.kvstore.prefix_store import StoreStats
+from quire.kvstore.store_stats import StoreStats
 from quire.scheduling.stats import Metric as Declaration
 from quire.scheduling.stats import metrics_of
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence as Seq
 from quire.errors import WorkerError
 from quire.execution.executor import Executor
 from quire.kvstore.disk_blocks import DiskBlocks
-from quire.kvstore.prefix_store import StoreStats
+from quire.kvstore.store_stats import StoreStats
 from quire.memory.results import BlockCopy, FetchedBlock, MemoryOps, Tier
 from quire.memory.tiers.disk_tier import DiskLoad, DiskTier
 from quire.sequences.sequence import Sequence

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
-from quire.kvstore.prefix_store import StoreStats
+from quire.kvstore.store_stats import StoreStats
 from quire.scheduling.stats import Metric, SchedulerStats
 
 

@@ -9,7 +9,7 @@ from operator import attrgetter, sub
 from typing import Any
 
 from quire.engine.metrics.stats import EngineStats, StepStats
-from quire.kvstore.prefix_store import StoreStats
+from quire.kvstore.store_stats import StoreStats
 from quire.memory.results import NO_TOKENS
 from quire.memory.usage import HostUsage, used_fraction
 from quire.scheduling.scheduler import Scheduler
