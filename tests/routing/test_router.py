@@ -116,6 +116,15 @@ def test_a_gap_makes_a_cache_count_as_empty_until_it_is_known_again() -> None:
     assert choose(router, PROMPT[:200]).hit.num_tokens == 0
 
 
+def test_a_replica_without_events_is_routed_to_beside_one_with_blocks() -> None:
+    router = Router()
+    router.add_replica("a")
+    router.add_replica("b")
+    router.apply("b", 0, [stored(PROMPT)])
+    assert choose(router).replica == "b"
+    assert choose(router, [5] * 90).replica == "a"
+
+
 def test_unavailable_and_excluded_replicas_get_nothing() -> None:
     router = router_of("a", "b")
     router.apply("a", 0, [stored(PROMPT)])

@@ -34,6 +34,7 @@ class RouterConfig:
     Args:
         seconds_per_token: time to compute a token of a prompt, until it is measured.
         stream_tokens: tokens of a prompt that take as long as what a running stream adds to the wait of others.
+        tie_tokens: tokens of a prompt by whose time scores may differ and count as equal.
         max_sessions: number of sessions that are remembered.
         session_s: time for which a session's last prompt is expected in a cache whose events are not known.
         announce_s: time for which it is expected in one whose events are known: they come with the step.
@@ -41,6 +42,7 @@ class RouterConfig:
 
     seconds_per_token: float = 0.001
     stream_tokens: int = 16
+    tie_tokens: int = 16
     max_sessions: int = 100_000
     session_s: float = 600.0
     announce_s: float = 5.0
@@ -192,10 +194,21 @@ class Router:
         Returns:
             The route; None where no replica takes requests.
         """
+        routes = self.rank(request, now_s, excluded)
+        if not routes:
+            return None
+        self.begin(routes[0], request, now_s)
+        return routes[0]
+
+    def rank(self, request: RouteRequest, now_s: float, excluded: Iterable[str] = ()) -> list[Route]:
+        """Return routes for a request, the best first; none of them counts as work before `begin`.
+
+        Of many replicas, those with the longest hits and those with the shortest queues are ranked. See `route`.
+        """
         token_bytes = encode(request.token_ids)
         skipped = frozenset(self._numbers[name] for name in excluded if name in self._numbers)
         paths: dict[int, list[ShadowNode]] = {}
-        best: Route | None = None
+        routes: list[Route] = []
         expected = self._expected(request, token_bytes, now_s)
         for number in self._candidates(token_bytes, request.scope, expected, skipped, paths):
             hit, is_by_session = self._hit(number, paths, token_bytes, request.scope), False
@@ -205,14 +218,26 @@ class Router:
             score = hit.value * load.seconds_per_token - self._order.queue_s(number)
             # The time to compute the whole prompt differs only where replicas differ in speed.
             score -= (load.seconds_per_token - self.config.seconds_per_token) * len(request.token_ids)
-            if best is None or score > best.score:
-                name = self._names[number]
-                best = Route(name, hit, score, len(request.token_ids), is_by_session, number)
-        if best is not None:
-            self._begin(best, now_s)
-            if request.session is not None:
-                self._sessions.record(request.session, best._number, request.scope, token_bytes, now_s)
-        return best
+            name = self._names[number]
+            routes.append(Route(name, hit, score, len(request.token_ids), is_by_session, number))
+        if not routes:
+            return routes
+        # Of scores that are nearly equal, the order of the candidates decides: the shortest queue first.
+        least = max(route.score for route in routes) - self.config.tie_tokens * self.config.seconds_per_token
+        return sorted(routes, key=lambda route: -min(route.score, least))
+
+    def begin(self, route: Route, request: RouteRequest, now_s: float) -> None:
+        """Count a request as work of a route's replica, until `end`."""
+        load = self._order.loads[route._number]
+        route._ahead, route._sent_s = load.pending_tokens, now_s
+        route._pending = max(0, route.num_tokens - route.hit.num_tokens)
+        load.pending_tokens += route._pending
+        load.computed_tokens += route._pending
+        load.num_requests += 1
+        self._order.update(route._number)
+        if request.session is not None:
+            encoded = encode(request.token_ids)
+            self._sessions.record(request.session, route._number, request.scope, encoded, now_s)
 
     def on_first_token(self, route: Route, now_s: float) -> None:
         """Record that a request's answer has begun."""
@@ -236,16 +261,6 @@ class Router:
         route._phase = 2
 
     # ---- parts ----
-
-    def _begin(self, route: Route, now_s: float) -> None:
-        """Count a request as work of its replica."""
-        load = self._order.loads[route._number]
-        route._ahead, route._sent_s = load.pending_tokens, now_s
-        route._pending = max(0, route.num_tokens - route.hit.num_tokens)
-        load.pending_tokens += route._pending
-        load.computed_tokens += route._pending
-        load.num_requests += 1
-        self._order.update(route._number)
 
     def _candidates(
         self,

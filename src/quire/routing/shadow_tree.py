@@ -177,9 +177,10 @@ class ShadowTree:
         """
         node = self._roots.get(scope)
         size, found = block_size * TOKEN_BYTES, list[ShadowNode]()
+        if not size:  # of a replica without events
+            return found
         # At least one token is left to compute.
-        end = (len(token_bytes) - TOKEN_BYTES) // size * size if node is not None and size else 0
-        for start in range(0, end, size):
+        for start in range(0, (len(token_bytes) - TOKEN_BYTES) // size * size, size):
             node = node.children.get(token_bytes[start : start + size]) if node is not None else None
             if node is None:
                 break

@@ -29,6 +29,7 @@ from quire.server import (
     ollama_embed,
     pins,
     pooling,
+    prompt_tokens,
     responses,
     tokens,
 )
@@ -74,6 +75,7 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/classify", pooling.classify),
     ("POST", "/tokenize", tokens.tokenize),
     ("POST", "/detokenize", tokens.detokenize),
+    ("POST", "/prompt_tokens", prompt_tokens.prompt_tokens),
 )
 # Routes that show all clients' requests, or act on shared state.
 OPERATION: tuple[tuple[str, str, Handler], ...] = (
