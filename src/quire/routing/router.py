@@ -34,6 +34,8 @@ class RouterConfig:
     Args:
         seconds_per_token: time to compute a token of a prompt, until it is measured.
         stream_tokens: tokens of a prompt that take as long as what a running stream adds to the wait of others.
+        hit_weight: value of a token that is hit, in tokens to compute: a token that is not hit also takes the place of
+            another one, which may have to be computed again.
         tie_tokens: tokens of a prompt by whose time scores may differ and count as equal.
         max_sessions: number of sessions that are remembered.
         session_s: time for which a session's last prompt is expected in a cache whose events are not known.
@@ -42,6 +44,7 @@ class RouterConfig:
 
     seconds_per_token: float = 0.001
     stream_tokens: int = 16
+    hit_weight: float = 1.0
     tie_tokens: int = 16
     max_sessions: int = 100_000
     session_s: float = 600.0
@@ -215,7 +218,8 @@ class Router:
             if expected is not None and number == expected[0] and expected[1].value > hit.value:
                 hit, is_by_session = expected[1], True
             load = self._order.loads[number]
-            score = hit.value * load.seconds_per_token - self._order.queue_s(number)
+            saved_s = self.config.hit_weight * hit.value * load.seconds_per_token
+            score = saved_s - self._order.queue_s(number)
             # The time to compute the whole prompt differs only where replicas differ in speed.
             score -= (load.seconds_per_token - self.config.seconds_per_token) * len(request.token_ids)
             name = self._names[number]

@@ -182,7 +182,7 @@ class Proxy:
                     why = f"{replica.name} was lost, those before it have done it: {error}"
                     raise unavailable(why, "replica_lost") from error
                 if chosen is None or (chosen.status < 400 <= response.status):
-                    chosen, response = response, chosen  # type: ignore[assignment]
+                    chosen, response = response, chosen
                 if response is not None:
                     response.close()
             if chosen is None:

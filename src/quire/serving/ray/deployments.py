@@ -82,21 +82,6 @@ class EngineServerOnNode(EngineServer):
         super().__init__(engine_options, server_options, ray.util.get_node_ip_address())
 
 
-def queued_tokens_policy(context: Any) -> tuple[int, dict[str, Any]]:
-    """Return the number of replicas for the tokens of the prompts that wait, as Ray Serve's autoscaling asks.
-
-    Args:
-        context: state of the deployment, with the values of `record_autoscaling_stats`.
-    """
-    metrics = context.aggregated_metrics or {}
-    queued = sum(metrics.get("queued_tokens", {}).values())
-    target = (context.config.policy.policy_kwargs or {}).get("queued_tokens", DEFAULT_QUEUED_TOKENS)
-    present = max(1, len(context.running_replicas))
-    # A queue that is nearly empty gives one replica back at a time.
-    wanted = present + int(queued // target) if queued >= target else present - (not queued)
-    return max(context.capacity_adjusted_min_replicas, min(context.capacity_adjusted_max_replicas, wanted)), {}
-
-
 def _scaling(args: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a deployment for its number of replicas."""
     if "max_replicas" not in args:
@@ -105,6 +90,9 @@ def _scaling(args: Mapping[str, Any]) -> dict[str, Any]:
         "autoscaling_config": AutoscalingConfig(
             min_replicas=int(args.get("min_replicas", 1)),
             max_replicas=int(args["max_replicas"]),
-            policy=AutoscalingPolicy(policy_function=queued_tokens_policy),
+            policy=AutoscalingPolicy(
+                policy_function="quire.serving.ray.autoscaling:QueuedTokensPolicy",
+                policy_kwargs={"queued_tokens": int(args.get("queued_tokens", DEFAULT_QUEUED_TOKENS))},
+            ),
         )
     }
