@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from typing import NoReturn
 
 from quire import __version__
-from quire.cli import bench, bench_serve, chat, doctor, generate, inspect, plan, quantize, replay, serve, simulate
+from quire.cli import bench, bench_serve, chat, doctor, generate, inspect, plan, quantize, replay, route, serve, simulate
 from quire.cli.config_file import with_config_file
 from quire.cli.options import refuse_unknown
 from quire.errors import QuireError
@@ -31,7 +31,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="quire", description="Serve large language models from paged memory.")
     parser.add_argument("--version", action="version", version=f"quire {__version__}")
     subparsers = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
-    for command in (generate, chat, serve, bench, bench_serve, plan, simulate, inspect, quantize, doctor, replay):
+    for command in (
+        *(generate, chat, serve, route, bench, bench_serve, plan, simulate, inspect, quantize, doctor, replay),
+    ):
         command.register(subparsers)
     for name, subparser in subparsers.choices.items():
         subparser.usage = _usage(name, subparser)
@@ -66,6 +68,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if unknown:
         actions = commands.choices[args.command]._option_string_actions
         refuse_unknown(unknown, [flag for flag, action in actions.items() if action.help is not argparse.SUPPRESS])
+    # A command that starts others of its kind passes its arguments on.
+    args.arguments = arguments[1:]
     if hasattr(args, "model_flag"):
         args.model = args.model_flag
     return args

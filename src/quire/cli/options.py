@@ -285,6 +285,8 @@ def _reader(flag: Flag) -> tuple[Callable[[str], Any], str]:
         return integers, "ID,ID"
     if flag.hint == Mapping[int, float]:
         return _bias, "ID=X,ID=X"
+    if flag.hint == Mapping[str, Any]:
+        return json_object, "JSON"
     raise TypeError(f"no flag can be made for {flag.field}: {flag.hint}")
 
 

@@ -34,6 +34,13 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="JSON",
         help="variables of the chat template, for requests that do not set them (default: {})",
     )
+    group.add_argument(
+        "--replicas",
+        type=int,
+        default=1,
+        metavar="N",
+        help="servers on this machine behind one address, which routes by what their caches hold (default 1)",
+    )
     _add_access(group)
     _add_times(group, defaults)
     _add_formats(group, defaults)
@@ -289,6 +296,10 @@ def run(args: argparse.Namespace) -> int:
     tls_context(server_config.ssl_certfile, server_config.ssl_keyfile)  # refuses unusable files early
     uds = server_config.uds
     with bind(server_config.host, server_config.port) if uds is None else bind_unix(uds) as listener:
+        if args.replicas != 1:
+            from quire.serving.local_fleet import serve_replicas
+
+            return serve_replicas(args.arguments, args.replicas, server_config, listener)
         from quire.server.lifecycle import serve
 
         return serve(engine_config, server_config, listener)

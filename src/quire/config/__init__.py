@@ -1,6 +1,7 @@
 """Configuration: options of the user, properties of machine and model, and the resolved configuration."""
 
 from quire.config.cache_dtypes import CACHE_DTYPES, CacheDtype
+from quire.config.kv_events import KVEventsConfig
 from quire.config.lora import LoRAConfig
 from quire.config.options import (
     DTYPES,
@@ -38,6 +39,7 @@ __all__ = [
     "CacheConfig",
     "CacheDtype",
     "EngineConfig",
+    "KVEventsConfig",
     "LoRAConfig",
     "Machine",
     "ModelConfig",

@@ -78,7 +78,6 @@ OPTION_HINTS: Final[Mapping[str, Foreign]] = {
     "num_gpu_blocks_override": ((), "use num_kv_blocks"),
     "cpu_offload_gb": ((0, 0.0), "weights stay on the device; quantization makes them smaller"),
     "kv_offloading_size": ((0, 0.0), "use swap_space, which also keeps evicted prefixes"),
-    "kv_events_config": ((), "record_memory and the metrics show what blocks do"),
     "calculate_kv_scales": ((False,), "an fp8 cache has no scales; int8 has one for each token and head"),
     "prefix_caching_hash_algo": (None, "prefixes are found in a tree of tokens, without hashes"),
     "disable_sliding_window": ((False,), "windows are part of the model"),

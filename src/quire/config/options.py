@@ -19,6 +19,7 @@ from quire.config.checks import (
     put_size,
 )
 from quire.config.hints import drop_neutral, hint_for
+from quire.config.kv_events import FORMATS, KVEventsConfig
 from quire.config.kv_transfer import KVTransferConfig, read_kv_transfer
 from quire.config.lora import LoRAConfig
 from quire.config.parallel import ParallelConfig, check_served_by_ranks
@@ -190,6 +191,9 @@ class CacheConfig:
         kv_transfer_config: hand-over of blocks to and from other engines, vLLM's JSON object or a mapping; see
             `KVTransferConfig`. None hands nothing over.
         record_memory: new file for a log of every memory command, which `quire replay` runs again.
+        kv_events_config: publication of what the cache stores and evicts, for routers: an object with vLLM's keys, such
+            as `{"enable_kv_cache_events": true, "replay_endpoint": "tcp://127.0.0.1:5558"}`. None publishes nothing.
+        kv_events_format: form of an event: "map", or "array" for consumers of before the maps.
     """
 
     block_size: int = 16
@@ -214,6 +218,8 @@ class CacheConfig:
     prefix_cache_write_policy: str | None = field(default=None, metadata={"choices": WRITE_POLICIES})
     kv_transfer_config: str | None = None
     record_memory: str | None = None
+    kv_events_config: Mapping[str, Any] | None = None
+    kv_events_format: str = choice("map", FORMATS)
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -256,6 +262,16 @@ class CacheConfig:
             if needs:
                 raise ConfigError(f"{name} needs {needs}", field=name)
         put_path(self, "record_memory", optional=True)
+        if self.kv_events is not None and not self.enable_prefix_caching:
+            raise ConfigError(
+                "kv_events_config needs enable_prefix_caching, which is off: there would be no events",
+                field="kv_events_config",
+            )
+
+    @property
+    def kv_events(self) -> KVEventsConfig | None:
+        """Options of the publication of KV events; None where there is none."""
+        return KVEventsConfig.read(self.kv_events_config, self.kv_events_format)
 
     @property
     def host_bytes(self) -> int:

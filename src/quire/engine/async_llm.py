@@ -86,6 +86,8 @@ class AsyncLLM:
         self._is_draining = False
         self._is_closed = False
         self._thread = EngineThread(self._engine, self.metrics, self._slots)
+        if self._engine.kv_events is not None:
+            self._engine.kv_events.wake = lambda: self._thread.put(Call(Engine.publish_kv_events))
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> AsyncLLM:
@@ -370,6 +372,10 @@ class AsyncLLM:
     def kv_report(self) -> KvReport:
         """Return the pinned and retained blocks, and the lifetimes of blocks."""
         return KvReport.of(self._engine)
+
+    def kv_event_source(self) -> dict[str, Any] | None:
+        """Return where the engine publishes its KV events, and in which form; None where it does not."""
+        return None if self._engine.kv_events is None else self._engine.kv_events.describe()
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests and wait for those in progress.

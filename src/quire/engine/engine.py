@@ -16,6 +16,7 @@ from quire.engine.inputs.prompts import Prompt, PromptReader
 from quire.engine.inputs.request_builder import PreparedRequest, RequestBuilder
 from quire.engine.kv.disk_prefetch import DiskPrefetcher
 from quire.engine.kv.handover import HandOver
+from quire.engine.kv.kv_events import KVEventSource
 from quire.engine.kv.pinning import PrefixPins
 from quire.engine.metrics.block_lifetimes import BlockLifetimes
 from quire.engine.metrics.stats import EngineStats, StepStats
@@ -62,6 +63,7 @@ class Engine:
         block_lifetimes: lifetimes of sampled blocks; None where no share of them is sampled.
         adapters: loaded adapters; None without `enable_lora`.
         ranks: ranks that share the model; None for one process.
+        kv_events: publication of KV events; None without one. Closed with the engine.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Engine:
         self.num_steps = 0
         self.adapters: AdapterRegistry | None = None
         self.ranks: Ranks | None = None
+        self.kv_events: KVEventSource | None = None
         prompts = PromptReader(tokenizer, config.vocab_size, config.max_model_len, media_reader, config.is_encoder)
         self.pins = PrefixPins(config, scheduler.memory, prompts, cache_name)
         share = config.kv_cache_metrics_sample
@@ -171,7 +174,9 @@ class Engine:
         Returns:
             The last output of the request, None for an unknown or finished request.
         """
-        return self._end_request(request_id, FinishReason.ABORT, None)
+        output = self._end_request(request_id, FinishReason.ABORT, None)
+        self.publish_kv_events()
+        return output
 
     @property
     def has_unfinished(self) -> bool:
@@ -188,6 +193,12 @@ class Engine:
         Raises:
             WorkerError: the data plane failed in several steps in a row.
         """
+        try:
+            return self._step()
+        finally:
+            self.publish_kv_events()
+
+    def _step(self) -> list[RequestOutput]:
         if self._disk_prefetch is not None:
             self._disk_prefetch.begin_step(self.step_recorder.tokens_per_s)
         if self.adapters is not None:
@@ -224,6 +235,12 @@ class Engine:
         self.scheduler.reset_prefix_cache()
         if self._disk_prefetch is not None:
             self._disk_prefetch.reset()
+        self.publish_kv_events()
+
+    def publish_kv_events(self) -> None:
+        """Publish what the cache has stored and evicted since the last call."""
+        if self.kv_events is not None:
+            self.kv_events.publish_step()
 
     @property
     def stats(self) -> EngineStats:
@@ -257,6 +274,8 @@ class Engine:
                 self._hand_over.close()
             if self._disk_prefetch is not None:
                 self._disk_prefetch.close()
+            if self.kv_events is not None:
+                self.kv_events.close()
             if self.scheduler.memory.tables.observer is not None:
                 self.scheduler.memory.tables.observer.close()
 

@@ -58,12 +58,12 @@ class Written(NamedTuple):
 
     Args:
         num_added: number of records that were added.
-        num_evicted: number of records that were deleted to make room.
+        evicted: keys of the records that were deleted to make room.
         num_forgotten: number of records of the forgotten identity that were deleted.
     """
 
     num_added: int
-    num_evicted: int
+    evicted: tuple[bytes, ...]
     num_forgotten: int
 
 
@@ -118,15 +118,15 @@ class Transaction:
         for key in batch.touched:
             self._touch(key)
         new = {key: record for key, record in batch.records.items() if not self._touch(key)}
-        num_evicted = self._evict(self._num_bytes - batch.freed_bytes) if batch.freed_bytes else 0
+        evicted = self._evict(self._num_bytes - batch.freed_bytes) if batch.freed_bytes else []
         if batch.most_bytes is not None:
-            num_evicted += self._evict(batch.most_bytes - sum(map(bytes_on_disk, new.values())))
+            evicted += self._evict(batch.most_bytes - sum(map(bytes_on_disk, new.values())))
         for key, record in new.items():
             self._txn.put(key, record, db=self._tables[RECORDS])
             self._add_use(key, bytes_on_disk(record))
             self._count(key, 1, bytes_on_disk(record))
         self._write_counts()
-        return Written(len(new), num_evicted, num_forgotten)
+        return Written(len(new), tuple(evicted), num_forgotten)
 
     @property
     def _num_bytes(self) -> int:
@@ -140,19 +140,20 @@ class Transaction:
                     return
                 yield key
 
-    def _evict(self, most_bytes: int) -> int:
-        """Delete the least recently used records until no more than `most_bytes` are left; return their number."""
-        count = 0
+    def _evict(self, most_bytes: int) -> list[bytes]:
+        """Delete the least recently used records until no more than `most_bytes` are left; return their keys."""
+        evicted: list[bytes] = []
         while self._num_bytes > most_bytes:
             cursor = self._txn.cursor(db=self._tables[ORDER])
             if not cursor.first():
                 break
-            if self._remove(cursor.value()):
-                count += 1
+            key = cursor.value()
+            if self._remove(key):
+                evicted.append(key)
             else:
                 # Damage: an entry of the order without a record would be the first for ever.
                 cursor.delete()
-        return count
+        return evicted
 
     def _remove(self, key: bytes) -> bool:
         use = self._txn.get(key, db=self._tables[USES])

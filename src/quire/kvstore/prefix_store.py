@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from quire.errors import ConfigError
 from quire.kvstore.folder import StoreFolder
 from quire.kvstore.lmdb_file import StoreDamaged, StoreFile, StoreFull
 from quire.kvstore.lmdb_tables import Batch, Sizes, Written, bytes_on_disk
-from quire.kvstore.record import IDENTITY_BYTES, pack, record_key, seal, unpack
+from quire.kvstore.record import IDENTITY_BYTES, pack, read_key, record_key, seal, unpack
 from quire.kvstore.store_stats import StoreStats
 from quire.memory.results import StoredBlock
 
@@ -34,6 +34,17 @@ LIVE_SHARE = 0.75
 BATCH_SHARE = 1 / 16
 MOST_BATCH_BYTES = 16 << 20
 MOST_PENDING_BYTES = 64 << 20
+
+
+class StoreObserver(Protocol):
+    """Listens to what this engine writes and finds on disk, group and digest of each block; called in either thread.
+
+    A reset is not told block by block, nor is what other engines of the folder do.
+    """
+
+    def on_stored(self, blocks: Sequence[tuple[int, bytes]]) -> None: ...
+
+    def on_deleted(self, blocks: Sequence[tuple[int, bytes]]) -> None: ...
 
 
 class PrefixStore:
@@ -77,6 +88,7 @@ class PrefixStore:
         self._counts = dict.fromkeys(("hits", "misses", "saved", "deleted", "dropped", "damaged", "full", "bytes"), 0)
         self._load_s = 0.0
         self._sizes = Sizes(0, 0, 0)
+        self.observer: StoreObserver | None = None
         # The writer's work; one lock guards it.
         self._pending: dict[bytes, bytearray] = {}
         self._pending_bytes = 0
@@ -138,6 +150,7 @@ class PrefixStore:
                 self._counts["damaged"] += 1
                 self._damaged.append(key)
                 self._hidden.add(key)
+                self._report_deleted([key])
                 self._changed.notify_all()
         self._counts["hits" if is_good else "misses"] += 1
         if is_good:
@@ -155,7 +168,10 @@ class PrefixStore:
         """
         key = record_key(self._identity, block)
         with self._changed:
-            if not self._is_usable() or key in self._pending or key in self._being_written or self._has(key):
+            if not self._is_usable() or key in self._pending or key in self._being_written:
+                return
+            if self._has(key):
+                self._report_stored([key])
                 return
             if self._pending_bytes + len(payload) > MOST_PENDING_BYTES and self._pending:
                 if not wait:
@@ -301,7 +317,10 @@ class PrefixStore:
     def _note(self, job: _Job, written: Written) -> None:
         """Count what a transaction wrote."""
         self._counts["saved"] += written.num_added
-        self._counts["deleted"] += written.num_evicted
+        self._counts["deleted"] += len(written.evicted)
+        self._report_deleted(written.evicted)
+        if job.num_resets == self._num_resets:
+            self._report_stored(job.batch.records)
         self._hidden.difference_update(job.batch.removed)
         self._is_stuck = self._has_kept = False
         if job.batch.forgotten is not None and written.num_forgotten < job.batch.most_forgotten:
@@ -351,6 +370,14 @@ class PrefixStore:
                 self._sizes = self._file.sizes(self._identity)
             except StoreDamaged as error:
                 self._break(error)
+
+    def _report_stored(self, keys: Iterable[bytes]) -> None:
+        if self.observer is not None:
+            self.observer.on_stored([read_key(key) for key in keys])
+
+    def _report_deleted(self, keys: Iterable[bytes]) -> None:
+        if self.observer is not None:
+            self.observer.on_deleted([read_key(key) for key in keys if key.startswith(self._identity)])
 
     def _has_work(self) -> bool:
         """Return whether the writer has something to do; the caller has the lock."""

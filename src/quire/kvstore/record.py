@@ -41,6 +41,11 @@ def record_bytes(block_bytes: int) -> int:
     return _HEADER.size + MOST_CONTENT_BYTES + block_bytes + _CHECKSUM.size
 
 
+def read_key(key: bytes) -> tuple[int, bytes]:
+    """Return group and digest of the block that a record's key names."""
+    return _GROUP.unpack_from(key, IDENTITY_BYTES)[0], key[IDENTITY_BYTES + _GROUP.size :]
+
+
 def pack(block: StoredBlock, payload: memoryview) -> bytearray:
     """Return a block's record without its checksum; the payload is copied once.
 

@@ -29,6 +29,7 @@ from quire.server import (
     ollama_embed,
     pins,
     pooling,
+    prompt_tokens,
     responses,
     tokens,
 )
@@ -74,6 +75,7 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/classify", pooling.classify),
     ("POST", "/tokenize", tokens.tokenize),
     ("POST", "/detokenize", tokens.detokenize),
+    ("POST", "/prompt_tokens", prompt_tokens.prompt_tokens),
 )
 # Routes that show all clients' requests, or act on shared state.
 OPERATION: tuple[tuple[str, str, Handler], ...] = (
@@ -84,6 +86,7 @@ OPERATION: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/kv/block", block_routes.show_block),
     ("GET", "/kv/request", block_routes.show_request),
     ("GET", "/kv/tree", block_routes.show_tree),
+    ("GET", "/kv_event_sources", monitoring.kv_event_sources),
     ("POST", "/reset_prefix_cache", monitoring.reset_prefix_cache),
     ("POST", "/pin_prefix", pins.pin_prefix),
     ("POST", "/unpin_prefix", pins.unpin_prefix),

@@ -86,32 +86,47 @@ async def chat(state: ServerState, request: Request) -> ASGIApp:
     fields = await _read(state, request)
     if fields.get("messages") in (None, []):
         return _loaded(state, {"message": {"role": "assistant", "content": ""}})
-    given = read_chat_fields(fields) | {
-        "messages": list(_read_messages(fields.get("messages"))),
-        "tools": fields.get("tools"),
-    }
     return await answer_chat(
-        state, request, given, partial(ChatLines, model_name(state, request)), _id(request), rename
+        state, request, read_conversation(fields), partial(ChatLines, model_name(state, request)), _id(request), rename
     )
 
 
 async def generate(state: ServerState, request: Request) -> ASGIApp:
     """Answer `POST /api/generate`: a prompt as a conversation of one message, or as it is with `raw`."""
     fields = await _read(state, request)
-    prompt, system, is_raw = fields.text("prompt"), fields.text("system"), fields.flag("raw")
+    prompt, is_raw, given = fields.text("prompt"), fields.flag("raw"), read_prompt(fields)
     if not prompt:
         return _loaded(state, {"response": ""})
-    given = read_chat_fields(fields)
     reply = partial(TextLines, model_name(state, request))
     if is_raw:
-        given["prompt"] = prompt
         if given["max_tokens"] is None:
             given["max_tokens"] = state.llm.resolved.max_model_len
         return await answer_chat(state, request, given, reply, _id(request), rename, _read_raw)
-    turns = [{"role": "system", "content": system}] if system else []
-    given["messages"] = [*turns, {"role": "user", "content": prompt}]
     rename_prompt = partial(re.sub, r"^messages$", "prompt")
     return await answer_chat(state, request, given, reply, _id(request), lambda name: rename(rename_prompt(name)))
+
+
+def read_conversation(fields: Fields) -> dict[str, Any]:
+    """Convert the fields of `/api/chat` to those of a chat.
+
+    Raises:
+        RequestError: naming the field.
+    """
+    messages = list(_read_messages(fields.get("messages")))
+    return read_chat_fields(fields) | {"messages": messages, "tools": fields.get("tools")}
+
+
+def read_prompt(fields: Fields) -> dict[str, Any]:
+    """Convert the fields of `/api/generate` to those of a chat, or of a completion where the prompt is raw.
+
+    Raises:
+        RequestError: naming the field.
+    """
+    prompt, system = fields.text("prompt"), fields.text("system")
+    if fields.flag("raw"):
+        return read_chat_fields(fields) | {"prompt": prompt}
+    turns = [{"role": "system", "content": system}] if system else []
+    return read_chat_fields(fields) | {"messages": [*turns, {"role": "user", "content": prompt}]}
 
 
 async def tags(state: ServerState, request: Request) -> Response:  # noqa: ARG001 - a route's signature

@@ -30,6 +30,7 @@ from quire.engine.kv.disk_prefetch import DiskPrefetcher
 from quire.engine.startup.adapters import load_adapters
 from quire.engine.startup.disk_cache import open_prefetch, open_stores
 from quire.engine.startup.encoders import encoder_config, open_encoder
+from quire.engine.startup.kv_events import open_kv_events
 from quire.engine.startup.model_defaults import read_default_params, read_end_token_ids
 from quire.engine.startup.model_facts import cache_groups, model_facts, step_cost, stored_dtype
 from quire.engine.startup.ranks import lead, start
@@ -176,6 +177,7 @@ def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None) -> LoadedMo
         engine.requests.can_generate, engine.ranks = pooling.has_head, ranks
         if not isinstance(model, Encoder):
             engine.adapters = load_adapters(config.lora, checkpoint, model, engine.scheduler.requests, name)
+        engine.kv_events = open_kv_events(config, engine, disk)
         # From here on the engine closes the disk.
         stack.pop_all()
     return LoadedModel(name, engine, read_default_params(checkpoint, options.generation_config), pooling)

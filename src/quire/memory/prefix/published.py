@@ -5,10 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from operator import itemgetter
+from typing import Protocol
 
 from quire.memory.prefix.radix_node import NULL_BLOCK, NodePosition, RadixNode
 from quire.memory.prefix.radix_tree import RadixTree
 from quire.memory.prefix.token_chain import TokenChain
+
+
+class PublicationObserver(Protocol):
+    """Listens to the published blocks of one pool, and changes nothing."""
+
+    def on_publish(self, node: RadixNode, start: int, count: int) -> None:
+        """Record that blocks were published at positions of a node."""
+
+    def on_withdraw(self, node: RadixNode, positions: Sequence[int]) -> None:
+        """Record that the blocks at some positions of a node are about to be withdrawn."""
+
+    def on_clear(self) -> None:
+        """Record that all blocks were withdrawn."""
 
 
 class PublishedBlocks:
@@ -23,11 +37,12 @@ class PublishedBlocks:
 
     Attributes:
         tree: the prefix tree.
+        observer: receives what is published and withdrawn, if set.
 
     Invariants: M4.
     """
 
-    __slots__ = ("_nodes", "_num_published", "_pool_idx", "_positions", "tree")
+    __slots__ = ("_nodes", "_num_published", "_pool_idx", "_positions", "observer", "tree")
 
     def __init__(self, tree: RadixTree, pool_idx: int, num_ids: int) -> None:
         self.tree = tree
@@ -36,6 +51,7 @@ class PublishedBlocks:
         self._nodes: list[RadixNode | None] = [None] * num_ids
         self._positions = [0] * num_ids
         self._num_published = 0
+        self.observer: PublicationObserver | None = None
 
     def __len__(self) -> int:
         return self._num_published
@@ -153,10 +169,14 @@ class PublishedBlocks:
         """Unpublish all blocks; the owner of the tree clears the tree, too."""
         self._nodes = [None] * self.num_ids
         self._num_published = 0
+        if self.observer is not None:
+            self.observer.on_clear()
 
     def _remove(self, node: RadixNode | None, positions: list[int]) -> None:
         """Withdraw the blocks at some positions of one node."""
         assert node is not None, "only published blocks can be removed"
+        if self.observer is not None:
+            self.observer.on_withdraw(node, positions)
         node.unpublish(self._pool_idx, positions)
         self.tree.add_tombstones(node, len(positions))
 
@@ -168,6 +188,8 @@ class PublishedBlocks:
             nodes[block_id] = node
             positions[block_id] = position
         self._num_published += len(block_ids)
+        if self.observer is not None:
+            self.observer.on_publish(node, start, len(block_ids))
 
 
 class ChainView:

@@ -13,7 +13,7 @@ hit finds it like any other.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from quire.errors import InvariantViolation
 from quire.memory.groups.cache_group import longest_agreed
@@ -50,6 +50,13 @@ class LoadPlan(NamedTuple):
     loads: list[DiskLoad]
 
 
+class SaveObserver(Protocol):
+    """Listens to what is saved, and changes nothing."""
+
+    def on_save(self, group_idx: int, where: NodePosition) -> None:
+        """Record that a published block is about to be saved."""
+
+
 class DiskTier:
     """Commands and queries of the disk tier.
 
@@ -61,9 +68,10 @@ class DiskTier:
         num_saves: number of blocks that were saved when the host evicted them; some were on disk already.
         ended: chains of the sequences that were freed, with their numbers of computed tokens; None where nobody takes
             them.
+        observer: receives what is saved, if set.
     """
 
-    __slots__ = ("_saves", "_tables", "ended", "num_loads", "num_saves")
+    __slots__ = ("_saves", "_tables", "ended", "num_loads", "num_saves", "observer")
 
     def __init__(self, tables: BlockTables) -> None:
         if tables.host is None:
@@ -73,6 +81,7 @@ class DiskTier:
         self.ended: list[tuple[TokenChain, int]] | None = None
         self.num_loads = 0
         self.num_saves = 0
+        self.observer: SaveObserver | None = None
         for idx, group in enumerate(tables.host.groups):
             group.pool.keeper = DiskSink(self, idx, group.pool)
 
@@ -220,6 +229,8 @@ class DiskTier:
         self._tables.arena.moves.append(BlockCopy(group_idx, block_id, len(self._saves), Tier.HOST, Tier.DISK))
         self._saves.append(describe(group_idx, position))
         self.num_saves += 1
+        if self.observer is not None and position is not None:
+            self.observer.on_save(group_idx, position)
 
     # ---- parts ----
 

@@ -1,0 +1,124 @@
+"""The served form of `benchmarks.routing`: servers of the bundled model in processes of their own, and a client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import httpx
+
+from benchmarks.routing import NUM_REPLICAS, SEED, Figures, figures_of
+from benchmarks.routing_traces import PromptTree, RoundRobin, Session, TraceShape, make_trace
+
+NUM_BLOCKS = 700
+PATIENCE_S = 600.0
+# The figures of a router: from which server, and how long it took.
+Place = Callable[[list[int], str], str]
+
+
+def run_served(shape: TraceShape, num_replicas: int = NUM_REPLICAS) -> dict[str, Figures]:
+    """Return the figures of all routers over servers on this machine, by name."""
+    return asyncio.run(_run(shape, num_replicas))
+
+
+async def _run(shape: TraceShape, num_replicas: int) -> dict[str, Figures]:
+    found: dict[str, Figures] = {}
+    async with httpx.AsyncClient(timeout=PATIENCE_S) as http:
+        async with _servers("--replicas", str(num_replicas), "--num-kv-blocks", str(NUM_BLOCKS)) as url:
+            urls = [each["url"] for each in (await http.get(f"{url}/router/replicas")).json()["replicas"]]
+            sessions = await _trace(http, url, shape)
+            choosers: dict[str, Place] = {
+                "round robin": _direct(RoundRobin(num_replicas), urls),
+                "prompt tree": _direct(PromptTree(num_replicas), urls),
+                "quire": lambda *_: url,
+            }
+            for name, place in choosers.items():
+                await http.post(f"{url}/reset_prefix_cache", json={})
+                found[name] = await _serve(http, sessions, place)
+        async with _servers("--num-kv-blocks", str(num_replicas * NUM_BLOCKS)) as url:
+            found["one big cache"] = await _serve(http, await _trace(http, url, shape), lambda *_: url)
+    return found
+
+
+def _direct(chooser: RoundRobin, urls: Sequence[str]) -> Place:
+    """Return a router at the client, which sends to the servers directly."""
+    return lambda tokens, session: urls[chooser.choose(tokens, session, 0.0)]
+
+
+@asynccontextmanager
+async def _servers(*flags: str) -> AsyncIterator[str]:
+    """Start servers, and yield the address."""
+    command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--num-threads", "1", "--log-level", "warning"]
+    process = subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        said = await asyncio.to_thread(process.stdout.readline)
+        match = re.search(r" at (http://\S+)", said)
+        assert match, f"the servers said {said!r}"
+        yield match[1]
+    finally:
+        process.terminate()
+        await asyncio.to_thread(process.wait, 60)
+
+
+async def _trace(http: httpx.AsyncClient, url: str, shape: TraceShape) -> list[Session]:
+    """Return a trace that fits the model."""
+    info = (await http.get(f"{url}/tokenizer_info")).json()
+    longest = min(shape.max_tokens, int(info["model_max_length"]) - 8)
+    return make_trace(shape._replace(max_tokens=longest), int(info["vocab_size"]), SEED)
+
+
+async def _serve(http: httpx.AsyncClient, sessions: Sequence[Session], place: Place) -> Figures:
+    """Serve a trace and return its figures."""
+    ttfts: list[float] = []
+    computed: dict[str, int] = {}
+    counts = {"prompt": 0, "hit": 0}
+    begin_s = time.perf_counter()
+
+    async def run(number: int, session: Session) -> None:
+        tokens = [*session.system]
+        await asyncio.sleep(max(0.0, session.start_s - (time.perf_counter() - begin_s)))
+        for turn, new in enumerate(session.turns):
+            tokens += new
+            body = {
+                "prompt": tokens,
+                "max_tokens": session.num_outputs[turn],
+                "temperature": 0.0,
+                "ignore_eos": True,
+                "stream": True,
+                "return_token_ids": True,
+                "stream_options": {"include_usage": True},
+            }
+            base, started_s, is_first = place(tokens, str(number)), time.perf_counter(), True
+            output: list[int] = []
+            headers = {"x-session-id": str(number)}
+            async with http.stream("POST", f"{base}/v1/completions", json=body, headers=headers) as response:
+                response.raise_for_status()
+                server = response.headers.get("x-quire-replica", base)
+                async for line in response.aiter_lines():
+                    if not line.startswith("data: {"):
+                        continue
+                    if is_first:
+                        ttfts.append(time.perf_counter() - started_s)
+                        is_first = False
+                    chunk = json.loads(line[6:])
+                    for choice in chunk["choices"]:
+                        output += choice.get("token_ids") or ()
+                    if chunk.get("usage"):
+                        details = chunk["usage"].get("prompt_tokens_details") or {}
+                        num_hit = int(details.get("cached_tokens") or 0)
+                        counts["prompt"] += len(tokens)
+                        counts["hit"] += num_hit
+                        computed[server] = computed.get(server, 0) + len(tokens) - num_hit
+            assert len(output) == session.num_outputs[turn], f"{len(output)} tokens came"
+            tokens += output
+            await asyncio.sleep(session.pauses_s[turn])
+
+    await asyncio.gather(*(run(number, session) for number, session in enumerate(sessions)))
+    return figures_of(counts["hit"] / counts["prompt"], ttfts, list(computed.values()))

@@ -1,0 +1,108 @@
+"""`quire route`: one address before several servers, which routes requests by what their caches hold."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from quire.server.address import bind, bind_unix, tls_context
+from quire.server.settings import ServerConfig
+
+DEFAULT_PORT = 8080
+DEFAULT_PROBE_S = 1.0
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "route",
+        help="put several servers behind one address, and route by what their caches hold",
+        description="Put several servers behind one address. A request goes where it is expected to begin first: "
+        "where its prompt is cached, unless the queue there is longer than that saves. Stop with Ctrl-C.",
+    )
+    defaults = ServerConfig()
+    parser.add_argument(
+        "--to",
+        required=True,
+        action="append",
+        metavar="URL,URL",
+        help="addresses of the servers, like http://127.0.0.1:8001,http://127.0.0.1:8002; may be repeated",
+    )
+    parser.add_argument("--host", default=defaults.host, help=f"address to listen on (default {defaults.host})")
+    parser.add_argument(
+        "--port", type=int, default=DEFAULT_PORT, metavar="N", help=f"port to listen on (default {DEFAULT_PORT})"
+    )
+    parser.add_argument("--uds", metavar="PATH", help="Unix domain socket to listen on (default: none)")
+    parser.add_argument("--ssl-certfile", metavar="FILE", help="certificate chain, in PEM (default: none)")
+    parser.add_argument("--ssl-keyfile", metavar="FILE", help="private key of the certificate (default: in its file)")
+    parser.add_argument(
+        "--api-key",
+        default=os.environ.get("QUIRE_API_KEY"),
+        metavar="KEY",
+        help="key of the clients, the same as at the servers; QUIRE_API_KEY sets it (default: none)",
+    )
+    parser.add_argument(
+        "--operator-key",
+        default=os.environ.get("QUIRE_OPERATOR_KEY"),
+        metavar="KEY",
+        help="key of the operators, the same as at the servers; QUIRE_OPERATOR_KEY sets it (default: none)",
+    )
+    parser.add_argument(
+        "--tenant-header", metavar="NAME", help="header with the tenant, the same as at the servers (default: none)"
+    )
+    parser.add_argument(
+        "--probe-interval",
+        type=float,
+        default=DEFAULT_PROBE_S,
+        metavar="S",
+        help=f"seconds between two probes of a server (default {DEFAULT_PROBE_S:g})",
+    )
+    parser.add_argument(
+        "--drain-timeout",
+        type=float,
+        default=defaults.drain_timeout_s,
+        metavar="S",
+        help=f"seconds for running requests when the proxy stops (default {defaults.drain_timeout_s:g})",
+    )
+    parser.add_argument(
+        "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="least level (default info)"
+    )
+    parser.set_defaults(handler=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Pass requests on until a stop signal arrives.
+
+    Raises:
+        ConfigError: an option is unusable.
+    """
+    import logging
+
+    from quire.errors import ConfigError
+
+    logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", force=True)
+    for chatty in ("asyncio", "uvicorn"):
+        logging.getLogger(chatty).setLevel(logging.ERROR)
+    config = ServerConfig(
+        host=args.host,
+        port=args.port,
+        uds=args.uds,
+        ssl_certfile=args.ssl_certfile,
+        ssl_keyfile=args.ssl_keyfile,
+        api_key=args.api_key,
+        operator_key=args.operator_key,
+        tenant_header=args.tenant_header,
+        drain_timeout_s=args.drain_timeout,
+    )
+    if not 0.05 <= args.probe_interval <= 3600:
+        raise ConfigError(
+            f"probe_interval must be from 0.05 to 3600, got {args.probe_interval!r}", field="probe_interval"
+        )
+    from quire.serving.proxy.fleet import Fleet
+    from quire.serving.proxy.lifecycle import serve_proxy
+
+    urls = [url for part in args.to for url in part.split(",") if url]
+    fleet = Fleet(urls, config.operator_key or config.api_key, args.probe_interval)
+    tls_context(config.ssl_certfile, config.ssl_keyfile)  # refuses unusable files early
+    with bind(config.host, config.port) if config.uds is None else bind_unix(config.uds) as listener:
+        return serve_proxy(fleet, config, listener)

@@ -1,0 +1,146 @@
+"""The KV events of an engine: those of its memory, and of the blocks that it writes to disk, in one numbered stream."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from quire.kvevents.publisher import KVEventPublisher
+from quire.kvstore.prefix_store import PrefixStore
+from quire.memory.kv_events import (
+    MEDIA,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEvent,
+    KVEventCollector,
+    hash_of,
+)
+from quire.memory.manager import KVCacheManager
+from quire.memory.prefix.radix_node import NodePosition
+from quire.memory.results import Tier
+
+
+class KVEventSource:
+    """Publishes the events of an engine, one batch a step.
+
+    Blocks that earlier runs have left on disk are announced once they are loaded, or would be saved again: what is on
+    disk does not say which namespace it is of.
+
+    Args:
+        memory: memory manager of the engine.
+        publisher: publisher of the batches; closed with this.
+        adapter_name: name of the adapter with a digest.
+        form: form of the events, for `describe`.
+        store: store of the blocks on disk; None without one.
+
+    Attributes:
+        wake: function that has the engine's thread call `publish_step`, from any thread; None where the next step does.
+    """
+
+    def __init__(
+        self,
+        memory: KVCacheManager,
+        publisher: KVEventPublisher,
+        adapter_name: Callable[[str], str],
+        form: str,
+        store: PrefixStore | None = None,
+    ) -> None:
+        self._collector = KVEventCollector(memory, adapter_name)
+        self._publisher = publisher
+        self._form = form
+        self._block_size = memory.block_size
+        self._wants_all = False
+        self.wake: Callable[[], None] | None = None
+        publisher.on_resend = self.request_all
+        self._lock = threading.Lock()
+        # Blocks on disk by group and digest: those that are being written, and those that were announced.
+        self._being_saved: dict[tuple[int, bytes], BlockStored] = {}
+        self._on_disk: dict[tuple[int, bytes], BlockStored] = {}
+        if store is not None and memory.archive is not None:
+            memory.archive.observer = self
+            store.observer = self
+
+    # ---- the engine's thread ----
+
+    def publish_step(self) -> None:
+        """Publish the events since the last call, if there are any, or all blocks, if a subscriber asked for them."""
+        if self._wants_all:
+            self._wants_all = False
+            self._publish_all()
+        elif self._collector.events:
+            self._publish(self._collector.take_events())
+
+    def describe(self) -> dict[str, Any]:
+        """Return what a subscriber needs to know, as `GET /kv_event_sources` shows it."""
+        return {
+            "publisher": "zmq",
+            "endpoint": self._publisher.endpoint,
+            "replay_endpoint": self._publisher.replay_endpoint,
+            "topic": self._publisher.topic,
+            "format": self._form,
+            "block_size": self._block_size,
+            "next_seq": self._publisher.next_seq,
+            "num_dropped": self._publisher.num_dropped,
+        }
+
+    def on_save(self, group_idx: int, where: NodePosition) -> None:
+        """Record that a block is about to be written to disk."""
+        event = self._collector.saved(group_idx, where)
+        with self._lock:
+            self._being_saved[group_idx, where[0].digest(where[1])] = event
+
+    def close(self) -> None:
+        """Publish the last events, and close the publisher."""
+        self.publish_step()
+        self._publisher.close()
+
+    # ---- any thread ----
+
+    def request_all(self) -> None:
+        """Have all blocks published, for a subscriber that has lost events."""
+        self._wants_all = True
+        if self.wake is not None:
+            self.wake()
+
+    def on_stored(self, blocks: Sequence[tuple[int, bytes]]) -> None:
+        """Publish that blocks are on disk now, or were already."""
+        with self._lock:
+            events: list[KVEvent] = []
+            for block in blocks:
+                event = self._being_saved.pop(block, None)
+                if event is not None and block not in self._on_disk:
+                    self._on_disk[block] = event
+                    events.append(event)
+            if events:
+                self._publisher.publish(events)
+
+    def on_deleted(self, blocks: Sequence[tuple[int, bytes]]) -> None:
+        """Publish that blocks are on disk no more."""
+        with self._lock:
+            medium = MEDIA[Tier.DISK]
+            known = [block for block in blocks if self._on_disk.pop(block, None) is not None]
+            events: list[KVEvent] = [BlockRemoved((hash_of(digest),), medium, group) for group, digest in known]
+            if events:
+                self._publisher.publish(events)
+
+    # ---- parts ----
+
+    def _publish_all(self) -> None:
+        """Publish all blocks in place of the events since the last call."""
+        events = self._collector.take_events()
+        with self._lock:
+            self._forget_disk(events)
+            self._publisher.publish([*self._collector.snapshot(), *self._on_disk.values()])
+
+    def _publish(self, events: list[KVEvent]) -> None:
+        """Publish events of the memory; a reset clears the disk, too."""
+        with self._lock:
+            self._forget_disk(events)
+            self._publisher.publish(events)
+
+    def _forget_disk(self, events: Sequence[KVEvent]) -> None:
+        if any(isinstance(event, AllBlocksCleared) for event in events):
+            self._on_disk.clear()
+            self._being_saved.clear()

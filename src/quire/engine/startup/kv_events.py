@@ -1,0 +1,38 @@
+"""Opens the publication of KV events of an engine."""
+
+from __future__ import annotations
+
+import logging
+
+from quire.config import EngineConfig
+from quire.engine.engine import Engine
+from quire.engine.kv.kv_events import KVEventSource
+from quire.kvevents.publisher import KVEventPublisher
+from quire.kvstore.disk_blocks import DiskBlocks
+
+logger = logging.getLogger(__name__)
+
+
+def open_kv_events(config: EngineConfig, engine: Engine, disk: DiskBlocks | None) -> KVEventSource | None:
+    """Return the publication of an engine's KV events; None where the configuration has none.
+
+    Args:
+        config: configuration of the engine.
+        engine: the engine, whose memory is empty.
+        disk: blocks on disk, None without them.
+
+    Raises:
+        ConfigError: the extra is not installed, or an endpoint cannot be used.
+    """
+    options = config.cache.kv_events
+    if options is None:
+        return None
+
+    def adapter_name(digest: str) -> str:
+        loaded = () if engine.adapters is None else engine.adapters.loaded
+        return next((adapter.name for adapter in loaded if adapter.digest == digest), digest)
+
+    publisher = KVEventPublisher(options)
+    logger.info("KV events: published at %s, replayed at %s", publisher.endpoint, publisher.replay_endpoint)
+    store = None if disk is None else disk.store.disk
+    return KVEventSource(engine.scheduler.memory, publisher, adapter_name, options.form, store)

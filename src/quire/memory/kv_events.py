@@ -1,0 +1,251 @@
+"""KV events: what a manager publishes and withdraws, for those who route requests by the contents of caches.
+
+Each position of the prefix tree where a pool publishes a block, or withdraws one, gives an event, in order. So who
+applies all events, from an empty cache or from a snapshot on, knows the published blocks of every group and tier:
+
+```
+ BlockStored([h0, h1], parent None, tokens)   the first two blocks of a prompt
+ BlockStored([h2], parent h1, tokens)         the block behind them
+ BlockRemoved([h2])                           it was evicted
+ AllBlocksCleared()                           the cache was reset
+```
+
+Names, fields and media are vLLM's, so that its consumers understand them. A hash names a block and all before it:
+equal prefixes of one manager have equal hashes, on all tiers.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from quire.memory.manager import KVCacheManager
+from quire.memory.prefix.prompt_embeddings import read_entries
+from quire.memory.prefix.published import PublishedBlocks
+from quire.memory.prefix.radix_node import NodePosition, RadixNode
+from quire.memory.prefix.token_chain import TOKEN_BYTES, Namespace
+from quire.memory.results import Tier
+from quire.memory.specs import ChunkedLocal, FullAttention, KVCacheSpec, SlidingWindow
+
+MEDIA = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.DISK: "STORAGE"}
+# The first item of the extra key of a tenant; that of media is a digest.
+TENANT = "tenant"
+
+# A salt; a tenant behind `TENANT`; or the digest of media with the position, from the block's start, where they begin.
+ExtraKey = str | tuple[str, str | int]
+# The extra keys of each block, None for a block without any.
+ExtraKeys = tuple[tuple[ExtraKey, ...] | None, ...]
+
+
+class BlockStored(NamedTuple):
+    """Consecutive blocks were published.
+
+    Args:
+        block_hashes: hash of each block.
+        parent_block_hash: hash of the block before the first; None where a namespace begins.
+        tokens: token ids of all blocks, 4 bytes each, little endian on all supported machines.
+        block_size: tokens of each block; fewer than the cache's for a tail.
+        medium: tier of the blocks.
+        group_idx: cache group of the blocks.
+        adapter: adapter with which they were computed.
+        extra_keys: salt, tenant and media of each block; None where there are none. The salt and the tenant are at the
+            first block of a namespace.
+        kind: kind of the group's cache.
+        window: tokens of its window or chunk, None without one.
+    """
+
+    block_hashes: tuple[int, ...]
+    parent_block_hash: int | None
+    tokens: bytes
+    block_size: int
+    medium: str
+    group_idx: int = 0
+    adapter: str | None = None
+    extra_keys: ExtraKeys | None = None
+    kind: str = "full_attention"
+    window: int | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Token ids of all blocks."""
+        return array("I", self.tokens).tolist()
+
+
+class BlockRemoved(NamedTuple):
+    """Blocks were withdrawn.
+
+    Args:
+        block_hashes: hash of each block.
+        medium: tier of the blocks.
+        group_idx: cache group of the blocks.
+    """
+
+    block_hashes: tuple[int, ...]
+    medium: str
+    group_idx: int = 0
+
+
+class AllBlocksCleared(NamedTuple):
+    """All blocks of all tiers were withdrawn."""
+
+
+KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+def hash_of(digest: bytes) -> int:
+    """Return the hash under which events name a block: the low 64 bits of its digest."""
+    return int.from_bytes(digest[-8:], "big")
+
+
+@lru_cache(maxsize=1024)
+def _namespace_of(content: bytes) -> Namespace:
+    return Namespace.deserialise(content)
+
+
+def _kind_of(spec: KVCacheSpec) -> tuple[str, int | None]:
+    """Return vLLM's name of a kind of cache, and its window."""
+    if isinstance(spec, FullAttention):
+        return "full_attention", None
+    if isinstance(spec, SlidingWindow):
+        return "sliding_window", spec.window
+    if isinstance(spec, ChunkedLocal):
+        return "chunked_local_attention", spec.chunk
+    return "mamba", None
+
+
+class KVEventCollector:
+    """Collects the events of a manager until they are taken, in the thread that owns the manager.
+
+    Args:
+        manager: memory manager; its pools report to the collector from now on.
+        adapter_name: name of the adapter with a digest.
+
+    Attributes:
+        events: events that were not taken yet.
+    """
+
+    def __init__(self, manager: KVCacheManager, adapter_name: Callable[[str], str] = str) -> None:
+        self.events: list[KVEvent] = []
+        self._manager = manager
+        self._adapter_name = adapter_name
+        self._pools: list[_PoolPublications] = []
+        self._kinds = [_kind_of(group.spec) for group in manager.groups]
+        tiers = [(Tier.DEVICE, manager.groups)]
+        if manager.host is not None:
+            tiers.append((Tier.HOST, manager.host.groups))
+        for tier, groups in tiers:
+            for group_idx, group in enumerate(groups):
+                observer = _PoolPublications(self, group.pool.index, group_idx, MEDIA[tier])
+                group.pool.index.observer = observer
+                self._pools.append(observer)
+
+    def take_events(self) -> list[KVEvent]:
+        """Return the events since the last call."""
+        events, self.events = self.events, []
+        return events
+
+    def snapshot(self) -> list[KVEvent]:
+        """Return events that stand for all published blocks, the first of which clears what was known before.
+
+        Events that were not taken yet are part of it, and need not be applied.
+        """
+        found: list[KVEvent] = [AllBlocksCleared()]
+        for node in self._manager.tree.nodes():
+            for pool in self._pools:
+                found += pool.stored_of(node)
+        return found
+
+    def stored(self, node: RadixNode, start: int, count: int, group_idx: int, medium: str) -> BlockStored:
+        """Return the event for blocks of a node that are published."""
+        size = len(node.data) if node.is_tail else node.layout.block_bytes
+        end = start + count
+        root = node
+        while root.parent is not None:
+            root = root.parent
+        namespace = _namespace_of(root.name)
+        extra_keys: ExtraKeys | None = None
+        is_first = node.first + start == 0
+        if node.entries or (is_first and (namespace.cache_salt, namespace.tenant) != (None, None)):
+            keys = [_extra_keys(node, position, namespace) for position in range(start, end)]
+            extra_keys = tuple(keys) if any(keys) else None
+        kind, window = self._kinds[group_idx]
+        return BlockStored(
+            tuple(hash_of(node.digest(position)) for position in range(start, end)),
+            None if is_first else hash_of(node.digest_before(start)),
+            bytes(node.data[start * size : end * size]),
+            size // TOKEN_BYTES,
+            medium,
+            group_idx,
+            None if namespace.adapter is None else self._adapter_name(namespace.adapter),
+            extra_keys,
+            kind,
+            window,
+        )
+
+    def saved(self, group_idx: int, where: NodePosition) -> BlockStored:
+        """Return the event for a block that is about to be written to disk."""
+        return self.stored(*where, 1, group_idx, MEDIA[Tier.DISK])
+
+
+class _PoolPublications:
+    """Reports the published and withdrawn blocks of one pool; a `PublicationObserver`.
+
+    Args:
+        collector: collector of the events.
+        index: published blocks of the pool.
+        group_idx: index of the cache group.
+        medium: name of the tier in events.
+    """
+
+    __slots__ = ("_collector", "_group_idx", "_index", "_medium")
+
+    def __init__(self, collector: KVEventCollector, index: PublishedBlocks, group_idx: int, medium: str) -> None:
+        self._collector = collector
+        self._index = index
+        self._group_idx = group_idx
+        self._medium = medium
+
+    def on_publish(self, node: RadixNode, start: int, count: int) -> None:
+        """Collect the event of published blocks."""
+        self._collector.events.append(self._collector.stored(node, start, count, self._group_idx, self._medium))
+
+    def on_withdraw(self, node: RadixNode, positions: Sequence[int]) -> None:
+        """Collect the event of withdrawn blocks; consecutive ones of a pool share an event."""
+        events = self._collector.events
+        hashes = tuple(hash_of(node.digest(position)) for position in positions)
+        last = events[-1] if events else None
+        if isinstance(last, BlockRemoved) and (last.medium, last.group_idx) == (self._medium, self._group_idx):
+            events[-1] = last._replace(block_hashes=last.block_hashes + hashes)
+        else:
+            events.append(BlockRemoved(hashes, self._medium, self._group_idx))
+
+    def on_clear(self) -> None:
+        """Collect the event of a reset, once for all pools."""
+        events = self._collector.events
+        if not events or not isinstance(events[-1], AllBlocksCleared):
+            events.append(AllBlocksCleared())
+
+    def stored_of(self, node: RadixNode) -> list[BlockStored]:
+        """Return the events of a node's blocks that are published, one for each run without a gap."""
+        found: list[BlockStored] = []
+        start = 0
+        for position in range(node.length + 1):
+            if position < node.length and self._index.at((node, position)):
+                continue
+            if start < position:
+                found.append(self._collector.stored(node, start, position - start, self._group_idx, self._medium))
+            start = position + 1
+        return found
+
+
+def _extra_keys(node: RadixNode, position: int, namespace: Namespace) -> tuple[ExtraKey, ...] | None:
+    """Return what a block depends on besides its tokens and the blocks before it."""
+    keys: list[ExtraKey] = [(span.digest.hex(), span.start) for span in read_entries(node.entries.get(position, b""))]
+    if node.first + position == 0:
+        if namespace.cache_salt is not None:
+            keys.append(namespace.cache_salt)
+        if namespace.tenant is not None:
+            keys.append((TENANT, namespace.tenant))
+    return tuple(keys) or None

@@ -1,0 +1,88 @@
+"""The feed of one replica's KV events: batches with sequence numbers, of which some may be lost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum, auto
+
+from quire.memory.kv_events import AllBlocksCleared, KVEvent
+
+
+class FeedState(Enum):
+    """State of the knowledge of a replica's blocks.
+
+    Values:
+        UNKNOWN: no batch has arrived yet.
+        SYNCED: all blocks are known.
+        GAP: batches are missing.
+    """
+
+    UNKNOWN = auto()
+    SYNCED = auto()
+    GAP = auto()
+
+
+class Step(Enum):
+    """Treatment of a batch.
+
+    Values:
+        APPLY: apply its events.
+        RESTART: forget the replica's blocks, then apply its events.
+        IGNORE: do nothing: it was applied before, or others are missing before it.
+    """
+
+    APPLY = auto()
+    RESTART = auto()
+    IGNORE = auto()
+
+
+class EventFeed:
+    """The order of one replica's batches.
+
+    Attributes:
+        state: knowledge of the replica's blocks.
+        next_seq: number of the next batch.
+        num_gaps: number of gaps so far.
+    """
+
+    def __init__(self) -> None:
+        self.state = FeedState.UNKNOWN
+        self.next_seq = 0
+        self.num_gaps = 0
+        # Number of the last batch that was not replayed.
+        self._last_live = -1
+
+    def accept(self, seq: int, events: Sequence[KVEvent], *, is_replay: bool = False) -> Step:
+        """Take a batch and return what to do with it.
+
+        The batch 0 begins with an empty cache, and one that begins with `AllBlocksCleared` needs none before it. A
+        publisher sends each number once and in order: one that comes again is of a publisher that was started again.
+
+        Args:
+            seq: number of the batch.
+            events: its events.
+            is_replay: True for a batch that was asked for.
+        """
+        if not is_replay:
+            if seq <= self._last_live:
+                self.lose()
+                self.next_seq = 0
+            self._last_live = seq
+        clears = not seq or (bool(events) and isinstance(events[0], AllBlocksCleared))
+        if seq == self.next_seq or (clears and seq > self.next_seq):
+            self.next_seq, self.state = seq + 1, FeedState.SYNCED
+            return Step.RESTART if clears else Step.APPLY
+        if seq > self.next_seq and self.state is not FeedState.GAP:
+            self.state = FeedState.GAP
+            self.num_gaps += 1
+        return Step.IGNORE
+
+    def lose(self) -> None:
+        """Record that batches may be missing."""
+        if self.state is FeedState.SYNCED:
+            self.state = FeedState.GAP
+            self.num_gaps += 1
+
+    def reset(self) -> None:
+        """Begin anew, for another publisher."""
+        self.state, self.next_seq, self._last_live = FeedState.UNKNOWN, 0, -1

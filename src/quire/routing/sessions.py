@@ -1,0 +1,65 @@
+"""Sessions: where the last prompt of each conversation went, and what of the next one that replica will have."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from hashlib import blake2b
+from typing import NamedTuple
+
+
+class Visit(NamedTuple):
+    """The last request of a session.
+
+    Args:
+        replica: number of the replica that it went to.
+        num_bytes: length of its encoded prompt.
+        digest: digest of its scope and its encoded prompt.
+        at_s: time when it was routed.
+    """
+
+    replica: int
+    num_bytes: int
+    digest: bytes
+    at_s: float
+
+
+class Sessions:
+    """The last requests of the most recent sessions.
+
+    Args:
+        limit: number of sessions that are remembered.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._visits: OrderedDict[str, Visit] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._visits)
+
+    def find(self, session: str, scope: tuple[str | None, ...], token_bytes: bytes) -> Visit | None:
+        """Return the last request of a session, if a prompt continues it; its length is then what both share."""
+        visit = self._visits.get(session)
+        if visit is None or visit.num_bytes > len(token_bytes):
+            return None
+        return visit if _digest(scope, token_bytes[: visit.num_bytes]) == visit.digest else None
+
+    def record(
+        self, session: str, replica: int, scope: tuple[str | None, ...], token_bytes: bytes, now_s: float
+    ) -> None:
+        """Record where a request of a session was routed."""
+        self._visits[session] = Visit(replica, len(token_bytes), _digest(scope, token_bytes), now_s)
+        self._visits.move_to_end(session)
+        if len(self._visits) > self._limit:
+            self._visits.popitem(last=False)
+
+    def forget(self, replica: int) -> None:
+        """Forget all sessions whose last request went to a replica."""
+        for session in [session for session, visit in self._visits.items() if visit.replica == replica]:
+            del self._visits[session]
+
+
+def _digest(scope: tuple[str | None, ...], token_bytes: bytes) -> bytes:
+    hasher = blake2b(repr(scope).encode("utf-8", "surrogatepass"), digest_size=16)
+    hasher.update(token_bytes)
+    return hasher.digest()

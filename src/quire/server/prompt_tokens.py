@@ -1,0 +1,65 @@
+"""`POST /prompt_tokens`: what a router needs to know of a request before it chooses a server for it.
+
+The body is `{"path": "/v1/chat/completions", "body": {...}}`, the request that is to be routed; the answer is
+`{"tokens": [...], "adapter": null, "cache_salt": null}`. The prompt is rendered as the route itself would, whatever
+its protocol, so the tokens are those that the prefix cache will be asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.engine.inputs.request_builder import read_namespace
+from quire.errors import InvalidParameter
+from quire.server import anthropic_messages, ollama, responses
+from quire.server.chat_completions import render_chat
+from quire.server.completions import read_prompts
+from quire.server.fields import Fields
+from quire.server.generation import json_response
+from quire.server.served_model import ADAPTER, choose_model
+from quire.server.state import ServerState
+from quire.server.tool_use import read_tool_use
+
+COMPLETIONS: Final = "/v1/completions"
+# The fields of a chat, of a request to each route.
+CHATS: Final[Mapping[str, Callable[[ServerState, Fields], dict[str, Any]]]] = {
+    "/v1/chat/completions": lambda _, fields: fields.as_dict(),
+    "/v1/messages": anthropic_messages.read_chat_fields,
+    "/v1/responses": lambda _, fields: responses.read_chat_fields(fields, responses.InputReader()),
+    "/api/chat": lambda _, fields: ollama.read_conversation(fields),
+    "/api/generate": lambda _, fields: ollama.read_prompt(fields),
+}
+
+
+async def prompt_tokens(state: ServerState, request: Request) -> Response:
+    """Answer `POST /prompt_tokens`."""
+    given = Fields(await state.bodies.read_object(request))
+    path, body = given.get("path"), given.object("body")
+    if path not in (COMPLETIONS, *CHATS):
+        raise InvalidParameter("path", path, f"one of {', '.join((COMPLETIONS, *CHATS))}")
+    if body is None:
+        raise InvalidParameter("body", None, "an object")
+    fields = Fields(body.as_dict())
+    name = fields.text("model")
+    if name is not None:
+        choose_model(state, request, name.removesuffix(ollama.LATEST) if path.startswith("/api/") else name)
+    if path == COMPLETIONS:
+        prompt = read_prompts(fields.get("prompt"), state.config.max_prompts)[0]
+        special = fields.flag("add_special_tokens", True)
+    else:
+        chat = Fields(CHATS[path](state, fields))
+        if chat.get("prompt") is not None:  # Ollama's raw prompt
+            prompt, special = chat.text("prompt") or "", True
+        else:
+            use = read_tool_use(state, chat)
+            prompt = await render_chat(state, chat, () if use is None else use.definitions)
+            special = chat.flag("add_special_tokens", False)
+    tokens = prompt if isinstance(prompt, list) else None
+    if isinstance(prompt, str):
+        tokens = await state.llm.texts.encode(prompt, add_special_tokens=special)
+    salt = read_namespace("", fields.get("cache_salt"), None).cache_salt
+    return json_response({"tokens": tokens, "adapter": request.scope.get(ADAPTER), "cache_salt": salt})

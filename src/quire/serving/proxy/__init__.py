@@ -1,0 +1,1 @@
+"""The proxy of `quire route`: one address before several servers."""

@@ -1,0 +1,195 @@
+"""The router: hits against queues, sessions, gaps, determinism, and many replicas."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from quire.memory.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from quire.routing.feed import FeedState
+from quire.routing.router import Route, Router, RouterConfig, RouteRequest
+from quire.routing.shadow_tree import Scope, encode
+
+SIZE = 16
+PROMPT = list(range(1000))
+
+
+def router_of(*names: str, **config: float) -> Router:
+    router = Router(RouterConfig(**config))  # type: ignore[arg-type]
+    for name in names:
+        router.add_replica(name, SIZE)
+    return router
+
+
+def stored(tokens: Sequence[int], seed: int = 0) -> BlockStored:
+    """Return the event for all whole blocks of a prompt."""
+    count = len(tokens) // SIZE
+    return BlockStored(tuple(range(seed, seed + count)), None, encode(tokens[: count * SIZE]), SIZE, "GPU")
+
+
+def choose(router: Router, tokens: Sequence[int] = PROMPT, now_s: float = 0.0, **fields: object) -> Route:
+    route = router.route(RouteRequest(tokens, **fields), now_s)  # type: ignore[arg-type]
+    assert route is not None
+    return route
+
+
+def test_a_request_goes_where_its_prefix_is() -> None:
+    router = router_of("a", "b", "c")
+    router.apply("b", 0, [stored(PROMPT)])
+    route = choose(router)
+    assert (route.replica, route.hit.num_tokens) == ("b", 992)
+    assert choose(router, PROMPT, scope=Scope(tenant="other")).hit.num_tokens == 0
+
+
+def test_after_an_eviction_it_goes_elsewhere() -> None:
+    router = router_of("a", "b")
+    router.apply("a", 0, [stored(PROMPT[:320])])
+    router.apply("b", 0, [stored(PROMPT)])
+    assert choose(router).replica == "b"
+    router.apply("b", 1, [BlockRemoved(tuple(range(62)), "GPU")])
+    assert choose(router).replica == "a"
+
+
+def test_a_longer_queue_than_the_hit_saves_is_not_waited_for() -> None:
+    router = router_of("a", "b")
+    router.apply("a", 0, [stored(PROMPT[:320])])
+    first = choose(router, list(range(5000, 5300)))  # of no cache: the first replica takes it
+    assert first.replica == "a"
+    assert choose(router).replica == "a"  # 300 tokens before it, and 320 of its own that are there
+    assert choose(router).replica == "b"
+
+
+def test_requests_without_hits_are_spread() -> None:
+    router = router_of("a", "b", "c")
+    names = [choose(router, [number] * 100).replica for number in range(6)]
+    assert names == ["a", "b", "c"] * 2
+    idle = router_of("a", "b", "c")
+    spread = []
+    for number in range(6):  # one after the other: no queue at any time
+        route = choose(idle, [number] * 100)
+        spread.append(route.replica)
+        idle.on_first_token(route, 0.0)
+        idle.end(route)
+    assert spread == ["a", "b", "c"] * 2
+
+
+def test_a_session_sticks_before_the_events_say_so_as_long_as_that_pays() -> None:
+    router = router_of("a", "b")
+    turn = choose(router, PROMPT, session="s")
+    choose(router, [7] * 900)
+    longer = [*PROMPT, *range(2000, 2100)]
+    again = choose(router, longer, 1.0, session="s")
+    assert (again.replica, again.is_by_session, again.hit.num_tokens) == (turn.replica, True, 1000)
+    assert choose(router, [1, *longer], 1.0, session="s").hit.num_tokens == 0, "another prompt is no continuation"
+    for _ in range(3):
+        router.route(RouteRequest([9] * 2000), 1.0, excluded=["b"])
+    assert choose(router, longer, 1.0, session="s").replica == "b"
+
+
+def test_what_a_session_left_is_expected_for_a_limited_time() -> None:
+    router = router_of("a", "b", session_s=10.0, announce_s=2.0)
+    router.end(choose(router, PROMPT, session="s"))
+    assert choose(router, PROMPT, 9.0, session="s").is_by_session
+    router = router_of("a", "b", session_s=10.0, announce_s=2.0)
+    router.end(choose(router, PROMPT, session="s"))
+    assert not choose(router, PROMPT, 11.0, session="s").is_by_session
+    router = router_of("a", "b", session_s=10.0, announce_s=2.0)
+    router.apply("a", 0, [])
+    router.end(choose(router, PROMPT, session="s"))
+    assert not choose(router, PROMPT, 3.0, session="s").is_by_session
+
+
+def test_a_gap_makes_a_cache_count_as_empty_until_it_is_known_again() -> None:
+    router = router_of("a", "b")
+    router.apply("b", 0, [stored(PROMPT)])
+    assert router.apply("b", 2, []) is FeedState.GAP
+    assert choose(router).hit.num_tokens == 0
+    assert router.apply("b", 1, [], is_replay=True) is FeedState.SYNCED
+    assert router.apply("b", 2, [], is_replay=True) is FeedState.SYNCED
+    assert choose(router).replica == "b"
+    router.apply("b", 7, [])
+    router.apply("b", 8, [AllBlocksCleared(), stored(PROMPT[:160])])
+    assert choose(router, PROMPT[:200]).hit.num_tokens == 160
+    router.restart_replica("b")
+    assert choose(router, PROMPT[:200]).hit.num_tokens == 0
+
+
+def test_a_replica_without_events_is_routed_to_beside_one_with_blocks() -> None:
+    router = Router()
+    router.add_replica("a")
+    router.add_replica("b")
+    router.apply("b", 0, [stored(PROMPT)])
+    assert choose(router).replica == "b"
+    assert choose(router, [5] * 90).replica == "a"
+
+
+def test_unavailable_and_excluded_replicas_get_nothing() -> None:
+    router = router_of("a", "b")
+    router.apply("a", 0, [stored(PROMPT)])
+    router.set_available("a", False)
+    assert choose(router).replica == "b"
+    assert router.route(RouteRequest(PROMPT), 0.0, excluded=["b"]) is None
+    router.set_available("a", True)
+    assert choose(router).replica == "a"
+
+
+def test_the_work_of_every_request_ends_exactly_once() -> None:
+    router, rng = router_of("a", "b", "c"), random.Random(3)
+    routes: list[Route] = []
+    for number in range(500):
+        routes.append(choose(router, [number] * rng.randrange(1, 400)))
+        for route in rng.sample(routes, min(len(routes), 3)):
+            rng.choice((lambda: router.on_first_token(route, 1.0), lambda: router.end(route)))()  # noqa: B023
+    for route in routes:
+        router.end(route)
+        router.on_first_token(route, 2.0)
+        router.end(route)
+    for name in router.replicas:
+        load = router.load_of(name)
+        assert (load.pending_tokens, load.num_streams, router.queue_s(name)) == (0, 0, 0.0)
+
+
+def test_a_removed_replica_is_forgotten_and_its_requests_still_end() -> None:
+    router = router_of("a", "b")
+    route = choose(router, PROMPT, session="s")
+    router.remove_replica(route.replica)
+    router.on_first_token(route, 1.0)
+    router.end(route)
+    assert choose(router, PROMPT, session="s").replica == "b"
+    with pytest.raises(ValueError, match="'b' twice"):
+        router.add_replica("b")
+
+
+def test_the_same_calls_give_the_same_decisions_and_candidates_suffice() -> None:
+    """With 100 replicas, not all are compared; the best one is found nevertheless."""
+
+    def decisions(num_replicas: int) -> list[tuple[str, float]]:
+        rng, router = random.Random(7), router_of(*map(str, range(num_replicas)))
+        bases = [[rng.randrange(9) for _ in range(640)] for _ in range(40)]
+        routes: list[Route] = []
+        for turn in range(100):
+            tokens = [*rng.choice(bases)[: rng.randrange(100, 640)], *(rng.randrange(9) for _ in range(100))]
+            route = choose(router, tokens, turn / 10)
+            routes.append(route)
+            events: list[KVEvent] = [stored(tokens, turn * 100)]
+            router.apply(route.replica, router.feeds[route.replica].next_seq, events)
+            if rng.random() < 0.9:
+                router.end(routes.pop(rng.randrange(len(routes))))
+            best = max(_score(router, name, tokens) for name in router.replicas)
+            now = choose(router, tokens, turn / 10)
+            assert now.score >= best - SIZE / 1000, "a part of a block may be missed, no more"
+            router.end(now)
+            routes.append(route)
+        return [(route.replica, route.score) for route in routes]
+
+    assert decisions(100) == decisions(100)
+
+
+def _score(router: Router, name: str, tokens: list[int]) -> float:
+    """Return the score of a replica without a look at candidates."""
+    number = router.replicas.index(name)
+    encoded = encode(tokens)
+    hit = router.tree.hit(number, router.tree.path(encoded, Scope(), SIZE), encoded, Scope())
+    return hit.value * router.load_of(name).seconds_per_token - router.queue_s(name)

@@ -1,0 +1,52 @@
+"""Streams that are passed on: whole events, and errors in each protocol's form."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from quire.server.errors import ApiError
+from quire.serving.proxy.streams import EventCutter, error_event
+
+EVENTS = b'data: {"a": 1}\n\n: ping\n\ndata: {"b": "x\\n"}\n\ndata: [DONE]\n\n'
+
+
+def test_only_whole_events_are_passed_on_however_they_arrive() -> None:
+    rng = random.Random(1)
+    for _ in range(200):
+        cutter, sent, start = EventCutter(b"text/event-stream; charset=utf-8"), b"", 0
+        while start < len(EVENTS):
+            end = start + rng.randrange(1, 20)
+            part = cutter.add(EVENTS[start:end])
+            assert part == b"" or part.endswith(b"\n\n")
+            sent += part
+            start = end
+            assert EVENTS[: len(sent)] == sent
+        assert sent + cutter.finish() == EVENTS
+
+
+def test_what_is_no_stream_is_passed_on_as_it_is() -> None:
+    cutter = EventCutter(b"application/json")
+    assert [cutter.add(b'{"a"'), cutter.add(b": 1}"), cutter.finish()] == [b'{"a"', b": 1}", b""]
+    assert not cutter.is_stream
+
+
+@pytest.mark.parametrize(
+    ("path", "start", "end"),
+    [
+        ("/v1/completions", b'data: {"error": ', b"data: [DONE]\n\n"),
+        ("/v1/chat/completions", b'data: {"error": ', b"data: [DONE]\n\n"),
+        ("/v1/messages", b'event: error\ndata: {"type": "error", ', b"}\n\n"),
+        ("/v1/responses", b'event: error\ndata: {"type": "error", "code": "lost"', b"}\n\n"),
+        ("/api/chat", b'{"error": "why"}', b"\n"),
+    ],
+)
+def test_an_error_has_the_form_of_its_protocol(path: str, start: bytes, end: bytes) -> None:
+    event = error_event(path, ApiError(503, "why", code="lost"))
+    assert event.startswith(start)
+    assert event.endswith(end)
+    for line in event.replace(b"data: [DONE]", b"").splitlines():
+        if line.startswith((b"data: ", b"{")):
+            assert "why" in json.dumps(json.loads(line.removeprefix(b"data: ")))
