@@ -17,7 +17,7 @@ PROMPT = list(range(1000))
 
 
 def router_of(*names: str, **config: float) -> Router:
-    router = Router(RouterConfig(**config))  # type: ignore[arg-type]
+    router = Router(RouterConfig(**{"hit_weight": 1.0, **config}))  # type: ignore[arg-type]
     for name in names:
         router.add_replica(name, SIZE)
     return router

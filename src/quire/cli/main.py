@@ -10,7 +10,20 @@ from difflib import get_close_matches
 from typing import NoReturn
 
 from quire import __version__
-from quire.cli import bench, bench_serve, chat, doctor, generate, inspect, plan, quantize, replay, route, serve, simulate
+from quire.cli import (
+    bench,
+    bench_serve,
+    chat,
+    doctor,
+    generate,
+    inspect,
+    plan,
+    quantize,
+    replay,
+    route,
+    serve,
+    simulate,
+)
 from quire.cli.config_file import with_config_file
 from quire.cli.options import refuse_unknown
 from quire.errors import QuireError

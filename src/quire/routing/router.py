@@ -1,7 +1,7 @@
 """The router: it sends each request where it is expected to begin first.
 
 ```
- score of a replica = seconds of computing that its cache saves - seconds of its queue
+ score of a replica = weight * seconds of computing that its cache saves - seconds of its queue
 ```
 
 Both come from what the router knows: KV events say what a cache holds, and the router itself has sent what is queued.
@@ -44,7 +44,7 @@ class RouterConfig:
 
     seconds_per_token: float = 0.001
     stream_tokens: int = 16
-    hit_weight: float = 1.0
+    hit_weight: float = 2.0
     tie_tokens: int = 16
     max_sessions: int = 100_000
     session_s: float = 600.0
