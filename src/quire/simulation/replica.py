@@ -175,7 +175,7 @@ class Replica:
 
     def submit(self, request: SimulatedRequest, now_s: float) -> bool:
         """Queue a request; return whether the replica can ever hold it."""
-        self.settle(now_s)
+        self._cut_leap(now_s)
         prompt = self._table.token_ids(request.prompt)
         num_prompt = len(prompt)
         name = str(self._num_requests)
@@ -324,6 +324,15 @@ class Replica:
 
     # ---- a leap ----
 
+    def _cut_leap(self, now_s: float) -> None:
+        """Let a leap end with the step in progress, which was planned before what has just happened."""
+        if self._leap is not None:
+            ends_s = self._leap.ends_s
+            num_steps = bisect_left(ends_s, now_s) + 1
+            if num_steps < len(ends_s):
+                del ends_s[num_steps:]
+                self._set_end(ends_s[-1])
+
     def _leap_length(self, now_s: float) -> int:
         """Return the number of next steps in which nothing is decided.
 
@@ -374,10 +383,10 @@ class Replica:
         last_s = leap.ends_s[count - 1]
         self._samples.add_gaps(leap.start_s, leap.ends_s[:count], len(running))
         computed = {}
+        memory.append_slots([sequence.seq_id for sequence in running], count)
         for sequence in running:
             seq_id = sequence.seq_id
             job = jobs[seq_id]
-            memory.append_slots((seq_id,), count)
             position = job.request.num_new - job.num_remaining
             span = TokenSpan(job.request.output_stream, position, position + count)
             sequence.tokens += self._table.token_ids((span,))
