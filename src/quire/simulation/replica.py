@@ -69,7 +69,7 @@ def parts_of(items: Seq[ScheduledSequence], memory: KVCacheManager) -> list[Step
     ]
 
 
-class _Job:
+class _LiveRequest:
     """An unfinished request of a replica."""
 
     __slots__ = ("first_s", "last_s", "num_prompt", "num_remaining", "request", "sequence")
@@ -138,6 +138,8 @@ class Replica:
         can_leap: bool = True,
     ) -> None:
         self.memory: KVCacheManager = settings.memory.build()
+        # Withdrawn blocks are remembered for the reasons of later misses, which nobody reads here.
+        self.memory.tree.max_tombstones = 0
         self.scheduler = Scheduler(
             self.memory,
             max_num_seqs=settings.max_num_seqs,
@@ -161,7 +163,7 @@ class Replica:
         groups = self.memory.groups
         is_plain = len(groups) == 1 and not (self.memory.windowed_groups or groups[0].is_recurrent)
         self._can_leap = can_leap and is_plain and step_time.is_additive
-        self._jobs: dict[int, _Job] = {}
+        self._jobs: dict[int, _LiveRequest] = {}
         self._num_requests = 0
         self._plan: StepPlan | None = None
         self._leap: _Leap | None = None
@@ -197,7 +199,9 @@ class Replica:
             self._samples.num_rejected += 1
             return False
         sequence = queued.sequences[0]
-        self._jobs[sequence.seq_id] = _Job(request, sequence, num_prompt)
+        # The sequence has a copy of the tokens; of the request's own only their number is read from now on.
+        queued.prompt_token_ids = range(num_prompt)  # type: ignore[assignment]
+        self._jobs[sequence.seq_id] = _LiveRequest(request, sequence, num_prompt)
         self.num_unfinished += 1
         self._is_decided = False
         if self.end_s is None:
@@ -306,7 +310,7 @@ class Replica:
                 ended.append(self._end(job))
         return started, ended
 
-    def _end(self, job: _Job) -> SimulatedRequest:
+    def _end(self, job: _LiveRequest) -> SimulatedRequest:
         """Record a request that has ended."""
         request, sequence = job.request, job.sequence
         del self._jobs[sequence.seq_id]
