@@ -67,7 +67,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--replicas", type=int, default=10_000)
     parser.add_argument("--requests", type=int, help="default: 100 for each replica")
-    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--routing", default="least_loaded")
     parser.add_argument("--rate", type=float, default=RATE, help="requests a second of a replica")
     parser.add_argument("--no-leaps", action="store_true", help="take every step by itself")
