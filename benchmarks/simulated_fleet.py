@@ -1,8 +1,8 @@
 """A large simulated fleet: `python -m benchmarks.simulated_fleet`; the mark is 10,000 replicas and 1,000,000 requests.
 
-Replicas of Llama 3.1 8B on an L4 serve single requests with the lengths of Azure's published trace of chats. Printed are
-processor seconds, seconds, microseconds of a request, and the largest resident memory; the mark is 15 minutes and 8 GiB
-on one core. `--profile` prints where the time goes.
+Replicas of Llama 3.1 8B on an L4 serve single requests with the lengths of Azure's published trace of chats. Printed
+are processor seconds, seconds, microseconds of a request, and the largest resident memory; the mark is 15 minutes and
+8 GiB on one core. `--profile` prints where the time goes.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--replicas", type=int, default=10_000)
     parser.add_argument("--requests", type=int, help="default: 100 for each replica")
-    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--routing", default="least_loaded")
     parser.add_argument("--rate", type=float, default=RATE, help="requests a second of a replica")
     parser.add_argument("--no-leaps", action="store_true", help="take every step by itself")
@@ -94,8 +94,8 @@ def main() -> None:
         f"seconds ({wall_s:,.1f} s), {1e6 * cpu_s / num_requests:,.0f} microseconds a request, {gib:.2f} GiB ({marks})"
     )
     print(
-        f"{totals.num_steps:,} steps, utilisation {100 * report.utilisation:.0f}%, goodput {100 * report.goodput:.1f}%, "
-        f"{report.num_evictions:,} blocks evicted, {report.num_preemptions:,} preemptions"
+        f"{totals.num_steps:,} steps, utilisation {100 * report.utilisation:.0f}%, goodput {100 * report.goodput:.1f}%"
+        f", {report.num_evictions:,} blocks evicted, {report.num_preemptions:,} preemptions"
     )
     figures = {
         "replicas": given.replicas,

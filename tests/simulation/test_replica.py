@@ -90,6 +90,19 @@ def test_leaps_give_what_steps_give(name: str, rate: float) -> None:
     assert leapt == stepped
 
 
+@pytest.mark.parametrize("eviction", ["lru", "fifo", "lfu", "slru"])
+def test_what_is_remembered_of_evicted_blocks_changes_no_result(eviction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = list(random_requests(60, 6.0, seed=3, shared=100))
+    options = settings(80, memory={"eviction": eviction})
+    forgetting, _ = simulate(requests, options)
+    tree = Replica(options, step_time(), SimulationSamples(), TokenTable()).memory.tree
+    assert tree.max_tombstones == 0
+    # The memory's own number cannot be changed any more.
+    monkeypatch.setattr(type(tree), "max_tombstones", property(lambda _: 80, lambda *_: None))
+    remembering, _ = simulate(requests, options)
+    assert forgetting.snapshot() == remembering.snapshot()
+
+
 @pytest.mark.parametrize("router", ["round_robin", "least_loaded", "prefix_aware"])
 def test_leaps_give_what_steps_give_behind_every_router(router: str) -> None:
     requests = list(random_requests(80, 20.0, seed=5, shared=100))

@@ -15,13 +15,13 @@ from quire.simulation.report import ServiceLevel
 from quire.simulation.request import SimulatedRequest
 from quire.simulation.routing import PrefixAware, ReplicaLoads, RoundRobin, RouterView
 from quire.simulation.study import Scenario, find_rate, find_replicas
-from quire.simulation.traffic import SyntheticTraffic, Traffic, TrafficShape
+from quire.simulation.traffic import SyntheticTraffic, TrafficShape, TrafficSource
 from tests.simulation.fleets import one_request, settings, step_time
 
 SHAPE = TrafficShape(num_requests=60, input_len=64, output_len=16, rate=4.0, burstiness=0.0)
 
 
-def traffic_of(**changes: Any) -> Callable[[int], Traffic]:
+def traffic_of(**changes: Any) -> Callable[[int], TrafficSource]:
     values = {name: getattr(SHAPE, name) for name in SHAPE.__dataclass_fields__}
     return lambda seed: SyntheticTraffic(TrafficShape(**{**values, **changes}), seed)
 

@@ -14,13 +14,13 @@ from quire.cli.options import add_engine_options, engine_options, parse_size
 from quire.cli.workload import count
 from quire.errors import ConfigError, TraceError, shown
 from quire.simulation.report import NO_LIMITS, ServiceLevel
-from quire.simulation.traffic import TRAFFIC, SyntheticTraffic, Traffic, TrafficShape
+from quire.simulation.traffic import TRAFFIC, SyntheticTraffic, TrafficShape, TrafficSource
 
 if TYPE_CHECKING:
     from quire.bench.simulated_engine import SimulatedEngine
     from quire.cli.options import Subparsers
     from quire.simulation.report import SimulationReport
-    from quire.simulation.study import Found, Scenario
+    from quire.simulation.study import Scenario, SearchResult
 
 EXIT_NONE_FOUND = 1
 # The engine's options that a simulation honours.
@@ -69,7 +69,7 @@ SHORT = {
     "prefix_caching": "enable_prefix_caching",
 }
 SWITCH = {"on": True, "off": False}
-# How a value in --compare is read; a text where nothing is named.
+# Readers of the values in --compare; values of other options are texts.
 READERS: Mapping[str, Callable[[str], Any]] = {
     "block_size": int,
     "num_kv_blocks": int,
@@ -211,7 +211,7 @@ def _given_shape(args: argparse.Namespace) -> dict[str, Any]:
     return {field.name: getattr(args, field.name) for field in fields(TrafficShape) if hasattr(args, field.name)}
 
 
-def _traffic(args: argparse.Namespace, shape: TrafficShape | None, block_size: int) -> Callable[[int], Traffic]:
+def _traffic(args: argparse.Namespace, shape: TrafficShape | None, block_size: int) -> Callable[[int], TrafficSource]:
     """Return a function from a seed to the requests; those of a trace are the same for every seed."""
     from quire.simulation.trace_file import HASH_BLOCK_TOKENS, TraceTraffic
 
@@ -261,7 +261,7 @@ def _scenario(
 
 def _find(
     args: argparse.Namespace, engine: SimulatedEngine, level: ServiceLevel, seeds: range, shape: TrafficShape | None
-) -> Found:
+) -> SearchResult:
     from quire.simulation.study import find_rate, find_replicas
 
     if args.find == "replicas":
@@ -308,7 +308,7 @@ def _variants(compared: list[str]) -> dict[str, dict[str, Any]]:
 
 
 def _draw(
-    path: str | None, find: str | None, results: Mapping[str, list[SimulationReport]], found: Found | None
+    path: str | None, find: str | None, results: Mapping[str, list[SimulationReport]], found: SearchResult | None
 ) -> None:
     """Write the chart, if one is asked for."""
     if path is None:

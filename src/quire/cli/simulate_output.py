@@ -16,7 +16,7 @@ from quire.simulation.report import (
     estimates_of,
     verdict,
 )
-from quire.simulation.study import Found
+from quire.simulation.study import SearchResult
 
 # Figure -> its title, and how it is shown.
 TITLES = {
@@ -102,7 +102,7 @@ def comparison_lines(results: Mapping[str, Sequence[SimulationReport]]) -> list[
     return lines
 
 
-def found_lines(what: str, found: Found, share: float) -> list[str]:
+def found_lines(what: str, found: SearchResult, share: float) -> list[str]:
     """Return the trials of a search, and its result."""
     lines = [f"  {trial.value:>12,.6g} {what}: goodput {100 * trial.goodput:.1f}%" for trial in found.trials]
     if found.best is None:

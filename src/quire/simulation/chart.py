@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from quire.simulation.report import SimulationReport, estimates_of
 
 if TYPE_CHECKING:
-    from quire.simulation.study import Found
+    from quire.simulation.study import SearchResult
 
 OURS, INK, FAINT = "#1f6f8b", "#333333", "#dddddd"
 # Figure, title of its panel, unit, and the factor of the values.
@@ -54,7 +54,7 @@ def draw_variants(results: Mapping[str, Sequence[SimulationReport]]) -> str:
     return _document(parts, top + MARGIN)
 
 
-def draw_search(what: str, found: Found) -> str:
+def draw_search(what: str, found: SearchResult) -> str:
     """Return the goodput of each trial of a search as points, from the smallest value to the largest."""
     trials = sorted(found.trials, key=lambda trial: trial.value)
     height, left, right = 320, 70, WIDTH - 30

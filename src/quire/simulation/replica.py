@@ -69,7 +69,7 @@ def parts_of(items: Seq[ScheduledSequence], memory: KVCacheManager) -> list[Step
     ]
 
 
-class _Job:
+class _LiveRequest:
     """An unfinished request of a replica."""
 
     __slots__ = ("first_s", "last_s", "num_prompt", "num_remaining", "request", "sequence")
@@ -138,6 +138,8 @@ class Replica:
         can_leap: bool = True,
     ) -> None:
         self.memory: KVCacheManager = settings.memory.build()
+        # Withdrawn blocks are remembered for the reasons of later misses, which nobody reads here.
+        self.memory.tree.max_tombstones = 0
         self.scheduler = Scheduler(
             self.memory,
             max_num_seqs=settings.max_num_seqs,
@@ -161,7 +163,7 @@ class Replica:
         groups = self.memory.groups
         is_plain = len(groups) == 1 and not (self.memory.windowed_groups or groups[0].is_recurrent)
         self._can_leap = can_leap and is_plain and step_time.is_additive
-        self._jobs: dict[int, _Job] = {}
+        self._jobs: dict[int, _LiveRequest] = {}
         self._num_requests = 0
         self._plan: StepPlan | None = None
         self._leap: _Leap | None = None
@@ -175,7 +177,7 @@ class Replica:
 
     def submit(self, request: SimulatedRequest, now_s: float) -> bool:
         """Queue a request; return whether the replica can ever hold it."""
-        self.settle(now_s)
+        self._cut_leap(now_s)
         prompt = self._table.token_ids(request.prompt)
         num_prompt = len(prompt)
         name = str(self._num_requests)
@@ -197,7 +199,9 @@ class Replica:
             self._samples.num_rejected += 1
             return False
         sequence = queued.sequences[0]
-        self._jobs[sequence.seq_id] = _Job(request, sequence, num_prompt)
+        # The sequence has a copy of the tokens; of the request's own only their number is read from now on.
+        queued.prompt_token_ids = range(num_prompt)  # type: ignore[assignment]
+        self._jobs[sequence.seq_id] = _LiveRequest(request, sequence, num_prompt)
         self.num_unfinished += 1
         self._is_decided = False
         if self.end_s is None:
@@ -306,7 +310,7 @@ class Replica:
                 ended.append(self._end(job))
         return started, ended
 
-    def _end(self, job: _Job) -> SimulatedRequest:
+    def _end(self, job: _LiveRequest) -> SimulatedRequest:
         """Record a request that has ended."""
         request, sequence = job.request, job.sequence
         del self._jobs[sequence.seq_id]
@@ -323,6 +327,15 @@ class Replica:
         self.version += 1
 
     # ---- a leap ----
+
+    def _cut_leap(self, now_s: float) -> None:
+        """Let a leap end with the step in progress, which was planned before what has just happened."""
+        if self._leap is not None:
+            ends_s = self._leap.ends_s
+            num_steps = bisect_left(ends_s, now_s) + 1
+            if num_steps < len(ends_s):
+                del ends_s[num_steps:]
+                self._set_end(ends_s[-1])
 
     def _leap_length(self, now_s: float) -> int:
         """Return the number of next steps in which nothing is decided.
@@ -374,10 +387,10 @@ class Replica:
         last_s = leap.ends_s[count - 1]
         self._samples.add_gaps(leap.start_s, leap.ends_s[:count], len(running))
         computed = {}
+        memory.append_slots([sequence.seq_id for sequence in running], count)
         for sequence in running:
             seq_id = sequence.seq_id
             job = jobs[seq_id]
-            memory.append_slots((seq_id,), count)
             position = job.request.num_new - job.num_remaining
             span = TokenSpan(job.request.output_stream, position, position + count)
             sequence.tokens += self._table.token_ids((span,))

@@ -12,7 +12,7 @@ from quire.errors import ConfigError, shown
 from quire.simulation.fleet import FleetTotals
 from quire.simulation.samples import SimulationSamples
 
-# Of Student's t: the factor of a two-sided interval of 95 % with 1, 2, ... degrees of freedom; then the normal's.
+# Factors of two-sided intervals of 95 % by Student's t with 1, 2, ... degrees of freedom; with more, the normal's.
 T_95 = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),

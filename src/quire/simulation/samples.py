@@ -20,7 +20,7 @@ class SimulationSamples:
     """Times of the requests of one run, and counters.
 
     Attributes:
-        arrivals_s, first_s, ended_s: of each finished request, in the order of their ends.
+        arrivals_s, first_s, ended_s: times of each finished request, in the order of their ends.
         num_new: number of new tokens of each.
         num_prompt, num_cached: number of prompt tokens, and of those found in a prefix cache, of each.
         gaps: range of gaps between two tokens of a request -> number of gaps.

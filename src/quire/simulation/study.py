@@ -13,7 +13,7 @@ from quire.simulation.replica import ReplicaSettings
 from quire.simulation.report import NO_LIMITS, ServiceLevel, SimulationReport, report_of
 from quire.simulation.routing import ROUTERS
 from quire.simulation.step_time import StepTimeModel
-from quire.simulation.traffic import Traffic
+from quire.simulation.traffic import TrafficSource
 
 MAX_REPLICAS = 1_000_000
 # The largest rate that is tried is so many times the first one, and the smallest so many times less.
@@ -39,7 +39,7 @@ class Scenario:
 
     settings: ReplicaSettings
     step_time: StepTimeModel
-    traffic: Callable[[int], Traffic]
+    traffic: Callable[[int], TrafficSource]
     num_replicas: int = 1
     routing: str = "round_robin"
     level: ServiceLevel = NO_LIMITS
@@ -56,7 +56,7 @@ class Scenario:
                 f"routing must be one of {', '.join(ROUTERS)}, got {shown(self.routing)}", field="routing"
             )
 
-    def fleet(self, traffic: Traffic, *, can_leap: bool = True) -> Fleet:
+    def fleet(self, traffic: TrafficSource, *, can_leap: bool = True) -> Fleet:
         """Return the fleet that serves some traffic."""
         router = ROUTERS[self.routing]()
         return Fleet(
@@ -88,7 +88,7 @@ class Trial(NamedTuple):
     reports: list[SimulationReport]
 
 
-class Found(NamedTuple):
+class SearchResult(NamedTuple):
     """The result of a search.
 
     Args:
@@ -102,7 +102,7 @@ class Found(NamedTuple):
 
 def find_rate(
     scenario_of: Callable[[float], Scenario], first: float, seeds: Sequence[int], share: float, precision: float = 0.02
-) -> Found:
+) -> SearchResult:
     """Find the largest rate at which a share of the requests keeps the time limits, by bisection.
 
     The goodput is taken to fall with the rate; where it does not, another rate may suffice as well.
@@ -125,12 +125,12 @@ def find_rate(
         while high < first * MAX_RATE_FACTOR and (high == low or suffices(high)):
             low, high = high, 2 * high
         if trials[-1].goodput >= share:
-            return Found(trials[-1], trials)
+            return SearchResult(trials[-1], trials)
     else:
         while not suffices(low / 2):
             low /= 2
             if low < first / MAX_RATE_FACTOR:
-                return Found(None, trials)
+                return SearchResult(None, trials)
         low, high = low / 2, low
     while high > low * (1 + precision):
         middle = (low * high) ** 0.5
@@ -138,10 +138,12 @@ def find_rate(
             low = middle
         else:
             high = middle
-    return Found(next(trial for trial in trials if trial.value == low), trials)
+    return SearchResult(next(trial for trial in trials if trial.value == low), trials)
 
 
-def find_replicas(scenario_of: Callable[[int], Scenario], seeds: Sequence[int], share: float, most: int) -> Found:
+def find_replicas(
+    scenario_of: Callable[[int], Scenario], seeds: Sequence[int], share: float, most: int
+) -> SearchResult:
     """Find the smallest number of replicas with which a share of the requests keeps the time limits, by bisection.
 
     Args:
@@ -159,7 +161,7 @@ def find_replicas(scenario_of: Callable[[int], Scenario], seeds: Sequence[int], 
     high = 1
     while not suffices(high):
         if high == most:
-            return Found(None, trials)
+            return SearchResult(None, trials)
         high = min(2 * high, most)
     low = int(max((trial.value for trial in trials[:-1]), default=0))
     while high - low > 1:
@@ -168,7 +170,7 @@ def find_replicas(scenario_of: Callable[[int], Scenario], seeds: Sequence[int], 
             high = middle
         else:
             low = middle
-    return Found(next(trial for trial in trials if trial.value == high), trials)
+    return SearchResult(next(trial for trial in trials if trial.value == high), trials)
 
 
 def _try(value: float, scenario: Scenario, seeds: Sequence[int]) -> Trial:

@@ -50,7 +50,7 @@ FIELDS: Mapping[str, tuple[str, Callable[[object], bool]]] = {
     "max_tokens": (_LENGTH, _is_length),
     "priority": ("a whole number", _is_priority),
 }
-# Of each of these, a line has exactly one.
+# A line has exactly one of each group.
 ALTERNATIVES = (("timestamp", "arrival_s"), ("input_length", "prompt_token_ids"), ("output_length", "max_tokens"))
 
 

@@ -25,7 +25,7 @@ MAX_TURNS = 10_000
 _FIRST_STREAM = 1 << 16
 
 
-class Traffic(Protocol):
+class TrafficSource(Protocol):
     """The requests of one run, for the same seed always the same."""
 
     def requests(self) -> Iterator[SimulatedRequest]:
@@ -111,7 +111,7 @@ def lognormal_sigma(mean: float, median: float) -> float:
     return math.sqrt(2 * math.log(mean / median))
 
 
-# Traffic after published statistics; docs/simulate.md has the sources. The rest of each is `TrafficShape`'s defaults.
+# Shapes after published statistics; docs/simulate.md has the sources. The rest of each is `TrafficShape`'s defaults.
 TRAFFIC: Mapping[str, Mapping[str, float]] = {
     "uniform": {},
     "sharegpt": {"input_len": 161, "input_sigma": 1.0, "output_len": 338, "output_sigma": 0.8},
