@@ -75,10 +75,10 @@ def test_what_one_engine_saves_another_finds(real: Server) -> None:
     # It is written once, whoever saves it.
     save(other, 0, 4)
     assert (one.stats.num_saved, other.stats.num_saved) == (3, 1)
-    stranger = open_remote(real.url, identity=b"b" * 16)
-    assert found(stranger, 5) == []
+    another_model = open_remote(real.url, identity=b"b" * 16)
+    assert found(another_model, 5) == []
     assert len(real.client().keys("quire:kv:*")) == 4
-    for store in (one, other, stranger):
+    for store in (one, other, another_model):
         assert store.stats.num_failures == 0
         store.close()
 

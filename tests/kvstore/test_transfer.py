@@ -28,7 +28,8 @@ COUNT = 6
 
 
 def make_config(**options: Any) -> KVTransferConfig:
-    return KVTransferConfig(**({"kv_role": "kv_both", "kv_port": 0} | options))
+    given: dict[str, Any] = {"kv_role": "kv_both", "kv_port": 0, **options}
+    return KVTransferConfig(**given)
 
 
 @contextmanager

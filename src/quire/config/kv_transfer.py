@@ -29,7 +29,7 @@ class KVTransferConfig:
         kv_ip: address that a producer listens at, and names in its answers; "unix:PATH" for a socket of this host.
         kv_port: port; 0 takes a free one.
         kv_buffer_size: bytes of blocks that a producer keeps for others.
-        kv_load_failure_policy: what happens to a request whose blocks do not arrive: "recompute" or "fail".
+        kv_load_failure_policy: fate of a request whose blocks do not arrive: "recompute" or "fail".
         engine_id: name of this engine; None draws one.
         token: secret that both sides must know; needed where `kv_ip` is not of this host.
         timeout_s: longest wait for an answer of another engine.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, Literal, get_args
@@ -24,7 +23,7 @@ from quire.config.kv_transfer import KVTransferConfig, read_kv_transfer
 from quire.config.lora import LoRAConfig
 from quire.config.parallel import ParallelConfig, check_served_by_ranks
 from quire.config.speculative import SpeculativeConfig, flatten
-from quire.config.store_url import client_url
+from quire.config.stores import put_stores
 from quire.errors import ConfigError, shown
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -250,17 +249,7 @@ class CacheConfig:
             )
         put_path(self, "prefix_cache_dir", optional=True)
         put_size(self, "prefix_cache_disk_bytes", 1)
-        read_kv_transfer(self.kv_transfer_config)
-        if isinstance(self.kv_transfer_config, Mapping):
-            object.__setattr__(self, "kv_transfer_config", json.dumps(dict(self.kv_transfer_config)))
-        check_text("prefix_cache_url", self.prefix_cache_url, optional=True)
-        check_positive("prefix_cache_timeout_s", self.prefix_cache_timeout_s)
-        check_positive("prefix_cache_ttl_s", self.prefix_cache_ttl_s, optional=True)
-        if self.prefix_cache_url is not None:
-            client_url(self.prefix_cache_url)
-        for name, needs in self._needs():
-            if needs:
-                raise ConfigError(f"{name} needs {needs}", field=name)
+        put_stores(self)
         put_path(self, "record_memory", optional=True)
         if self.kv_events is not None and not self.enable_prefix_caching:
             raise ConfigError(
@@ -295,18 +284,6 @@ class CacheConfig:
         if self.prefix_cache_write_policy is None:
             return self.prefix_cache_url is not None
         return self.prefix_cache_write_policy == "write_through"
-
-    def _needs(self) -> list[tuple[str, str | None]]:
-        """Return options with what each of them lacks, None where it lacks nothing."""
-        off = None if self.enable_prefix_caching else "enable_prefix_caching, which is off"
-        has_cache = self.prefix_cache_dir is not None or self.prefix_cache_url is not None
-        store = None if has_cache else "prefix_cache_dir or prefix_cache_url"
-        return [
-            ("prefix_cache_dir", off if self.prefix_cache_dir is not None else None),
-            ("prefix_cache_url", off if self.prefix_cache_url is not None else None),
-            ("kv_transfer_config", off if self.kv_transfer_config is not None else None),
-            ("prefix_cache_write_policy", store if self.prefix_cache_write_policy is not None else None),
-        ]
 
     @property
     def host_option(self) -> str:

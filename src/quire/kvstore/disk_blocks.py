@@ -32,11 +32,6 @@ class DiskBlocks:
         self._next_ticket = 0
 
     @property
-    def store(self) -> PrefixStore:
-        """Store of the blocks."""
-        return self._store
-
-    @property
     def key(self) -> bytes:
         """Secret key of the digests, the same after a restart."""
         return self._store.key

@@ -24,7 +24,17 @@ from typing import Any, NamedTuple
 
 from quire.errors import ConfigError
 from quire.kvstore.folder import StoreFolder
-from quire.kvstore.lmdb_tables import LIMIT, META, NUMBER, TABLES, Batch, Sizes, Transaction, Written, find_problem
+from quire.kvstore.lmdb_tables import (
+    LIMIT,
+    META,
+    NUMBER,
+    TABLES,
+    StoreSizes,
+    Transaction,
+    WriteBatch,
+    Written,
+    find_problem,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -182,7 +192,7 @@ class StoreFile:
         except self._lmdb.Error as error:
             raise StoreDamaged(str(error)) from error
 
-    def sizes(self, identity: bytes) -> Sizes:
+    def sizes(self, identity: bytes) -> StoreSizes:
         """Return the numbers of records and bytes.
 
         Raises:
@@ -195,7 +205,7 @@ class StoreFile:
         except (self._lmdb.Error, struct.error) as error:
             raise StoreDamaged(str(error)) from error
 
-    def write(self, batch: Batch) -> Written:
+    def write(self, batch: WriteBatch) -> Written:
         """Make the changes of a batch, in one transaction.
 
         Raises:

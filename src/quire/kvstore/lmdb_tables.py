@@ -26,7 +26,7 @@ NUMBER = Struct(">Q")
 _PAIR = Struct("<QQ")
 
 
-class Batch(NamedTuple):
+class WriteBatch(NamedTuple):
     """The changes of one transaction, in this order.
 
     Args:
@@ -67,7 +67,7 @@ class Written(NamedTuple):
     num_forgotten: int
 
 
-class Sizes(NamedTuple):
+class StoreSizes(NamedTuple):
     """The size of a store.
 
     Args:
@@ -101,13 +101,13 @@ class Transaction:
         moment = txn.get(MOMENT, db=tables[META])
         self._moment: int = NUMBER.unpack(moment)[0] if moment else 0
 
-    def sizes(self, identity: bytes) -> Sizes:
+    def sizes(self, identity: bytes) -> StoreSizes:
         """Return the size of the store."""
         num_own = self._totals.get(identity, (0, 0))[0]
         num_all = sum(count for count, _ in self._totals.values())
-        return Sizes(num_own, num_all - num_own, self._num_bytes)
+        return StoreSizes(num_own, num_all - num_own, self._num_bytes)
 
-    def apply(self, batch: Batch) -> Written:
+    def apply(self, batch: WriteBatch) -> Written:
         """Make the changes of a batch."""
         for key in batch.removed:
             self._remove(key)

@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol
 from quire.errors import ConfigError
 from quire.kvstore.folder import StoreFolder
 from quire.kvstore.lmdb_file import StoreDamaged, StoreFile, StoreFull
-from quire.kvstore.lmdb_tables import Batch, Sizes, Written, bytes_on_disk
+from quire.kvstore.lmdb_tables import StoreSizes, WriteBatch, Written, bytes_on_disk
 from quire.kvstore.record import IDENTITY_BYTES, pack, read_key, record_key, seal, unpack
 from quire.kvstore.store_stats import StoreStats
 from quire.memory.results import StoredBlock
@@ -87,7 +87,7 @@ class PrefixStore:
         self._folder = folder
         self._counts = dict.fromkeys(("hits", "misses", "saved", "deleted", "dropped", "damaged", "full", "bytes"), 0)
         self._load_s = 0.0
-        self._sizes = Sizes(0, 0, 0)
+        self._sizes = StoreSizes(0, 0, 0)
         self.observer: StoreObserver | None = None
         # The writer's work; one lock guards it.
         self._pending: dict[bytes, bytearray] = {}
@@ -280,9 +280,9 @@ class PrefixStore:
         """Return the next transaction; after a transaction that found no room, it only deletes."""
         num_resets = self._num_resets
         if self._must_forget() and (self._pending or not self._has_kept):
-            return _Job(Batch(forgotten=self._identity), num_resets)
+            return _Job(WriteBatch(forgotten=self._identity), num_resets)
         if self._is_stuck:
-            return _Job(Batch(freed_bytes=self._live_bytes // 8), num_resets)
+            return _Job(WriteBatch(freed_bytes=self._live_bytes // 8), num_resets)
         records: dict[bytes, bytearray] = {}
         num_bytes = 0
         for key, record in self._pending.items():
@@ -296,7 +296,7 @@ class PrefixStore:
         removed, self._damaged = self._damaged, []
         touched, self._touched = tuple(self._touched), {}
         self._being_written = records
-        return _Job(Batch(removed, None, 0, touched, records, self._live_bytes), num_resets)
+        return _Job(WriteBatch(removed, None, 0, touched, records, self._live_bytes), num_resets)
 
     def _run(self, job: _Job) -> None:
         """Write one transaction; where there is no room, drop its records and free space."""
@@ -402,5 +402,5 @@ class _Job(NamedTuple):
         num_resets: number of resets of the store when the transaction was taken.
     """
 
-    batch: Batch
+    batch: WriteBatch
     num_resets: int

@@ -105,8 +105,7 @@ class KVCacheManager:
         self.tables = BlockTables(self.arena, self.groups, self.pins, self.host)
         self.archive = DiskTier(self.tables) if has_disk else None
         self._snapshots = Snapshots.of(self.groups, snapshot_interval)
-        self.watermark = watermark
-        self.enable_prefix_caching = enable_prefix_caching
+        self.watermark, self.enable_prefix_caching = watermark, enable_prefix_caching
         self.sequences = self.tables.sequences
         self._key = key
         self.windowed_groups = tuple(idx for idx, spec in enumerate(specs) if spec.freed_after(0) < NEVER_FREED)
@@ -301,8 +300,8 @@ class KVCacheManager:
         state = self.sequences.pop(seq_id)
         self.tables.version += 1
         state.is_publishing &= is_sound
-        if self.archive is not None and self.archive.ended is not None and state.is_publishing:
-            self.archive.ended.append((state.chain, state.num_computed))
+        if self.archive is not None:
+            self.archive.note_end(state)
         tail = None
         if not state.is_swapped:
             tail = publish_tail(self.groups, state)

@@ -34,7 +34,7 @@ MOST_SEARCHES = 64
 MOST_READ_BYTES = 256 << 20
 
 
-class BlockSource(ArrivalCounts, Protocol):
+class RecordSource(ArrivalCounts, Protocol):
     """A place with blocks that are asked for off the step's path."""
 
     num_misses: int
@@ -61,7 +61,7 @@ class PlannedSource(Protocol):
     """
 
     @property
-    def source(self) -> BlockSource: ...
+    def source(self) -> RecordSource: ...
     @property
     def timeout_s(self) -> float: ...
     @property
@@ -229,7 +229,7 @@ class SourceLoads:
         search.asked_s = self._clock()
         search.deadline_s = search.asked_s + patience_s
 
-    def _take(self, search: _Search, inquiry: Inquiry, source: BlockSource) -> None:
+    def _take(self, search: _Search, inquiry: Inquiry, source: RecordSource) -> None:
         """Put the records that have arrived into the store; other threads may still add some."""
         for key in inquiry.keys:
             record = inquiry.found.get(key)

@@ -14,7 +14,7 @@ import torch
 from quire.config import CacheConfig, EngineConfig, ResolvedConfig
 from quire.engine.kv.disk_prefetch import DiskPrefetcher
 from quire.engine.kv.handover import HandOver
-from quire.engine.kv.source_loads import BlockSource, PlannedSource, SourceLoads
+from quire.engine.kv.source_loads import PlannedSource, RecordSource, SourceLoads
 from quire.errors import ConfigError
 from quire.kvstore.block_store import TieredStore
 from quire.kvstore.disk_blocks import DiskBlocks
@@ -34,7 +34,7 @@ from quire.sequences.sequence import Sequence as TokenSequence
 class Source(NamedTuple):
     """A `PlannedSource`."""
 
-    source: BlockSource
+    source: RecordSource
     timeout_s: float
     must_have: bool = False
 

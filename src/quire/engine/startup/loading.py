@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -147,12 +147,10 @@ def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None) -> LoadedMo
     ends = read_end_token_ids(checkpoint, tokenizer)
     grammars = _grammars(config, tokenizer, model.spec.vocab_size, ends)
     disk = None
-    if config.cache.has_stores and not isinstance(model, Encoder):
-        models = [(each, of.spec) for each, of in ((checkpoint, model), (guide, draft)) if each and of]
-        disk = open_stores(config, models, resolved, groups, dtype)
     with ExitStack() as stack:
-        if disk is not None:
-            stack.callback(disk.close)
+        if config.cache.has_stores and not isinstance(model, Encoder):
+            models = [(each, of.spec) for each, of in ((checkpoint, model), (guide, draft)) if each and of]
+            disk = stack.enter_context(closing(open_stores(config, models, resolved, groups, dtype)))
         memory = _memory(resolved, sizing, _open_log(config.cache.record_memory), disk)
         cache = None if grammars is None else grammars.cache
         runner = _runner(model, draft, memory, resolved, dtype=dtype, stored=stored, disk=disk, grammars=cache)

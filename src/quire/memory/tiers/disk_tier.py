@@ -23,6 +23,7 @@ from quire.memory.prefix.published import PublishedBlocks
 from quire.memory.prefix.radix_node import NodePosition
 from quire.memory.prefix.token_chain import TokenChain
 from quire.memory.results import BlockCopy, FetchedBlock, MemoryOps, StoredBlock, Tier
+from quire.memory.sequence_blocks import SequenceBlocks
 from quire.memory.tables.tables import BlockTables
 
 
@@ -210,6 +211,11 @@ class DiskTier:
         if tables.observer is not None:
             tables.observer.loads_published(chain, num_blocks, fetched)
         return published_tickets
+
+    def note_end(self, state: SequenceBlocks) -> None:
+        """Note the chain of a sequence that is freed, where somebody takes them."""
+        if self.ended is not None and state.is_publishing:
+            self.ended.append((state.chain, state.num_computed))
 
     def take_saves(self) -> tuple[StoredBlock, ...]:
         """Return the identities of the blocks that the copies so far save, once; see `MemoryOps.saves`."""
