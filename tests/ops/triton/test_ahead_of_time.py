@@ -20,6 +20,7 @@ from tests.ops.triton.ahead_of_time import SHARED_LIMIT, Compiled, Launch, compi
 from tests.ops.triton.interpreted import make_ops
 from tests.ops.world import World, randn
 
+from quire.ops.fused_layers import RoutedExperts  # isort: skip
 from quire.ops.quantized_weight import StoredWeight  # isort: skip - the modules above skip where Triton is missing
 from quire.ops.triton.launches import Device  # isort: skip
 from quire.ops.triton.step_states import TritonStepStates  # isort: skip
@@ -126,6 +127,23 @@ def other_launches() -> list[Launch]:
     return launches
 
 
+def expert_launches() -> list[Launch]:
+    """Return the launches of the experts of a layer, for few rows and for many."""
+    launches: list[Launch] = []
+    ops = make_ops()
+    gate_ups = [ops.pack_linear(randn(512, 1024, dtype=BF16), gate="silu") for _ in range(8)]
+    downs = [ops.pack_linear(randn(1024, 256, dtype=BF16)) for _ in range(8)]
+    router = ops.pack_linear(randn(8, 1024, dtype=BF16))
+    options = (2, None, None, False, True, False, 0.0, 1.0, 1.0, None, None)
+    experts = ops.fuse_experts(RoutedExperts(router, gate_ups, downs, *options))
+    assert experts is not None
+    with recorded(launches), torch.inference_mode():
+        for num_rows in (3, 400):
+            x = randn(num_rows, 1024, dtype=BF16)
+            experts(x, x, None)
+    return launches
+
+
 def stored_launches(name: str) -> list[Launch]:
     """Return the launches of a product of one row, and of many."""
     launches: list[Launch] = []
@@ -139,17 +157,14 @@ def stored_launches(name: str) -> list[Launch]:
     return launches
 
 
+OTHERS: dict[str, Callable[[], list[Launch]]] = {"rows and states": other_launches, "experts": expert_launches}
+OTHERS |= {name: partial(stored_launches, name) for name in (*STORED, "e4m3")}
+
+
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("make", [other_launches, *(partial(stored_launches, name) for name in STORED)],
-                         ids=["rows and states", *STORED])  # fmt: skip
-def test_other_kernels(make: Callable[[], list[Launch]], capability: int) -> None:
-    launches = make()
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_kernels(name: str, capability: int) -> None:
+    launches = OTHERS[name]()
     assert launches
     for launch in launches:
-        check_limits(compile_for(launch, capability), capability)
-
-
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_float8_weights(capability: int) -> None:
-    for launch in stored_launches("e4m3"):
         check_limits(compile_for(launch, capability), capability)

@@ -21,6 +21,7 @@ from quire.ops.triton.routed_experts import FEW_ROWS, MANY_ROWS, TritonExperts, 
 
 pytestmark = MARKS
 WIDTH, INNER, NUM_EXPERTS, NUM_CHOSEN = 96, 48, 5, 2
+ALL_OPTIONS: dict[str, dict[str, Any]] = OPTIONS | {"transposed": {"transposed": True, "scoring": "sigmoid"}}
 CPU = torch.device("cpu")
 
 
@@ -40,10 +41,10 @@ def make_block(ops: Any, options: dict[str, Any], dtype: torch.dtype) -> Any:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", ALL_OPTIONS)
 def test_experts(name: str, dtype: torch.dtype) -> None:
     ops = make_ops()
-    block, twin = (make_block(each, OPTIONS[name], dtype) for each in (ops, REFERENCE))
+    block, twin = (make_block(each, ALL_OPTIONS[name], dtype) for each in (ops, REFERENCE))
     block.fuse(ops)
     assert isinstance(block.fused, TritonExperts)
     x = randn(40, WIDTH, dtype=dtype, seed=99)

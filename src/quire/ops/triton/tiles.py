@@ -55,6 +55,8 @@ def prefill_tile(
 ) -> Tile:
     """Return the tile of sequences with many rows; `capability` is the GPU's compute capability."""
     tokens = INT8_TOKENS if is_int8 else 64
+    if element_bytes == 4:
+        return decode_tile(head_dim, group, element_bytes, is_int8)._replace(rows=power_of_2(group, 32))
     width = power_of_2(head_dim, 64) * element_bytes
     if width <= 256:
         # 128 rows in 4 warps spill registers; before Hopper those of 8 warps do too.

@@ -67,7 +67,9 @@ class TritonOps:
     ) -> Linear:
         """Keep codes of stored weights as they are; leave products of plain weights to torch."""
         if not isinstance(weight, StoredWeight):
-            return TritonLinear(weight.to(self.device.torch_device, copy=True), bias, gate, self.gate)
+            # In rows, even if it is stored in columns, as transposed experts are.
+            kept = weight.to(self.device.torch_device).clone(memory_format=torch.contiguous_format)
+            return TritonLinear(kept, bias, gate, self.gate)
         if gate is not None:
             return GatedLinear(self.pack_linear(weight, bias, min_bits), self.gate, gate)
         if weight.input_order is not None:

@@ -42,13 +42,15 @@ def _levels(codes, table, zeros, OFFSET: tl.constexpr, TABLE: tl.constexpr, ZERO
             dtype: tl.constexpr):  # fmt: skip
     """Return the levels of codes [G, COLUMNS] as factors of a product."""
     if FLOAT8:
-        return factor(rounded(from_e4m3(codes), dtype))
-    if TABLE:
-        return tl.load(table + codes.to(tl.int32)).to(tl.float16)
-    levels = codes.to(tl.int16) - OFFSET
-    if ZEROS:
-        levels -= zeros.to(tl.int16)[None, :]
-    return levels.to(tl.float16)
+        levels = factor(rounded(from_e4m3(codes), dtype))
+    elif TABLE:
+        levels = tl.load(table + codes.to(tl.int32)).to(tl.float16)
+    else:
+        whole_levels = codes.to(tl.int16) - OFFSET
+        if ZEROS:
+            whole_levels -= zeros.to(tl.int16)[None, :]
+        levels = whole_levels.to(tl.float16)
+    return levels
 
 
 @triton.jit
