@@ -123,7 +123,10 @@ class Front:
                     self._stop()
                 return []
 
-            await run_http(state, self._listener, read_max_connections(config.max_connections), tracer, on_start)
+            # Their limits together are the server's.
+            wanted = config.max_connections
+            limit = read_max_connections(None if wanted is None else wanted // config.api_server_count)
+            await run_http(state, self._listener, limit, tracer, on_start)
         finally:
             bodies.close()
             engine.texts.close()
