@@ -2,8 +2,9 @@
 
 For each number of streams, in turns: `quire bench` in a process of its own, then the same requests at once over HTTP,
 as streams of `/v1/completions` from this process to `quire serve`. Then 1,000 clients at once, to a server whose queue
-is short, and one request after them. The processor times are those of the server's two threads, and do not depend on
-what else the machine does: the main thread's, which speaks HTTP, and the engine's with all others.
+is short, and one request after them. With `--fronts 0 1 2`, servers with so many front processes take turns in each
+round. The processor times do not depend on what else the machine does: of the server's main thread, which speaks HTTP
+where there are no fronts, of the engine's with all others, of all fronts together, and of this process.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -129,11 +130,26 @@ class Server:
         """Send all requests at once and return their answers."""
         return asyncio.run(self._send_all([self._encode(request) for request in requests]))
 
-    def cpu_s(self) -> tuple[float, float]:
-        """Return the processor time of the main thread, and of all others."""
-        times = {task.name: _cpu_s(task) for task in Path(f"/proc/{self.process.pid}/task").iterdir()}
+    def cpu_s(self) -> dict[str, float]:
+        """Return the processor times of the main thread, of all others, of the front processes, and of this process."""
+        task = Path(f"/proc/{self.process.pid}/task")
+        times = {each.name: _cpu_s(each) for each in task.iterdir()}
         main = times.pop(str(self.process.pid))
-        return main, sum(times.values())
+        return {
+            "main_thread": main,
+            "engine": sum(times.values()),
+            "fronts": sum(_cpu_s(Path(f"/proc/{child}")) for child in self._fronts()),
+            "client": time.process_time(),
+        }
+
+    def memory_mib(self) -> dict[str, list[float]]:
+        """Return the proportional memory of the server's process, and of each of its fronts."""
+        return {"server": [_pss_mib(str(self.process.pid))], "fronts": list(map(_pss_mib, self._fronts()))}
+
+    def _fronts(self) -> list[str]:
+        """Return the ids of the front processes."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return [child for child in children if b"front_process" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
     async def _send_all(self, requests: Sequence[bytes]) -> list[Answer]:
         loop = asyncio.get_running_loop()
@@ -185,7 +201,7 @@ def over_http(server: Server, num_streams: int, output_len: int, seed: int) -> d
     )
     before = server.cpu_s()
     answers = server.send_all(workload.requests(IDS))
-    main_s, engine_s = (after - begun for after, begun in zip(server.cpu_s(), before, strict=True))
+    used_s = {name: after - before[name] for name, after in server.cpu_s().items()}
     num_new = sum(answer.num_new for answer in answers)
     if num_new != num_streams * output_len:
         statuses = Counter(answer.status for answer in answers)
@@ -198,8 +214,7 @@ def over_http(server: Server, num_streams: int, output_len: int, seed: int) -> d
         "inter_token_latency_s": gaps,
         "p99_of_median": gaps["p99"] / gaps["p50"],
         "slowest_of_fastest": max(times) / min(times),
-        "http_thread_us_per_token": 1e6 * main_s / num_new,
-        "engine_us_per_token": 1e6 * engine_s / num_new,
+        **{f"{name}_us_per_token": 1e6 * seconds / num_new for name, seconds in used_s.items()},
         "num_pieces": sum(len(answer.pieces_s) for answer in answers),
     }
 
@@ -227,23 +242,44 @@ def crowd(num_clients: int) -> dict[str, Any]:
     }
 
 
-def compare(num_streams: int, output_len: int, num_runs: int) -> dict[str, Any]:
-    """Return the figures of both sides, medians of runs in turns, and whether the marks are met."""
-    runs: list[dict[str, Any]] = []
-    with served("--max-num-seqs", str(MAX_NUM_SEQS), "--max-queue-len", "1024") as server:
-        over_http(server, num_streams, 8, seed=1000)  # connections, buffers and code are warm
+def compare(num_streams: int, output_len: int, num_runs: int, fronts: Sequence[int]) -> list[dict[str, Any]]:
+    """Return the figures of all sides for each number of fronts: medians of runs in turns, and which marks are met."""
+    runs: dict[int, list[dict[str, Any]]] = {count: [] for count in fronts}
+    memory = {}
+    with ExitStack() as stack:
+        flags = ("--max-num-seqs", str(MAX_NUM_SEQS), "--max-queue-len", "1024")
+        servers = {count: stack.enter_context(served(*flags, "--api-server-count", str(count))) for count in fronts}
+        for count, server in servers.items():
+            over_http(server, num_streams, 8, seed=1000)  # connections, buffers and code are warm
+            memory[count] = server.memory_mib()
         for seed in range(1, num_runs + 1):
             alone = in_process(num_streams, output_len, seed)
             gaps = alone["inter_token_latency_s"]
-            run = over_http(server, num_streams, output_len, seed)
-            run["in_process_tokens_per_s"] = alone["output_tokens_per_s"]
-            run["of_in_process"] = run["output_tokens_per_s"] / alone["output_tokens_per_s"]
-            run["in_process_p99_of_median"] = gaps["p99"] / gaps["p50"]
-            print(num_streams, {name: round(value, 2) for name, value in run.items() if isinstance(value, float)})
-            runs.append(run)
+            for count, server in servers.items():
+                run = over_http(server, num_streams, output_len, seed)
+                run["in_process_tokens_per_s"] = alone["output_tokens_per_s"]
+                run["of_in_process"] = run["output_tokens_per_s"] / alone["output_tokens_per_s"]
+                run["in_process_p99_of_median"] = gaps["p99"] / gaps["p50"]
+                shown = {name: round(value, 2) for name, value in run.items() if isinstance(value, float)}
+                print(num_streams, "streams,", count, "fronts:", shown, flush=True)
+                runs[count].append(run)
+    return [_summary(num_streams, output_len, count, runs[count], memory[count]) for count in fronts]
+
+
+def _summary(
+    num_streams: int, output_len: int, fronts: int, runs: list[dict[str, Any]], memory: dict[str, list[float]]
+) -> dict[str, Any]:
     middle = {name: statistics.median(run[name] for run in runs) for name in runs[0] if name in MARKS}
     is_met = {name: middle[name] >= mark if mark < 1 else middle[name] <= mark for name, mark in MARKS.items()}
-    return {"streams": num_streams, "output_len": output_len, "medians": middle, "is_met": is_met, "runs": runs}
+    return {
+        "streams": num_streams,
+        "output_len": output_len,
+        "fronts": fronts,
+        "medians": middle,
+        "is_met": is_met,
+        "memory_mib": memory,
+        "runs": runs,
+    }
 
 
 def main() -> None:
@@ -252,12 +288,16 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="*", default=[64, 256])
     parser.add_argument("--output-len", type=int, default=200)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--fronts", type=int, nargs="*", default=[0], help="numbers of front processes, in turns")
     parser.add_argument("--clients", type=int, default=1000, help="0 leaves the crowd out")
     parser.add_argument("--name", default="http_load", help="name of the file of results")
     options = parser.parse_args()
-    loads = [compare(count, options.output_len, options.runs) for count in options.streams]
+    loads = []
+    for count in options.streams:
+        loads += compare(count, options.output_len, options.runs, options.fronts)
     for load in loads:
-        print(f"{load['streams']} streams: {load['medians']}, met: {load['is_met']}")
+        print(f"{load['streams']} streams, {load['fronts']} fronts: {load['medians']}, met: {load['is_met']}")
+        print(f"  memory in MiB: {load['memory_mib']}")
     figures: dict[str, Any] = {"marks": MARKS, "loads": loads}
     if options.clients:
         figures["crowd"] = crowd(options.clients)
@@ -268,6 +308,12 @@ def main() -> None:
 def _cpu_s(task: Path) -> float:
     fields = (task / "stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _pss_mib(process: str) -> float:
+    """Return the memory of a process in MiB, of what it shares with others its part."""
+    found = re.search(r"(?m)^Pss: +(\d+) kB", Path(f"/proc/{process}/smaps_rollup").read_text())
+    return int(found[1]) / 1024 if found else 0.0
 
 
 if __name__ == "__main__":

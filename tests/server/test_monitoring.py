@@ -29,7 +29,11 @@ def test_health_is_200_only_while_the_engine_makes_progress(
     is_alive: bool, is_stuck: bool, is_draining: bool, status: int, said: str
 ) -> None:
     engine = Health(is_alive, is_stuck, 1.25, num_running=1, num_waiting=2, num_steps=3)
-    state: Any = SimpleNamespace(llm=SimpleNamespace(health=lambda: engine), is_draining=is_draining)
+
+    async def report() -> SimpleNamespace:
+        return SimpleNamespace(health=engine)
+
+    state: Any = SimpleNamespace(llm=SimpleNamespace(report=report), is_draining=is_draining)
     response = asyncio.run(health(state, SimpleNamespace()))  # type: ignore[arg-type]
     assert response.status_code == status
     assert json.loads(bytes(response.body)) == {

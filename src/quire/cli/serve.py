@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from typing import cast
 
 from quire.cli import options
 from quire.cli.early_checks import check_files
@@ -207,6 +206,11 @@ def _add_bounds(group: argparse._ArgumentGroup, defaults: ServerConfig) -> None:
         help=f"longest body of a request (default {options.shown_size(defaults.max_body_bytes)})",
     )
     for flag, default, help_text in (
+        (
+            "--api-server-count",
+            defaults.api_server_count,
+            "processes that speak HTTP beside the engine's; 0 for none, needs the extra fronts (default 0)",
+        ),
         ("--max-prompts", defaults.max_prompts, f"maximum of prompts in a request (default {defaults.max_prompts})"),
         (
             "--max-request-logprobs",
@@ -231,17 +235,9 @@ def run(args: argparse.Namespace) -> int:
     import logging
 
     from quire.config import EngineConfig
+    from quire.server.log_setup import set_up_log
 
-    logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", force=True)
-    if args.log_format == "json":
-        from quire.server.request_log import JsonLines
-
-        for handler in logging.getLogger().handlers:
-            handler.setFormatter(cast(logging.Formatter, JsonLines()))  # only `format` of it is called
-    for chatty in ("asyncio", "httpx"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
-    # uvicorn warns of each request that is not HTTP, and any client can send thousands.
-    logging.getLogger("uvicorn").setLevel(logging.ERROR)
+    set_up_log(args.log_level.upper(), is_json=args.log_format == "json")
     server_config = ServerConfig(
         host=args.host,
         port=args.port,
@@ -271,6 +267,7 @@ def run(args: argparse.Namespace) -> int:
         log_prompts=args.log_prompts,
         otlp_traces_endpoint=args.otlp_traces_endpoint,
         watch=args.watch,
+        api_server_count=args.api_server_count,
     )
     if "*" in server_config.allow_origins and server_config.api_key is None:
         logging.warning("--allow-origin '*' without --api-key: every page that a browser here opens can use the server")

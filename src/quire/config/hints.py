@@ -65,7 +65,7 @@ OPTION_HINTS: Final[Mapping[str, Foreign]] = {
     "data_parallel_size": ((1,), _ONE_DEVICE),
     "decode_context_parallel_size": ((1,), _ONE_DEVICE),
     "prefill_context_parallel_size": ((1,), _ONE_DEVICE),
-    "api_server_count": ((1,), _ONE_DEVICE),
+    "api_server_count": ((1,), _OF_SERVE),
     "nnodes": ((1,), _ONE_DEVICE),
     "node_rank": ((0,), _ONE_DEVICE),
     "enable_expert_parallel": ((False,), _ONE_DEVICE),

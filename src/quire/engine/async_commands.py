@@ -4,29 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 from quire.engine.delta_pacer import DeltaPacer
 from quire.engine.engine import Engine
-from quire.engine.outputs.outputs import RequestOutput
+from quire.engine.outputs.mailbox import Item
 from quire.structured.grammar_cache import Grammar
 
-# Item of a request's stream: a delta of its output, or the error that ends it.
-Item = RequestOutput | Exception
+
+class OutputSink(Protocol):
+    """Takes the items of streams from the engine's thread to where they are read; hashable."""
+
+    def post(self, items: Sequence[tuple[Stream, Item]], pacer: DeltaPacer | None) -> None:
+        """Let each stream's `deliver` be called with its items, in order; called by the engine's thread.
+
+        Args:
+            items: streams of this sink with their items.
+            pacer: pacer that measures the readers' work; None measures nothing.
+        """
 
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """One request in the engine's thread, and the stream of its output deltas.
-
-    Deltas that were not read yet are merged, so a slow reader holds at most one output.
+    """One request in the engine's thread, and where its output deltas go.
 
     Args:
         request_id: id of the request.
         submit: function that adds the request to the engine.
-        loop: event loop of the reading task.
+        sink: sink of the items.
+        deliver: function that takes an item, called by the sink.
         on_end: function that is called once the request has ended, before the next step; its error ends the stream.
         grammar: compiled grammar of the request, referenced until the request itself references it.
 
@@ -36,61 +44,49 @@ class Stream:
 
     request_id: str
     submit: Callable[[Engine], None]
-    loop: asyncio.AbstractEventLoop
+    sink: OutputSink
+    deliver: Callable[[Item], None]
     on_end: Callable[[Engine], None] | None = None
     grammar: Grammar | None = None
     has_begun: bool = False
-    _delta: RequestOutput | None = None
-    _error: Exception | None = None
-    _has_item: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def next(self) -> RequestOutput:
-        """Wait for the next delta and return it.
 
-        Raises:
-            Exception: the error that ended the stream, after all deltas.
-        """
-        await self._has_item.wait()
-        delta, self._delta = self._delta, None
-        if delta is None:
-            assert self._error is not None
-            raise self._error
-        if self._error is None:
-            self._has_item.clear()
-        return delta
+@dataclass(frozen=True, slots=True)
+class LoopSink:
+    """Delivers items on an event loop, those of one post in one call.
 
-    def put(self, item: Item) -> None:
-        """Add an item; called on the event loop."""
-        if isinstance(item, Exception):
-            self._error = item
-        elif self._delta is None:
-            self._delta = item
-        else:
-            self._delta.add(item)
-        self._has_item.set()
+    Args:
+        loop: the event loop of the reading tasks.
+    """
+
+    loop: asyncio.AbstractEventLoop
+
+    def post(self, items: Sequence[tuple[Stream, Item]], pacer: DeltaPacer | None) -> None:
+        """Deliver items on the event loop."""
+        # The loop may have closed already; then no task reads the streams.
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(_deliver_all, items, pacer)
 
 
 def post_items(items: Iterable[tuple[Stream, Item]], pacer: DeltaPacer | None = None) -> None:
-    """Add items to their streams from the engine's thread, with one call for each event loop.
+    """Send items from the engine's thread, with one post for each sink.
 
     Args:
         items: streams with their items, in order.
-        pacer: pacer that measures the loops' work; None measures nothing.
+        pacer: pacer that measures the readers' work; None measures nothing.
     """
-    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Stream, Item]]] = {}
+    by_sink: dict[OutputSink, list[tuple[Stream, Item]]] = {}
     for stream, item in items:
-        by_loop.setdefault(stream.loop, []).append((stream, item))
-    for loop, loop_items in by_loop.items():
-        # The loop may have closed already; then no task reads the stream.
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(_put_all, loop_items, pacer)
+        by_sink.setdefault(stream.sink, []).append((stream, item))
+    for sink, sink_items in by_sink.items():
+        sink.post(sink_items, pacer)
 
 
-def _put_all(items: list[tuple[Stream, Item]], pacer: DeltaPacer | None) -> None:
+def _deliver_all(items: Sequence[tuple[Stream, Item]], pacer: DeltaPacer | None) -> None:
     if pacer is not None:
         pacer.on_arrival()
     for stream, item in items:
-        stream.put(item)
+        stream.deliver(item)
 
 
 class Abort(NamedTuple):

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import secrets
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 from quire.config import EngineConfig, ResolvedConfig
 from quire.engine.adapters import acquire_adapter
 from quire.engine.async_adapters import AsyncAdapters
-from quire.engine.async_commands import Abort, Call, Stream
+from quire.engine.async_commands import Call, LoopSink
 from quire.engine.engine import Engine
 from quire.engine.engine_thread import EngineThread
+from quire.engine.exporters.engine_report import EngineReport
 from quire.engine.exporters.kv_report import KvReport
 from quire.engine.exporters.prometheus import Metrics
 from quire.engine.inputs.prompts import Prompt
@@ -23,10 +21,12 @@ from quire.engine.inputs.request_builder import PreparedRequest
 from quire.engine.inputs.tokenizer_pool import TokenizerPool
 from quire.engine.kv.pinning import ONE_TOKEN
 from quire.engine.metrics.stats import EngineStats, Health
+from quire.engine.outputs.mailbox import OutputMailbox
 from quire.engine.outputs.outputs import OutputCollector, RequestOutput
 from quire.engine.queue_slots import QueueSlots, SlotReservation
 from quire.engine.startup.loading import LoadedModel, load
-from quire.errors import RequestError, WorkerError
+from quire.engine.submission import Submitter
+from quire.errors import WorkerError
 from quire.memory.usage import Usage
 from quire.sequences.lora import LoRARequest
 from quire.sequences.params import SamplingParams
@@ -63,6 +63,7 @@ class AsyncLLM:
         texts: makes texts into tokens.
         pooling: pooling of the model's embeddings.
         adapters: loaded adapters.
+        submitter: submits requests whose outputs are read elsewhere than in `generate`.
     """
 
     def __init__(self, model: LoadedModel, metrics: Metrics | None = None) -> None:
@@ -77,17 +78,12 @@ class AsyncLLM:
         self.adapters = AsyncAdapters(model.engine.adapters, self._call)
         self._defaults = model.default_params
         self._engine = model.engine
-        # Part of generated request ids, so that they differ from the callers' own.
-        self._name = secrets.token_hex(4)
-        self._lock = threading.Lock()
         waiting = self._engine.scheduler.waiting
         self._slots = QueueSlots(self.resolved.max_queue_len, lambda: len(waiting))
-        self._num_requests = 0
-        self._is_draining = False
-        self._is_closed = False
         self._thread = EngineThread(self._engine, self.metrics, self._slots)
         if self._engine.kv_events is not None:
             self._engine.kv_events.wake = lambda: self._thread.put(Call(Engine.publish_kv_events))
+        self.submitter = Submitter(self._engine, self._thread, self._slots, self.texts, self.adapters, self.metrics)
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> AsyncLLM:
@@ -128,9 +124,7 @@ class AsyncLLM:
             EngineClosed: the engine was shut down.
             WorkerError: the engine is dead.
         """
-        if self._is_closed or (self._thread.has_ended and not self._is_draining):
-            raise self._thread.dead()
-        return self._slots.reserve(count)
+        return self.submitter.reserve(count)
 
     def check_room(self) -> None:
         """Check that the waiting queue has a free slot; cheap.
@@ -198,38 +192,18 @@ class AsyncLLM:
         on_end: Callable[[Engine], None] | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Submit a request, once its texts are tokens, and yield its outputs; see `generate` and `Stream`."""
-        arrival_s = time.monotonic()
         if isinstance(params, SamplingParams):  # else it is refused below
             params = params.clone()
-
-        def submit(engine: Engine) -> None:
-            engine.add_request(name, prompt, params, arrival_s=arrival_s, **asked)
-            self.metrics.on_request(params)
-
-        with self.reserve(1) if place is None else contextlib.nullcontext(place) as held:
-            asked = {**options, "lora_request": await self.adapters.ready(options.get("lora_request"))}
-            if not isinstance(prompt, PreparedRequest):
-                (prompt,) = await self.texts.prepare([prompt], params, add_special_tokens=options["add_special_tokens"])
-            grammars = self._engine.grammars
-            grammar = None if grammars is None else await grammars.wait_for(params.structured_outputs)
-            if self._is_draining:
-                raise RequestError("the engine is shutting down and takes no new requests")
-            with self._lock:
-                self._num_requests += 1
-                name = f"request-{self._num_requests}-{self._name}" if request_id is None else request_id
-            stream = Stream(name, submit, asyncio.get_running_loop(), on_end, grammar=grammar)
-            held.take()
-            self._slots.put()
-            self._thread.put(stream)
+        mailbox, sink = OutputMailbox(), LoopSink(asyncio.get_running_loop())
+        stream = await self.submitter.submit(
+            prompt, params, options, sink, mailbox.put, place=place, request_id=request_id, on_end=on_end
+        )
         is_finished = False
         collector = OutputCollector(params.output_kind)
         try:
-            # A command that the thread's final drain of the queue missed gets no answer: `has_ended` is set by then.
-            if self._thread.has_ended:
-                raise self._thread.dead()
             while not is_finished:
                 try:
-                    delta = await stream.next()
+                    delta = await mailbox.next()
                 except Exception:
                     is_finished = True
                     raise
@@ -238,8 +212,8 @@ class AsyncLLM:
                 if output is not None:
                     yield output
         finally:
-            if not is_finished and not self._thread.has_ended:
-                self._thread.put(Abort(stream))
+            if not is_finished:
+                self.submitter.abandon(stream)
 
     async def abort(self, request_id: str) -> bool:
         """End a request in any state; its iteration ends with an output of the finish reason "abort".
@@ -257,9 +231,15 @@ class AsyncLLM:
         """
         return bool(await self._call(lambda _: self._thread.abort_request(request_id)))
 
-    def reset_prefix_cache(self) -> None:
-        """Drop all cached prefixes, pinned ones included, for requests that are made after this call."""
-        self._thread.put(Call(Engine.reset_prefix_cache))
+    def reset_prefix_cache(self) -> Awaitable[None]:
+        """Drop all cached prefixes, pinned ones included, for requests that are made after this call.
+
+        Returns:
+            What may be awaited until they are dropped; it raises `WorkerError` where the engine is dead.
+        """
+        answer = self._put(Engine.reset_prefix_cache)
+        answer.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # it need not be awaited
+        return answer
 
     async def pin_prefix(
         self,
@@ -308,13 +288,16 @@ class AsyncLLM:
 
     async def _call(self, run: Callable[[Engine], Any]) -> Any:
         """Run a function in the engine's thread between two steps, and return its result."""
+        return await self._put(run)
+
+    def _put(self, run: Callable[[Engine], Any]) -> asyncio.Future[Any]:
+        """Let a function be run in the engine's thread between two steps, and return the future of its result."""
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._thread.put(Call(run, answer))
         # A command that the thread's final drain of the queue missed gets no answer: `has_ended` is set by then.
-        if self._thread.has_ended:
-            answer.cancel()
-            raise self._thread.dead()
-        return await answer
+        if self._thread.has_ended and not answer.done():
+            answer.set_exception(self._thread.dead())
+        return answer
 
     # ---- state ----
 
@@ -336,6 +319,10 @@ class AsyncLLM:
     def swapped_requests(self) -> frozenset[str]:
         """Return the ids of the requests with a sequence whose blocks are on the host, possibly in mid-step."""
         return frozenset(sequence.request.request_id for sequence in tuple(self._engine.scheduler.swapped))
+
+    def on_http_request(self, route: str, method: str, status: int) -> None:
+        """Count an answered HTTP request in `metrics`; see `Metrics.on_http_request`."""
+        self.metrics.on_http_request(route, method, status)
 
     def default_sampling_params(self) -> dict[str, Any]:
         """Return the sampling parameters that the model's generation config sets."""
@@ -377,23 +364,21 @@ class AsyncLLM:
         """Return where the engine publishes its KV events, and in which form; None where it does not."""
         return None if self._engine.kv_events is None else self._engine.kv_events.describe()
 
+    async def report(self) -> EngineReport:
+        """Return `health`, `usage`, `stats`, `kv_report` and `swapped_requests` together."""
+        return EngineReport(self.health(), self.usage(), self.stats(), self.kv_report(), self.swapped_requests())
+
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests and wait for those in progress.
 
         Returns:
             True where all have ended in time.
         """
-        self._is_draining = True
-        deadline = time.monotonic() + timeout_s
-        while self._thread.streams or self._slots.num_unstarted:
-            if time.monotonic() > deadline or not self._thread.is_alive:
-                return False
-            await asyncio.sleep(0.02)
-        return True
+        return await self.submitter.drain(timeout_s)
 
     def shutdown(self) -> None:
         """End every request and the engine's thread, which gets 30 seconds to end its step; may be called twice."""
-        self._is_draining = self._is_closed = True
+        self.submitter.is_draining = self.submitter.is_closed = True
         self._thread.shutdown(timeout_s=30)
         self.texts.close()
 

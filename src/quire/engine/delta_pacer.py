@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 # An event loop may take this share of the time for the deltas that it is sent.
 LOOP_SHARE = 1 / 8
+# A front process has no interpreter's lock in common with the engine, but maybe a core.
+FRONT_SHARE = 1 / 4
 MAX_HOLD_S = 0.05
 
 
@@ -47,3 +49,7 @@ class DeltaPacer:
         busy_s = used_s - self._used_s.get(thread, used_s)
         self._used_s[thread] = used_s
         self._interval_s = min(MAX_HOLD_S, busy_s / LOOP_SHARE)
+
+    def on_report(self, busy_s: float) -> None:
+        """Take the processor time that another process took since the last post to it."""
+        self._interval_s = min(MAX_HOLD_S, busy_s / FRONT_SHARE)

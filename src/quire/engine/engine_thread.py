@@ -8,10 +8,11 @@ import threading
 import time
 from collections.abc import Iterable
 
-from quire.engine.async_commands import Abort, Call, Item, Stream, post_items
+from quire.engine.async_commands import Abort, Call, Stream, post_items
 from quire.engine.delta_pacer import DeltaPacer
 from quire.engine.engine import Engine
 from quire.engine.exporters.prometheus import Metrics
+from quire.engine.outputs.mailbox import Item
 from quire.engine.outputs.outputs import RequestOutput
 from quire.engine.queue_slots import QueueSlots
 from quire.errors import EngineClosed, RequestError, WorkerError
@@ -158,6 +159,7 @@ class EngineThread:
 
     def _publish(self, outputs: list[RequestOutput]) -> None:
         """Count a step's outputs, then send them to their streams, so that the metrics include each output sent."""
+        self._slots.changed()
         self._metrics.on_step(self._engine.measure())
         for output in outputs:
             self._metrics.on_output(output)

@@ -89,12 +89,15 @@ class QueueSlots:
 
     Attributes:
         num_unstarted: number of requests that were submitted, but neither started nor refused yet.
+        on_change: function that is called with the number of taken slots, and the seconds after which a refused client
+            should try again, whenever they may have changed; None where nobody asks.
     """
 
     def __init__(
         self, limit: int | None, num_queued: Callable[[], int], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.num_unstarted = 0
+        self.on_change: Callable[[int, int], None] | None = None
         self._limit = limit
         self._num_queued = num_queued
         self._departures = DepartureRate(clock)
@@ -118,6 +121,7 @@ class QueueSlots:
         with self._lock:
             self._check(count)
             self._num_reserved += count
+        self.changed()
         return SlotReservation(self._give_back, count)
 
     def check(self) -> None:
@@ -132,15 +136,24 @@ class QueueSlots:
         """Count a submitted request."""
         with self._lock:
             self.num_unstarted += 1
+        self.changed()
 
     def start(self) -> None:
         """Count a submitted request as started, or refused."""
         with self._lock:
             self.num_unstarted -= 1
+        self.changed()
 
     def end(self) -> None:
         """Record the end of a started request."""
         self._departures.note(self._num_queued())
+        self.changed()
+
+    def changed(self) -> None:
+        """Tell `on_change`; called by others where requests have left the queue for a step."""
+        if self.on_change is not None:
+            num_taken = self.num_waiting + self._num_reserved
+            self.on_change(num_taken, self._departures.wait_s(num_taken))
 
     def _check(self, count: int) -> None:
         num_taken = self.num_waiting + self._num_reserved
@@ -150,3 +163,4 @@ class QueueSlots:
     def _give_back(self, count: int) -> None:
         with self._lock:
             self._num_reserved -= count
+        self.changed()

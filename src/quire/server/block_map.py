@@ -56,6 +56,10 @@ class Watcher:
         self._event = None if self._is_behind else event
         self._has_happened.set()
 
+    def leave(self) -> None:
+        """End watching."""
+        self._hub.leave(self)
+
     def close(self) -> None:
         """Let no further event be read."""
         self._is_closed = True

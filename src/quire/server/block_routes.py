@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,14 +12,11 @@ from starlette.types import ASGIApp, Receive
 
 from quire.errors import InvalidParameter
 from quire.server import sse
-from quire.server.block_map import Watcher
 from quire.server.errors import IS_OPERATOR, ApiError, stopping
 from quire.server.generation import json_response
 from quire.server.state import ServerState
 from quire.server.tenants import read_tenant
-
-if TYPE_CHECKING:  # the server starts before the engine is imported
-    from quire.engine.engine import Engine
+from quire.server.views import MapWatcher
 
 
 async def watch_map(state: ServerState, request: Request) -> ASGIApp:
@@ -28,12 +24,11 @@ async def watch_map(state: ServerState, request: Request) -> ASGIApp:
     tenant = _viewer(state, request)
     if state.is_draining:
         raise stopping()
-    watcher = state.block_map.watch(tenant)
-    events = _events(state, watcher, request.receive)
+    events = _events(state, await state.views.watch(tenant), request.receive)
     return sse.EventStream(await anext(events), events)
 
 
-async def _events(state: ServerState, watcher: Watcher, receive: Receive) -> AsyncGenerator[bytes, None]:
+async def _events(state: ServerState, watcher: MapWatcher, receive: Receive) -> AsyncGenerator[bytes, None]:
     gone = asyncio.create_task(_close_when_gone(watcher, receive))
     try:
         yield sse.PING.encode()
@@ -42,10 +37,10 @@ async def _events(state: ServerState, watcher: Watcher, receive: Receive) -> Asy
                 yield event
     finally:
         gone.cancel()
-        state.block_map.leave(watcher)
+        watcher.leave()
 
 
-async def _close_when_gone(watcher: Watcher, receive: Receive) -> None:
+async def _close_when_gone(watcher: MapWatcher, receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     watcher.close()
@@ -55,21 +50,7 @@ async def show_block(state: ServerState, request: Request) -> Response:
     """Answer `GET /kv/block?pool=N&block=N`: state, holders and tokens of a block."""
     tenant = _viewer(state, request)
     pool_idx, block_id = (_number(request, name) for name in ("pool", "block"))
-
-    def look(engine: Engine) -> dict[str, Any]:
-        from quire.engine.inputs.request_builder import read_namespace
-        from quire.engine.kv.block_map import describe_block, pool_sizes
-
-        sizes = pool_sizes(engine.scheduler)
-        if pool_idx >= len(sizes):
-            raise InvalidParameter("pool", pool_idx, f"from 0 to {len(sizes) - 1}")
-        if not 0 < block_id < sizes[pool_idx]:
-            raise InvalidParameter("block", block_id, f"from 1 to {sizes[pool_idx] - 1}")
-        viewer = read_namespace(engine.cache_name, None, tenant)
-        found = describe_block(engine.scheduler, pool_idx, block_id, viewer)
-        return {**found, "unchanged_s": state.block_map.unchanged_s(sum(sizes[:pool_idx]) + block_id)}
-
-    found = await state.llm.inspect(look)
+    found = await state.views.describe_block(pool_idx, block_id, tenant)
     token_ids, tokenizer = found["token_ids"], state.llm.tokenizer
     text = None
     if token_ids is not None and tokenizer is not None:
@@ -81,16 +62,7 @@ async def show_request(state: ServerState, request: Request) -> Response:
     """Answer `GET /kv/request?number=N`: the block tables of a request, and where and why its prefix hit ended."""
     tenant = _viewer(state, request)
     number = _number(request, "number")
-
-    def look(engine: Engine) -> dict[str, Any] | None:
-        from quire.engine.kv.block_map import describe_request, number_of
-
-        for each in engine.scheduler.requests.values():
-            if number_of(each) == number and tenant in (None, each.namespace.tenant):
-                return describe_request(engine.scheduler, each)
-        return None
-
-    found = await state.llm.inspect(look)
+    found = await state.views.describe_request(number, tenant)
     if found is None:
         raise ApiError(404, f"there is no unfinished request of number {number}", code="not_found", param="number")
     return json_response(found)
@@ -98,7 +70,7 @@ async def show_request(state: ServerState, request: Request) -> Response:
 
 async def show_tree(state: ServerState, request: Request) -> Response:
     """Answer `GET /kv/tree`: the prefix tree, the segments with the most holders first."""
-    return json_response(await state.prefix_tree.read(_viewer(state, request)))
+    return json_response(await state.views.prefix_tree(_viewer(state, request)))
 
 
 def _viewer(state: ServerState, request: Request) -> str | None:

@@ -18,11 +18,12 @@ from quire.errors import InvalidParameter, RequestError, RequestFailed
 from quire.sequences.params import SamplingParams
 from quire.server import sse
 from quire.server.errors import CLIENT_GONE, IN_FLIGHT, REQUEST_ID, SHOWN_ID, ApiError, api_error, stopping
+from quire.server.in_flight import InFlightRequest
 from quire.server.json_stream import JsonAnswer, JsonWriter, first_piece, further_pieces
 from quire.server.request_log import shown_prompt
 from quire.server.sampling import Options
 from quire.server.served_model import lora_request, model_name
-from quire.server.state import InFlightRequest, ServerState
+from quire.server.state import ServerState
 from quire.server.stream_merge import ClientGone, Delta, StreamMerger, merge
 from quire.server.tenants import read_tenant
 from quire.server.usage import TokenCount
@@ -210,7 +211,7 @@ async def _generate(
 ) -> AsyncGenerator[list[Delta], None]:
     """Yield the output deltas of a request, after its queue slots are reserved."""
     llm, options = state.llm, job.options
-    with llm.reserve(job.num_prompts) as slots, state.track(tracked):
+    with llm.reserve(job.num_prompts) as slots, state.in_flight.track(tracked):
         prompts = await job.prompts()
         tracked.shown_prompt = shown_prompt((read.prompt for read in prompts), state.config.log_prompts)
         lengths = [len(read.prompt.token_ids) for read in prompts]

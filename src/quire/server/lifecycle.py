@@ -10,26 +10,33 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from typing import Final
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Final
 
 import uvicorn
 
 from quire import __version__
 from quire.bounded.json_text import limit_digits
 from quire.config import EngineConfig
+from quire.errors import ConfigError
 from quire.server.address import tls_context, url_of
 from quire.server.app import build_app
 from quire.server.body import BodyReader
 from quire.server.connection import Connection, Connections
 from quire.server.errors import stopping
+from quire.server.in_flight import RequestsInFlight
 from quire.server.listener import accept_connections, read_max_connections
 from quire.server.settings import ServerConfig
 from quire.server.state import ServerState
 from quire.server.throughput_log import log_throughput
 from quire.server.tracing import RequestTracer
+from quire.server.views import LocalViews
 from quire.text.reasoning import ReasoningModel
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_calls import ToolFormat, choose_format
+
+if TYPE_CHECKING:  # the server starts before the engine is imported
+    from quire.engine.async_llm import AsyncLLM
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +64,8 @@ def serve(engine_config: EngineConfig, config: ServerConfig, listener: socket.so
         ConfigError: an option is unusable.
     """
     limit_digits()
+    if config.api_server_count:
+        return _serve_with_fronts(engine_config, config, listener)
     max_connections = read_max_connections(config.max_connections)
     from quire.engine.async_llm import AsyncLLM
 
@@ -69,13 +78,21 @@ def serve(engine_config: EngineConfig, config: ServerConfig, listener: socket.so
     gc.freeze()
     # Every list of integers in a valid request is at most as long as the context or the vocabulary.
     bodies = BodyReader(config.max_body_bytes, max(llm.resolved.max_model_len, llm.resolved.vocab_size))
+    in_flight = RequestsInFlight()
+    views = LocalViews(llm, in_flight)
+
+    def on_start(shutdown: Shutdown) -> list[asyncio.Task[None]]:
+        take_signals(shutdown.on_signal)
+        print(f"Quire serves {llm.model_name} at {url_of(listener, scheme(config))}", flush=True)
+        return engine_tasks(llm, views, config)
+
     try:
-        form = _tool_format(llm.tokenizer, config.tool_call_parser)
-        state = ServerState(llm, config, bodies, __version__, created=int(time.time()), tool_format=form)
+        state = ServerState(llm, views, in_flight, config, bodies, __version__, created=int(time.time()))
         state.aliases = engine_config.model.served_names[1:]
-        state.reasoning = _reasoning(llm.tokenizer, config.reasoning_parser, llm.texts.end_token_ids)
+        state.tool_format = read_tool_format(llm.tokenizer, config.tool_call_parser)
+        state.reasoning = read_reasoning(llm.tokenizer, config.reasoning_parser, llm.texts.end_token_ids)
         with asyncio.Runner() as runner:
-            runner.run(_run(state, listener, max_connections, tracer))
+            runner.run(run_http(state, listener, max_connections, tracer, on_start))
     finally:
         bodies.close()
         llm.shutdown()
@@ -84,7 +101,42 @@ def serve(engine_config: EngineConfig, config: ServerConfig, listener: socket.so
     return EXIT_ENGINE_DIED if llm.has_failed else 0
 
 
-def _tool_format(tokenizer: Tokenizer | None, wanted: str) -> ToolFormat | None:
+def _serve_with_fronts(engine_config: EngineConfig, config: ServerConfig, listener: socket.socket) -> int:
+    """Load a model and serve it with front processes; see `serve`."""
+    if find_spec("msgspec") is None or os.name != "posix":
+        raise ConfigError(
+            "api_server_count needs the extra fronts (pip install 'quire[fronts]') and a POSIX system; 0 serves "
+            "in the engine's process",
+            field="api_server_count",
+        )
+    from quire.engine.async_llm import AsyncLLM
+    from quire.server.fronts.supervisor import serve_with_fronts
+
+    llm = AsyncLLM.from_config(engine_config)
+    try:
+        return serve_with_fronts(llm, config, engine_config.model.served_names[1:], listener)
+    finally:
+        llm.shutdown()
+
+
+def scheme(config: ServerConfig) -> str:
+    """Return the scheme of a server's address."""
+    return "http" if config.ssl_certfile is None else "https"
+
+
+def engine_tasks(llm: AsyncLLM, views: LocalViews, config: ServerConfig) -> list[asyncio.Task[None]]:
+    """Start the tasks that log an engine's throughput, and show its blocks in the terminal, as the options ask."""
+    tasks = []
+    if config.log_interval_s:
+        tasks.append(asyncio.create_task(log_throughput(llm, config.log_interval_s)))
+    if config.watch:
+        from quire.server.terminal_map import show_in_terminal
+
+        tasks.append(asyncio.create_task(show_in_terminal(views.block_map)))
+    return tasks
+
+
+def read_tool_format(tokenizer: Tokenizer | None, wanted: str) -> ToolFormat | None:
     """Return and log the format of the model's tool calls; None where the model has no tools or no known format."""
     template = None if tokenizer is None else tokenizer.chat_template
     if template is None or not template.supports_tools:
@@ -98,7 +150,7 @@ def _tool_format(tokenizer: Tokenizer | None, wanted: str) -> ToolFormat | None:
     return form
 
 
-def _reasoning(tokenizer: Tokenizer | None, wanted: str, end_token_ids: frozenset[int]) -> ReasoningModel | None:
+def read_reasoning(tokenizer: Tokenizer | None, wanted: str, end_token_ids: frozenset[int]) -> ReasoningModel | None:
     """Return and log the model's thinking; None where its format is not known."""
     model = ReasoningModel.find(wanted, tokenizer, end_token_ids)
     if model is None:
@@ -110,7 +162,22 @@ def _reasoning(tokenizer: Tokenizer | None, wanted: str, end_token_ids: frozense
     return model
 
 
-async def _run(state: ServerState, listener: socket.socket, max_connections: int, tracer: RequestTracer | None) -> None:
+async def run_http(
+    state: ServerState,
+    listener: socket.socket,
+    max_connections: int,
+    tracer: RequestTracer | None,
+    on_start: Callable[[Shutdown], list[asyncio.Task[None]]],
+) -> None:
+    """Serve HTTP until a shutdown ends.
+
+    Args:
+        state: state of the server.
+        listener: bound socket; closed at the end.
+        max_connections: maximum number of connections.
+        tracer: maker of the requests' spans, None without tracing.
+        on_start: function that is called once connections are accepted; returns further tasks of the server.
+    """
     config = state.config
     connections = Connections(
         max_connections, config.receive_timeout_s, config.send_timeout_s, config.keep_alive_timeout_s
@@ -136,20 +203,13 @@ async def _run(state: ServerState, listener: socket.socket, max_connections: int
         return Connection(connections, config=settings, server_state=server.server_state, app_state={})
 
     accepting = asyncio.create_task(accept_connections(listener, connections, make_protocol, tls))
-    shutdown = _Shutdown(state, server, connections, accepting)
-    take_signals(shutdown.on_signal)
+    shutdown = Shutdown(state, server, connections, accepting)
     tasks = [accepting, asyncio.create_task(_end_when_dead(state, shutdown)), asyncio.create_task(connections.watch())]
-    if config.log_interval_s:
-        tasks.append(asyncio.create_task(log_throughput(state.llm, config.log_interval_s)))
-    if config.watch:
-        from quire.server.terminal_map import show_in_terminal
-
-        tasks.append(asyncio.create_task(show_in_terminal(state.block_map)))
-    for task in tasks:
-        task.add_done_callback(shutdown.on_task_done)
     # The socket listens from the first turn of `accepting` on; a client may connect as soon as it reads the address.
     await asyncio.sleep(0)
-    print(f"Quire serves {state.llm.model_name} at {url_of(listener, 'http' if tls is None else 'https')}", flush=True)
+    tasks += on_start(shutdown)
+    for task in tasks:
+        task.add_done_callback(shutdown.on_task_done)
     await serving
     for task in tasks:
         task.cancel()
@@ -176,7 +236,7 @@ def take_signals(handle: Callable[[int], None]) -> None:
             signal.signal(number, on_signal)
 
 
-async def _end_when_dead(state: ServerState, shutdown: _Shutdown) -> None:
+async def _end_when_dead(state: ServerState, shutdown: Shutdown) -> None:
     while not state.llm.has_failed:
         await asyncio.sleep(0.1)
     logger.error("the engine has died, so the server ends in %g s", DEAD_ENGINE_GRACE_S)
@@ -184,7 +244,7 @@ async def _end_when_dead(state: ServerState, shutdown: _Shutdown) -> None:
     shutdown.end()
 
 
-class _Shutdown:
+class Shutdown:
     """The shutdown of the server: the first signal drains it, the second one ends the process.
 
     Args:
@@ -206,7 +266,7 @@ class _Shutdown:
     def on_signal(self, number: int) -> None:
         """Handle a signal."""
         if self._draining is None:
-            self._begin()
+            self.begin()
         elif number != HANGUP:  # a closing terminal may send it twice
             os._exit(128 + number)
 
@@ -216,15 +276,17 @@ class _Shutdown:
             return
         logger.error("a task of the server has failed, so the server ends", exc_info=error)
         if self._draining is None:
-            self._begin()
+            self.begin()
 
     def end(self) -> None:
         """Accept no more connections, and end the server after the open ones have their answers."""
         self._server.should_exit = True
         self._accepting.cancel()
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Take no new requests, let running ones finish within the time limit, and end the server."""
         self._state.is_draining = True
+        self._state.views.close()
         self._connections.drain()
         self._draining = asyncio.create_task(self._drain())
         self._draining.add_done_callback(self.on_task_done)
@@ -237,7 +299,7 @@ class _Shutdown:
         drain_by_s = loop.time() + timeout_s
         try:
             if not await self._state.llm.drain(timeout_s):
-                for tracked in self._state.in_flight.values():
+                for tracked in self._state.in_flight:
                     tracked.merger.fail(stopping())
             # Clients may still be reading long answers.
             if answering := set(self._server.server_state.tasks):

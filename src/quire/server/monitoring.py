@@ -8,7 +8,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.engine.metrics.stats import EngineStats
+from quire.engine.metrics.stats import EngineStats, Health
+from quire.errors import WorkerError
 from quire.memory.results import TokenAccount
 from quire.memory.usage import HostUsage, Usage
 from quire.scheduling.stats import metrics_of
@@ -19,11 +20,17 @@ from quire.server.state import ServerState
 from quire.server.tenants import read_tenant
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+NO_ENGINE = Health(
+    is_alive=False, is_stuck=False, seconds_since_progress=0.0, num_running=0, num_waiting=0, num_steps=0
+)
 
 
 async def health(state: ServerState, request: Request) -> Response:  # noqa: ARG001 - a route's signature
     """Answer `GET /health`: 200 while the engine makes progress or has nothing to do, else 503."""
-    engine = state.llm.health()
+    try:
+        engine = (await state.llm.report()).health
+    except WorkerError:  # the engine's process has ended
+        engine = NO_ENGINE
     if not engine.is_alive:
         status = "dead"
     elif engine.is_stuck:
@@ -45,12 +52,12 @@ async def health(state: ServerState, request: Request) -> Response:  # noqa: ARG
 
 async def metrics(state: ServerState, request: Request) -> Response:  # noqa: ARG001 - a route's signature
     """Answer `GET /metrics` in Prometheus' text format."""
-    return Response(state.llm.metrics.render(), headers={"content-type": METRICS_TYPE})
+    return Response(await state.views.render_metrics(), headers={"content-type": METRICS_TYPE})
 
 
 async def load(state: ServerState, request: Request) -> Response:  # noqa: ARG001 - a route's signature
     """Answer `GET /load`: the number of requests in progress."""
-    return json_response({"server_load": len(state.in_flight)})
+    return json_response({"server_load": len(await state.views.in_flight())})
 
 
 async def version(state: ServerState, request: Request) -> Response:  # noqa: ARG001 - a route's signature
@@ -62,8 +69,9 @@ async def status(state: ServerState, request: Request) -> Response:
     """Answer `GET /status`: the values that the page shows; a tenant's client sees the tenant's requests only."""
     now = time.monotonic()
     tenant = None if request.scope[IS_OPERATOR] else read_tenant(state.config, request)
-    engine, usage, resolved = state.llm.health(), state.llm.usage(), state.llm.resolved
-    swapped = {request_id.rpartition("-")[0] for request_id in state.llm.swapped_requests()}
+    engine, usage, _, _, swapped_requests = await state.llm.report()
+    resolved = state.llm.resolved
+    swapped = {request_id.rpartition("-")[0] for request_id in swapped_requests}
     return json_response(
         {
             "model": state.llm.model_name,
@@ -77,14 +85,14 @@ async def status(state: ServerState, request: Request) -> Response:
             "memory": usage._asdict() | {"groups": _groups(usage), "host": host_to_json(usage)},
             "requests": [
                 {
-                    "id": tracked.answer_id,
-                    "age_s": round(now - tracked.started_s, 3),
-                    "prompt_tokens": tracked.count.num_prompt,
-                    "completion_tokens": tracked.count.num_output,
-                    "swapped": tracked.answer_id in swapped,
+                    "id": row.answer_id,
+                    "age_s": round(now - row.started_s, 3),
+                    "prompt_tokens": row.num_prompt,
+                    "completion_tokens": row.num_output,
+                    "swapped": row.answer_id in swapped,
                 }
-                for tracked in state.in_flight.values()
-                if tenant is None or tracked.tenant == tenant
+                for row in await state.views.in_flight()
+                if tenant is None or row.tenant == tenant
             ],
         }
     )
@@ -95,7 +103,7 @@ async def kv(state: ServerState, request: Request) -> Response:
 
     A client sees the pins of its tenant only.
     """
-    usage, stats, report = state.llm.usage(), state.llm.stats(), state.llm.kv_report()
+    _, usage, stats, report, _ = await state.llm.report()
     pins = report.pins
     if not request.scope[IS_OPERATOR]:
         tenant = read_tenant(state.config, request)
@@ -163,5 +171,5 @@ async def reset_prefix_cache(state: ServerState, request: Request) -> Response:
     # A browser sends the origin of a page of another site, and sends this content type only after a preflight request.
     if request.headers.get("origin") is not None:
         check_json(request)
-    state.llm.reset_prefix_cache()
+    await state.llm.reset_prefix_cache()
     return json_response({})

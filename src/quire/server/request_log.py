@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server.errors import CLIENT_GONE, IN_FLIGHT, SHOWN_ID
+from quire.server.in_flight import InFlightRequest
 from quire.server.sse import DIRECT_SEND
-from quire.server.state import InFlightRequest, ServerState
+from quire.server.state import ServerState
 from quire.server.tracing import RequestTracer
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class RequestRecorder:
     def _record(self, scope: Scope, status: int, begun_s: float) -> None:
         route, method = self._route(scope["path"]), scope["method"]
         method = method if method in METHODS else OTHER
-        self._state.llm.metrics.on_http_request(route, method, status)
+        self._state.llm.on_http_request(route, method, status)
         tracked: InFlightRequest | None = scope.get(IN_FLIGHT)
         if self._state.config.log_requests:
             fields = {

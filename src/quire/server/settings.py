@@ -12,6 +12,7 @@ from typing import Any
 from quire.errors import ConfigError, shown
 
 DEFAULT_MAX_BODY_BYTES = 8 << 20
+MAX_API_SERVERS = 64
 DEFAULT_MAX_REQUEST_LOGPROBS = 4_000_000
 # "auto", or a format of `quire.text.tool_calls`, whose import would slow the command line's start.
 TOOL_CALL_PARSERS = (*("auto", "deepseek", "gemma4", "harmony", "hermes", "lfm2", "llama3", "mistral", "qwen3_xml"),)
@@ -57,6 +58,7 @@ class ServerConfig:
         otlp_traces_endpoint: address to which a span of each request is sent; None traces nothing.
         log_interval_s: interval of the throughput line; 0 never logs it.
         watch: True to show the block map in the terminal.
+        api_server_count: number of processes that speak HTTP beside the engine's; 0 serves in the engine's process.
 
     Raises:
         ConfigError: a value is not allowed, or an open address has no key.
@@ -90,6 +92,7 @@ class ServerConfig:
     log_prompts: int = 0
     otlp_traces_endpoint: str | None = None
     watch: bool = False
+    api_server_count: int = 0
 
     def __post_init__(self) -> None:
         _within("port", self.port, 0, 65535)
@@ -113,6 +116,13 @@ class ServerConfig:
         _within("drain_timeout_s", self.drain_timeout_s, 0, 86400)
         _within("ping_interval_s", self.ping_interval_s, 0.001, 86400)
         _within("log_interval_s", self.log_interval_s, 0, 86400)
+        _within("api_server_count", self.api_server_count, 0, MAX_API_SERVERS)
+        if self.max_connections is not None and self.max_connections < self.api_server_count:
+            raise ConfigError(
+                f"max_connections must be at least api_server_count ({self.api_server_count}), among whose processes "
+                f"it is divided, got {self.max_connections}",
+                field="max_connections",
+            )
         for name, known in (("tool_call_parser", TOOL_CALL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
             if getattr(self, name) not in known:
                 raise ConfigError(

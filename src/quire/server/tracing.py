@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import ConfigError
-from quire.server.state import InFlightRequest
+from quire.server.in_flight import InFlightRequest
 
 if TYPE_CHECKING:  # an extra, imported only where traces are asked for
     from opentelemetry.sdk.trace.export import SpanExporter

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from quire.errors import MAX_SHOWN, InvalidParameter, RequestError, UnsupportedFeature
 from quire.text.messages import Message, normalise_messages
@@ -23,6 +23,14 @@ END_MARK = "[[end-of-the-message-to-continue]]"
 # Templates that expect no content beside calls test for it so; DeepSeek's leave calls beside "" out.
 CONTENT_IS_NONE = re.compile(r"message(\.content|\[['\"]content['\"]\]) is (not )?none")
 RESERVED = GLOBALS | {"messages", "tools", "add_generation_prompt", "continue_final_message"}
+
+
+class TemplateParts(NamedTuple):
+    """What a chat template is made of; the fields are the arguments of `ChatTemplate`, `special_tokens` has all."""
+
+    source: str
+    tool_source: str | None
+    special_tokens: dict[str, str]
 
 
 class ChatTemplate:
@@ -68,6 +76,20 @@ class ChatTemplate:
                 clock=clock,
                 renderer=self._renderer,
             )
+
+    @property
+    def parts(self) -> TemplateParts:
+        """What another process makes the same template of."""
+        return TemplateParts(
+            self.source, None if self.for_tools is self else self.for_tools.source, dict(self._special_tokens)
+        )
+
+    @classmethod
+    def from_parts(cls, parts: TemplateParts) -> ChatTemplate:
+        """Return the template of the parts of another one."""
+        named = dict(parts.special_tokens)
+        begin, end = named.pop("bos_token", ""), named.pop("eos_token", "")
+        return cls(parts.source, tool_source=parts.tool_source, bos_token=begin, eos_token=end, special_tokens=named)
 
     def render(
         self,

@@ -14,7 +14,7 @@ import tokenizers
 
 from quire.errors import CheckpointError, InvalidParameter, RequestError
 from quire.text.bounds import check_settings
-from quire.text.chat_template import ChatTemplate
+from quire.text.chat_template import ChatTemplate, TemplateParts
 from quire.text.components import byte_alphabet, decoders, guarded
 from quire.text.long_texts import CannotCut, LongTexts, TooManyTokens
 from quire.text.tokenizer_files import TokenizerFiles, read_tokenizer_files
@@ -38,6 +38,15 @@ class TokenPiece(NamedTuple):
     is_token: bool
     is_special: bool
     is_fallback_byte: bool
+
+
+class TokenizerParts(NamedTuple):
+    """What a tokenizer is made of; the fields are the arguments of `Tokenizer`, `library` as a `tokenizer.json`."""
+
+    library: str
+    bos_token: str | None
+    eos_token: str | None
+    chat_template: TemplateParts | None
 
 
 class _Pieces(dict[int, TokenPiece]):
@@ -93,6 +102,7 @@ class Tokenizer:
                 )
         check_settings(library)
         self._library = library
+        self._bos_token, self._eos_token = bos_token, eos_token
         self._long_texts = LongTexts(library, self._ids_of)
         self._alphabet = byte_alphabet() if "ByteLevel" in kinds else None
         self.pieces: Mapping[int, TokenPiece] = _Pieces(self._derive_piece)
@@ -143,6 +153,23 @@ class Tokenizer:
             raise
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(f"{files.path} is not a tokenizer: {error}") from error
+
+    @classmethod
+    def from_parts(cls, parts: TokenizerParts) -> Tokenizer:
+        """Return the tokenizer of the parts of another one."""
+        template = None if parts.chat_template is None else ChatTemplate.from_parts(parts.chat_template)
+        return cls(
+            tokenizers.Tokenizer.from_str(parts.library),
+            bos_token=parts.bos_token,
+            eos_token=parts.eos_token,
+            chat_template=template,
+        )
+
+    @property
+    def parts(self) -> TokenizerParts:
+        """What another process makes the same tokenizer of."""
+        template = None if self.chat_template is None else self.chat_template.parts
+        return TokenizerParts(self.to_json(), self._bos_token, self._eos_token, template)
 
     def differs_at(self, other: Tokenizer) -> int | None:
         """Return the first token id that differs between two tokenizers, or exists in one only; None without one."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from quire.engine.engine import Engine
 from quire.engine.kv.pinning import PinReport
 from quire.engine.metrics.block_lifetimes import TimeSummary
+
+if TYPE_CHECKING:  # a process that only shows reports does without torch
+    from quire.engine.engine import Engine
 
 
 class KvReport(NamedTuple):

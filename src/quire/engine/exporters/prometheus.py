@@ -115,15 +115,16 @@ class Metrics:
         if params.max_tokens is not None:
             self._params_max_tokens.observe(params.max_tokens)
 
-    def on_http_request(self, route: str, method: str, status: int) -> None:
-        """Count an answered HTTP request.
+    def on_http_request(self, route: str, method: str, status: int, count: int = 1) -> None:
+        """Count answered HTTP requests.
 
         Args:
             route: path of the route.
             method: HTTP method.
             status: status of the answer; counted by its class, such as "2xx".
+            count: number of requests.
         """
-        self._http_requests.labels(route, method, f"{status // 100}xx").inc()
+        self._http_requests.labels(route, method, f"{status // 100}xx").inc(count)
 
     def on_output(self, delta: RequestOutput) -> None:
         """Update the metrics with a delta of one request; called for every delta, in order, when it is made."""

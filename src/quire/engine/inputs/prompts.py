@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from quire.engine.inputs.embeddings import EmbeddingsReader
 from quire.errors import InvalidParameter, PromptTooLong, UnsupportedFeature
 from quire.sequences.media import Media
 from quire.text.long_texts import TooManyTokens
 from quire.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # a process that only reads prompts does without torch
+    from quire.engine.inputs.embeddings import EmbeddingsReader
 
 Prompt = str | Sequence[int] | Mapping[str, object]
 # Tokens checked at a time: a compiled loop holds the interpreter lock, and other threads wait.

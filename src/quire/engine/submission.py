@@ -1,0 +1,137 @@
+"""Submission of requests to the thread of an engine: a slot, the adapter, tokens and grammar, then the queue."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from quire.engine.async_adapters import AsyncAdapters
+from quire.engine.async_commands import Abort, OutputSink, Stream
+from quire.engine.engine import Engine
+from quire.engine.engine_thread import EngineThread
+from quire.engine.exporters.prometheus import Metrics
+from quire.engine.inputs.prompts import Prompt
+from quire.engine.inputs.request_builder import PreparedRequest
+from quire.engine.inputs.tokenizer_pool import TokenizerPool
+from quire.engine.outputs.mailbox import Item
+from quire.engine.queue_slots import QueueSlots, SlotReservation
+from quire.errors import RequestError
+from quire.sequences.params import SamplingParams
+
+
+class Submitter:
+    """Submits requests from event loops to the thread of an engine.
+
+    Args:
+        engine: the engine.
+        thread: its thread.
+        slots: slots of its waiting queue.
+        texts: what makes texts into tokens.
+        adapters: loaded adapters.
+        metrics: metrics, which count accepted requests.
+
+    Attributes:
+        is_draining: True once no request is accepted any more.
+        is_closed: True once the engine is shut down.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        thread: EngineThread,
+        slots: QueueSlots,
+        texts: TokenizerPool,
+        adapters: AsyncAdapters,
+        metrics: Metrics,
+    ) -> None:
+        self.is_draining = self.is_closed = False
+        self._engine, self._thread, self._slots = engine, thread, slots
+        self._texts, self._adapters, self._metrics = texts, adapters, metrics
+        # Part of generated request ids, so that they differ from the callers' own.
+        self._name = secrets.token_hex(4)
+        self._numbers = itertools.count(1)
+
+    def reserve(self, count: int) -> SlotReservation:
+        """Reserve slots of the waiting queue; see `AsyncLLM.reserve`."""
+        if self.is_closed or (self._thread.has_ended and not self.is_draining):
+            raise self._thread.dead()
+        return self._slots.reserve(count)
+
+    def watch_queue(self, on_change: Callable[[int, int], None] | None) -> None:
+        """Let a function be called whenever the queue's length may have changed; see `QueueSlots`."""
+        self._slots.on_change = on_change
+        self._slots.changed()
+
+    def publish_queue(self) -> None:
+        """Call the function of `watch_queue` with the present length."""
+        self._slots.changed()
+
+    async def submit(
+        self,
+        prompt: Prompt | PreparedRequest,
+        params: SamplingParams,
+        options: Mapping[str, Any],
+        sink: OutputSink,
+        deliver: Callable[[Item], None],
+        *,
+        place: SlotReservation | None = None,
+        request_id: str | None = None,
+        on_end: Callable[[Engine], None] | None = None,
+        arrival_s: float | None = None,
+    ) -> Stream:
+        """Submit a request, once its texts are tokens, and return its stream.
+
+        Args:
+            prompt, place, request_id: see `AsyncLLM.generate`.
+            params: parameters of the sampling, which the caller does not change any more.
+            options: other arguments of `Engine.add_request`.
+            sink, deliver, on_end: see `Stream`.
+            arrival_s: time of the request's arrival, in seconds of the monotonic clock; None is now.
+
+        Raises:
+            RequestError, EngineClosed, WorkerError: see `AsyncLLM.generate`.
+        """
+        begun_s = time.monotonic() if arrival_s is None else arrival_s
+
+        def add(engine: Engine) -> None:
+            engine.add_request(name, prompt, params, arrival_s=begun_s, **asked)
+            self._metrics.on_request(params)
+
+        with self.reserve(1) if place is None else contextlib.nullcontext(place) as held:
+            asked = {**options, "lora_request": await self._adapters.ready(options.get("lora_request"))}
+            if not isinstance(prompt, PreparedRequest):
+                special = options["add_special_tokens"]
+                (prompt,) = await self._texts.prepare([prompt], params, add_special_tokens=special)
+            grammars = self._engine.grammars
+            grammar = None if grammars is None else await grammars.wait_for(params.structured_outputs)
+            if self.is_draining:
+                raise RequestError("the engine is shutting down and takes no new requests")
+            name = f"request-{next(self._numbers)}-{self._name}" if request_id is None else request_id
+            stream = Stream(name, add, sink, deliver, on_end, grammar=grammar)
+            held.take()
+            self._slots.put()
+            self._thread.put(stream)
+        # A command that the thread's final drain of the queue missed gets no answer: `has_ended` is set by then.
+        if self._thread.has_ended:
+            raise self._thread.dead()
+        return stream
+
+    def abandon(self, stream: Stream) -> None:
+        """End the request of a stream that nobody reads any more; one that has ended is left alone."""
+        if not self._thread.has_ended:
+            self._thread.put(Abort(stream))
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests and wait for those in progress; see `AsyncLLM.drain`."""
+        self.is_draining = True
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while self._thread.streams or self._slots.num_unstarted:
+            if asyncio.get_running_loop().time() > deadline or not self._thread.is_alive:
+                return False
+            await asyncio.sleep(0.02)
+        return True

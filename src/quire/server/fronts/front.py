@@ -1,0 +1,143 @@
+"""A front as the engine's process sees it: a process, and the session with it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from quire.server.fronts.engine_methods import EngineMethods
+from quire.server.fronts.peer import Peer
+from quire.server.fronts.session import FrontSession
+from quire.server.fronts.welcome import make_welcome
+from quire.server.in_flight import FirstTokenLog
+from quire.server.settings import ServerConfig
+
+if TYPE_CHECKING:  # the server starts before the engine is imported
+    from quire.engine.async_llm import AsyncLLM
+
+logger = logging.getLogger(__name__)
+
+PROGRAM = "quire.server.fronts.front_process"
+
+
+class FrontHandle:
+    """A front that was started.
+
+    Args:
+        llm: the engine.
+        number: number of the front.
+        process: its process.
+        connected: socket to it.
+        methods, first_tokens: see `FrontSession`.
+        on_end: function that is called once with this object and the exit code, when the process has ended and its
+            requests with it.
+
+    Attributes:
+        peer: what the process is sent and asked by.
+        started_s: time of its start, in seconds of the monotonic clock.
+        ready: future that is resolved when it accepts connections.
+        ended: event of the process' end.
+    """
+
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        number: int,
+        process: asyncio.subprocess.Process,
+        connected: socket.socket,
+        methods: EngineMethods,
+        first_tokens: FirstTokenLog,
+        on_end: Callable[[FrontHandle, int], None],
+    ) -> None:
+        self.number = number
+        self.started_s = time.monotonic()
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.ended = asyncio.Event()
+        self._llm = llm
+        self._process = process
+        self._on_end = on_end
+        self._session = FrontSession(
+            llm, connected, f"front {number}", methods, first_tokens, self._on_notice, self._on_silence
+        )
+        self._waiting = asyncio.create_task(self._wait())
+        self._count_http: Callable[[list[Any]], None] = methods.count_http_requests
+
+    @classmethod
+    async def start(
+        cls,
+        llm: AsyncLLM,
+        number: int,
+        descriptors: tuple[int, int],
+        methods: EngineMethods,
+        first_tokens: FirstTokenLog,
+        on_end: Callable[[FrontHandle, int], None],
+    ) -> FrontHandle:
+        """Start a process.
+
+        Args:
+            llm, number, methods, first_tokens, on_end: see the class.
+            descriptors: descriptors of the listening socket and of the queue's gauge.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            passed = (theirs.fileno(), *descriptors)
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                PROGRAM,
+                *map(str, passed),
+                pass_fds=passed,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.DEVNULL,
+                # A terminal sends its signals to the engine's process only, which tells its fronts.
+                start_new_session=True,
+            )
+        return cls(llm, number, process, ours, methods, first_tokens, on_end)
+
+    @property
+    def peer(self) -> Peer:
+        """What the process is sent and asked by."""
+        return self._session.peer
+
+    def welcome(self, config: ServerConfig, aliases: tuple[str, ...], created: int) -> None:
+        """Tell the process what it serves."""
+        self.peer.notify("welcome", make_welcome(self._llm, config, aliases, created))
+
+    def stop(self) -> None:
+        """Let the process stop: take no new requests, and end when running ones have, within the time limit."""
+        self.peer.notify("stop")
+
+    def kill(self) -> None:
+        """End the process at once."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    def _on_notice(self, kind: str, value: Any) -> None:
+        if kind == "ready" and not self.ready.done():
+            self.ready.set_result(None)
+        elif kind == "http_requests":
+            self._count_http(value)
+
+    def _on_silence(self) -> None:
+        """Take the end of the channel, after which the process can do nothing any more."""
+        self._closing = asyncio.create_task(self._kill_late())
+
+    async def _kill_late(self) -> None:
+        try:
+            async with asyncio.timeout(5.0):
+                await self.ended.wait()
+        except TimeoutError:
+            logger.error("front %d has closed its channel but not ended, so it is killed", self.number)
+            self.kill()
+
+    async def _wait(self) -> None:
+        exit_code = await self._process.wait()
+        self._session.close()
+        self.ended.set()
+        self._on_end(self, exit_code)

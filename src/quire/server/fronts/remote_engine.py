@@ -1,0 +1,327 @@
+"""An engine in another process, as the routes of a front use it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator
+from types import TracebackType
+from typing import Any, Final, Self
+
+import msgspec
+
+from quire.engine.adapters import LoadedAdapter
+from quire.engine.exporters.engine_report import EngineReport
+from quire.engine.inputs.prompts import Prompt, PromptReader
+from quire.engine.inputs.request_builder import PreparedRequest, RequestBuilder
+from quire.engine.inputs.tokenizer_pool import TokenizerPool
+from quire.engine.kv.pinning import ONE_TOKEN
+from quire.engine.outputs.mailbox import OutputMailbox
+from quire.engine.outputs.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from quire.errors import QueueFull, WorkerError
+from quire.sequences.lora import LoRARequest
+from quire.sequences.params import SamplingParams
+from quire.server.fronts.messages import (
+    Abort,
+    Acknowledge,
+    DeltaRow,
+    Message,
+    Outputs,
+    Release,
+    Reserve,
+    Row,
+    Submit,
+    TextRow,
+)
+from quire.server.fronts.peer import Peer
+from quire.server.fronts.queue_gauge import QueueGauge
+from quire.server.fronts.welcome import Welcome, read_pooling_fields
+from quire.server.fronts.wire_errors import decode_error
+from quire.server.fronts.wire_outputs import read_delta
+from quire.server.fronts.wire_params import encode_params
+from quire.text.tokenizer import Tokenizer
+
+# Time limit of calls that the engine's process answers at once, unless it hangs.
+CALL_TIMEOUT_S: Final = 10.0
+
+
+class RemoteStream:
+    """The outputs of one request.
+
+    Args:
+        request_id: id in the engine.
+        prompt: the prompt.
+        tokenizer: tokenizer for the texts of log probabilities.
+
+    Attributes:
+        mailbox: its unread deltas.
+    """
+
+    __slots__ = ("_last", "_metrics", "_prompt", "_request_id", "_tokenizer", "mailbox")
+
+    def __init__(self, request_id: str, prompt: PreparedRequest, tokenizer: Tokenizer | None) -> None:
+        self._request_id = request_id
+        self._prompt = prompt.prompt
+        self._tokenizer = tokenizer
+        # Times that all deltas share, and the last delta with more than text.
+        self._metrics = RequestMetrics()
+        self._last: DeltaRow | None = None
+        self.mailbox = OutputMailbox()
+
+    def take(self, row: Row) -> bool:
+        """Take a row; return True for the last one."""
+        if isinstance(row, TextRow):
+            assert self._last is not None
+            self.mailbox.put(self._text(row, self._last))
+            return False
+        if not isinstance(row, DeltaRow):
+            self.mailbox.put(decode_error(row.error))
+            return True
+        for name in self._metrics.__slots__:
+            setattr(self._metrics, name, getattr(row.metrics, name))
+        row.metrics, self._last = self._metrics, row
+        text, token_ids = self._prompt.text, self._prompt.token_ids
+        self.mailbox.put(read_delta(row, self._request_id, text, token_ids, self._tokenizer))
+        return row.finished
+
+    def _text(self, row: TextRow, last: DeltaRow) -> RequestOutput:
+        return RequestOutput(
+            request_id=self._request_id,
+            prompt=self._prompt.text,
+            prompt_token_ids=self._prompt.token_ids,
+            outputs=[CompletionOutput(0, row.text, row.token_ids)],
+            num_cached_tokens=last.num_cached_tokens,
+            num_disk_tokens=last.num_disk_tokens,
+            cache_hit_end=last.cache_hit_end,
+            cache_differs_at=last.cache_differs_at,
+            prompt_account=last.prompt_account,
+            metrics=self._metrics,
+        )
+
+
+class RemotePlace:
+    """Slots of the engine's waiting queue for several prompts; the engine refuses them at the first of the requests.
+
+    Args:
+        peer: the engine's process.
+        number: number of the reservation; None where each request reserves a slot by itself.
+    """
+
+    def __init__(self, peer: Peer, number: int | None) -> None:
+        self._peer = peer
+        self.number = number
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.number is not None:
+            self._peer.send(Release(self.number))
+
+
+class RemoteAdapters:
+    """The adapters of the engine; see `AdapterClient`."""
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+
+    async def list_loaded(self) -> tuple[LoadedAdapter, ...]:
+        """Return the loaded adapters."""
+        found = await self._peer.call("list_adapters", timeout_s=CALL_TIMEOUT_S)
+        return tuple(LoadedAdapter(**fields) for fields in found)
+
+    async def load(self, lora_request: LoRARequest) -> LoadedAdapter:
+        """Load an adapter."""
+        request = lora_request
+        fields = await self._peer.call("load_adapter", request.lora_name, request.lora_path, request.load_inplace)
+        return LoadedAdapter(**fields)
+
+    async def unload(self, lora_name: str) -> None:
+        """Unload an adapter."""
+        await self._peer.call("unload_adapter", lora_name)
+
+
+class RemoteEngine:
+    """A client of the engine's process; see `EngineClient`.
+
+    Args:
+        peer: the engine's process.
+        welcome: what it has said of itself.
+        gauge: length of its waiting queue.
+
+    Attributes:
+        http_requests: HTTP requests that were answered since they were last sent, by route, method and status.
+    """
+
+    def __init__(self, peer: Peer, welcome: Welcome, gauge: QueueGauge) -> None:
+        self.model_name = welcome.model_name
+        self.resolved = welcome.resolved
+        self.tokenizer = None if welcome.tokenizer is None else Tokenizer.from_parts(welcome.tokenizer)
+        self.pooling = read_pooling_fields(welcome.pooling)
+        resolved = self.resolved
+        prompts = PromptReader(
+            self.tokenizer, resolved.vocab_size, resolved.max_model_len, is_encoder=resolved.is_encoder
+        )
+        reader = RequestBuilder(resolved, prompts, None, frozenset(welcome.end_token_ids), self.model_name)
+        self.texts = TokenizerPool(reader, self.tokenizer, resolved.max_model_len)
+        self.adapters = RemoteAdapters(peer)
+        self.has_failed = False
+        self.http_requests: Counter[tuple[str, str, int]] = Counter()
+        self._defaults = welcome.default_params
+        self._peer = peer
+        self._gauge = gauge
+        self._numbers = itertools.count(1)
+        self._streams: dict[int, RemoteStream] = {}
+        self._used_s = time.thread_time()
+
+    # ---- requests ----
+
+    def reserve(self, count: int) -> RemotePlace:
+        """Reserve slots of the waiting queue, as far as this process can know; see `AsyncLLM.reserve`."""
+        self._check_alive()
+        self._check_room(count)
+        if count == 1:
+            return RemotePlace(self._peer, None)
+        place = RemotePlace(self._peer, next(self._numbers))
+        assert place.number is not None
+        self._peer.send(Reserve(place.number, count))
+        return place
+
+    def check_room(self) -> None:
+        """Check that the waiting queue has a free slot."""
+        self._check_room(1)
+
+    async def generate(
+        self,
+        prompt: PreparedRequest,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int,
+        flow: str | None,
+        place: RemotePlace,
+        cache_salt: str | None,
+        tenant: str | None,
+        retain_cache: bool,
+        lora_request: LoRARequest | None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Generate, as a stream of output deltas; see `AsyncLLM.generate`."""
+        self._check_alive()
+        options = {
+            "priority": priority,
+            "cache_salt": cache_salt,
+            "tenant": tenant,
+            "retain_cache": retain_cache,
+            "lora_name": None if lora_request is None else lora_request.lora_name,
+        }
+        number = next(self._numbers)
+        stream = self._streams[number] = RemoteStream(request_id, prompt, self.tokenizer)
+        try:
+            self._peer.send(
+                Submit(
+                    stream=number,
+                    request_id=request_id,
+                    token_ids=prompt.prompt.token_ids,
+                    text=prompt.prompt.text,
+                    words=prompt.words,
+                    params=encode_params(sampling_params),
+                    options=json.dumps(options),
+                    flow=flow,
+                    pooling=prompt.pooling,
+                    place=place.number,
+                    arrival_s=time.monotonic(),
+                )
+            )
+            is_finished = False
+            while not is_finished:
+                output = await stream.mailbox.next()
+                is_finished = output.finished
+                yield output
+        finally:
+            # It is listed until its last row has arrived.
+            if self._streams.pop(number, None) is not None and not self._peer.is_gone:
+                self._peer.send(Abort(number))
+
+    async def pin_prefix(
+        self,
+        name: str,
+        prompt: Prompt,
+        cache_salt: str | None,
+        *,
+        tenant: str | None,
+        add_special_tokens: bool,
+        lora_request: LoRARequest | None,
+    ) -> int:
+        """Keep a prompt's whole blocks in the prefix cache; see `AsyncLLM.pin_prefix`."""
+        (read,) = await self.texts.prepare([prompt], ONE_TOKEN, add_special_tokens=add_special_tokens)
+        adapter = None if lora_request is None else lora_request.lora_name
+        num_tokens = await self._peer.call("pin_prefix", name, read.prompt.token_ids, cache_salt, tenant, adapter)
+        return int(num_tokens)
+
+    async def unpin_prefix(self, name: str, tenant: str | None) -> None:
+        """Unpin a prefix."""
+        await self._peer.call("unpin_prefix", name, tenant)
+
+    def reset_prefix_cache(self) -> asyncio.Task[None]:
+        """Drop all cached prefixes."""
+        return asyncio.get_running_loop().create_task(self._peer.call("reset_prefix_cache"))
+
+    # ---- state ----
+
+    def default_sampling_params(self) -> dict[str, Any]:
+        """Return the sampling parameters that the model's generation config sets."""
+        return dict(self._defaults)
+
+    async def report(self) -> EngineReport:
+        """Return the health, the memory and the totals of the engine."""
+        return msgspec.convert(await self._peer.call("report", timeout_s=CALL_TIMEOUT_S), EngineReport)
+
+    def on_http_request(self, route: str, method: str, status: int) -> None:
+        """Count an answered HTTP request, until the counts are sent."""
+        self.http_requests[route, method, status] += 1
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests, and return whether those in progress ended in time."""
+        try:
+            return bool(await self._peer.call("drain", timeout_s, timeout_s=timeout_s + CALL_TIMEOUT_S))
+        except WorkerError:
+            return False
+
+    # ---- called by the owner of the peer ----
+
+    def take(self, message: Message) -> None:
+        """Take the deltas of a message."""
+        assert isinstance(message, Outputs)
+        used_s = time.thread_time()
+        self._peer.send(Acknowledge(used_s - self._used_s))
+        self._used_s = used_s
+        for row in message.rows:
+            stream = self._streams.get(row.stream)
+            if stream is not None and stream.take(row):
+                del self._streams[row.stream]
+
+    def fail(self, error: WorkerError) -> None:
+        """Take the end of the engine: every stream ends with an error, and no request is accepted any more."""
+        self.has_failed = True
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.mailbox.put(error)
+
+    def take_http_requests(self) -> list[Any]:
+        """Return the HTTP requests since the last call: route, method, status and count."""
+        counts, self.http_requests = self.http_requests, Counter()
+        return [(*key, count) for key, count in counts.items()]
+
+    def _check_alive(self) -> None:
+        if self.has_failed or self._peer.is_gone:
+            raise WorkerError("the engine does not run")
+
+    def _check_room(self, count: int) -> None:
+        limit = self.resolved.max_queue_len
+        if limit is not None and count <= limit < self._gauge.num_taken + count:
+            raise QueueFull(limit, self._gauge.retry_after_s)
