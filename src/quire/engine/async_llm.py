@@ -365,8 +365,11 @@ class AsyncLLM:
         return None if self._engine.kv_events is None else self._engine.kv_events.describe()
 
     async def report(self) -> EngineReport:
-        """Return `health`, `usage`, `stats`, `kv_report` and `swapped_requests` together."""
-        return EngineReport(self.health(), self.usage(), self.stats(), self.kv_report(), self.swapped_requests())
+        """Return `health`, `usage`, `stats`, `kv_report`, `swapped_requests` and `kv_event_source` together."""
+        source = self.kv_event_source()
+        return EngineReport(
+            self.health(), self.usage(), self.stats(), self.kv_report(), self.swapped_requests(), source
+        )
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests and wait for those in progress.

@@ -72,6 +72,8 @@ def params_to_json(params: SamplingParams) -> dict[str, Any]:
     value = {name: each for name, each in given.items() if each != getattr(_DEFAULTS, name)}
     if "output_kind" in value:
         value["output_kind"] = params.output_kind.name
+    if params.extra_args is not None:
+        value["extra_args"] = {name: dict(each) for name, each in params.extra_args.items()}
     if params.logit_bias is not None:
         value["logit_bias"] = [[token_id, bias] for token_id, bias in params.logit_bias.items()]
     if params.structured_outputs is not None:
@@ -84,7 +86,7 @@ def params_to_json(params: SamplingParams) -> dict[str, Any]:
 
 def params_from_json(value: dict[str, Any]) -> SamplingParams:
     """Return the parameters of a value of `params_to_json`."""
-    given = {name: tuple(each) if isinstance(each, list) else each for name, each in value.items()}
+    given: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in value.items()}
     if "output_kind" in given:
         given["output_kind"] = RequestOutputKind[given["output_kind"]]
     if "logit_bias" in given:

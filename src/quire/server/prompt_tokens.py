@@ -46,7 +46,7 @@ async def prompt_tokens(state: ServerState, request: Request) -> Response:
     fields = Fields(body.as_dict())
     name = fields.text("model")
     if name is not None:
-        choose_model(state, request, name.removesuffix(ollama.LATEST) if path.startswith("/api/") else name)
+        await choose_model(state, request, name.removesuffix(ollama.LATEST) if path.startswith("/api/") else name)
     if path == COMPLETIONS:
         prompt = read_prompts(fields.get("prompt"), state.config.max_prompts)[0]
         special = fields.flag("add_special_tokens", True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from quire.engine.exporters.kv_report import KvReport
 from quire.engine.metrics.stats import EngineStats, Health
@@ -18,6 +18,7 @@ class EngineReport(NamedTuple):
         stats: totals since the start.
         kv: pinned and retained blocks, and the lifetimes of blocks.
         swapped_requests: ids of the requests with a sequence whose blocks are on the host.
+        kv_event_source: where the engine publishes its KV events, and in which form; None where it does not.
     """
 
     health: Health
@@ -25,3 +26,4 @@ class EngineReport(NamedTuple):
     stats: EngineStats
     kv: KvReport
     swapped_requests: frozenset[str]
+    kv_event_source: dict[str, Any] | None

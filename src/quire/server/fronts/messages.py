@@ -6,7 +6,7 @@ a form for lone surrogates and for integers of any size.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -150,6 +150,7 @@ class DeltaRow(msgspec.Struct, array_like=True, tag=1, gc=False):
     pooled: tuple[float, ...]
     error: str | None
     error_code: str | None
+    kv_transfer_params: dict[str, Any] | None
     metrics: RequestMetrics
 
 

@@ -39,6 +39,7 @@ def delta_row(stream: int, output: RequestOutput) -> DeltaRow:
         pooled=output.pooled,
         error=output.error,
         error_code=output.error_code,
+        kv_transfer_params=output.kv_transfer_params,
         metrics=output.metrics,
     )
 
@@ -70,6 +71,7 @@ def read_delta(
         pooled=row.pooled,
         error=row.error,
         error_code=row.error_code,
+        kv_transfer_params=row.kv_transfer_params,
         metrics=row.metrics,
     )
 

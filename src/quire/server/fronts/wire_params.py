@@ -1,15 +1,13 @@
-"""Sampling parameters as JSON: the fields that differ from their defaults; the engine's process checks them again."""
+"""Sampling parameters as JSON text; the engine's process checks them again."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import MISSING, fields
 from functools import lru_cache
-from typing import Any, Final
+from typing import Final
 
 from quire.sequences.params import SamplingParams
-from quire.sequences.structured import StructuredOutputs
-from quire.sequences.thinking import ThinkingTokens
+from quire.sequences.request_json import params_from_json, params_to_json
 
 # Functions and objects of Python's callers, which no request over HTTP has.
 LOCAL_FIELDS: Final = ("logits_processors", "strategy", "output_kind")
@@ -17,9 +15,7 @@ LOCAL_FIELDS: Final = ("logits_processors", "strategy", "output_kind")
 NUM_CACHED = 64
 MAX_CACHED_CHARS = 4096
 
-_DEFAULTS: Final = {
-    field.name: field.default for field in fields(SamplingParams) if field.init and field.default is not MISSING
-}
+_DEFAULTS: Final = SamplingParams()
 
 
 def encode_params(params: SamplingParams) -> str:
@@ -28,15 +24,10 @@ def encode_params(params: SamplingParams) -> str:
     Raises:
         ValueError: parameters with a field of `LOCAL_FIELDS`.
     """
-    given: dict[str, Any] = {}
-    for name, default in _DEFAULTS.items():
-        value = getattr(params, name)
-        if value is default or value == default:
-            continue
-        if name in LOCAL_FIELDS:
+    for name in LOCAL_FIELDS:
+        if getattr(params, name) != getattr(_DEFAULTS, name):
             raise ValueError(f"{name} cannot be sent to another process")
-        given[name] = _plain(value)
-    return json.dumps(given)
+    return json.dumps(params_to_json(params))
 
 
 def decode_params(text: str) -> SamplingParams:
@@ -48,27 +39,8 @@ def decode_params(text: str) -> SamplingParams:
     return _cached(text) if len(text) <= MAX_CACHED_CHARS else _decode(text)
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, StructuredOutputs):
-        return {field.name: getattr(value, field.name) for field in fields(value)}
-    if isinstance(value, ThinkingTokens):
-        plain = {field.name: getattr(value, field.name) for field in fields(value)}
-        return plain | {"boundary_ids": sorted(value.boundary_ids)}
-    # JSON has no integers as keys.
-    return list(value.items()) if hasattr(value, "items") else value
-
-
 def _decode(text: str) -> SamplingParams:
-    given = json.loads(text)
-    if "structured_outputs" in given:
-        given["structured_outputs"] = StructuredOutputs(**given["structured_outputs"])
-    if "thinking" in given:
-        marks = given["thinking"]
-        tuples = {name: tuple(marks[name]) for name in ("end_ids", "close_ids")}
-        given["thinking"] = ThinkingTokens(**{**marks, **tuples, "boundary_ids": frozenset(marks["boundary_ids"])})
-    if "logit_bias" in given:
-        given["logit_bias"] = dict(given["logit_bias"])
-    return SamplingParams(**given)
+    return params_from_json(json.loads(text))
 
 
 _cached = lru_cache(NUM_CACHED)(_decode)

@@ -28,7 +28,7 @@ class EngineServer:
         from quire.engine.async_llm import AsyncLLM
         from quire.server.app import build_app
         from quire.server.body import BodyReader
-        from quire.server.lifecycle import _reasoning, _tool_format
+        from quire.server.lifecycle import read_reasoning, read_tool_format
         from quire.server.settings import ServerConfig
         from quire.server.state import ServerState
 
@@ -44,13 +44,13 @@ class EngineServer:
         resolved = self._llm.resolved
         server_config = ServerConfig(**server_options)
         bodies = BodyReader(server_config.max_body_bytes, max(resolved.max_model_len, resolved.vocab_size))
-        form = _tool_format(self._llm.tokenizer, server_config.tool_call_parser)
-        self._state = ServerState(
+        form = read_tool_format(self._llm.tokenizer, server_config.tool_call_parser)
+        self._state = ServerState.local(
             self._llm, server_config, bodies, __version__, created=int(time.time()), tool_format=form
         )
         self._state.aliases = config.model.served_names[1:]
         ends = self._llm.texts.end_token_ids
-        self._state.reasoning = _reasoning(self._llm.tokenizer, server_config.reasoning_parser, ends)
+        self._state.reasoning = read_reasoning(self._llm.tokenizer, server_config.reasoning_parser, ends)
         self._app = build_app(self._state)
 
     async def handle(self, scope: Mapping[str, Any], body: bytes, route: Any = None) -> AsyncIterator[Any]:  # noqa: ARG002 - for the router
