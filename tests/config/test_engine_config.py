@@ -64,6 +64,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "suffix_cache_bytes": {"speculative_method": "suffix"},
     "draft_model": {"speculative_method": "draft"},
     "lora_modules": {"enable_lora": True},
+    "prefix_cache_write_policy": {"prefix_cache_dir": "cache"},
 }
 
 
@@ -79,6 +80,11 @@ NEEDED: dict[str, dict[str, Any]] = {
         ("record_memory", [None, "memory.log"], ["", 3]),
         ("prefix_cache_dir", [None, "cache"], ["", 3]),
         ("prefix_cache_disk_bytes", [1, 8 << 30], [0, None, 1.5, True]),
+        ("prefix_cache_url", [None, "redis://host:1/0", "unix:///run/a"], ["", 3, "http://host"]),
+        ("prefix_cache_timeout_s", [1, 0.1], [0, -1.0, math.inf, "1", True, None]),
+        ("prefix_cache_ttl_s", [None, 1, 0.1], [0, -1.0, math.inf, "1", True]),
+        ("prefix_cache_write_policy", [None, "write_back", "write_through"], ["", "through", 3]),
+        ("kv_transfer_config", [None, '{"kv_role": "kv_both"}'], ["{", 3, "[]"]),
         ("skip_tokenizer_init", [True, False], [None, 0, "false"]),
         ("deterministic", [True, False], [None, 1, "yes"]),
         ("enable_prefix_caching", [True, False], [None, 1, "no"]),
@@ -252,7 +258,7 @@ def test_resolve_keeps_what_was_asked_for() -> None:
     assert dataclasses.astuple(config) == (
         *("cpu", 2, 100, 32, 40, 32768, 4, 6, False, "slru", 0.1, 1 << 20, 6, 7),
         *("priority", 99, "least_waste", "swap", 9, 500, 11, "torch", 0.2, 0.3, 0.4, 64, 1 << 20, 30.5, "int8", "int8"),
-        *("suffix", 5, True, None, False),
+        *("suffix", 5, True, None, False, None),
     )
     assert config.max_concurrency == 6, "no more than max_num_seqs"
 
