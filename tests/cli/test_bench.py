@@ -44,3 +44,9 @@ def test_counts_are_whole_and_positive(capsys: pytest.CaptureFixture[str], text:
     with pytest.raises(SystemExit):
         main(["bench", "--num-prompts", text])
     assert "is not a whole number of at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [("--workload", "W1"), ("--profile",), ("--num-prompts", "3")])
+def test_a_fit_takes_no_workload(flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "bundled", "--fit", "steps.json", *flags]) == 2
+    assert f"{flags[0]} does not apply to --fit" in capsys.readouterr().err

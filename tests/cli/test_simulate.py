@@ -106,6 +106,8 @@ def test_a_trace_is_served(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
         (("--hash-block", "512"), "hash_block applies to --trace only"),
         (("--trace", "none.jsonl", "--rate", "3"), "num_requests shapes synthetic traffic"),
         (("--step-times", "none.json"), "step_times none.json cannot be read"),
+        (("--step-times", "none.json", "--gpus", "2"), "gpus cannot be changed with --step-times"),
+        (("--step-times", "none.json", "--dtype", "float32"), "dtype cannot be changed with --step-times"),
         (("--chart", "no/folder/chart.svg"), "chart no/folder/chart.svg cannot be written"),
         (("--price", "-1"), "--price"),
         (("--goodput", "0"), "--goodput"),

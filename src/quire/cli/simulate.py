@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.cli.options import add_engine_options, engine_options, parse_size
 from quire.cli.workload import count
+from quire.config import ModelConfig
 from quire.errors import ConfigError, TraceError, shown
 from quire.simulation.report import NO_LIMITS, ServiceLevel
 from quire.simulation.traffic import TRAFFIC, SyntheticTraffic, TrafficShape, TrafficSource
@@ -46,6 +47,8 @@ OPTIONS = (
     "preemption_policy",
     "preemption_mode",
 )
+# Those of them that a file of step times has settled.
+OPTIONS_OF_MODEL = ("revision", "dtype", "quantization", "max_model_len", "kv_cache_dtype", "gpu_memory_utilization")
 HELP_OF_TRAFFIC = {
     "num_requests": "requests, all turns counted; fewer where sessions end at max_context",
     "rate": "requests a second on average, all turns counted",
@@ -188,8 +191,11 @@ def _engine(args: argparse.Namespace) -> SimulatedEngine:
 
     if args.step_times is None:
         return engine_on_hardware({"model": args.model, **engine_options(args)}, args.hardware or "l4", args.gpus)
-    if args.gpus != 1:
-        raise ConfigError(f"gpus must be 1 with step_times, which were measured, got {args.gpus}", field="gpus")
+    given = engine_options(args)
+    fixed = next((name for name in OPTIONS_OF_MODEL if name in given), None)
+    fixed = "gpus" if args.gpus != 1 else "model" if args.model != ModelConfig().model else fixed
+    if fixed is not None:
+        raise ConfigError(f"{fixed} cannot be changed with --step-times: the file says what was measured", field=fixed)
     return engine_of_step_times(args.step_times)
 
 
