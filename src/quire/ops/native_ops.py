@@ -216,9 +216,7 @@ class NativeOps:
 
     def fuse_layers(self, layers: Sequence[PackedLayer]) -> NativeLayers | None:
         """Run the layers of steps of few rows in one call, where none of their products is torch's."""
-        if not can_fuse(layers, is_deterministic=self._is_deterministic):
-            return None
-        return NativeLayers(self._library, layers, self, self._is_deterministic)
+        return NativeLayers(self._library, layers, self, self._is_deterministic) if can_fuse(layers) else None
 
     def fuse_norm(self, norm: RowNorm, linear: Linear) -> NativeNormedLinear | None:
         """Norm and multiply in one call, where the product is not torch's."""
