@@ -37,10 +37,7 @@ def run(*flags: str) -> tuple[str, str]:
         (["serve", "--prefix-cache-dir", f"{__file__}/folder"], "is no folder that can be written"),
         (["serve", "--port", "70000"], "port must be from 0 to 65535"),
         (["serve", "--port", "TAKEN"], "cannot listen on 127.0.0.1 port"),
-        (
-            ["serve", "--merge-lora", "--lora-modules", "a=/b", "--allow-runtime-lora-updating"],
-            "leaves no model for that",
-        ),
+        (["serve", "--merge-lora", "--lora-modules", "a=/b", "--allow-runtime-lora-updating"], "leaves no model"),
         (["generate", "--prompt", "a", "--merge-lora"], "exactly one adapter in lora_modules, got 0"),
         (["serve", "gpt-oss-20b"], "could not be fetched from the hub: the hub cannot be reached"),
         (["serve", "EMPTY"], "has neither model.safetensors nor"),

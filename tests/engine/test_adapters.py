@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from quire import LLM, AsyncLLM, LoRARequest, SamplingParams
 from quire.engine.exporters.lora_collector import LoraMetrics
 from quire.engine.exporters.prometheus import Metrics
 from quire.errors import ConfigError, InvalidAdapter, InvalidParameter, RequestError, UnknownAdapter, UnsupportedFeature
 from tests.conformance.checkpoints import save_checkpoint
-from tests.models.adapters.folders import linear_widths, random_matrices, write_adapter
+from tests.models.adapters.folders import random_matrices, write_adapter
 from tests.ops.backends import LIBRARIES
 
 WIDTHS = {
@@ -203,36 +201,6 @@ def test_the_metric_names_running_and_waiting_adapters(world: World) -> None:
         assert [*labels().values()] == ["", "", "5"]
     with world.load(enable_lora=False) as llm:
         assert not [*LoraMetrics(llm.engine, "vllm").collect()]
-
-
-@pytest.mark.skipif("avx2" not in LIBRARIES, reason="fused layers need native kernels")
-@pytest.mark.parametrize("family", ["qwen3.5-moe", "gpt-oss", pytest.param("lfm2-moe", marks=pytest.mark.slow)])
-def test_experts_with_adapters_are_fused_near_the_layers_one_by_one(family: str, tmp_path: Path) -> None:
-    """Of router and shared expert too; a deterministic engine computes such layers one by one in all steps."""
-    model = save_checkpoint(family, tmp_path / "model")
-    base: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    path = write_adapter(tmp_path / "one", random_matrices(linear_widths(base), 4, 1))
-    options: dict[str, Any] = {"skip_tokenizer_init": True, "num_threads": 1, "max_model_len": 128, "dtype": "bfloat16"}
-    options |= {"num_kv_blocks": 200, "enable_lora": True, "lora_modules": {"one": path}, "block_size": 8}
-    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, logprobs=1)
-    adapters = [LoRARequest("one"), None, LoRARequest("one")]
-    with LLM(str(model), **options) as llm:
-        runner: Any = llm.engine.executor
-        decoder = runner._runner._decoder
-        assert decoder._fused_adapted is not None
-        found = []
-        for _ in range(2):  # the first step has too many rows to be fused, the second one is compared
-            outputs = llm.generate([PROMPT, PROMPT, PROMPT[5:]], params, lora_request=adapters, use_tqdm=False)
-            known: Any = [output.outputs[0].logprobs for output in outputs]
-            found.append([max(each.logprob for each in positions[1].values()) for positions in known])
-            llm.engine.reset_prefix_cache()
-            decoder._fused_adapted = None
-    assert found[0] == pytest.approx(found[1], abs=0.1)
-    assert abs(found[0][0] - found[0][1]) > 1e-3
-    if family == "gpt-oss":
-        with LLM(str(model), deterministic=True, **options) as llm:
-            runner = llm.engine.executor
-            assert runner._runner._decoder._fused_adapted is None
 
 
 def test_what_is_refused_names_why(world: World, tmp_path: Path) -> None:

@@ -86,7 +86,8 @@ def outputs(llm: LLM) -> list[str]:
 def test_a_merged_adapter_gives_the_bits_of_a_merged_checkpoint(
     worlds: dict[str, World], family: str, dtype: str, quantization: str | None
 ) -> None:
-    world, options = worlds[family], dict[str, Any](dtype=dtype, quantization=quantization)
+    world = worlds[family]
+    options: dict[str, Any] = {"dtype": dtype, "quantization": quantization}
     with load_merged(world, **options) as llm, load(world.merge(getattr(torch, dtype)), **options) as expected:
         assert outputs(llm) == outputs(expected)
         found = outputs(expected)

@@ -95,35 +95,28 @@ def norm_scales(norm: RowNorm | HeadNorms | None) -> NormScales:
     return NormScales(TYPES[norm.scales.dtype], norm.scales.data_ptr(), len(norm.scales), norm.eps)
 
 
-def can_fuse(layers: Sequence[PackedLayer], *, is_deterministic: bool) -> bool:
-    """Return whether all products are native, and the attention of each cache group has as many heads.
-
-    Steps that are not fused compute experts whose router or shared expert has adapters by torch operators, which round
-    otherwise: a deterministic model computes these so in all steps.
-    """
+def can_fuse(layers: Sequence[PackedLayer]) -> bool:
+    """Return whether all products are native, and the attention of each cache group has as many heads."""
     attention = [(layer.group_idx, layer.mixer) for layer in layers if isinstance(layer.mixer, PackedAttention)]
     heads = {(group_idx, mixer.num_heads) for group_idx, mixer in attention}
-    return len(heads) == len(dict(heads)) and all(_are_native(layer, is_deterministic) for layer in layers)
+    return len(heads) == len(dict(heads)) and all(map(_are_native, layers))
 
 
 def can_fuse_experts(experts: RoutedExperts) -> bool:
     """Return whether all products are native, and none has adapters."""
-    return all(isinstance(part, NativeLinear) for part in (*_routed_products(experts), *_dense_products(experts)))
+    return all(isinstance(part, NativeLinear) for part in _products_of_experts(experts))
 
 
-def _are_native(layer: PackedLayer, is_deterministic: bool) -> bool:
+def _are_native(layer: PackedLayer) -> bool:
     mixer, ffn = layer.mixer, layer.ffn
     products: list[Linear] = [mixer.output]
     if isinstance(mixer, PackedAttention):
         products += [mixer.qkv, *([] if mixer.gate is None else [mixer.gate])]
     else:
         products.append(mixer.input)
-    if not isinstance(ffn, RoutedExperts):
-        return all(map(_is_native, (*products, *ffn)))
-    if is_deterministic and not can_fuse_experts(ffn):
-        return False
-    products += [*_routed_products(ffn), *_dense_products(ffn)]
-    return all(map(_is_native, products))
+    if isinstance(ffn, RoutedExperts):
+        return can_fuse_experts(ffn) and all(map(_is_native, products))
+    return all(map(_is_native, (*products, *ffn)))
 
 
 def _is_native(linear: Linear) -> bool:
@@ -131,15 +124,10 @@ def _is_native(linear: Linear) -> bool:
     return isinstance(linear.linear if isinstance(linear, AdaptedLinear) else linear, NativeLinear)
 
 
-def _routed_products(experts: RoutedExperts) -> Iterator[Linear]:
-    """Yield the layers of single experts, which take no adapters."""
+def _products_of_experts(experts: RoutedExperts) -> Iterator[Linear]:
+    yield experts.router
     yield from experts.gate_ups
     yield from experts.downs
-
-
-def _dense_products(experts: RoutedExperts) -> Iterator[Linear]:
-    """Yield the layers that every row goes through."""
-    yield experts.router
     yield from experts.shared or ()
     if experts.shared_gate is not None:
         yield experts.shared_gate

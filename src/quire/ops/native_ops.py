@@ -217,9 +217,7 @@ class NativeOps:
 
     def fuse_layers(self, layers: Sequence[PackedLayer], ranks: SharedMemoryRanks | None = None) -> NativeLayers | None:
         """Run the layers of steps of few rows in one call, where none of their products is torch's."""
-        if not can_fuse(layers, is_deterministic=self._is_deterministic):
-            return None
-        return NativeLayers(self._library, layers, self, self._is_deterministic, ranks)
+        return NativeLayers(self._library, layers, self, self._is_deterministic, ranks) if can_fuse(layers) else None
 
     def fuse_norm(self, norm: RowNorm, linear: Linear) -> NativeNormedLinear | None:
         """Norm and multiply in one call, where the product is not torch's."""

@@ -157,7 +157,8 @@ class WithAdapter:
 
     def __call__(self, input_ids: Tensor, *arguments: Any, **options: Any) -> Tensor:
         rows = LoraRows(len(input_ids), {0: [*range(len(input_ids))]})
-        return self._decoder(input_ids, *arguments, **{**options, "adapters": (rows, rows)})
+        found: Tensor = self._decoder(input_ids, *arguments, **options | {"adapters": (rows, rows)})
+        return found
 
 
 def logits(decoder: Any) -> Tensor:

@@ -36,7 +36,7 @@ class LoraMetrics(Collector):
         adapters = self._engine.adapters
         if adapters is None:
             return
-        # Of several names of one content, the first one loaded stands for all.
+        # Where contents have several names, the first one that was loaded is shown.
         names = {each.slot: each.name for each in reversed(adapters.loaded)}
         running, waiting = set[str](), set[str]()
         for request in tuple(self._engine.scheduler.requests.values()):
