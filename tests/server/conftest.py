@@ -42,8 +42,8 @@ def shared_server(
 ) -> Iterator[ServerProcess]:
     """The server that most tests share."""
     flags = ("--num-kv-blocks", "600", "--max-num-seqs", "32", "--log-interval", "0.2", "--max-body-bytes", "1MiB")
-    flags += with_fronts(request)
-    with running(folder, tmp_path_factory.mktemp("logs") / "shared.log", *flags, "--pin-limit", "0.1") as process:
+    more = ("--pin-limit", "0.1", *with_fronts(request))
+    with running(folder, tmp_path_factory.mktemp("logs") / "shared.log", *flags, *more) as process:
         yield process
 
 
