@@ -26,7 +26,7 @@ RESERVED = GLOBALS | {"messages", "tools", "add_generation_prompt", "continue_fi
 
 
 class TemplateParts(NamedTuple):
-    """What a chat template is made of; the fields are the arguments of `ChatTemplate`, `special_tokens` has all."""
+    """Parts of a chat template; the fields are the arguments of `ChatTemplate`, and `special_tokens` has all."""
 
     source: str
     tool_source: str | None
@@ -79,7 +79,7 @@ class ChatTemplate:
 
     @property
     def parts(self) -> TemplateParts:
-        """What another process makes the same template of."""
+        """Parts of which another process makes the same template."""
         return TemplateParts(
             self.source, None if self.for_tools is self else self.for_tools.source, dict(self._special_tokens)
         )
@@ -89,9 +89,7 @@ class ChatTemplate:
         """Return the template of the parts of another one."""
         named = dict(parts.special_tokens)
         begin, end = named.pop("bos_token", ""), named.pop("eos_token", "")
-        return cls(
-            parts.source, tool_source=parts.tool_source, bos_token=begin, eos_token=end, special_tokens=named
-        )
+        return cls(parts.source, tool_source=parts.tool_source, bos_token=begin, eos_token=end, special_tokens=named)
 
     def render(
         self,

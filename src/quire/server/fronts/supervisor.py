@@ -40,7 +40,7 @@ END_TIMEOUT_S: Final = 10.0
 # Fronts that died within so short a time of their start, one after the other, end the server.
 SHORT_LIFE_S: Final = 10.0
 MAX_SHORT_LIVES: Final = 3
-# How long a front may take to say which requests it has in flight.
+# Time limit of a front's answer with its requests in flight.
 ASK_TIMEOUT_S: Final = 2.0
 
 
