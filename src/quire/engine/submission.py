@@ -31,7 +31,7 @@ class Submitter:
         engine: the engine.
         thread: its thread.
         slots: slots of its waiting queue.
-        texts: what makes texts into tokens.
+        texts: threads that make texts into tokens.
         adapters: loaded adapters.
         metrics: metrics, which count accepted requests.
 

@@ -1,4 +1,4 @@
-"""What the server asks of an engine: `AsyncLLM` is one client, and a front process has another."""
+"""The interface of an engine for the routes of a server: `AsyncLLM` has it, and a client in a front process."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class EngineClient(Protocol):
 
     @property
     def texts(self) -> TokenizerPool:
-        """What makes texts into tokens."""
+        """Threads that make texts into tokens."""
 
     @property
     def adapters(self) -> AdapterClient:

@@ -25,7 +25,7 @@ class ServerState:
 
     Args:
         llm: the engine.
-        views: what operators and the page see of it.
+        views: views of it for operators and the page.
         in_flight: requests in the engine.
         config: the server's options.
         bodies: parser of request bodies.

@@ -1,4 +1,4 @@
-"""What operators and the page see of an engine and its requests: metrics, requests in flight, blocks, prefix tree."""
+"""Views of an engine for operators and the page: metrics, requests in flight, blocks, the prefix tree."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class MapWatcher(Protocol):
 
 
 class ServerViews(Protocol):
-    """What operators and the page see."""
+    """Views for operators and the page."""
 
     async def watch(self, tenant: str | None) -> MapWatcher:
         """Return a new watcher of the block map, whose first event is a snapshot; see `BlockMapHub.watch`."""

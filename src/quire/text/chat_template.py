@@ -26,7 +26,7 @@ RESERVED = GLOBALS | {"messages", "tools", "add_generation_prompt", "continue_fi
 
 
 class TemplateParts(NamedTuple):
-    """What a chat template is made of; the fields are the arguments of `ChatTemplate`, `special_tokens` has all."""
+    """Parts of a chat template; the fields are the arguments of `ChatTemplate`, and `special_tokens` has all."""
 
     source: str
     tool_source: str | None
@@ -79,7 +79,7 @@ class ChatTemplate:
 
     @property
     def parts(self) -> TemplateParts:
-        """What another process makes the same template of."""
+        """Parts of which another process makes the same template."""
         return TemplateParts(
             self.source, None if self.for_tools is self else self.for_tools.source, dict(self._special_tokens)
         )

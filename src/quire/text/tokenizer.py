@@ -41,7 +41,7 @@ class TokenPiece(NamedTuple):
 
 
 class TokenizerParts(NamedTuple):
-    """What a tokenizer is made of; the fields are the arguments of `Tokenizer`, `library` as a `tokenizer.json`."""
+    """Parts of a tokenizer; the fields are the arguments of `Tokenizer`, `library` as a `tokenizer.json`."""
 
     library: str
     bos_token: str | None
@@ -167,7 +167,7 @@ class Tokenizer:
 
     @property
     def parts(self) -> TokenizerParts:
-        """What another process makes the same tokenizer of."""
+        """Parts of which another process makes the same tokenizer."""
         template = None if self.chat_template is None else self.chat_template.parts
         return TokenizerParts(self.to_json(), self._bos_token, self._eos_token, template)
 

@@ -94,7 +94,7 @@ def output(text: str, token_ids: list[int], **fields: Any) -> RequestOutput:
 
 def test_a_delta_comes_as_it_was() -> None:
     logprobs = FlatLogprobs()
-    logprobs.append(TokenLogprobs(5, -0.5, 1, array("q", (5, 6)), array("d", (-0.5, -1.5))))
+    logprobs.append(TokenLogprobs(5, -0.5, 1, array("i", (5, 6)), array("d", (-0.5, -1.5))))
     delta = output("a", [5], finished=True, num_cached_tokens=1, prompt_account=TokenAccount(), pooled=(0.5, -2.0))
     delta.metrics = RequestMetrics(1.0, 2.0, 3.0, 4.0, 5)
     delta.outputs[0].logprobs = logprobs

@@ -69,7 +69,7 @@ class EngineMethods:
         return RemoteWatchers(self._views)
 
     async def _report(self) -> Any:
-        # Whoever has seen that the engine is idle finds room in its queue.
+        # A client that was told of an idle engine must find room in its queue.
         self._publish_queue()
         return msgspec.to_builtins(await self._llm.report())
 

@@ -39,7 +39,7 @@ class FrontHandle:
             requests with it.
 
     Attributes:
-        peer: what the process is sent and asked by.
+        peer: the process, for messages and calls.
         started_s: time of its start, in seconds of the monotonic clock.
         ready: future that is resolved when it accepts connections.
         ended: event of the process' end.
@@ -102,7 +102,7 @@ class FrontHandle:
 
     @property
     def peer(self) -> Peer:
-        """What the process is sent and asked by."""
+        """The process, for messages and calls."""
         return self._session.peer
 
     def welcome(self, config: ServerConfig, aliases: tuple[str, ...], created: int) -> None:

@@ -144,8 +144,9 @@ class Front:
 
     def _stop(self) -> None:
         self._is_stopping = True
-        if self._shutdown is not None:
-            self._shutdown.begin()
+        shutdown, self._shutdown = self._shutdown, None
+        if shutdown is not None:
+            shutdown.begin()
 
     def _fail(self, error: WorkerError) -> None:
         """Let requests fail, and the server end after a while in which clients and probes are told so."""

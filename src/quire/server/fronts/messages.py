@@ -15,7 +15,7 @@ from quire.engine.outputs.outputs import RequestMetrics
 from quire.memory.results import TokenAccount
 from quire.sequences.pooling import Pooling
 
-# Of these messages; both ends must have the same.
+# Version of these messages, which both ends must share.
 VERSION: Final = 1
 # A reader refuses a longer message: its length is no length then.
 MAX_MESSAGE_BYTES: Final = 1 << 30

@@ -151,7 +151,7 @@ class RemoteEngine:
 
     Args:
         peer: the engine's process.
-        welcome: what it has said of itself.
+        welcome: its description of the server and the model.
         gauge: length of its waiting queue.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""What operators and the page see, asked of the engine's process, which asks all fronts where they know."""
+"""The views of a front: calls of the engine's process, which asks all fronts for their requests."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ END_TIMEOUT_S: Final = 10.0
 # Fronts that died within so short a time of their start, one after the other, end the server.
 SHORT_LIFE_S: Final = 10.0
 MAX_SHORT_LIVES: Final = 3
-# How long a front may take to say which requests it has in flight.
+# Time limit of a front's answer with its requests in flight.
 ASK_TIMEOUT_S: Final = 2.0
 
 
@@ -73,6 +73,7 @@ class Supervisor:
         self._numbers = itertools.count()
         self._fronts: set[FrontHandle] = set()
         self._num_short_lives = 0
+        self._restarts: set[asyncio.Task[None]] = set()
         self._is_stopping = False
         self._over = asyncio.Event()
         self._failure: FrontsFailed | None = None
@@ -90,8 +91,12 @@ class Supervisor:
             print(f"Quire serves {self._llm.model_name} at {url_of(self._listener, scheme(self._config))}", flush=True)
             tasks = [asyncio.create_task(self._watch_engine()), *engine_tasks(self._llm, self.views, self._config)]
             await self._over.wait()
+        except BaseException:
+            self._stop()
+            raise
         finally:
             self._is_stopping = True
+            tasks += self._restarts
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -143,7 +148,9 @@ class Supervisor:
         if self._num_short_lives >= MAX_SHORT_LIVES:
             self._give_up(FrontsFailed(f"{MAX_SHORT_LIVES} front processes in a row ended within {SHORT_LIFE_S:g} s"))
         else:
-            self._starting = asyncio.create_task(self._restart())
+            task = asyncio.create_task(self._restart())
+            self._restarts.add(task)
+            task.add_done_callback(self._restarts.discard)
 
     async def _restart(self) -> None:
         try:

@@ -1,4 +1,4 @@
-"""What a front needs to know of the server and its model: the first notice that it gets."""
+"""The first notice to a front: the server and its model."""
 
 from __future__ import annotations
 
@@ -34,11 +34,10 @@ class Welcome(msgspec.Struct, kw_only=True):
         created: time of the server's start, in Unix seconds.
         model_name, aliases: names of the model.
         resolved: configuration of the engine.
-        pooling: the fields of `PoolingConfig`, of its head those of `_HEAD_FIELDS`.
+        pooling: the fields of `PoolingConfig`, of its head those that are not in `_HEAD_DEFAULTS`.
         default_params: sampling parameters that the model's generation config sets.
         end_token_ids: the model's own end tokens.
         tokenizer: parts of its tokenizer, if it has one.
-        has_adapters: True where adapters can be loaded.
         log_level, is_log_json: form of the log.
     """
 

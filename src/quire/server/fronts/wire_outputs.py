@@ -51,7 +51,7 @@ def read_delta(
 
     Args:
         row: the row.
-        request_id, prompt, token_ids: what the front knows of the request.
+        request_id, prompt, token_ids: the request, which the front keeps.
         tokenizer: tokenizer for the texts of log probabilities.
     """
     known = row.prompt_logprobs
