@@ -12,15 +12,13 @@ from tests.conformance.conftest import NAMES, Reference
 from tests.conformance.test_histories import load, outputs_of
 from tests.distributed.in_threads import native_library
 
-# Processes take seconds to start: the default run has one family, of the one layout that most have.
-DEFAULT = frozenset({"llama3"})
 # Their recurrent heads are normed together, over ranks.
 REFUSED = frozenset({"granite4", "granite4-moe", "falcon-h1-norm"})
-SERVED = [
-    pytest.param(name, marks=[] if name in DEFAULT else pytest.mark.slow) for name in NAMES if name not in REFUSED
-]
+SERVED = [name for name in NAMES if name not in REFUSED]
 
 
+# Processes take seconds to start. The default run has two ranks beside one process in `tests/engine/test_ranks.py`.
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SERVED)
 def test_two_ranks_under_every_history(name: str, references: Callable[[str], Reference]) -> None:
     native_library()

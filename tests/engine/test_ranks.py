@@ -158,7 +158,9 @@ def test_a_model_that_ranks_cannot_share_is_refused_and_leaves_no_process() -> N
 
 def children() -> list[int]:
     """Return the processes of ranks that this process has started and that still run."""
-    found = subprocess.run(["ps", "--ppid", str(os.getpid()), "-o", "pid=,args="], capture_output=True, text=True)
+    found = subprocess.run(
+        ["ps", "-ww", "--ppid", str(os.getpid()), "-o", "pid=,args="], capture_output=True, text=True
+    )
     return [int(line.split()[0]) for line in found.stdout.splitlines() if "rank_process" in line]
 
 
@@ -271,3 +273,12 @@ def test_torchrun_starts_the_ranks(backend: str) -> None:
         expected = [output.outputs[0].token_ids for output in one.generate(PROMPTS, GREEDY, use_tqdm=False)]
     name = "gloo" if backend == "gloo" else "shared memory"
     assert done.stdout.strip().endswith(f"{expected} {name}")
+
+
+@pytest.mark.slow
+def test_an_error_while_another_rank_loads_is_that_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    native_library()
+    monkeypatch.setattr("quire.engine.startup.ranks.check_shared", lambda _: None)
+    with pytest.raises(ConfigError, match="query heads of layer 0, got 5"):
+        start(5)
+    assert not children()

@@ -25,7 +25,10 @@ def test_clients_get_a_typed_error_when_a_rank_is_killed(folder: Path, tmp_path:
     with running(folder, tmp_path / "log", *FLAGS, "--dtype", "float32", "-tp", "2") as server:
         assert server.post("/v1/completions", body).json()["choices"] == expected
         listed = subprocess.run(
-            ["ps", "--ppid", str(server.process.pid), "-o", "pid=,args="], capture_output=True, text=True, check=True
+            ["ps", "-ww", "--ppid", str(server.process.pid), "-o", "pid=,args="],
+            capture_output=True,
+            text=True,
+            check=True,
         )
         (rank,) = (int(line.split()[0]) for line in listed.stdout.splitlines() if "rank_process" in line)
         with server.http.stream("POST", "/v1/completions", json=LONG) as response:

@@ -106,7 +106,7 @@ def load(config: EngineConfig, *, wrap: Wrappers | None = None, ranks: Ranks | N
                 from quire.engine.startup.rank_process import run
 
                 sys.exit(run(ranks, config))
-        if ranks is not None:
+        if ranks is not None and ranks.is_leader:  # another rank says first why it cannot go on
             stack.callback(ranks.close)
         loaded = _load(config, wrap or Wrappers(), ranks)
         stack.pop_all()  # from here on the engine closes the ranks
