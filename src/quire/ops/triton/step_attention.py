@@ -199,7 +199,7 @@ class TritonStepAttention:
         """Plan the work for layers with `group` query heads to a KV head, and copy it to the device."""
         element_bytes = self._dtype.itemsize
         is_int8 = self._data.dtype == torch.int8
-        decode = decode_tile(self._head_dim, group, element_bytes, is_int8)
+        decode = decode_tile(self._head_dim, group, element_bytes, self._stored != 0)
         prefill = prefill_tile(self._head_dim, group, element_bytes, self._device.capability, is_int8)
         work = plan_work(self._batch, group, decode, prefill, self._num_kv_heads, self._device.num_processors)
         items = chain.from_iterable((*item, 0) for item in (*work.few, *work.parts, *work.many))

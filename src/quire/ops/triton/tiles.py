@@ -29,32 +29,35 @@ def power_of_2(number: int, least: int = 1) -> int:
     return max(least, 1 << (number - 1).bit_length())
 
 
-# Tokens of a tile of slots of int8, which are read by 4 bytes at a time: more would spill registers.
-INT8_TOKENS: Final = 32
+# Tokens of a tile of slots of one byte a number, where more would spill registers: those of int8, which are read by
+# 4 bytes at a time, and in decodes those of fp8.
+BYTE_TOKENS: Final = 32
 
 
-def decode_tile(head_dim: int, group: int, element_bytes: int, is_int8: bool = False) -> Tile:
+def decode_tile(head_dim: int, group: int, element_bytes: int, is_narrow: bool = False) -> Tile:
     """Return the tile of sequences with few rows.
 
     Args:
         head_dim: D.
         group: number of query heads of a KV head; a product has at least 16 rows.
         element_bytes: bytes of a computed element.
-        is_int8: the cache is of int8.
+        is_narrow: the cache has one byte for a number.
     """
     rows = power_of_2(group, 16)
     # 64 tokens of 128 dimensions in 16 bits, in three stages: 72 KiB, so that three programs share a processor.
     tokens = max(16, 64 * 128 * 2 // (power_of_2(head_dim, 64) * element_bytes))
     # Products of float32 have no tensor cores to go to, and take registers.
     num_warps = 8 if element_bytes == 4 else 4
-    return Tile(rows, min(tokens, INT8_TOKENS if is_int8 else 64), num_warps, 3 if tokens >= 64 else 2)
+    if is_narrow:
+        return Tile(rows, min(tokens, BYTE_TOKENS), num_warps, 4)
+    return Tile(rows, min(tokens, 64), num_warps, 3 if tokens >= 64 else 2)
 
 
 def prefill_tile(
     head_dim: int, group: int, element_bytes: int, capability: tuple[int, int], is_int8: bool = False
 ) -> Tile:
     """Return the tile of sequences with many rows; `capability` is the GPU's compute capability."""
-    tokens = INT8_TOKENS if is_int8 else 64
+    tokens = BYTE_TOKENS if is_int8 else 64
     if element_bytes == 4:
         return decode_tile(head_dim, group, element_bytes, is_int8)._replace(rows=power_of_2(group, 32))
     width = power_of_2(head_dim, 64) * element_bytes
