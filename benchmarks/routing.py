@@ -40,7 +40,7 @@ from quire.sequences.sequence import Request
 from quire.simulation.executor import CountingExecutor
 
 NUM_REPLICAS, BLOCK_SIZE, VOCAB = 4, 16, 30_000
-# Of a replica: the cache holds about a quarter of the live sessions' tokens, and all four together hold them all.
+# Blocks of one replica, token budget of a step, and running sequences.
 NUM_BLOCKS, BUDGET, MAX_NUM_SEQS = 1400, 512, 64
 # Times of a step, of the order of a small model on a CPU: overhead, a token of a prompt, a decoded token.
 STEP_S, PREFILL_S, DECODE_S = 0.004, 0.0008, 0.0015

@@ -226,7 +226,7 @@ class Router:
             routes.append(Route(name, hit, score, len(request.token_ids), is_by_session, number))
         if not routes:
             return routes
-        # Of scores that are nearly equal, the order of the candidates decides: the shortest queue first.
+        # Nearly equal scores keep the order of the candidates: the shortest queue first.
         least = max(route.score for route in routes) - self.config.tie_tokens * self.config.seconds_per_token
         return sorted(routes, key=lambda route: -min(route.score, least))
 

@@ -69,7 +69,8 @@ async def status(state: ServerState, request: Request) -> Response:
     """Answer `GET /status`: the values that the page shows; a tenant's client sees the tenant's requests only."""
     now = time.monotonic()
     tenant = None if request.scope[IS_OPERATOR] else read_tenant(state.config, request)
-    engine, usage, _, _, swapped_requests = await state.llm.report()
+    report = await state.llm.report()
+    engine, usage, swapped_requests = report.health, report.usage, report.swapped_requests
     resolved = state.llm.resolved
     swapped = {request_id.rpartition("-")[0] for request_id in swapped_requests}
     return json_response(
@@ -103,7 +104,8 @@ async def kv(state: ServerState, request: Request) -> Response:
 
     A client sees the pins of its tenant only.
     """
-    _, usage, stats, report, _ = await state.llm.report()
+    engine = await state.llm.report()
+    usage, stats, report = engine.usage, engine.stats, engine.kv
     pins = report.pins
     if not request.scope[IS_OPERATOR]:
         tenant = read_tenant(state.config, request)

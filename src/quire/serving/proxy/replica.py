@@ -175,7 +175,7 @@ class Replica:
             self._start_following(key)
         feed, published = self._router.feeds[self.name], source.get("next_seq")
         if isinstance(published, int):
-            # What was published before the last probe and has not arrived by now is lost, or much too late.
+            # Batches of before the last probe that have not arrived by now are lost, or much too late.
             if feed.next_seq < self._seq_before:
                 feed.lose()
             elif feed.next_seq > published:
