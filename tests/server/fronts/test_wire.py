@@ -105,7 +105,7 @@ def test_a_delta_comes_as_it_was() -> None:
     assert not is_plain(delta)
 
 
-class Recorder:
+class SentMessages:
     """Stands for the channel to a front: keeps what is sent."""
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class Recorder:
 
 
 def test_deltas_are_merged_while_a_front_is_behind() -> None:
-    peer: Any = Recorder()
+    peer: Any = SentMessages()
     sender, stream = OutputSender(peer), SentStream(1, 0.0)
 
     def post(item: RequestOutput | Exception) -> None:

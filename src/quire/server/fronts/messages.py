@@ -50,20 +50,20 @@ class Submit(msgspec.Struct, array_like=True, tag=0, gc=False):
     arrival_s: float
 
 
-class Abort(msgspec.Struct, array_like=True, tag=1, gc=False):
+class AbortStream(msgspec.Struct, array_like=True, tag=1, gc=False):
     """The end of a request that nobody waits for any more."""
 
     stream: int
 
 
-class Reserve(msgspec.Struct, array_like=True, tag=2, gc=False):
+class ReserveSlots(msgspec.Struct, array_like=True, tag=2, gc=False):
     """Slots of the waiting queue for several prompts, all or none of which are accepted."""
 
     place: int
     count: int
 
 
-class Release(msgspec.Struct, array_like=True, tag=3, gc=False):
+class ReleaseSlots(msgspec.Struct, array_like=True, tag=3, gc=False):
     """The end of a reservation; what is left of it is given back."""
 
     place: int
@@ -79,7 +79,7 @@ class Acknowledge(msgspec.Struct, array_like=True, tag=4, gc=False):
     busy_s: float
 
 
-class Call(msgspec.Struct, array_like=True, tag=5, gc=False):
+class MethodCall(msgspec.Struct, array_like=True, tag=5, gc=False):
     """A call of a method at the other end; its arguments are a JSON list."""
 
     number: int
@@ -87,7 +87,7 @@ class Call(msgspec.Struct, array_like=True, tag=5, gc=False):
     args: str
 
 
-class Answer(msgspec.Struct, array_like=True, tag=6, gc=False):
+class MethodResult(msgspec.Struct, array_like=True, tag=6, gc=False):
     """The result of a call as JSON, or its error; see `wire_errors`."""
 
     number: int
@@ -170,7 +170,9 @@ class Outputs(msgspec.Struct, array_like=True, tag=8, gc=False):
     rows: list[Row]
 
 
-Message = Submit | Abort | Reserve | Release | Acknowledge | Call | Answer | Notice | Outputs
+Message = (
+    Submit | AbortStream | ReserveSlots | ReleaseSlots | Acknowledge | MethodCall | MethodResult | Notice | Outputs
+)
 
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Message).decode

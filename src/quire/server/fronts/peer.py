@@ -12,7 +12,7 @@ from typing import Any
 
 from quire.errors import WorkerError
 from quire.server.fronts.channel import Channel
-from quire.server.fronts.messages import Answer, Call, Message, Notice, decode, encode
+from quire.server.fronts.messages import Message, MethodCall, MethodResult, Notice, decode, encode
 from quire.server.fronts.wire_errors import decode_error, encode_error
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class Peer:
         number = next(self._numbers)
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
-            self.send(Call(number, method, json.dumps(args)))
+            self.send(MethodCall(number, method, json.dumps(args)))
             async with asyncio.timeout(timeout_s):
                 return json.loads(await answer)
         except TimeoutError as error:
@@ -101,9 +101,9 @@ class Peer:
 
     def _take(self, data: memoryview) -> None:
         message: Message = decode(data)
-        if isinstance(message, Answer):
+        if isinstance(message, MethodResult):
             self._resolve(message)
-        elif isinstance(message, Call):
+        elif isinstance(message, MethodCall):
             task = asyncio.get_running_loop().create_task(self._run(message))
             self._running.add(task)
             task.add_done_callback(self._running.discard)
@@ -112,16 +112,16 @@ class Peer:
         else:
             self._on_message(message)
 
-    async def _run(self, call: Call) -> None:
+    async def _run(self, call: MethodCall) -> None:
         """Run a method for the other process, and send its result or its error."""
         try:
             result = json.dumps(await self._methods[call.method](*json.loads(call.args)))
         except Exception as error:
-            self.send(Answer(call.number, None, encode_error(error)))
+            self.send(MethodResult(call.number, None, encode_error(error)))
         else:
-            self.send(Answer(call.number, result, None))
+            self.send(MethodResult(call.number, result, None))
 
-    def _resolve(self, answer: Answer) -> None:
+    def _resolve(self, answer: MethodResult) -> None:
         waiting = self._waiting.get(answer.number)
         if waiting is None or waiting.done():
             return

@@ -25,13 +25,13 @@ from quire.errors import QueueFull, WorkerError
 from quire.sequences.lora import LoRARequest
 from quire.sequences.params import SamplingParams
 from quire.server.fronts.messages import (
-    Abort,
+    AbortStream,
     Acknowledge,
     DeltaRow,
     Message,
     Outputs,
-    Release,
-    Reserve,
+    ReleaseSlots,
+    ReserveSlots,
     Row,
     Submit,
     TextRow,
@@ -121,7 +121,7 @@ class RemotePlace:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.number is not None:
-            self._peer.send(Release(self.number))
+            self._peer.send(ReleaseSlots(self.number))
 
 
 class RemoteAdapters:
@@ -189,7 +189,7 @@ class RemoteEngine:
             return RemotePlace(self._peer, None)
         place = RemotePlace(self._peer, next(self._numbers))
         assert place.number is not None
-        self._peer.send(Reserve(place.number, count))
+        self._peer.send(ReserveSlots(place.number, count))
         return place
 
     def check_room(self) -> None:
@@ -245,7 +245,7 @@ class RemoteEngine:
         finally:
             # It is listed until its last row has arrived.
             if self._streams.pop(number, None) is not None and not self._peer.is_gone:
-                self._peer.send(Abort(number))
+                self._peer.send(AbortStream(number))
 
     async def pin_prefix(
         self,

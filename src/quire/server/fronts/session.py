@@ -14,7 +14,7 @@ from quire.engine.inputs.prompts import TokenPrompt
 from quire.engine.inputs.request_builder import PreparedRequest
 from quire.sequences.lora import LoRARequest
 from quire.server.fronts.engine_methods import EngineMethods
-from quire.server.fronts.messages import Abort, Acknowledge, Message, Release, Reserve, Submit
+from quire.server.fronts.messages import AbortStream, Acknowledge, Message, ReleaseSlots, ReserveSlots, Submit
 from quire.server.fronts.output_sender import OutputSender, SentStream
 from quire.server.fronts.peer import Peer
 from quire.server.fronts.wire_params import decode_params
@@ -85,14 +85,14 @@ class FrontSession:
             self._start(message.stream, self._submit(message))
         elif isinstance(message, Acknowledge):
             self._sender.acknowledge(message.busy_s)
-        elif isinstance(message, Abort):
+        elif isinstance(message, AbortStream):
             self._abort(message.stream)
-        elif isinstance(message, Reserve):
+        elif isinstance(message, ReserveSlots):
             try:
                 self._places[message.place] = self._submitter.reserve(message.count)
             except Exception as error:
                 self._places[message.place] = error
-        elif isinstance(message, Release):
+        elif isinstance(message, ReleaseSlots):
             self._release(message.place)
         else:
             raise ValueError(f"a front sent {type(message).__name__}")
