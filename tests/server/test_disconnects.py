@@ -93,9 +93,7 @@ def test_disconnect_while_waiting_in_the_queue(narrow_server: ServerProcess, str
 
 
 def test_disconnect_of_the_openai_client(server: ServerProcess, client: openai.OpenAI) -> None:
-    with client.completions.create(
-        model="tiny", stream=True, prompt="Z", max_tokens=4000, temperature=0
-    ) as stream:
+    with client.completions.create(model="tiny", stream=True, prompt="Z", max_tokens=4000, temperature=0) as stream:
         next(iter(stream))
         assert len(server.status()["requests"]) == 1
     assert server.wait_until_idle()["engine"]["num_running"] == 0
