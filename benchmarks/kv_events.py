@@ -1,9 +1,9 @@
 """The cost of KV events: `python -m benchmarks.kv_events`.
 
 Scheduler and memory are the real ones; the data plane draws a fixed token. Sequences decode, a block of each fills
-every 16 steps, and prompts come and go, so that blocks are published and evicted. The same steps run without events and with
-a publisher that sends them over ZMQ to a subscriber, in turns; the difference is the cost on the engine's thread, with
-what the publisher's thread takes of the interpreter meanwhile.
+every 16 steps, and prompts come and go, so that blocks are published and evicted. The same steps run without events and
+with a publisher that sends them over ZMQ, in turns; the difference is the cost on the engine's thread, with what the
+publisher's thread takes of the interpreter meanwhile.
 """
 
 from __future__ import annotations

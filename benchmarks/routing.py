@@ -65,7 +65,7 @@ class Figures(NamedTuple):
     num_requests: int
 
 
-class Turn:
+class SimulatedTurn:
     """A turn on its way.
 
     Args:
@@ -92,13 +92,13 @@ class SimulatedReplica:
         memory = KVCacheManager([FullAttention(block_size=BLOCK_SIZE)], num_blocks, watermark=num_blocks // 100)
         self.scheduler = Scheduler(memory, max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=BUDGET)
         self.collector = KVEventCollector(memory)
-        self.turns: dict[str, Turn] = {}
+        self.turns: dict[str, SimulatedTurn] = {}
         self.num_computed = 0
         self.is_stepping = False
         self._executor = CountingExecutor()
         self._speed = speed
 
-    def step(self) -> tuple[float, Callable[[], list[Turn]]]:
+    def step(self) -> tuple[float, Callable[[], list[SimulatedTurn]]]:
         """Run a step; return its duration, and a function that returns the turns that drew a token."""
         plan = self.scheduler.plan(0)
         num_tokens = sum(len(item.token_ids) for item in plan.items)
@@ -108,7 +108,7 @@ class SimulatedReplica:
         drawing = [item.seq_id for item in plan.items if item.num_samples]
         names = [self.scheduler.sequences[seq_id].request.request_id for seq_id in drawing]
 
-        def finish() -> list[Turn]:
+        def finish() -> list[SimulatedTurn]:
             self.scheduler.update_from_results(plan.items, self._executor.execute(plan).items)
             return [self.turns[name] for name in names]
 
@@ -136,7 +136,7 @@ def simulate(sessions: Sequence[Session], chooser: Chooser, replicas: Sequence[S
         name = f"{number}.{turn}"
         limit = len(tokens) + session.num_outputs[turn]
         request = Request(name, tokens.copy(), params, limit, frozenset(), num_made, seed=0)
-        replicas[replica].turns[name] = Turn(str(number), now_s, replica, request)
+        replicas[replica].turns[name] = SimulatedTurn(str(number), now_s, replica, request)
         replicas[replica].scheduler.add(request)
         num_prompt += len(tokens)
         start(replica, now_s)
@@ -147,7 +147,7 @@ def simulate(sessions: Sequence[Session], chooser: Chooser, replicas: Sequence[S
             duration_s, finish = replicas[replica].step()
             at(now_s + duration_s, lambda end_s: end(replica, finish, end_s))
 
-    def end(replica: int, finish: Callable[[], list[Turn]], now_s: float) -> None:
+    def end(replica: int, finish: Callable[[], list[SimulatedTurn]], now_s: float) -> None:
         nonlocal num_hit
         for turn in finish():
             if not turn.has_begun:

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire.kvevents.wire import Batch, InvalidKVEvents, decode_batch, encode_batch
+from quire.kvevents.wire import EventBatch, InvalidKVEvents, decode_batch, encode_batch
 from quire.memory.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from quire.routing.shadow_tree import encode
 
@@ -33,7 +33,7 @@ FULL = BlockStored(
 
 
 def test_maps_are_those_of_vllm() -> None:
-    assert msgspec.msgpack.decode(encode_batch(Batch(1.5, EVENTS, 0), "map")) == [
+    assert msgspec.msgpack.decode(encode_batch(EventBatch(1.5, EVENTS, 0), "map")) == [
         1.5,
         [
             {
@@ -56,7 +56,7 @@ def test_maps_are_those_of_vllm() -> None:
 
 
 def test_arrays_have_the_fields_in_the_same_order() -> None:
-    assert msgspec.msgpack.decode(encode_batch(Batch(1.5, EVENTS), "array")) == [
+    assert msgspec.msgpack.decode(encode_batch(EventBatch(1.5, EVENTS), "array")) == [
         1.5,
         [
             ["BlockStored", [7], None, [1, 2], 2, None, "GPU", None, None, 0, "full_attention"],
@@ -69,7 +69,7 @@ def test_arrays_have_the_fields_in_the_same_order() -> None:
 
 @pytest.mark.parametrize("form", ["map", "array"])
 def test_every_field_arrives(form: str) -> None:
-    batch = Batch(2.0, [FULL, *EVENTS], 3)
+    batch = EventBatch(2.0, [FULL, *EVENTS], 3)
     assert decode_batch(encode_batch(batch, form)) == batch
 
 
@@ -79,7 +79,7 @@ def test_hashes_of_bytes_count_by_their_last_64_bits() -> None:
 
 
 def stored(**fields: Any) -> list[Any]:
-    event = msgspec.msgpack.decode(encode_batch(Batch(0.0, [STORED]), "map"))[1][0]
+    event = msgspec.msgpack.decode(encode_batch(EventBatch(0.0, [STORED]), "map"))[1][0]
     return [0.0, [event | fields], None]
 
 
@@ -112,7 +112,7 @@ def test_what_is_no_batch_is_refused(content: Any, message: str) -> None:
 
 def test_damaged_messages_are_refused_or_read_and_nothing_else() -> None:
     rng, num_refused = random.Random(1), 0
-    message = encode_batch(Batch(2.0, [FULL, *EVENTS], 3), "map")
+    message = encode_batch(EventBatch(2.0, [FULL, *EVENTS], 3), "map")
     for _ in range(3000):
         data = bytearray(message)
         for _ in range(rng.randrange(1, 4)):

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.config import KVEventsConfig
 from quire.errors import ConfigError
-from quire.kvevents.wire import Batch, encode_batch
+from quire.kvevents.wire import EventBatch, encode_batch
 from quire.memory.kv_events import KVEvent
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class KVEventPublisher:
             import zmq
         except ImportError as error:
             raise ConfigError("KV events need pyzmq: pip install 'quire[events]'", field="kv_events_config") from error
-        encode_batch(Batch(0.0, []), config.form)  # msgspec is needed too
+        encode_batch(EventBatch(0.0, []), config.form)  # msgspec is needed too
         self.on_resend = on_resend
         self.num_dropped = 0
         self._config = config
@@ -141,7 +141,7 @@ class KVEventPublisher:
         topic = self.topic.encode()
         while self._queue:
             seq, ts, events = self._queue.popleft()
-            payload = encode_batch(Batch(ts, events, 0), self._config.form)
+            payload = encode_batch(EventBatch(ts, events, 0), self._config.form)
             if self._config.buffer_steps:
                 self._sent.append((seq, payload))
             self._pub.send_multipart((topic, seq.to_bytes(SEQ_BYTES, "big"), payload))

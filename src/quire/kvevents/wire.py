@@ -37,7 +37,7 @@ class InvalidKVEvents(QuireError):
     """A message is not a batch of KV events."""
 
 
-class Batch(NamedTuple):
+class EventBatch(NamedTuple):
     """The events of one step.
 
     Args:
@@ -51,7 +51,7 @@ class Batch(NamedTuple):
     rank: int | None = None
 
 
-def encode_batch(batch: Batch, form: str) -> bytes:
+def encode_batch(batch: EventBatch, form: str) -> bytes:
     """Return the message of a batch.
 
     Args:
@@ -63,7 +63,7 @@ def encode_batch(batch: Batch, form: str) -> bytes:
     return _msgpack()[0]([batch.ts, events, batch.rank])
 
 
-def decode_batch(data: bytes) -> Batch:
+def decode_batch(data: bytes) -> EventBatch:
     """Return the batch of a message with events of either form.
 
     Raises:
@@ -79,7 +79,7 @@ def decode_batch(data: bytes) -> Batch:
     rank = rest[0] if rest else None
     if isinstance(ts, bool) or not isinstance(ts, int | float) or not (rank is None or _is_count(rank)):
         raise InvalidKVEvents(f"a batch of KV events must begin with a time and end with a rank, got {shown(content)}")
-    return Batch(float(ts), [_read_event(event) for event in events], rank)
+    return EventBatch(float(ts), [_read_event(event) for event in events], rank)
 
 
 @cache

@@ -22,7 +22,7 @@ class FeedState(Enum):
     GAP = auto()
 
 
-class Step(Enum):
+class FeedStep(Enum):
     """Treatment of a batch.
 
     Values:
@@ -52,7 +52,7 @@ class EventFeed:
         # Number of the last batch that was not replayed.
         self._last_live = -1
 
-    def accept(self, seq: int, events: Sequence[KVEvent], *, is_replay: bool = False) -> Step:
+    def accept(self, seq: int, events: Sequence[KVEvent], *, is_replay: bool = False) -> FeedStep:
         """Take a batch and return what to do with it.
 
         The batch 0 begins with an empty cache, and one that begins with `AllBlocksCleared` needs none before it. A
@@ -71,11 +71,11 @@ class EventFeed:
         clears = not seq or (bool(events) and isinstance(events[0], AllBlocksCleared))
         if seq == self.next_seq or (clears and seq > self.next_seq):
             self.next_seq, self.state = seq + 1, FeedState.SYNCED
-            return Step.RESTART if clears else Step.APPLY
+            return FeedStep.RESTART if clears else FeedStep.APPLY
         if seq > self.next_seq and self.state is not FeedState.GAP:
             self.state = FeedState.GAP
             self.num_gaps += 1
-        return Step.IGNORE
+        return FeedStep.IGNORE
 
     def lose(self) -> None:
         """Record that batches may be missing."""

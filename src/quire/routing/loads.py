@@ -14,7 +14,7 @@ MIN_MEASURED = 64
 
 
 @dataclass(slots=True)
-class Load:
+class ReplicaLoad:
     """The work of one replica.
 
     Args:
@@ -53,7 +53,7 @@ class LoadOrder:
     """
 
     def __init__(self, stream_tokens: int) -> None:
-        self.loads: dict[int, Load] = {}
+        self.loads: dict[int, ReplicaLoad] = {}
         self._stream_tokens = stream_tokens
         # (queue in seconds, computed tokens, replica, version); entries of older versions are void.
         self._heap: list[tuple[float, int, int, int]] = []
@@ -89,5 +89,5 @@ class LoadOrder:
             heapq.heappush(self._heap, entry)
         return found
 
-    def _entry(self, replica: int, load: Load) -> tuple[float, int, int, int]:
+    def _entry(self, replica: int, load: ReplicaLoad) -> tuple[float, int, int, int]:
         return (self.queue_s(replica), load.computed_tokens, replica, load.version)

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from quire.memory.kv_events import AllBlocksCleared, KVEvent
 from quire.memory.prefix.token_chain import TOKEN_BYTES
-from quire.routing.feed import EventFeed, FeedState, Step
-from quire.routing.loads import Load, LoadOrder
+from quire.routing.feed import EventFeed, FeedState, FeedStep
+from quire.routing.loads import LoadOrder, ReplicaLoad
 from quire.routing.sessions import Sessions
 from quire.routing.shadow_tree import NO_HIT, Hit, Scope, ShadowNode, ShadowTree, encode
 
@@ -127,7 +127,7 @@ class Router:
         self._names[number] = name
         self.feeds[name] = EventFeed()
         self.tree.add_replica(number, block_size)
-        self._order.loads[number] = Load(self.config.seconds_per_token)
+        self._order.loads[number] = ReplicaLoad(self.config.seconds_per_token)
         self._order.update(number)
 
     def remove_replica(self, name: str) -> None:
@@ -150,7 +150,7 @@ class Router:
         self.tree.clear(number)
         self._sessions.forget(number)
 
-    def load_of(self, name: str) -> Load:
+    def load_of(self, name: str) -> ReplicaLoad:
         """Return a replica's work; do not change it."""
         return self._order.loads[self._numbers[name]]
 
@@ -178,9 +178,9 @@ class Router:
         """
         number, feed = self._numbers[name], self.feeds[name]
         step = feed.accept(seq, events, is_replay=is_replay)
-        if step is Step.RESTART:
+        if step is FeedStep.RESTART:
             self.tree.apply(number, (AllBlocksCleared(),))
-        if step is not Step.IGNORE:
+        if step is not FeedStep.IGNORE:
             self.tree.apply(number, events)
         return feed.state
 

@@ -283,7 +283,7 @@ class ShadowTree:
             node = parent
 
 
-class _Run:
+class _HeldBlocks:
     """The blocks of one replica and group along a path, a `PublishedRun`.
 
     Args:
@@ -324,7 +324,7 @@ def bit_of(group_idx: int, medium: str) -> int:
 def _longest(specs: dict[int, _Spec], masks: Sequence[int]) -> int:
     """Return the longest prefix, in blocks, that all groups can serve, by the same rules as an engine's."""
     length = len(masks)
-    runs = [(spec, _Run(masks, group_idx)) for group_idx, spec in specs.items()]
+    runs = [(spec, _HeldBlocks(masks, group_idx)) for group_idx, spec in specs.items()]
     while length:
         before = length
         for spec, run in runs:

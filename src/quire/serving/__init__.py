@@ -1,1 +1,1 @@
-"""Several servers behind one address: a proxy that routes by their caches, and the same on Ray Serve."""
+"""Several servers behind one address: a proxy that routes by what their caches hold."""

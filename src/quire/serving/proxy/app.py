@@ -26,7 +26,7 @@ from quire.server.auth import check_operator
 from quire.server.errors import SHOWN_ID, ApiError, unavailable
 from quire.serving.proxy.fleet import Fleet
 from quire.serving.proxy.metrics import ProxyMetrics
-from quire.serving.proxy.prompts import PATHS, PromptReader
+from quire.serving.proxy.prompts import PATHS, RoutedPrompts
 from quire.serving.proxy.replica import Replica
 from quire.serving.proxy.streams import EventCutter, error_event
 from quire.serving.proxy.upstream import UpstreamLost, UpstreamResponse
@@ -72,7 +72,7 @@ class Proxy:
         self._max_body_bytes = max_body_bytes
         self._tenant_header = tenant_header
         self._has_operators = has_operators
-        self._prompts = PromptReader(fleet.ask_for_tokens)
+        self._prompts = RoutedPrompts(fleet.ask_for_tokens)
         self.metrics = ProxyMetrics(fleet)
         self._num_body_bytes = 0
         self.num_requests = 0

@@ -35,7 +35,7 @@ class Prompt(NamedTuple):
     scope: Scope
 
 
-class PromptReader:
+class RoutedPrompts:
     """Finds the tokens of prompts, and keeps the last ones.
 
     Args:
