@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+import torch.distributed
 
 from quire.distributed.gloo import GlooTransport
 from quire.distributed.rank_group import RankGroup
@@ -25,7 +25,8 @@ def gloo_transports(size: int, folder: Path) -> list[GlooTransport]:
     made: dict[int, GlooTransport] = {}
 
     def make(rank: int) -> None:
-        store = dist.FileStore(str(folder / "store"), size)
+        distributed: Any = torch.distributed
+        store = distributed.FileStore(str(folder / "store"), size)
         made[rank] = GlooTransport(store, rank, size, 60.0, "127.0.0.1")
 
     threads = [threading.Thread(target=make, args=(rank,)) for rank in range(size)]

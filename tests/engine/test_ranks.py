@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from quire import LLM, AsyncLLM, SamplingParams
+from quire import LLM, AsyncLLM, SamplingParams, StructuredOutputs
 from quire.config import EngineConfig, ParallelConfig
 from quire.distributed.torchrun import TorchrunPlace, torchrun_place
 from quire.errors import ConfigError, InvalidParameter, RankFailed, UnsupportedFeature, WorkerError
@@ -55,7 +55,7 @@ def pair() -> Iterator[tuple[LLM, LLM]]:
         GREEDY,
         SamplingParams(temperature=1.0, seed=5, n=3, max_tokens=40, repetition_penalty=1.2, logprobs=2, top_p=0.9),
         SamplingParams(beam_width=3, n=2, max_tokens=12),
-        SamplingParams(temperature=0.0, max_tokens=20, structured_outputs={"regex": "[a-c]{3} [0-9]{4}"}),
+        SamplingParams(temperature=0.0, max_tokens=20, structured_outputs=StructuredOutputs(regex="[a-c]{3} [0-9]{4}")),
         SamplingParams(temperature=0.0, max_tokens=60, stop=("the", ".")),
         SamplingParams(temperature=0.0, max_tokens=5, prompt_logprobs=1, min_tokens=3),
     ],
@@ -83,7 +83,7 @@ def test_requests_that_ranks_do_not_serve_are_refused_alone(pair: tuple[LLM, LLM
     assert refused.value.field == "strategy"
     with pytest.raises(InvalidParameter):
         two.generate(PROMPTS[0], SamplingParams(n=9), use_tqdm=False)
-    stream = two.stream(PROMPTS, GREEDY)
+    stream: Any = two.stream(PROMPTS, GREEDY)
     next(stream)
     stream.close()  # the others are aborted
     two.reset_prefix_cache()
@@ -179,7 +179,7 @@ def test_a_killed_rank_ends_the_engine_with_its_name(backend: str, when: str) ->
     before = {*children()}
     llm = start(all_reduce_backend=backend)
     (rank,) = {*children()} - before
-    stream = llm.stream(PROMPTS, GREEDY)
+    stream: Any = llm.stream(PROMPTS, GREEDY)
     next(stream)
     if when == "idle":
         stream.close()

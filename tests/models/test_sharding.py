@@ -72,7 +72,7 @@ class RankedRun(PagedRun):
 def steps(run: PagedRun) -> list[torch.Tensor]:
     """Run a prompt in chunks beside others, then decode; return the logits of each step."""
     tokens = random_tokens(40), random_tokens(17, 1), random_tokens(3, 2)
-    found = []
+    found: list[torch.Tensor] = []
     for rows in (
         {0: tokens[0][:20]},
         {0: tokens[0][20:], 1: tokens[1]},
@@ -119,10 +119,8 @@ def test_fused_layers_sum_over_ranks(quantization: Any, folders: Any) -> None:
     """bfloat16: decode steps are one native call, prompts are not; both err as the whole model's rounding does."""
     folder = folders("llama3")
     exact = whole_steps(folder)
-    whole, ranked = (
-        run(folder, *arguments, torch.bfloat16, quantization=quantization)
-        for run, arguments in ((whole_steps, ()), (ranked_steps, (2,)))
-    )
+    whole = whole_steps(folder, torch.bfloat16, quantization=quantization)
+    ranked = ranked_steps(folder, 2, torch.bfloat16, quantization=quantization)
     for one, other, expected in zip(ranked, whole, exact, strict=True):
         ours, theirs = ((logits - expected).square().mean().sqrt() for logits in (one, other))
         assert ours < 1.5 * theirs + 0.01 * expected.std()

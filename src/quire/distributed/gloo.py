@@ -7,10 +7,13 @@ from datetime import timedelta
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 from torch import Tensor
 
 from quire.errors import RankFailed
+
+# Its types leave out what builds without gloo lack.
+dist: Any = torch.distributed
 
 # A rank without requests waits for rank 0 as long as that lives: its end is noticed by the closed connection.
 IDLE: Final = timedelta(days=365)

@@ -118,10 +118,11 @@ def make_transport(
     """Return the transport of a rank of this host; gloo without a library."""
     if library is not None:
         return SharedMemoryTransport(library, os.dup(memory), rank, size, timeout_s, num_cores())
-    import torch.distributed as dist
+    import torch.distributed
 
     from quire.distributed.gloo import GlooTransport
 
+    dist: Any = torch.distributed  # its types leave out what some builds lack
     return GlooTransport(dist.FileStore(store, size), rank, size, timeout_s, "127.0.0.1")
 
 

@@ -87,7 +87,9 @@ def join_torchrun(config: ParallelConfig, place: TorchrunPlace) -> Ranks:
         ConfigError: the ranks cannot share memory, which was asked for.
         WorkerError: a rank does not come.
     """
-    import torch.distributed as dist
+    import torch.distributed
+
+    dist: Any = torch.distributed  # its types leave out what some builds lack
 
     try:
         store, _, _ = next(iter(dist.rendezvous("env://", place.rank, place.size)))

@@ -15,7 +15,7 @@ from quire.engine.exporters.prometheus import Metrics
 from quire.engine.outputs.mailbox import Item
 from quire.engine.outputs.outputs import RequestOutput
 from quire.engine.queue_slots import QueueSlots
-from quire.errors import EngineClosed, RequestError, WorkerError
+from quire.errors import ConfigError, EngineClosed, RequestError, WorkerError
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +46,11 @@ class EngineThread:
         # Deltas that wait for those of the next step.
         self._held: list[tuple[Stream, Item]] = []
         self._pacer = DeltaPacer()
-        self._commands: queue.SimpleQueue[Stream | Abort | Call | WorkerError | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Stream | Abort | Call | WorkerError | ConfigError | None] = (
+            queue.SimpleQueue()
+        )
         if engine.ranks is not None:
-            engine.ranks.on_failure(self._commands.put)
+            engine.ranks.on_failure(lambda error: self._commands.put(error))
         self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
         self._thread.start()
 
@@ -124,7 +126,7 @@ class EngineThread:
             self.progress_s = time.monotonic()
             if command is None:
                 return False
-            if isinstance(command, WorkerError):
+            if isinstance(command, WorkerError | ConfigError):
                 raise command
             if isinstance(command, Abort):
                 self._abort(command.stream)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -137,7 +137,7 @@ class Split(NamedTuple):
         return part._replace(weight=weight)
 
 
-def _is_plain(part: Tensor | LayerWeight) -> bool:
+def _is_plain(part: Tensor | LayerWeight) -> TypeGuard[Tensor]:
     assert isinstance(part, Tensor), "biases are not quantised"
     return True
 
