@@ -15,8 +15,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from quire.config.cache import CacheConfig
     from quire.config.lora import LoRAConfig
-    from quire.config.options import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+    from quire.config.options import EngineConfig, ModelConfig, SchedulerConfig
     from quire.config.parallel import ParallelConfig
     from quire.config.speculative import SpeculativeConfig
     from quire.decoding.strategies import Sampling
@@ -115,7 +116,8 @@ __all__ = [
 # Module -> the names that `quire` exports from it; importing `quire` imports none of them.
 _EXPORTS = {
     "config.lora": ("LoRAConfig",),
-    "config.options": ("CacheConfig", "EngineConfig", "ModelConfig", "SchedulerConfig"),
+    "config.cache": ("CacheConfig",),
+    "config.options": ("EngineConfig", "ModelConfig", "SchedulerConfig"),
     "config.parallel": ("ParallelConfig",),
     "config.speculative": ("SpeculativeConfig",),
     "decoding.strategies": ("Sampling",),

@@ -30,7 +30,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 @pytest.fixture(autouse=True)
 def little_staging(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let what comes from disk go through few blocks: every one of them is looked at when memory is checked."""
-    monkeypatch.setattr("quire.config.options.STAGING_BYTES", 4 << 20)
+    monkeypatch.setattr("quire.config.cache.STAGING_BYTES", 4 << 20)
 
 
 def start(folder: Path, **options: Any) -> LLM:
@@ -175,7 +175,7 @@ def test_prompt_logprobs_load_nothing_for_what_must_be_computed(tmp_path: Path, 
 
 def test_what_memory_could_not_keep_is_found_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small device, small host: evicted blocks go down and come up again while the engine runs."""
-    monkeypatch.setattr("quire.config.options.STAGING_BYTES", 9 * 16384)
+    monkeypatch.setattr("quire.config.cache.STAGING_BYTES", 9 * 16384)
     llm = start(tmp_path / "cache", num_kv_blocks=14, max_model_len=96, max_num_seqs=2)
     assert llm.resolved.bytes_per_block == 16384
     names = ("Tom", "Anna", "Ben", "Mia", "Lily", "Sam")

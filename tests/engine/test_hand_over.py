@@ -28,7 +28,7 @@ WAIT_S = 60.0
 @pytest.fixture(autouse=True)
 def much_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait for an engine that works, however slow this machine is."""
-    monkeypatch.setattr("quire.config.options.STAGING_BYTES", 8 << 20)
+    monkeypatch.setattr("quire.config.cache.STAGING_BYTES", 8 << 20)
     monkeypatch.setattr("quire.engine.kv.source_loads.LEAST_PATIENCE_S", WAIT_S)
 
 

@@ -1,15 +1,13 @@
 """Configuration: options of the user, properties of machine and model, and the resolved configuration."""
 
+from quire.config.cache import EVICTION_POLICIES, KV_CACHE_DTYPES, CacheConfig
 from quire.config.cache_dtypes import CACHE_DTYPES, CacheDtype
 from quire.config.kv_events import KVEventsConfig
 from quire.config.lora import LoRAConfig
 from quire.config.options import (
     DTYPES,
-    EVICTION_POLICIES,
-    KV_CACHE_DTYPES,
     PREEMPTION_MODES,
     PREEMPTION_POLICIES,
-    CacheConfig,
     EngineConfig,
     ModelConfig,
     Quantization,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import fields
+from dataclasses import field, fields
 from math import inf
 from typing import Any, Final
 
@@ -119,3 +119,8 @@ def put_size(config: Any, name: str, low: int, *, optional: bool = False) -> Non
     elif isinstance(value, float):
         raise ConfigError(f'{name} must be whole bytes, or a text such as "4GiB", got {shown(value)}', field=name)
     check_whole(name, value, low, optional=optional)
+
+
+def choice(default: str, allowed: tuple[str, ...]) -> Any:
+    """Return a field with a fixed set of values, which the check and `--help` read."""
+    return field(default=default, metadata={"choices": allowed})

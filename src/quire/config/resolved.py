@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quire.config.cache import CacheConfig
 from quire.config.kv_transfer import KVTransferConfig
-from quire.config.options import CacheConfig, EngineConfig, Quantization, SchedulerConfig
+from quire.config.options import EngineConfig, Quantization, SchedulerConfig
 from quire.config.probed import Machine, ModelFacts, StepCost
 from quire.errors import ConfigError
 
