@@ -17,6 +17,8 @@ from quire.distributed.shared_memory import SLOT_BYTES
 from quire.errors import RankFailed
 from tests.distributed.in_threads import make_transports, run_ranks
 
+# Torch does not export all names to type checkers.
+DIST: Any = dist
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -25,7 +27,7 @@ def gloo_transports(size: int, folder: Path) -> list[GlooTransport]:
     made: dict[int, GlooTransport] = {}
 
     def make(rank: int) -> None:
-        store = dist.FileStore(str(folder / "store"), size)
+        store = DIST.FileStore(str(folder / "store"), size)
         made[rank] = GlooTransport(store, rank, size, 60.0, "127.0.0.1")
 
     threads = [threading.Thread(target=make, args=(rank,)) for rank in range(size)]

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from quire.errors import RankFailed
 
+# Torch has no types for it.
+_GLOO: Final[Any] = dist.ProcessGroupGloo
 # A rank without requests waits for rank 0 as long as that lives: its end is noticed by the closed connection.
 IDLE: Final = timedelta(days=365)
 
@@ -31,11 +33,11 @@ class GlooTransport:
 
     def __init__(self, store: Any, rank: int, size: int, timeout_s: float, hostname: str | None = None) -> None:
         self.rank, self.size = rank, size
-        options = dist.ProcessGroupGloo._Options()
+        options = _GLOO._Options()
         options._timeout = timedelta(seconds=timeout_s)
         device = {} if hostname is None else {"hostname": hostname}
-        options._devices = [dist.ProcessGroupGloo.create_device(**device) if device else _default_device()]
-        self._group = dist.ProcessGroupGloo(store, rank, size, options)
+        options._devices = [_GLOO.create_device(**device) if device else _default_device()]
+        self._group = _GLOO(store, rank, size, options)
 
     def all_reduce(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """See `Transport`; parts are gathered and added in order, as in shared memory, so that bits are equal."""
@@ -98,4 +100,4 @@ class GlooTransport:
 
 
 def _default_device() -> Any:
-    return dist.ProcessGroupGloo.create_default_device()
+    return _GLOO.create_default_device()

@@ -232,7 +232,10 @@ class CommandReplay:
                         scheduler.finish_at_stop_string(sequence, given[1])
                 case "beams":
                     assert self._plan is not None
-                    found = [tuple(Candidate(*each[:3], stop=each[3]) for each in group) for group in given[0]]
+                    found = [
+                        tuple(Candidate(parent, token, score, stop=stop) for parent, token, score, stop in group)
+                        for group in given[0]
+                    ]
                     scheduler.advance_beams(self._plan.beams, found)
                 case "reset":
                     scheduler.reset_prefix_cache()
