@@ -144,7 +144,7 @@ def test_parts_of_ranks_are_the_whole(folders: Any) -> None:
 
 @pytest.mark.parametrize("vocab_size", [5, 199, 151936, 32000])
 def test_the_vocabulary_is_divided(vocab_size: int) -> None:
-    for size in (1, 2, 3, 4):
+    for size in (1, 2, 3, 4, 5):
         ranges = [Share(rank, size).vocabulary(vocab_size) for rank in range(size)]
         assert ranges[0][0] == 0
         assert ranges[-1][1] == vocab_size
