@@ -55,11 +55,12 @@ class Share(NamedTuple):
         return start + self.rank * width, start + (self.rank + 1) * width
 
     def vocabulary(self, vocab_size: int) -> Range:
-        """Return the rank's range of the vocabulary: all ranks but the last ones have as many tokens."""
-        width = -(-vocab_size // self.size)
-        if vocab_size >= VOCAB_ALIGNMENT * self.size**2:
-            width = -(-width // VOCAB_ALIGNMENT) * VOCAB_ALIGNMENT
-        return min(self.rank * width, vocab_size), min((self.rank + 1) * width, vocab_size)
+        """Return the rank's range of the vocabulary, which is not empty where there are as many tokens as ranks."""
+        rank, size = self
+        if vocab_size < VOCAB_ALIGNMENT * size**2:
+            return rank * vocab_size // size, (rank + 1) * vocab_size // size
+        width = -(-vocab_size // (size * VOCAB_ALIGNMENT)) * VOCAB_ALIGNMENT
+        return min(rank * width, vocab_size), min((rank + 1) * width, vocab_size)
 
     def widths(self, vocab_size: int) -> list[int]:
         """Return the number of tokens of each rank."""
