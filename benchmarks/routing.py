@@ -23,7 +23,7 @@ from benchmarks.routing_traces import (
     Chooser,
     EventRouter,
     PromptTree,
-    RoundRobin,
+    RoundRobinChooser,
     Session,
     TraceShape,
     agent_shape,
@@ -203,7 +203,7 @@ def run_simulated(shape: TraceShape, seed: int = SEED) -> dict[str, Figures]:
     sessions = make_trace(shape, VOCAB, seed)
     config = RouterConfig(seconds_per_token=PREFILL_S, stream_tokens=round(DECODE_S / PREFILL_S * 4))
     choosers: dict[str, Chooser] = {
-        "round robin": RoundRobin(NUM_REPLICAS),
+        "round robin": RoundRobinChooser(NUM_REPLICAS),
         "prompt tree": PromptTree(NUM_REPLICAS),
         "quire": EventRouter(NUM_REPLICAS, BLOCK_SIZE, config),
     }
@@ -213,7 +213,7 @@ def run_simulated(shape: TraceShape, seed: int = SEED) -> dict[str, Figures]:
     }
     # As fast as all four, so that the turns come in much the same order.
     found["one big cache"] = simulate(
-        sessions, RoundRobin(1), [SimulatedReplica(NUM_REPLICAS * NUM_BLOCKS, speed=NUM_REPLICAS)]
+        sessions, RoundRobinChooser(1), [SimulatedReplica(NUM_REPLICAS * NUM_BLOCKS, speed=NUM_REPLICAS)]
     )
     return found
 

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 import httpx
 
 from benchmarks.routing import NUM_REPLICAS, SEED, Figures, figures_of
-from benchmarks.routing_traces import PromptTree, RoundRobin, Session, TraceShape, make_trace
+from benchmarks.routing_traces import PromptTree, RoundRobinChooser, Session, TraceShape, make_trace
 
 NUM_BLOCKS = 700
 PATIENCE_S = 600.0
@@ -34,7 +34,7 @@ async def _run(shape: TraceShape, num_replicas: int) -> dict[str, Figures]:
             urls = [each["url"] for each in (await http.get(f"{url}/router/replicas")).json()["replicas"]]
             sessions = await _trace(http, url, shape)
             choosers: dict[str, Place] = {
-                "round robin": _direct(RoundRobin(num_replicas), urls),
+                "round robin": _direct(RoundRobinChooser(num_replicas), urls),
                 "prompt tree": _direct(PromptTree(num_replicas), urls),
                 "quire": lambda *_: url,
             }
@@ -46,7 +46,7 @@ async def _run(shape: TraceShape, num_replicas: int) -> dict[str, Figures]:
     return found
 
 
-def _direct(chooser: RoundRobin, urls: Sequence[str]) -> Place:
+def _direct(chooser: RoundRobinChooser, urls: Sequence[str]) -> Place:
     """Return a router at the client, which sends to the servers directly."""
     return lambda tokens, session: urls[chooser.choose(tokens, session, 0.0)]
 

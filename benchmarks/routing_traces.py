@@ -117,7 +117,7 @@ class Chooser(Protocol):
         """Record the events of a step."""
 
 
-class RoundRobin:
+class RoundRobinChooser:
     """Takes the replicas in turn.
 
     Args:
@@ -139,7 +139,7 @@ class RoundRobin:
     def on_events(self, replica: int, events: list[KVEvent]) -> None: ...
 
 
-class PromptTree(RoundRobin):
+class PromptTree(RoundRobinChooser):
     """Routes by the longest prompt that a replica was sent before, as routers without events do.
 
     It knows neither answers nor evictions. Without a match of at least a tenth, the replica that was sent the fewest

@@ -32,7 +32,7 @@ from quire.config import EngineConfig
 from quire.memory.recording.settings import MemorySettings
 from quire.memory.specs import FullAttention
 from quire.simulation.fit import fit_step_time, quality_of
-from quire.simulation.fleet import Fleet
+from quire.simulation.fleet import SimulatedFleet
 from quire.simulation.replica import ReplicaSettings
 from quire.simulation.request import SimulatedRequest
 from quire.simulation.routing import RoundRobin
@@ -98,7 +98,7 @@ def figures(
 
 def simulate(requests: list[SimulatedRequest], model: FittedStepTime) -> dict[str, float]:
     """Return the figures of simulated requests."""
-    fleet = Fleet(settings(), model, RoundRobin())
+    fleet = SimulatedFleet(settings(), model, RoundRobin())
     fleet.run(requests)
     samples = fleet.samples
     return figures(samples.arrivals_s, samples.first_s, samples.ended_s, sum(samples.num_new))

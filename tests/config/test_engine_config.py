@@ -126,6 +126,12 @@ NEEDED: dict[str, dict[str, Any]] = {
         ("draft_model", ["some/folder"], [None, "", 3, True]),
         ("enable_lora", [True, False], [None, 1, "yes"]),
         ("lora_modules", [(), ("a=/b", "c=/d")], [None, 5, "=b", True]),
+        ("merge_lora", [False], [None, 1, "yes"]),
+        ("tensor_parallel_size", [1, 2, 64], [0, 65, None, "2", True]),
+        ("all_reduce_backend", ["auto", "shared_memory", "gloo"], ["nccl", "", None]),
+        ("distributed_timeout_s", [60, 0.5], [0, -1.0, math.inf, "60", None, True]),
+        ("kv_events_config", [None], ["{", 3, "[]"]),
+        ("kv_events_format", ["map", "array"], ["maps", "", None]),
         ("max_lora_rank", [1, 512], [0, 513, None, "8", True]),
         ("max_cpu_loras", [None, 1], [0, 1.5, "8", True]),
         ("grammar_timeout_s", [5, 0.1], [0, -1.0, math.nan, math.inf, "5", True, None]),
@@ -184,7 +190,7 @@ def test_options_go_home_and_nothing_else_changes() -> None:
 
 def test_options_go_round() -> None:
     config = EngineConfig.from_options(seed=5, watermark=0.25, scheduling_policy="priority")
-    parts = (config.model, config.cache, config.scheduler, config.speculative, config.lora)
+    parts = (config.model, config.cache, config.scheduler, config.speculative, config.lora, config.parallel)
     flat = {name: value for part in parts for name, value in dataclasses.asdict(part).items()}
     assert flat.keys() == option_sections().keys()
     assert EngineConfig.from_options(**flat) == config

@@ -100,7 +100,8 @@ VALUES: dict[str, Sequence[Any]] = {
 }
 # `output_kind` is about what streams show of an output, and nothing that the engine looks at.
 # What thinking is, chats say; tests/engine/test_thinking.py has its values.
-drawn = {*VALUES, "output_kind", "thinking", "thinking_token_budget"}
+# The hand-over of blocks needs an engine with a role: tests/engine/test_hand_over.py.
+drawn = {*VALUES, "output_kind", "thinking", "thinking_token_budget", "extra_args"}
 assert drawn == {item.name for item in fields(SamplingParams) if item.init}, "a parameter is never drawn"
 # Parameters that refuse most others beside them, or end most outputs.
 RARE = {"beam_width": 0.2, "structured_outputs": 0.15, "strategy": 0.15, "allowed_token_ids": 0.15, "best_of": 0.15}

@@ -24,7 +24,11 @@ class Printed(TorchDispatchMode):
 for module in pkgutil.walk_packages(quire.__path__, "quire."):
     if not module.name.endswith("__main__"):
         with Printed():
-            importlib.import_module(module.name)
+            try:
+                importlib.import_module(module.name)
+            except ModuleNotFoundError as error:
+                if error.name != "triton":  # its kernels need it, and the tests do without
+                    raise
 """
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.memory.recording.settings import MemorySettings
 from quire.memory.specs import FullAttention, KVCacheSpec
-from quire.simulation.fleet import Fleet, FleetTotals
+from quire.simulation.fleet import FleetTotals, SimulatedFleet
 from quire.simulation.replica import ReplicaSettings
 from quire.simulation.request import SimulatedRequest
 from quire.simulation.routing import ROUTERS
@@ -65,6 +65,8 @@ def simulate(
     can_leap: bool = True,
 ) -> tuple[SimulationSamples, FleetTotals]:
     """Run a fleet to the end of all requests."""
-    fleet = Fleet(options or settings(), model or step_time(), ROUTERS[router](), num_replicas, can_leap=can_leap)
+    fleet = SimulatedFleet(
+        options or settings(), model or step_time(), ROUTERS[router](), num_replicas, can_leap=can_leap
+    )
     totals = fleet.run(requests)
     return fleet.samples, totals

@@ -10,7 +10,7 @@ import pytest
 from quire.errors import ConfigError
 from quire.memory.invariants import check
 from quire.memory.specs import FullAttention, SlidingWindow
-from quire.simulation.replica import Replica
+from quire.simulation.replica import EngineReplica
 from quire.simulation.samples import SimulationSamples
 from quire.simulation.step_time import StepItem
 from quire.simulation.tokens import TokenTable
@@ -95,7 +95,7 @@ def test_what_is_remembered_of_evicted_blocks_changes_no_result(eviction: str, m
     requests = list(random_requests(60, 6.0, seed=3, shared=100))
     options = settings(80, memory={"eviction": eviction})
     forgetting, _ = simulate(requests, options)
-    tree = Replica(options, step_time(), SimulationSamples(), TokenTable()).memory.tree
+    tree = EngineReplica(options, step_time(), SimulationSamples(), TokenTable()).memory.tree
     assert tree.max_tombstones == 0
     # The memory's own number cannot be changed any more.
     monkeypatch.setattr(type(tree), "max_tombstones", property(lambda _: 80, lambda *_: None))
@@ -114,13 +114,13 @@ def test_leaps_give_what_steps_give_behind_every_router(router: str) -> None:
 
 def test_a_leap_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     plans = []
-    begin = Replica._begin_step
+    begin = EngineReplica._begin_step
 
-    def begin_step(self: Replica, now_s: float) -> None:
+    def begin_step(self: EngineReplica, now_s: float) -> None:
         plans.append(now_s)
         begin(self, now_s)
 
-    monkeypatch.setattr(Replica, "_begin_step", begin_step)
+    monkeypatch.setattr(EngineReplica, "_begin_step", begin_step)
     _, totals = simulate([one_request(10, 100)])
     # The prompt's step, and the last one.
     assert len(plans) == 2
@@ -128,7 +128,7 @@ def test_a_leap_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_memory_is_sound_within_a_leap() -> None:
-    replica = Replica(settings(200), step_time(), SimulationSamples(), TokenTable())
+    replica = EngineReplica(settings(200), step_time(), SimulationSamples(), TokenTable())
     for idx in range(6):
         replica.submit(one_request(40, 90 + idx, stream=2 * idx + 1), 0.0)
     while replica.end_s is not None:
@@ -140,8 +140,8 @@ def test_the_memory_is_sound_within_a_leap() -> None:
 
 
 def test_a_question_about_hits_changes_no_result() -> None:
-    replica = Replica(settings(200), step_time(), SimulationSamples(), TokenTable())
-    twin = Replica(settings(200), step_time(), SimulationSamples(), TokenTable())
+    replica = EngineReplica(settings(200), step_time(), SimulationSamples(), TokenTable())
+    twin = EngineReplica(settings(200), step_time(), SimulationSamples(), TokenTable())
     for each in (replica, twin):
         each.submit(one_request(40, 90), 0.0)
         each.end_step()
@@ -153,7 +153,7 @@ def test_a_question_about_hits_changes_no_result() -> None:
 
 
 def test_a_step_tells_who_begins_to_answer_and_who_ends() -> None:
-    replica = Replica(settings(200), step_time(), SimulationSamples(), TokenTable())
+    replica = EngineReplica(settings(200), step_time(), SimulationSamples(), TokenTable())
     long, short = one_request(40, 3), one_request(40, 1, stream=5)
     replica.submit(long, 0.0)
     replica.submit(short, 0.0)

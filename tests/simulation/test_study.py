@@ -10,7 +10,7 @@ import pytest
 from quire.errors import ConfigError
 from quire.memory.manager import KVCacheManager
 from quire.simulation.chart import draw_search, draw_variants
-from quire.simulation.fleet import Fleet
+from quire.simulation.fleet import SimulatedFleet
 from quire.simulation.report import ServiceLevel
 from quire.simulation.request import SimulatedRequest
 from quire.simulation.routing import PrefixAware, ReplicaLoads, RoundRobin, RouterView
@@ -109,7 +109,7 @@ class Noting(RoundRobin):
 
 def test_a_router_is_told_of_replicas_first_tokens_and_ends() -> None:
     router = Noting()
-    fleet = Fleet(settings(100), step_time(), router, 3)
+    fleet = SimulatedFleet(settings(100), step_time(), router, 3)
     fleet.run([one_request(20, 5), one_request(16 * 100, 1, 1.0, stream=3), one_request(20, 1, 2.0, stream=5)])
     assert router.told == [
         ("replica", 0),
@@ -125,7 +125,7 @@ def test_a_router_is_told_of_replicas_first_tokens_and_ends() -> None:
 
 def test_a_router_that_knows_beginnings_forgets_the_oldest() -> None:
     router = PrefixAware(max_candidates=2, max_beginnings=3)
-    fleet = Fleet(settings(400), step_time(), router, 4)
+    fleet = SimulatedFleet(settings(400), step_time(), router, 4)
     fleet.run([one_request(20, 2, float(idx), stream=2 * idx + 1) for idx in range(9)])
     assert len(router._known) == 3
 

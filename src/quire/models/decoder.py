@@ -67,7 +67,9 @@ class Decoder:
         self._widths = share_of(ranks).widths(spec.vocab_size)  # of the head, on each rank
         self._head = Projection(spec.width, end - first, False, ops, min_bits=6)
         self._embedding = TokenEmbedding(spec, self._head, ops, end - first)
-        self._look_up: Callable[[Tensor], Tensor] | None = None
+        self._look_up: Callable[[Tensor], Tensor] = lambda input_ids: self._embedding.look_up(input_ids)
+        if ranks is not None:
+            self._look_up = RowsOfRanks(self._look_up, spec.vocab_size, ranks)
         new_norm = partial(Norm, width=spec.width, ops=ops, dtype=dtype, device=device)
         self._norm = new_norm(spec.norm)
         # Inputs of mixers in a step: the step of a cache group, and for attention a rotation.
@@ -118,9 +120,6 @@ class Decoder:
 
     def _fuse(self) -> None:
         """Have the backend run layers, the end of the model, or the experts of a layer by one call where it can."""
-        self._look_up = self._embedding.look_up
-        if self._ranks is not None:
-            self._look_up = RowsOfRanks(self._look_up, self.spec.vocab_size, self._ranks)
         if isinstance(self.ops, FusesLayers):
             self._fused = self._fuse_layers(self.ops)
             self._fused_head = self.ops.fuse_norm(self._norm.row_norm, self._head.run)
@@ -169,7 +168,6 @@ class Decoder:
         """
         if adapters is not None or self.step_adapters.all is not None:
             self.step_adapters.begin(adapters)
-        assert self._look_up is not None, "all weights are there"
         x = self._look_up(input_ids)
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale

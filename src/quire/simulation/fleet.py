@@ -7,7 +7,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from quire.errors import ConfigError
-from quire.simulation.replica import Replica, ReplicaSettings
+from quire.simulation.replica import EngineReplica, ReplicaSettings
 from quire.simulation.request import SimulatedRequest
 from quire.simulation.routing import ReplicaLoads, SimulatedRouter
 from quire.simulation.samples import SimulationSamples
@@ -43,7 +43,7 @@ class FleetTotals(NamedTuple):
     duration_s: float
 
 
-class Fleet:
+class SimulatedFleet:
     """Replicas behind a router.
 
     Args:
@@ -77,7 +77,7 @@ class Fleet:
         self._follow_up = follow_up
         self._can_leap = can_leap
         self.table = TokenTable()
-        self._replicas: list[Replica | None] = [None] * num_replicas
+        self._replicas: list[EngineReplica | None] = [None] * num_replicas
         self.loads = ReplicaLoads(num_replicas)
         self._events: list[tuple[float, int, int, int, SimulatedRequest | None]] = []
         self._num_follow_ups = 0
@@ -126,7 +126,7 @@ class Fleet:
         idx = self._router.choose(request, _FleetView(self, request), now_s)
         replica = self._replicas[idx]
         if replica is None:
-            replica = self._replicas[idx] = Replica(
+            replica = self._replicas[idx] = EngineReplica(
                 self._settings, self._step_time, self.samples, self.table, can_leap=self._can_leap
             )
             self._router.on_replica(idx, replica.memory)
@@ -157,7 +157,7 @@ class Fleet:
             self._num_follow_ups += 1
             heappush(self._events, (following.arrival_s, _ARRIVAL, self._num_follow_ups, 0, following))
 
-    def _expect(self, idx: int, replica: Replica) -> None:
+    def _expect(self, idx: int, replica: EngineReplica) -> None:
         """Note when the step in progress of a replica ends."""
         if replica.end_s is not None:
             heappush(self._events, (replica.end_s, _STEP_END, idx, replica.version, None))
@@ -180,7 +180,7 @@ class _FleetView:
 
     __slots__ = ("_fleet", "_request")
 
-    def __init__(self, fleet: Fleet, request: SimulatedRequest) -> None:
+    def __init__(self, fleet: SimulatedFleet, request: SimulatedRequest) -> None:
         self._fleet = fleet
         self._request = request
 

@@ -89,7 +89,7 @@ class _Leap(NamedTuple):
     ends_s: list[float]
 
 
-class Replica:
+class EngineReplica:
     """One engine of a simulation.
 
     Args:

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from quire.errors import ConfigError, shown
-from quire.simulation.fleet import Fleet
+from quire.simulation.fleet import SimulatedFleet
 from quire.simulation.replica import ReplicaSettings
 from quire.simulation.report import NO_LIMITS, ServiceLevel, SimulationReport, report_of
 from quire.simulation.routing import ROUTERS
@@ -56,10 +56,10 @@ class Scenario:
                 f"routing must be one of {', '.join(ROUTERS)}, got {shown(self.routing)}", field="routing"
             )
 
-    def fleet(self, traffic: TrafficSource, *, can_leap: bool = True) -> Fleet:
+    def fleet(self, traffic: TrafficSource, *, can_leap: bool = True) -> SimulatedFleet:
         """Return the fleet that serves some traffic."""
         router = ROUTERS[self.routing]()
-        return Fleet(
+        return SimulatedFleet(
             self.settings,
             self.step_time,
             router,
