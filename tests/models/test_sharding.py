@@ -177,17 +177,21 @@ def test_kv_heads_that_ranks_cannot_divide_are_refused(folders: Any) -> None:
     [
         ("int4", "llama3"),
         pytest.param("int8", "qwen3", marks=pytest.mark.slow),
-        pytest.param("q8_0", "llama3", marks=pytest.mark.slow),
-        pytest.param("q4_0", "gemma3", marks=pytest.mark.slow),
+        pytest.param("q8_0", "bundled", marks=pytest.mark.slow),
+        pytest.param("q4_0", "bundled", marks=pytest.mark.slow),
     ],
 )
-def test_stored_quantised_weights_are_divided_between_groups(form: str, name: str, tmp_path: Path) -> None:
-    options = {"intermediate_size": 128, "head_dim": 32}
-    folder, out = save_checkpoint(name, tmp_path / "plain", **options), tmp_path / "out"
+def test_stored_quantised_weights_are_divided_between_groups(
+    form: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, out = name, tmp_path / "out"
+    if name != "bundled":
+        model = str(save_checkpoint(name, tmp_path / "plain", intermediate_size=128, head_dim=32))
     if form.startswith("q"):
         out = tmp_path / "out.gguf"
-    quantize(str(folder), out, QuantizeOptions(form, method="rounded"))
-    # Stock operators do not round what weights are multiplied with.
+    quantize(model, out, QuantizeOptions(form, method="rounded"))
+    # Rows are rounded by their largest value, and a rank has a part of a row: without that, the sums are equal.
+    monkeypatch.setattr("quire.ops.torch_stored.round_rows", lambda rows: (rows, rows.new_ones(len(rows), 1)))
     assert_near(ranked_steps(out, 2, kernels="torch"), whole_steps(out, kernels="torch"), 3e-5)
 
 
