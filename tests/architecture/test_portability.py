@@ -39,7 +39,11 @@ import pkgutil
 import quire
 for module in pkgutil.walk_packages(quire.__path__, "quire."):
     if not module.name.endswith("__main__"):
-        __import__(module.name)
+        try:
+            __import__(module.name)
+        except ModuleNotFoundError as error:
+            if error.name != "triton":  # its kernels need it, and the tests do without
+                raise
 from quire import LLM, SamplingParams
 with LLM("bundled", kv_cache_memory_bytes="16MiB") as llm:
     (output,) = llm.chat([{"role": "user", "content": "Who are you?"}], SamplingParams(temperature=0, max_tokens=24))
