@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.routing import run_simulated, shapes
 from benchmarks.routing_traces import make_trace
 
 
+@pytest.mark.slow
 def test_figures_of_a_short_trace_are_the_same_again_and_better_than_those_of_others() -> None:
     shape = shapes(60)["chat, 6 turns"]
     found = run_simulated(shape)

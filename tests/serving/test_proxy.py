@@ -203,6 +203,7 @@ def stream_all(fleet: FleetProcesses, prompt: str, found: dict[str, Any]) -> Non
         found["begun"].set()
 
 
+@pytest.mark.slow
 def test_a_killed_server_costs_its_own_streams_an_error_and_nothing_else(folder: Path, tmp_path: Path) -> None:
     with fleet_of(folder, tmp_path, 2) as fleet:
         fleet.wait_until_settled()
