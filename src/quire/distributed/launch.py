@@ -75,6 +75,9 @@ def start_ranks(config: ParallelConfig, options: dict[str, Any], program: str) -
             for rank in sockets:
                 links.receive_fact(rank, START_TIMEOUT_S)
             transport = make_transport(library, memory, LEADER, size, config.distributed_timeout_s, store)
+            # They may still read the store, which is removed now.
+            for rank in sockets:
+                links.receive_fact(rank, START_TIMEOUT_S)
         except BaseException:
             links.close()
             _kill(processes)
@@ -91,6 +94,7 @@ def join_ranks(rank: int, size: int, connection: int, memory: int) -> tuple[Rank
         raise WorkerError(f"rank {rank} has no native kernels: {library}")
     links.send_fact(LEADER, "started")
     transport = make_transport(library, memory, rank, size, setup["timeout_s"], setup["store"])
+    links.send_fact(LEADER, "connected")
     return Ranks(RankGroup(transport), links, size, rank), setup["options"]
 
 
