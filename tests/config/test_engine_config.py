@@ -188,14 +188,6 @@ def test_options_go_home_and_nothing_else_changes() -> None:
     assert EngineConfig.from_options() == EngineConfig()
 
 
-def test_options_go_round() -> None:
-    config = EngineConfig.from_options(seed=5, watermark=0.25, scheduling_policy="priority")
-    parts = (config.model, config.cache, config.scheduler, config.speculative, config.lora, config.parallel)
-    flat = {name: value for part in parts for name, value in dataclasses.asdict(part).items()}
-    assert flat.keys() == option_sections().keys()
-    assert EngineConfig.from_options(**flat) == config
-
-
 # ---- resolve ----
 
 
