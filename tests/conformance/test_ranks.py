@@ -14,9 +14,12 @@ from tests.distributed.in_threads import native_library
 
 # Four ranks would divide groups of recurrent heads, each of which is normed whole.
 MORE_RANKS_THAN_GROUPS = frozenset({"granite4", "granite4-moe", "falcon-h1-norm"})
-# Windows, states, or heads of which each rank has few, need fewer blocks or far more of them: their sequences are not
-# preempted in a pool of twelve.
-NEVER_SHORT = frozenset({"falcon-h1", "gemma3", "gemma4", "lfm2-moe", "mistral-window", "qwen3.5", "qwen3.5-moe"})
+# Two blocks of states for each sequence: the smallest pool that is accepted has 20.
+SMALLEST_POOL = {"falcon-h1": 20}
+# Windows and states: three sequences that are computed in small chunks fit into the smallest pool.
+FIT_IN_CHUNKS = MORE_RANKS_THAN_GROUPS | {
+    *("falcon-h1", "gemma3", "gemma4", "lfm2-moe", "mistral-window", "qwen3.5", "qwen3.5-moe")
+}
 
 
 # Processes take seconds to start. The default run has two ranks beside one process in `tests/engine/test_ranks.py`.
@@ -25,14 +28,12 @@ NEVER_SHORT = frozenset({"falcon-h1", "gemma3", "gemma4", "lfm2-moe", "mistral-w
 def test_two_ranks_under_every_history(name: str, references: Callable[[str], Reference]) -> None:
     native_library()
     reference = references(name)
-    short = {"num_kv_blocks": 12, "max_model_len": 96}
+    short = {"num_kv_blocks": SMALLEST_POOL.get(name, 12), "max_model_len": 96}
     histories: list[dict[str, Any]] = [
         {},
         {**short, "swap_space": 8 << 20, "preemption_mode": "swap"},
-        {**short, "max_num_seqs": 3, "max_num_batched_tokens": 5},
+        {**({} if name in FIT_IN_CHUNKS else short), "max_num_seqs": 3, "max_num_batched_tokens": 5},
     ]
-    if name in NEVER_SHORT:
-        histories = [{}, {"max_num_seqs": 3, "max_num_batched_tokens": 5}]
     for options in histories:
         with load(reference, tensor_parallel_size=2, **options) as llm:
             vars(llm.engine.scheduler)["_digest_interval"] = 1
