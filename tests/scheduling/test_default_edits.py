@@ -10,8 +10,8 @@ import pytest
 
 from quire.memory.usage import Usage
 from quire.scheduling import Scheduler, registry
+from quire.scheduling.edits import SequenceEvent
 from quire.scheduling.plan import ItemResult, ScheduledSequence, StepPlan
-from quire.scheduling.scheduler import SequenceEvent
 from quire.sequences.strategy import Append
 from tests.scheduling.harness import Outcome, Setting, run
 from tests.scheduling.test_random_runs import random_jobs

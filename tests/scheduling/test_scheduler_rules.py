@@ -265,7 +265,7 @@ def test_a_prompt_with_samples_to_come_can_be_finished_early() -> None:
     harness = Harness(Setting(max_num_seqs=2, budget=8))
     request = harness.add(Job(prompt=prompt(20), n=2), seed=0)
     harness.step()
-    harness.scheduler.finish(request.sequences[0], FinishReason.ERROR)
+    harness.scheduler.finish_at_stop_string(request.sequences[0], "a stop string")
     assert harness.scheduler.requests == {}
     assert harness.memory.usage().used == 0
 
@@ -305,7 +305,7 @@ def test_aborting_one_of_several_samples_ends_those_that_live() -> None:
     harness = Harness(Setting())
     request = harness.add(Job(prompt=prompt(3), n=3, max_tokens=9, ignore_eos=True), seed=0)
     harness.step()
-    harness.scheduler.finish(request.sequences[1], FinishReason.STOP, "a stop string")
+    harness.scheduler.finish_at_stop_string(request.sequences[1], "a stop string")
     assert request.sequences[1].stop_reason == "a stop string"
     assert [sequence.sample_idx for sequence in harness.scheduler.abort("job 0")] == [0, 2]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 
@@ -21,22 +20,20 @@ from quire.engine.kv.pinning import PrefixPins
 from quire.engine.metrics.block_lifetimes import BlockLifetimes
 from quire.engine.metrics.stats import EngineStats, StepStats
 from quire.engine.metrics.stats_collector import StatsCollector
+from quire.engine.outputs.beam_steps import BeamSteps
+from quire.engine.outputs.early_ends import EarlyEnds
 from quire.engine.outputs.output_processor import OutputProcessor
 from quire.engine.outputs.outputs import RequestOutput
 from quire.errors import NO_TOKEN, InvalidParameter, RequestFailed, WorkerError
 from quire.execution.executor import Executor
 from quire.memory.usage import Usage
-from quire.scheduling.plan import ScheduledSequence, StepPlan, StepResult
+from quire.scheduling.plan import StepPlan, StepResult
 from quire.scheduling.scheduler import Scheduler
 from quire.sequences.lora import LoRARequest
 from quire.sequences.params import SamplingParams
 from quire.sequences.status import FinishReason
 from quire.structured.grammar_compiler import GrammarCompiler
 from quire.text.tokenizer import Tokenizer
-
-logger = logging.getLogger(__name__)
-
-MAX_CONSECUTIVE_FAILURES = 3
 
 
 class Engine:
@@ -103,7 +100,8 @@ class Engine:
         self._hand_over = hand_over
         self._outputs = OutputProcessor(tokenizer, clock)
         self._num_requests = 0
-        self._num_failures = 0
+        self._early_ends = EarlyEnds(scheduler, self._outputs)
+        self._beam_steps = BeamSteps(scheduler, self._outputs, clock)
         self._stats = StatsCollector(scheduler)
         copy_bytes_per_s = executor.measure_copies()
         self.step_recorder = StepRecorder(scheduler, copy_bytes_per_s, config.max_inter_token_ms, speculation)
@@ -174,9 +172,9 @@ class Engine:
         Returns:
             The last output of the request, None for an unknown or finished request.
         """
-        output = self._end_request(request_id, FinishReason.ABORT, None)
+        outputs = self._early_ends.end(request_id, FinishReason.ABORT)
         self.publish_kv_events()
-        return output
+        return outputs[0] if outputs else None
 
     @property
     def has_unfinished(self) -> bool:
@@ -215,8 +213,13 @@ class Engine:
         try:
             result = self.executor.execute(plan)
         except WorkerError as error:
-            return failed + self._fail_step(plan, error)
-        self._num_failures = 0
+            if self.ranks is not None:
+                raise  # the other ranks are in the middle of the step
+            failed += self._early_ends.fail_step(plan, error)
+            if self._disk_prefetch is not None:
+                self._disk_prefetch.drop(plan.ops)
+            return failed
+        self._early_ends.num_failed_steps = 0
         self._stats.computed_tokens += self.step_recorder.record_step(plan.items, self._clock() - started_s)
         failed += self._check_items(plan, result)
         outputs = self._update(plan, result)
@@ -262,7 +265,7 @@ class Engine:
             for request_id in self._outputs.request_ids:
                 self.abort_request(request_id)
             # After a failure of the worker the contents of its blocks are unknown.
-            if self._disk_prefetch is not None and not self._num_failures:
+            if self._disk_prefetch is not None and not self._early_ends.num_failed_steps:
                 self._disk_prefetch.save_all(self.executor, self.scheduler.memory.take_ops(), self._clock)
         finally:
             self.executor.close()
@@ -284,11 +287,11 @@ class Engine:
     def _end_without_blocks(self) -> list[RequestOutput]:
         """End the requests whose blocks had to come from another engine, and did not."""
         failed = () if self._disk_prefetch is None else self._disk_prefetch.take_failed()
-        outputs = [
-            self._end_request(request_id, FinishReason.ERROR, f"kv_load_failure_policy is 'fail': {why}")
-            for request_id, why in failed
-        ]
-        return [output for output in outputs if output is not None]
+        outputs: list[RequestOutput] = []
+        for request_id, why in failed:
+            error = f"kv_load_failure_policy is 'fail': {why}"
+            outputs += self._early_ends.end(request_id, FinishReason.ERROR, error)
+        return outputs
 
     def _mark_scheduled(self, plan: StepPlan) -> None:
         """Record the time at which a plan schedules requests for the first time."""
@@ -307,7 +310,7 @@ class Engine:
         failed: list[RequestOutput] = []
         for item, outcome in zip(plan.items, result.items, strict=True):
             if outcome.error is not None:
-                failed += self._fail_item(item, outcome.error, is_own_fault=outcome.is_own_fault)
+                failed += self._early_ends.fail_item(item, outcome.error, is_own_fault=outcome.is_own_fault)
             elif outcome.prompt_logprobs and item.seq_id in self.scheduler.sequences:
                 self._outputs.add_prompt_logprobs(self.scheduler.sequences[item.seq_id], item, outcome)
         return failed
@@ -325,46 +328,12 @@ class Engine:
         self._stats.generation_tokens += num_generated
         for sequence, stop in stopped:
             scheduler.finish_at_stop_string(sequence, stop)
-        failed = [
-            self._end_request(request_id, FinishReason.ERROR, error, RequestFailed.code)
-            for request_id, error in failures
-        ]
+        failed: list[RequestOutput] = []
+        for request_id, error in failures:
+            failed += self._early_ends.end(request_id, FinishReason.ERROR, error, RequestFailed.code)
         if plan.beams:
-            beams = [scheduler.beams_of(group) for group in plan.beams]
-            candidates = outputs.find_beam_stops(beams, result.beams)
-            num_chosen, exhausted = outputs.add_beam_tokens(scheduler.advance_beams(plan.beams, candidates))
-            self._stats.generation_tokens += num_chosen
-            failed += [self._end_request(request_id, FinishReason.ERROR, NO_TOKEN) for request_id in exhausted]
-        return [output for output in failed if output is not None] + outputs.take_outputs()
-
-    def _fail_item(self, item: ScheduledSequence, error: str, *, is_own_fault: bool = False) -> list[RequestOutput]:
-        """End the request of one item with an error."""
-        sequence = self.scheduler.sequences.get(item.seq_id)
-        output = None
-        if sequence is not None:
-            code = RequestFailed.code if is_own_fault else "engine_failed"
-            output = self._end_request(sequence.request.request_id, FinishReason.ERROR, error, code)
-        return [] if output is None else [output]
-
-    def _fail_step(self, plan: StepPlan, error: WorkerError) -> list[RequestOutput]:
-        """End every request of a step that the data plane could not execute, and discard the blocks it was to write."""
-        if self.ranks is not None:
-            raise error  # the other ranks are in the middle of the step
-        self._num_failures += 1
-        if self._num_failures >= MAX_CONSECUTIVE_FAILURES:
-            raise WorkerError(f"{self._num_failures} steps in a row failed; the last one: {error}") from error
-        outputs = [output for item in plan.items for output in self._fail_item(item, str(error))]
-        for name in self.scheduler.recover(plan):
-            logger.warning("the pinned prefix %r is lost, since a step failed that was to move it", name)
-        if self._disk_prefetch is not None:
-            self._disk_prefetch.drop(plan.ops)
-        return outputs
-
-    def _end_request(
-        self, request_id: str, reason: FinishReason, error: str | None, error_code: str | None = None
-    ) -> RequestOutput | None:
-        """End a request early and return its last output."""
-        if request_id not in self._outputs:
-            return None
-        ended = self.scheduler.abort(request_id, reason)
-        return self._outputs.end_request(request_id, ended, error, error_code)
+            advanced = self._beam_steps.advance(plan.beams, result.beams)
+            self._stats.generation_tokens += advanced.num_generated
+            for request_id in advanced.exhausted:
+                failed += self._early_ends.end(request_id, FinishReason.ERROR, NO_TOKEN)
+        return failed + outputs.take_outputs()

@@ -22,7 +22,6 @@ from quire.memory.capacity_queries import CapacityQueries
 from quire.memory.groups.cache_group import CacheGroup
 from quire.memory.groups.host_tier import HostTier
 from quire.memory.groups.match import find_hit
-from quire.memory.groups.partial_block import publish_tail
 from quire.memory.pins import Pins
 from quire.memory.pool.arena import build_arena
 from quire.memory.pool.eviction import EVICTION_POLICIES
@@ -33,9 +32,8 @@ from quire.memory.results import NO_OPS, HitEnd, MemoryOps, PrefixHit, TableDelt
 from quire.memory.sequence_blocks import SequenceBlocks
 from quire.memory.specs import NEVER_FREED, KVCacheSpec
 from quire.memory.tables import append
-from quire.memory.tables.publish import free_out_of_window, next_publish_at, publish_blocks, retain_for_next_turn
+from quire.memory.tables.publication import Publication
 from quire.memory.tables.rollback import Rollback
-from quire.memory.tables.snapshots import Snapshots
 from quire.memory.tables.tables import BlockTables
 from quire.memory.tiers import swap
 from quire.memory.tiers.disk_tier import DiskTier
@@ -104,15 +102,14 @@ class KVCacheManager:
         self.host = HostTier(self.arena, self.groups, host_bytes, policy, self.tree) if host_bytes else None
         self.tables = BlockTables(self.arena, self.groups, self.pins, self.host)
         self.archive = DiskTier(self.tables) if has_disk else None
-        self._snapshots = Snapshots.of(self.groups, snapshot_interval)
         self.watermark, self.enable_prefix_caching = watermark, enable_prefix_caching
         self.sequences = self.tables.sequences
         self._key = key
         self.windowed_groups = tuple(idx for idx, spec in enumerate(specs) if spec.freed_after(0) < NEVER_FREED)
         self.capacity = CapacityQueries(self.tables, watermark, self.arena.layout.num_slabs - pin_limit)
+        self._publication = Publication(self.tables, self.windowed_groups, snapshot_interval)
         self.rollback = Rollback(self.tables, self.windowed_groups)
         self.lost_copies = LostCopies(self.tables)
-        self._num_merges = 0
 
     # ---- questions ----
 
@@ -142,10 +139,7 @@ class KVCacheManager:
             seq_id: a live sequence.
             num_tokens: tokens behind those that have slots.
         """
-        state = self.sequences[seq_id]
-        if not self.tables.recurrent_groups or not state.is_publishing:
-            return num_tokens
-        return min(num_tokens, self._snapshots.next_after(state.num_slots, state.snapshot_points) - state.num_slots)
+        return self._publication.step_limit(self.sequences[seq_id], num_tokens)
 
     def block_table(self, seq_id: int, group_idx: int = 0) -> tuple[int, ...]:
         """Return a live sequence's block ids in one cache group."""
@@ -153,7 +147,7 @@ class KVCacheManager:
 
     def usage(self) -> Usage:
         """Return block counts, of all groups and of each, and counters since the start."""
-        return measure(self.tables, self._num_merges)
+        return measure(self.tables, self._publication.num_merges)
 
     # ---- commands ----
 
@@ -177,8 +171,7 @@ class KVCacheManager:
         self.tables.version += 1
         state = SequenceBlocks(chain, len(self.groups), is_publishing=self.enable_prefix_caching)
         self.tables.share(state, hit)
-        state.next_publish_at = next_publish_at(self.groups, self.windowed_groups, state)
-        state.snapshot_points = self._snapshots.snapshot_points_of(chain, hit, self.block_size)
+        self._publication.begin(state, hit)
         self.sequences[seq_id] = state
         if hit.loads:
             swap.load_hit(self.tables, state, hit.loads)
@@ -272,20 +265,9 @@ class KVCacheManager:
             state.num_computed = count
             if count >= state.next_publish_at:
                 self.tables.resident(seq_id)
-                self._publish_due(state)
+                self._publication.publish_due(state)
             if observer is not None:
                 observer.published(seq_id, state, num_before)
-
-    def _publish_due(self, state: SequenceBlocks) -> None:
-        """Publish the full blocks and due snapshots of a sequence, and free blocks out of its windows."""
-        self.tables.version += 1
-        if state.is_publishing:
-            self._num_merges += publish_blocks(self.groups, state, state.num_computed // self.block_size)
-        if self.tables.recurrent_groups and state.is_publishing and self._snapshots.is_due(state):
-            self._num_merges += self._snapshots.publish(self.groups, state)
-        for idx in self.windowed_groups:
-            free_out_of_window(self.groups[idx], state, idx)
-        state.next_publish_at = next_publish_at(self.groups, self.windowed_groups, state)
 
     def free(self, seq_id: int, *, retain: bool = False, is_sound: bool = True) -> None:
         """Release a sequence; of its published blocks the tail becomes evictable before the head.
@@ -302,11 +284,7 @@ class KVCacheManager:
         state.is_publishing &= is_sound
         if self.archive is not None:
             self.archive.note_end(state)
-        tail = None
-        if not state.is_swapped:
-            tail = publish_tail(self.groups, state)
-            for idx in self.windowed_groups:
-                retain_for_next_turn(self.groups[idx], state)
+        tail = None if state.is_swapped else self._publication.end(state)
         if retain:
             self.arena.evict_last(state.tables)
         self.tables.release(state)

@@ -32,9 +32,10 @@ from typing import Any, Final
 
 from quire.decoding.speculation import AdaptiveDrafter
 from quire.errors import LockstepDrift
+from quire.scheduling.edits import SequenceEvent
 from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, ScheduledSequence, StepPlan
 from quire.scheduling.preemption import TransferRates
-from quire.scheduling.scheduler import Scheduler, SequenceEvent
+from quire.scheduling.scheduler import Scheduler
 from quire.sequences.request_json import check_travels, request_from_json, request_to_json
 from quire.sequences.sequence import Request, Sequence
 from quire.sequences.status import FinishReason

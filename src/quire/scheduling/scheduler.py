@@ -23,6 +23,7 @@ from quire.memory.results import NO_OPS
 from quire.scheduling.admission import Admission, check_can_ever_fit
 from quire.scheduling.beam_groups import append_to_group, beam_groups_of, lockstep_groups
 from quire.scheduling.drafts import DraftSlots
+from quire.scheduling.edits import SequenceEdits, SequenceEvent
 from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, NewSequence, ScheduledSequence, StepPlan
 from quire.scheduling.policies import Order
 from quire.scheduling.preemption import Preemption
@@ -31,10 +32,6 @@ from quire.scheduling.registry import SequenceRegistry
 from quire.scheduling.stats import SchedulerStats
 from quire.sequences.sequence import Request, Sequence
 from quire.sequences.status import FinishReason
-from quire.sequences.strategy import Append, BeamEdit, Drop, Edit, Fail, Finish, Fork, Truncate
-
-# Index of the item (or beam group) in the step, the sequence, its edit, and its number of tokens after the edit.
-SequenceEvent = tuple[int, Sequence, Append | Finish | Fail, int]
 
 
 class Scheduler:
@@ -85,6 +82,7 @@ class Scheduler:
         self._queues = Queues()
         order = Order(policy, priority_aging)
         self._registry = SequenceRegistry(memory, self._queues, order)
+        self._edits = SequenceEdits(self._registry, self.drafts)
         # References to the same lists and dictionaries, not copies.
         self.waiting, self.running, self.swapped = self._queues.waiting, self._queues.running, self._queues.swapped
         self.requests, self.sequences = self._registry.requests, self._registry.sequences
@@ -133,14 +131,7 @@ class Scheduler:
         Returns:
             The sequences that were not finished; empty for an unknown request.
         """
-        request = self.requests.get(request_id)
-        if request is None:
-            return []
-        ended = request.unfinished
-        for sequence in ended:
-            self._end(sequence, reason)
-        self._registry.remove(request)
-        return ended
+        return self._edits.abort(request_id, reason)
 
     @property
     def drafter(self) -> Drafter | None:
@@ -210,7 +201,7 @@ class Scheduler:
                         continue
                 elif not token_ids and not result.pooled:
                     continue
-            events += self._apply_edits(idx, sequence, token_ids, sequence.strategy.advance(sequence, token_ids))
+            events += self._edits.apply(idx, sequence, token_ids, sequence.strategy.advance(sequence, token_ids))
         return events
 
     def recover(self, plan: StepPlan) -> tuple[str, ...]:
@@ -241,53 +232,15 @@ class Scheduler:
                 search = beams[0].request.search
                 assert search is not None
                 edits = beam_search.advance_beams(search, beams, candidates)
-                events += self._apply_edits(idx, beams[0], [candidate.token_id for candidate in candidates], edits)
+                events += self._edits.apply(idx, beams[0], [candidate.token_id for candidate in candidates], edits)
         return events
-
-    def _apply_edits(
-        self, idx: int, sequence: Sequence, token_ids: Seq[int], edits: Iterable[Edit | BeamEdit]
-    ) -> list[SequenceEvent]:
-        """Apply edits to a request's sequences, each before the next is taken; return the events in order.
-
-        Args:
-            idx: index of the item, or of the beam group, in the step.
-            sequence: sequence of the item, or first beam of the group.
-            token_ids: tokens that the edits append.
-            edits: edits that the request's strategy returned for these tokens.
-        """
-        events: list[SequenceEvent] = []
-        samples = sequence.request.sequences
-        for edit in edits:
-            if isinstance(edit, Append):
-                target = samples[edit.sample_idx]
-                target.tokens.append(token_ids[edit.draw_idx])
-                events.append((idx, target, edit, len(target.tokens)))
-            elif isinstance(edit, Fork):
-                self._registry.fork(samples[edit.parent_idx], edit.sample_idx)
-            elif isinstance(edit, Truncate):
-                self.drafts.commit(samples[edit.sample_idx], edit.num_tokens)
-            elif isinstance(edit, Drop):
-                self._registry.end(samples[edit.sample_idx], FinishReason.DROPPED)
-            elif isinstance(edit, Finish):
-                target = samples[edit.sample_idx]
-                self.finish(target, edit.reason, edit.stop_reason)
-                events.append((idx, target, edit, len(target.tokens)))
-            else:
-                events.append((idx, sequence, edit, len(sequence.tokens)))
-        return events
-
-    def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
-        """End a sequence and free its memory; remove the request with its last sequence."""
-        self._end(sequence, reason, stop_reason)
-        if sequence.request.is_finished:
-            self._registry.remove(sequence.request)
 
     def finish_at_stop_string(self, sequence: Sequence, stop: str) -> None:
         """End a sequence whose text has a stop string, which takes precedence over length and stop tokens."""
         if sequence.is_finished:
             sequence.finish_reason, sequence.stop_reason = FinishReason.STOP, stop
         else:
-            self.finish(sequence, FinishReason.STOP, stop)
+            self._edits.finish(sequence, FinishReason.STOP, stop)
 
     def reset_prefix_cache(self) -> None:
         """Drop all cached prefixes, and what drafts are made from; running sequences keep their blocks."""
@@ -298,11 +251,6 @@ class Scheduler:
     def beams_of(self, group: BeamGroup) -> list[Sequence]:
         """Return the beams of a group; none where their request has ended."""
         return [self.sequences[seq_id] for seq_id in group.seq_ids if seq_id in self.sequences]
-
-    def _end(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
-        self._registry.end(sequence, reason, stop_reason)
-        if self.drafter is not None:
-            self.drafter.forget(sequence)
 
     # ---- parts of a plan ----
 

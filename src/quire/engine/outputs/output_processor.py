@@ -11,11 +11,11 @@ from quire.engine.outputs.best_of import BestOf
 from quire.engine.outputs.logprobs import FlatLogprobs, PromptLogprobs
 from quire.engine.outputs.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.engine.outputs.text import SampleText
-from quire.scheduling.plan import Candidate, ItemResult, ScheduledSequence, TokenLogprobs
-from quire.scheduling.scheduler import SequenceEvent
+from quire.scheduling.edits import SequenceEvent
+from quire.scheduling.plan import ItemResult, ScheduledSequence, TokenLogprobs
 from quire.sequences.sequence import Request, Sequence
 from quire.sequences.status import FinishReason
-from quire.sequences.strategy import Append, Fail, Finish
+from quire.sequences.strategy import Fail, Finish
 from quire.text.tokenizer import Tokenizer
 
 
@@ -180,22 +180,25 @@ class OutputProcessor:
     Args:
         tokenizer: None gives token ids only.
         clock: seconds, monotonic.
+
+    Attributes:
+        states: unfinished requests by id.
+        updated: those with an output that has not been returned yet.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, clock: Callable[[], float]) -> None:
         self._tokenizer = tokenizer
         self._clock = clock
-        self._states: dict[str, RequestState] = {}
-        # Requests with an output that has not been returned yet.
-        self._updated: dict[str, RequestState] = {}
+        self.states: dict[str, RequestState] = {}
+        self.updated: dict[str, RequestState] = {}
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._states
+        return request_id in self.states
 
     @property
     def request_ids(self) -> tuple[str, ...]:
         """Ids of the unfinished requests."""
-        return tuple(self._states)
+        return tuple(self.states)
 
     def add_request(self, request: Request, prompt: str | None, arrival_s: float) -> None:
         """Begin a request's outputs.
@@ -206,11 +209,11 @@ class OutputProcessor:
             arrival_s: time of its arrival, on the clock.
         """
         metrics = RequestMetrics(arrival_s=arrival_s)
-        self._states[request.request_id] = RequestState(request, prompt, self._tokenizer, metrics)
+        self.states[request.request_id] = RequestState(request, prompt, self._tokenizer, metrics)
 
     def mark_scheduled(self, request_id: str) -> bool:
         """Stamp a request that is part of a step; return True the first time."""
-        metrics = self._states[request_id].metrics
+        metrics = self.states[request_id].metrics
         if metrics.first_scheduled_s is not None:
             return False
         metrics.first_scheduled_s = self._clock()
@@ -218,7 +221,7 @@ class OutputProcessor:
 
     def add_prompt_logprobs(self, sequence: Sequence, item: ScheduledSequence, result: ItemResult) -> None:
         """Take the log probabilities of the part of a prompt that an item computed."""
-        state = self._states[sequence.request.request_id]
+        state = self.states[sequence.request.request_id]
         if result.prompt_logprobs and state.wants_prompt_logprobs:
             state.add_prompt_logprobs(item.start, result.prompt_logprobs)
 
@@ -229,7 +232,7 @@ class OutputProcessor:
             events: events of the sequences, in order, each with the index of the item's result.
             results: one for each item of the step.
         """
-        states, updated = self._states, self._updated
+        states, updated = self.states, self.updated
         num_generated = 0
         stopped: dict[Sequence, str] = {}
         failed: dict[str, str] = {}
@@ -255,49 +258,9 @@ class OutputProcessor:
         ended = [(sequence, stop) for sequence, stop in stopped.items() if sequence.request.request_id not in failed]
         return ProcessedTokens(num_generated, ended, list(failed.items()))
 
-    def find_beam_stops(
-        self, groups: Iterable[Seq[Sequence]], candidates: Iterable[tuple[Candidate, ...]]
-    ) -> list[tuple[Candidate, ...]]:
-        """Return the candidates of beam groups, each with the stop string that its text reaches, if any.
-
-        Args:
-            groups: the beams of each group; empty where the request has ended.
-            candidates: the candidates of each group.
-        """
-        return [
-            self._beam_texts(beams[0]).find_stops(beams, found) if beams else found
-            for beams, found in zip(groups, candidates, strict=True)
-        ]
-
-    def add_beam_tokens(self, events: Iterable[SequenceEvent]) -> tuple[int, list[str]]:
-        """Take the candidates that became beams.
-
-        Args:
-            events: events of the beams of a step, in order.
-
-        Returns:
-            Number of tokens that beams were given, and the ids of the requests whose search ended without a hypothesis.
-        """
-        num_chosen = 0
-        ended: dict[str, RequestState] = {}
-        for _, sequence, edit, _ in events:
-            request_id = sequence.request.request_id
-            state = self._states[request_id]
-            if isinstance(edit, Append):
-                num_chosen += 1
-                self._beam_texts(sequence).choose(edit.sample_idx, edit.draw_idx)
-                if state.metrics.first_token_s is None:
-                    state.metrics.first_token_s = self._clock()
-            else:
-                state.add_finish(sequence)
-                ended[request_id] = state
-        exhausted = [name for name, state in ended.items() if state.beams and state.beams.reason is FinishReason.ERROR]
-        self._updated |= {name: state for name, state in ended.items() if name not in exhausted}
-        return num_chosen, exhausted
-
     def take_outputs(self) -> list[RequestOutput]:
         """Return the outputs of all requests with new tokens or an end; finished requests are forgotten."""
-        updated, self._updated = self._updated, {}
+        updated, self.updated = self.updated, {}
         outputs: list[RequestOutput] = []
         now_s = self._clock()
         for request_id, state in updated.items():
@@ -307,7 +270,7 @@ class OutputProcessor:
             # A request ends with a sequence that has new output.
             if state.has_ended_sequence and state.request.is_finished:
                 metrics.finished_s = now_s
-                del self._states[request_id]
+                del self.states[request_id]
             outputs.append(state.take_output(is_finished=metrics.finished_s is not None))
         return outputs
 
@@ -322,14 +285,9 @@ class OutputProcessor:
             error: error for the client, None for an abort.
             error_code: code of that error.
         """
-        state = self._states.pop(request_id)
-        self._updated.pop(request_id, None)
+        state = self.states.pop(request_id)
+        self.updated.pop(request_id, None)
         for sequence in ended:
             state.add_finish(sequence)
         state.metrics.finished_s = self._clock()
         return state.take_output(is_finished=True, error=error, error_code=error_code)
-
-    def _beam_texts(self, beam: Sequence) -> BeamTexts:
-        texts = self._states[beam.request.request_id].beams
-        assert texts is not None, "a beam of a request without a search"
-        return texts

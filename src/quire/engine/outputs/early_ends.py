@@ -1,0 +1,77 @@
+"""Early ends of requests: aborts, errors of a request's own, and steps that the data plane could not execute."""
+
+from __future__ import annotations
+
+import logging
+
+from quire.engine.outputs.output_processor import OutputProcessor
+from quire.engine.outputs.outputs import RequestOutput
+from quire.errors import RequestFailed, WorkerError
+from quire.scheduling.plan import ScheduledSequence, StepPlan
+from quire.scheduling.scheduler import Scheduler
+from quire.sequences.status import FinishReason
+
+logger = logging.getLogger(__name__)
+
+MAX_CONSECUTIVE_FAILURES = 3
+
+
+class EarlyEnds:
+    """Ends requests before their last token, in the scheduler and in the outputs.
+
+    Args:
+        scheduler: scheduler of the requests.
+        outputs: outputs of the requests.
+
+    Attributes:
+        num_failed_steps: number of steps in a row that failed, up to the last one.
+    """
+
+    def __init__(self, scheduler: Scheduler, outputs: OutputProcessor) -> None:
+        self._scheduler = scheduler
+        self._outputs = outputs
+        self.num_failed_steps = 0
+
+    def end(
+        self, request_id: str, reason: FinishReason, error: str | None = None, error_code: str | None = None
+    ) -> list[RequestOutput]:
+        """End a request in any state, and free its memory.
+
+        Args:
+            request_id: id of the request; may be unknown or finished.
+            reason: finish reason of its unfinished sequences.
+            error: error for the client, None for an abort.
+            error_code: code of that error.
+
+        Returns:
+            The last output of the request; none for an unknown or finished one.
+        """
+        if request_id not in self._outputs:
+            return []
+        ended = self._scheduler.abort(request_id, reason)
+        return [self._outputs.end_request(request_id, ended, error, error_code)]
+
+    def fail_item(self, item: ScheduledSequence, error: str, *, is_own_fault: bool = False) -> list[RequestOutput]:
+        """End the request of one item with an error; return its last output, if it had not ended yet."""
+        sequence = self._scheduler.sequences.get(item.seq_id)
+        if sequence is None:
+            return []
+        code = RequestFailed.code if is_own_fault else "engine_failed"
+        return self.end(sequence.request.request_id, FinishReason.ERROR, error, code)
+
+    def fail_step(self, plan: StepPlan, error: WorkerError) -> list[RequestOutput]:
+        """End every request of a step that the data plane could not execute, and discard the blocks it was to write.
+
+        Returns:
+            The last outputs of the requests.
+
+        Raises:
+            WorkerError: too many steps in a row have failed.
+        """
+        self.num_failed_steps += 1
+        if self.num_failed_steps >= MAX_CONSECUTIVE_FAILURES:
+            raise WorkerError(f"{self.num_failed_steps} steps in a row failed; the last one: {error}") from error
+        outputs = [output for item in plan.items for output in self.fail_item(item, str(error))]
+        for name in self._scheduler.recover(plan):
+            logger.warning("the pinned prefix %r is lost, since a step failed that was to move it", name)
+        return outputs

@@ -1,0 +1,84 @@
+"""Edits of sequences: tokens are appended, samples and beams forked, drafts rolled back, sequences ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+
+from quire.scheduling.drafts import DraftSlots
+from quire.scheduling.registry import SequenceRegistry
+from quire.sequences.sequence import Sequence
+from quire.sequences.status import FinishReason
+from quire.sequences.strategy import Append, BeamEdit, Drop, Edit, Fail, Finish, Fork, Truncate
+
+# Index of the item (or beam group) in the step, the sequence, its edit, and its number of tokens after the edit.
+SequenceEvent = tuple[int, Sequence, Append | Finish | Fail, int]
+
+
+class SequenceEdits:
+    """Applies the edits of strategies, and ends sequences.
+
+    Args:
+        registry: unfinished requests and sequences.
+        drafts: slots of drafts, which a `Truncate` commits; holds the drafter, which forgets ended sequences.
+    """
+
+    __slots__ = ("_drafts", "_registry")
+
+    def __init__(self, registry: SequenceRegistry, drafts: DraftSlots) -> None:
+        self._registry = registry
+        self._drafts = drafts
+
+    def apply(
+        self, idx: int, sequence: Sequence, token_ids: Seq[int], edits: Iterable[Edit | BeamEdit]
+    ) -> list[SequenceEvent]:
+        """Apply edits to a request's sequences, each before the next is taken; return the events in order.
+
+        Args:
+            idx: index of the item, or of the beam group, in the step.
+            sequence: sequence of the item, or first beam of the group.
+            token_ids: tokens that the edits append.
+            edits: edits that the request's strategy returned for these tokens.
+        """
+        events: list[SequenceEvent] = []
+        samples = sequence.request.sequences
+        for edit in edits:
+            if isinstance(edit, Append):
+                target = samples[edit.sample_idx]
+                target.tokens.append(token_ids[edit.draw_idx])
+                events.append((idx, target, edit, len(target.tokens)))
+            elif isinstance(edit, Fork):
+                self._registry.fork(samples[edit.parent_idx], edit.sample_idx)
+            elif isinstance(edit, Truncate):
+                self._drafts.commit(samples[edit.sample_idx], edit.num_tokens)
+            elif isinstance(edit, Drop):
+                self._registry.end(samples[edit.sample_idx], FinishReason.DROPPED)
+            elif isinstance(edit, Finish):
+                target = samples[edit.sample_idx]
+                self.finish(target, edit.reason, edit.stop_reason)
+                events.append((idx, target, edit, len(target.tokens)))
+            else:
+                events.append((idx, sequence, edit, len(sequence.tokens)))
+        return events
+
+    def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
+        """End a sequence and free its memory; remove the request with its last sequence."""
+        self._end(sequence, reason, stop_reason)
+        if sequence.request.is_finished:
+            self._registry.remove(sequence.request)
+
+    def abort(self, request_id: str, reason: FinishReason) -> list[Sequence]:
+        """End a request; see `Scheduler.abort`."""
+        request = self._registry.requests.get(request_id)
+        if request is None:
+            return []
+        ended = request.unfinished
+        for sequence in ended:
+            self._end(sequence, reason)
+        self._registry.remove(request)
+        return ended
+
+    def _end(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
+        self._registry.end(sequence, reason, stop_reason)
+        if self._drafts.drafter is not None:
+            self._drafts.drafter.forget(sequence)
