@@ -8,6 +8,17 @@ from contextlib import suppress
 from pathlib import Path
 
 from quire.errors import ConfigError
+from quire.server.settings import ServerConfig
+
+
+def bind_server(config: ServerConfig) -> socket.socket:
+    """Return the bound socket of a server, after a check of its certificate; see `bind`.
+
+    Raises:
+        ConfigError: the address is not available, or the certificate and its key cannot be used.
+    """
+    tls_context(config.ssl_certfile, config.ssl_keyfile)
+    return bind(config.host, config.port) if config.uds is None else bind_unix(config.uds)
 
 
 def bind(host: str, port: int) -> socket.socket:

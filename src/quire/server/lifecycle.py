@@ -13,19 +13,17 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
-import uvicorn
-
 from quire import __version__
 from quire.bounded.json_text import limit_digits
 from quire.config import EngineConfig
 from quire.errors import ConfigError
-from quire.server.address import tls_context, url_of
+from quire.server.address import url_of
 from quire.server.app import build_app
 from quire.server.body import BodyReader
-from quire.server.connection import Connection, Connections
 from quire.server.errors import stopping
+from quire.server.http_server import HttpServer, start_http
 from quire.server.in_flight import RequestsInFlight
-from quire.server.listener import accept_connections, read_max_connections
+from quire.server.listener import read_max_connections
 from quire.server.settings import ServerConfig
 from quire.server.state import ServerState
 from quire.server.throughput_log import log_throughput
@@ -40,8 +38,6 @@ if TYPE_CHECKING:  # the server starts before the engine is imported
 
 logger = logging.getLogger(__name__)
 
-# Time limit for sending the last chunks after the engine has finished.
-FLUSH_TIMEOUT_S = 5
 # Time for which a server with a dead engine still answers clients and probes, before it exits for its supervisor.
 DEAD_ENGINE_GRACE_S = 2.0
 EXIT_ENGINE_DIED = 1
@@ -83,7 +79,7 @@ def serve(engine_config: EngineConfig, config: ServerConfig, listener: socket.so
 
     def on_start(shutdown: Shutdown) -> list[asyncio.Task[None]]:
         take_signals(shutdown.on_signal)
-        print(f"Quire serves {llm.model_name} at {url_of(listener, scheme(config))}", flush=True)
+        print(f"Quire serves {llm.model_name} at {url_of(listener, config.scheme)}", flush=True)
         return engine_tasks(llm, views, config)
 
     try:
@@ -117,11 +113,6 @@ def _serve_with_fronts(engine_config: EngineConfig, config: ServerConfig, listen
         return serve_with_fronts(llm, config, engine_config.model.served_names[1:], listener)
     finally:
         llm.shutdown()
-
-
-def scheme(config: ServerConfig) -> str:
-    """Return the scheme of a server's address."""
-    return "http" if config.ssl_certfile is None else "https"
 
 
 def engine_tasks(llm: AsyncLLM, views: LocalViews, config: ServerConfig) -> list[asyncio.Task[None]]:
@@ -178,39 +169,13 @@ async def run_http(
         tracer: maker of the requests' spans, None without tracing.
         on_start: function that is called once connections are accepted; returns further tasks of the server.
     """
-    config = state.config
-    connections = Connections(
-        max_connections, config.receive_timeout_s, config.send_timeout_s, config.keep_alive_timeout_s
-    )
-    settings = uvicorn.Config(
-        build_app(state, tracer),
-        http=Connection,
-        loop="asyncio",
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        ws="none",
-        server_header=False,
-        timeout_graceful_shutdown=FLUSH_TIMEOUT_S,
-    )
-    server = uvicorn.Server(settings)
-    tls = tls_context(config.ssl_certfile, config.ssl_keyfile)
-    serving = asyncio.create_task(server.serve(sockets=[]))
-    while not server.started and not serving.done():
-        await asyncio.sleep(0.01)
-
-    def make_protocol() -> Connection:
-        return Connection(connections, config=settings, server_state=server.server_state, app_state={})
-
-    accepting = asyncio.create_task(accept_connections(listener, connections, make_protocol, tls))
-    shutdown = Shutdown(state, server, connections, accepting)
-    tasks = [accepting, asyncio.create_task(_end_when_dead(state, shutdown)), asyncio.create_task(connections.watch())]
-    # The socket listens from the first turn of `accepting` on; a client may connect as soon as it reads the address.
-    await asyncio.sleep(0)
+    http = await start_http(build_app(state, tracer), state.config, listener, max_connections)
+    shutdown = Shutdown(state, http)
+    tasks = [http.accepting, http.watching, asyncio.create_task(_end_when_dead(state, shutdown))]
     tasks += on_start(shutdown)
     for task in tasks:
         task.add_done_callback(shutdown.on_task_done)
-    await serving
+    await http.serving
     for task in tasks:
         task.cancel()
     for result in await asyncio.gather(*tasks, return_exceptions=True):
@@ -249,18 +214,12 @@ class Shutdown:
 
     Args:
         state: state of the server.
-        server: uvicorn's server.
-        connections: open connections.
-        accepting: task that accepts connections.
+        http: server that accepts connections.
     """
 
-    def __init__(
-        self, state: ServerState, server: uvicorn.Server, connections: Connections, accepting: asyncio.Task[None]
-    ) -> None:
+    def __init__(self, state: ServerState, http: HttpServer) -> None:
         self._state = state
-        self._server = server
-        self._connections = connections
-        self._accepting = accepting
+        self._http = http
         self._draining: asyncio.Task[None] | None = None
 
     def on_signal(self, number: int) -> None:
@@ -280,14 +239,14 @@ class Shutdown:
 
     def end(self) -> None:
         """Accept no more connections, and end the server after the open ones have their answers."""
-        self._server.should_exit = True
-        self._accepting.cancel()
+        self._http.server.should_exit = True
+        self._http.accepting.cancel()
 
     def begin(self) -> None:
         """Take no new requests, let running ones finish within the time limit, and end the server."""
         self._state.is_draining = True
         self._state.views.close()
-        self._connections.drain()
+        self._http.connections.drain()
         self._draining = asyncio.create_task(self._drain())
         self._draining.add_done_callback(self.on_task_done)
 
@@ -302,7 +261,7 @@ class Shutdown:
                 for tracked in self._state.in_flight:
                     tracked.merger.fail(stopping())
             # Clients may still be reading long answers.
-            if answering := set(self._server.server_state.tasks):
+            if answering := set(self._http.server.server_state.tasks):
                 await asyncio.wait(answering, timeout=max(drain_by_s - loop.time(), 0))
         finally:
             self.end()

@@ -94,6 +94,11 @@ class ServerConfig:
     watch: bool = False
     api_server_count: int = 0
 
+    @property
+    def scheme(self) -> str:
+        """Scheme of the server's address."""
+        return "http" if self.ssl_certfile is None else "https"
+
     def __post_init__(self) -> None:
         _within("port", self.port, 0, 65535)
         _within("max_body_bytes", self.max_body_bytes, 1, 1 << 40)

@@ -16,14 +16,13 @@ from quire.server.address import url_of
 from quire.server.fronts.engine_methods import EngineMethods
 from quire.server.fronts.front import FrontHandle
 from quire.server.fronts.queue_gauge import QueueGauge
+from quire.server.http_server import FLUSH_TIMEOUT_S
 from quire.server.in_flight import FirstTokenLog
 from quire.server.lifecycle import (
     DEAD_ENGINE_GRACE_S,
     EXIT_ENGINE_DIED,
-    FLUSH_TIMEOUT_S,
     HANGUP,
     engine_tasks,
-    scheme,
     take_signals,
 )
 from quire.server.settings import ServerConfig
@@ -88,7 +87,7 @@ class Supervisor:
         tasks: list[asyncio.Task[None]] = []
         try:
             await self._start()
-            print(f"Quire serves {self._llm.model_name} at {url_of(self._listener, scheme(self._config))}", flush=True)
+            print(f"Quire serves {self._llm.model_name} at {url_of(self._listener, self._config.scheme)}", flush=True)
             tasks = [asyncio.create_task(self._watch_engine()), *engine_tasks(self._llm, self.views, self._config)]
             await self._over.wait()
         except BaseException:

@@ -8,21 +8,16 @@ import signal
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 
-import uvicorn
-
-from quire.server.address import tls_context, url_of
+from quire.server.address import url_of
 from quire.server.auth import Guard
-from quire.server.connection import Connection, Connections
-from quire.server.listener import accept_connections, read_max_connections
+from quire.server.http_server import start_http
+from quire.server.listener import read_max_connections
 from quire.server.settings import ServerConfig
 from quire.serving.proxy.app import Proxy
 from quire.serving.proxy.fleet import Fleet
 
 logger = logging.getLogger(__name__)
-
-FLUSH_S = 5
 
 
 def serve_proxy(
@@ -55,49 +50,26 @@ async def run_proxy(
     """Pass requests on, on the running event loop; see `serve_proxy`."""
     proxy = Proxy(fleet, config.max_body_bytes, config.tenant_header, has_operators=config.operator_key is not None)
     app = Guard(proxy, api_key=config.api_key, operator_key=config.operator_key)
-    connections = Connections(
-        max_connections, config.receive_timeout_s, config.send_timeout_s, config.keep_alive_timeout_s
-    )
-    settings = uvicorn.Config(
-        app,
-        http=Connection,
-        loop="asyncio",
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        ws="none",
-        server_header=False,
-        timeout_graceful_shutdown=FLUSH_S,
-    )
-    server = uvicorn.Server(settings)
-    tls = tls_context(config.ssl_certfile, config.ssl_keyfile)
     await fleet.start()
-    serving = asyncio.create_task(server.serve(sockets=[]))
-    while not server.started and not serving.done():
-        await asyncio.sleep(0.01)
-    make_protocol = partial(Connection, connections, config=settings, server_state=server.server_state, app_state={})
-    accepting = asyncio.create_task(accept_connections(listener, connections, make_protocol, tls))
-    watching = asyncio.create_task(connections.watch())
+    http = await start_http(app, config, listener, max_connections)
     stopped = _stop_signal()
-    await asyncio.sleep(0)
-    url = url_of(listener, "https" if tls else "http")
-    print(f"Quire routes to {len(fleet.replicas)} servers at {url}", flush=True)
+    print(f"Quire routes to {len(fleet.replicas)} servers at {url_of(listener, config.scheme)}", flush=True)
     if on_start is not None:
         on_start()
     try:
-        await asyncio.wait({stopped, serving, accepting}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({stopped, http.serving, http.accepting}, return_when=asyncio.FIRST_COMPLETED)
         logger.info("stopping: %d requests may run for %g s more", proxy.num_requests, config.drain_timeout_s)
-        connections.drain()
-        accepting.cancel()
+        http.connections.drain()
+        http.accepting.cancel()
         with suppress(TimeoutError):
             async with asyncio.timeout(config.drain_timeout_s):
-                while proxy.num_requests and not serving.done():
+                while proxy.num_requests and not http.serving.done():
                     await asyncio.sleep(0.02)
     finally:
-        server.should_exit = True
-        watching.cancel()
+        http.server.should_exit = True
+        http.watching.cancel()
         await fleet.stop()
-        await asyncio.gather(serving, accepting, watching, return_exceptions=True)
+        await asyncio.gather(http.serving, http.accepting, http.watching, return_exceptions=True)
 
 
 def _stop_signal() -> asyncio.Future[None]:
