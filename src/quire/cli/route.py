@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 
-from quire.server.address import bind, bind_unix, tls_context
+from quire.cli.server_options import add_address, add_log_level
+from quire.server.address import bind_server
 from quire.server.settings import ServerConfig
 
 DEFAULT_PORT = 8080
@@ -28,13 +29,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="URL,URL",
         help="addresses of the servers, like http://127.0.0.1:8001,http://127.0.0.1:8002; may be repeated",
     )
-    parser.add_argument("--host", default=defaults.host, help=f"address to listen on (default {defaults.host})")
-    parser.add_argument(
-        "--port", type=int, default=DEFAULT_PORT, metavar="N", help=f"port to listen on (default {DEFAULT_PORT})"
-    )
-    parser.add_argument("--uds", metavar="PATH", help="Unix domain socket to listen on (default: none)")
-    parser.add_argument("--ssl-certfile", metavar="FILE", help="certificate chain, in PEM (default: none)")
-    parser.add_argument("--ssl-keyfile", metavar="FILE", help="private key of the certificate (default: in its file)")
+    add_address(parser, DEFAULT_PORT)
     parser.add_argument(
         "--api-key",
         default=os.environ.get("QUIRE_API_KEY"),
@@ -64,9 +59,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="S",
         help=f"seconds for running requests when the proxy stops (default {defaults.drain_timeout_s:g})",
     )
-    parser.add_argument(
-        "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="least level (default info)"
-    )
+    add_log_level(parser)
     parser.set_defaults(handler=run)
 
 
@@ -103,6 +96,5 @@ def run(args: argparse.Namespace) -> int:
 
     urls = [url for part in args.to for url in part.split(",") if url]
     fleet = Fleet(urls, config.operator_key or config.api_key, args.probe_interval)
-    tls_context(config.ssl_certfile, config.ssl_keyfile)  # refuses unusable files early
-    with bind(config.host, config.port) if config.uds is None else bind_unix(config.uds) as listener:
+    with bind_server(config) as listener:
         return serve_proxy(fleet, config, listener)

@@ -1,0 +1,259 @@
+"""Options of a server: of its address, which the proxy shares, and of what `quire serve` does with requests."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+
+from quire.cli import options
+from quire.server.settings import REASONING_PARSERS, TOOL_CALL_PARSERS, ServerConfig
+
+
+def add_server_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `quire serve` beside those of the engine."""
+    group = parser.add_argument_group("server options")
+    defaults = ServerConfig()
+    add_address(group, defaults.port)
+    group.add_argument(
+        "--default-chat-template-kwargs",
+        type=options.json_object,
+        default={},
+        metavar="JSON",
+        help="variables of the chat template, for requests that do not set them (default: {})",
+    )
+    group.add_argument(
+        "--replicas",
+        type=int,
+        default=1,
+        metavar="N",
+        help="servers on this machine behind one address, which routes by what their caches hold (default 1)",
+    )
+    _add_access(group)
+    _add_times(group, defaults)
+    _add_formats(group, defaults)
+    group.add_argument(
+        "--allow-runtime-lora-updating",
+        action="store_true",
+        help="let operators load adapters from folders of this machine, by /v1/load_lora_adapter",
+    )
+    _add_bounds(group, defaults)
+    group.add_argument("--watch", action="store_true", help="show the block map in the terminal; 2>FILE moves the log")
+    _add_logs(group)
+    add_log_level(group)
+
+
+def add_address(group: argparse._ActionsContainer, port: int) -> None:
+    """Add the options of the address, and of encrypted connections.
+
+    Args:
+        group: parser or group that gets the options.
+        port: default of the port.
+    """
+    host = ServerConfig().host
+    group.add_argument("--host", default=host, help=f"address to listen on; an open one needs a key (default {host})")
+    group.add_argument(
+        "--port",
+        type=int,
+        default=port,
+        metavar="N",
+        help=f"port to listen on; 0 takes a free one, and prints it (default {port})",
+    )
+    group.add_argument(
+        "--uds", metavar="PATH", help="Unix domain socket to listen on, in place of host and port (default: none)"
+    )
+    group.add_argument(
+        "--ssl-certfile", metavar="FILE", help="certificate chain, in PEM, for encrypted connections (default: none)"
+    )
+    group.add_argument(
+        "--ssl-keyfile",
+        metavar="FILE",
+        help="private key of the certificate; by default in the same file as the certificate",
+    )
+
+
+def add_log_level(group: argparse._ActionsContainer) -> None:
+    """Add the option of the least level of what is logged."""
+    group.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="least level of what is logged (default info)",
+    )
+
+
+def _add_formats(group: argparse._ArgumentGroup, defaults: ServerConfig) -> None:
+    """Add the formats of tool calls and of thinking."""
+    group.add_argument(
+        "--tool-call-parser",
+        choices=TOOL_CALL_PARSERS,
+        default=defaults.tool_call_parser,
+        help="format of the model's tool calls; auto detects it in the chat template (default auto)",
+    )
+    group.add_argument(
+        "--reasoning-parser",
+        choices=REASONING_PARSERS,
+        default=defaults.reasoning_parser,
+        help="format of the model's thinking; auto detects it in the chat template, none leaves it in the content "
+        "(default auto)",
+    )
+    group.add_argument(
+        "--reasoning-content",
+        action="store_true",
+        help="send reasoning as reasoning_content too, for older clients",
+    )
+
+
+def _add_logs(group: argparse._ArgumentGroup) -> None:
+    """Add the options of logs and traces."""
+    group.add_argument(
+        "--log-requests",
+        "--enable-log-requests",
+        action="store_true",
+        help="log a line for each request: id, route, status, time, tokens, finish reason",
+    )
+    group.add_argument(
+        "--log-prompts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="characters of a request's prompts in its line; 0 for none (default 0)",
+    )
+    group.add_argument(
+        "--log-format",
+        choices=("text", "json"),
+        default="text",
+        help="json writes each record as a line of JSON (default text)",
+    )
+    group.add_argument(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        help="address of an OpenTelemetry collector for a span of each request, such as "
+        "http://127.0.0.1:4318/v1/traces; needs the extra otel (default: none)",
+    )
+
+
+def _add_access(group: argparse._ArgumentGroup) -> None:
+    """Add the options of access control."""
+    group.add_argument(
+        "--api-key",
+        default=os.environ.get("QUIRE_API_KEY"),
+        metavar="KEY",
+        help="key of the clients; QUIRE_API_KEY sets it without showing it to other users of this machine "
+        "(default: none)",
+    )
+    group.add_argument(
+        "--operator-key",
+        default=os.environ.get("QUIRE_OPERATOR_KEY"),
+        metavar="KEY",
+        help="key for all routes, those of metrics, status, pins and resets included; QUIRE_OPERATOR_KEY sets it "
+        "(default: none)",
+    )
+    group.add_argument(
+        "--allow-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help='a web origin whose pages may call the server, like "https://example.org"; may be repeated '
+        "(default: none)",
+    )
+    group.add_argument("--allowed-origins", type=_origins, default=[], help=argparse.SUPPRESS)
+    group.add_argument(
+        "--tenant-header",
+        metavar="NAME",
+        help="a header that a gateway sets: only requests with the same value share cached prefixes (default: none)",
+    )
+
+
+def _origins(text: str) -> list[str]:
+    """Parse vLLM's form of origins, a JSON list."""
+    try:
+        origins = json.loads(text)
+    except ValueError:
+        origins = None
+    if not isinstance(origins, list) or not all(isinstance(origin, str) for origin in origins):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON list of texts")
+    return origins
+
+
+def _add_times(group: argparse._ArgumentGroup, defaults: ServerConfig) -> None:
+    """Add the options in seconds."""
+    for flag, default, help_text in (
+        ("--receive-timeout", defaults.receive_timeout_s, "seconds for a request to arrive; more for a long one"),
+        ("--send-timeout", defaults.send_timeout_s, "seconds for a client to read some of its answer"),
+        ("--keep-alive-timeout", defaults.keep_alive_timeout_s, "seconds for a connection without a request"),
+        ("--drain-timeout", defaults.drain_timeout_s, "seconds for running requests when the server stops"),
+        ("--ping-interval", defaults.ping_interval_s, "seconds of silence before a stream sends a comment"),
+        ("--log-interval", defaults.log_interval_s, "seconds between throughput lines; 0 for none"),
+    ):
+        group.add_argument(flag, type=float, default=default, metavar="S", help=f"{help_text} (default {default:g})")
+
+
+def _add_bounds(group: argparse._ArgumentGroup, defaults: ServerConfig) -> None:
+    """Add the limits on requests and connections."""
+    size = options.parse_size
+    group.add_argument(
+        "--max-body-bytes",
+        type=size,
+        default=defaults.max_body_bytes,
+        metavar="SIZE",
+        help=f"longest body of a request (default {options.shown_size(defaults.max_body_bytes)})",
+    )
+    for flag, default, help_text in (
+        (
+            "--api-server-count",
+            defaults.api_server_count,
+            "processes that speak HTTP beside the engine's; 0 for none, needs the extra fronts (default 0)",
+        ),
+        ("--max-prompts", defaults.max_prompts, f"maximum of prompts in a request (default {defaults.max_prompts})"),
+        (
+            "--max-request-logprobs",
+            defaults.max_request_logprobs,
+            f"maximum of log probabilities in the answer to a request (default {defaults.max_request_logprobs})",
+        ),
+        (
+            "--max-connections",
+            defaults.max_connections,
+            "maximum of open connections (default: the limit of open files, 8192 at most)",
+        ),
+    ):
+        group.add_argument(flag, type=int, default=default, metavar="N", help=help_text)
+
+
+def read_server_config(args: argparse.Namespace) -> ServerConfig:
+    """Return the options of a server that `add_server_options` has added.
+
+    Raises:
+        ConfigError: a value is not allowed.
+    """
+    return ServerConfig(
+        host=args.host,
+        port=args.port,
+        uds=args.uds,
+        ssl_certfile=args.ssl_certfile,
+        ssl_keyfile=args.ssl_keyfile,
+        default_chat_template_kwargs=args.default_chat_template_kwargs,
+        api_key=args.api_key,
+        operator_key=args.operator_key,
+        allow_origins=(*args.allow_origin, *args.allowed_origins),
+        tenant_header=args.tenant_header,
+        tool_call_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
+        reasoning_content=args.reasoning_content,
+        allow_runtime_lora_updating=args.allow_runtime_lora_updating,
+        max_body_bytes=args.max_body_bytes,
+        max_prompts=args.max_prompts,
+        max_request_logprobs=args.max_request_logprobs,
+        max_connections=args.max_connections,
+        receive_timeout_s=args.receive_timeout,
+        send_timeout_s=args.send_timeout,
+        keep_alive_timeout_s=args.keep_alive_timeout,
+        drain_timeout_s=args.drain_timeout,
+        ping_interval_s=args.ping_interval,
+        log_interval_s=args.log_interval,
+        log_requests=args.log_requests,
+        log_prompts=args.log_prompts,
+        otlp_traces_endpoint=args.otlp_traces_endpoint,
+        watch=args.watch,
+        api_server_count=args.api_server_count,
+    )
