@@ -16,11 +16,9 @@ from quire.ops.gated import GatedLinear
 from quire.ops.interface import (
     Activation,
     AttentionBatch,
-    Elementwise,
     Linear,
     PagedKV,
     PagedStates,
-    Rotation,
     StateBatch,
     StepAttention,
     StepStates,
@@ -37,12 +35,12 @@ from quire.ops.native_ranks import SharedMemoryRanks
 from quire.ops.native_states import NativeStepStates
 from quire.ops.quantized_weight import StoredWeight
 from quire.ops.reordered import ReorderedLinear
-from quire.ops.torch_ops import TorchOps
+from quire.ops.torch_fallback import TorchFallback
 from quire.ops.weight_formats import weight_format
 from quire.ops.weight_memory import WeightMemory
 
 
-class NativeOps:
+class NativeOps(TorchFallback):
     """Compiled kernels, but for look-ups, recurrence of many rows, and matrix products that oneDNN computes as fast.
 
     Args:
@@ -61,13 +59,13 @@ class NativeOps:
         is_lossless: bool = False,
         deterministic: bool = False,
     ) -> None:
+        super().__init__(torch.device("cpu"))
         self._library = library
         self._quantization = quantization
         self._lossless = library.lossless if is_lossless else None
         self._plain_bytes = self._lossless_bytes = 0
         self._is_deterministic = deterministic
         self._memory = WeightMemory()
-        self._torch = TorchOps(torch.device("cpu"))
 
     @property
     def name(self) -> str:
@@ -135,10 +133,6 @@ class NativeOps:
         """Run the adapters of a layer in one call a step."""
         return NativeLoraLayer(self._library, num_columns)
 
-    def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
-        """Look up rows."""
-        return self._torch.embedding(ids, weight)
-
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Normalise rows [T, E], which may lie apart."""
         num_rows, width = x.shape
@@ -155,20 +149,6 @@ class NativeOps:
             output.data_ptr(),
         )
         return output
-
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        """Normalise rows by torch."""
-        return self._torch.layer_norm(x, weight, bias, eps)
-
-    def activate(self, x: Tensor, activation: Elementwise) -> Tensor:
-        """Apply an activation to each value, by torch."""
-        return self._torch.activate(x, activation)
-
-    def ragged_attention(
-        self, qkv: Tensor, num_heads: int, row_starts: Sequence[int], rotation: Rotation | None, window: int | None
-    ) -> Tensor:
-        """Attend by torch."""
-        return self._torch.ragged_attention(qkv, num_heads, row_starts, rotation, window)
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """Gate rows [T, 2 F]."""

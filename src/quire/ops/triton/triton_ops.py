@@ -14,11 +14,9 @@ from quire.ops.gated import GatedLinear
 from quire.ops.interface import (
     Activation,
     AttentionBatch,
-    Elementwise,
     Linear,
     PagedKV,
     PagedStates,
-    Rotation,
     StateBatch,
     StepAttention,
     StepStates,
@@ -28,7 +26,7 @@ from quire.ops.lora import TorchLoraLayer
 from quire.ops.quantized_weight import StoredWeight
 from quire.ops.recurrent_mixers import RecurrentMixers
 from quire.ops.reordered import ReorderedLinear
-from quire.ops.torch_ops import TorchOps
+from quire.ops.torch_fallback import TorchFallback
 from quire.ops.triton.kernels import rows as row_kernels
 from quire.ops.triton.launches import Device
 from quire.ops.triton.plain_linear import TritonLinear
@@ -43,7 +41,7 @@ COLUMNS: Final = 1024
 ACTIVATIONS: Final = {name: number for number, name in enumerate(get_args(Activation))}
 
 
-class TritonOps:
+class TritonOps(TorchFallback):
     """Triton kernels, and torch's operators where those are as good: look-ups, matrix products, encoders, adapters.
 
     Args:
@@ -54,7 +52,7 @@ class TritonOps:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._torch = TorchOps(device)
+        super().__init__(device)
         self.device = Device(device)
         self.name = "triton" if self.device.is_gpu else "triton (interpreted)"
 
@@ -82,24 +80,6 @@ class TritonOps:
     def make_lora(self, num_columns: int) -> TorchLoraLayer:
         """Multiply by each adapter in turn."""
         return self._torch.make_lora(num_columns)
-
-    def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
-        """Look up rows."""
-        return self._torch.embedding(ids, weight)
-
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        """Normalise rows."""
-        return self._torch.layer_norm(x, weight, bias, eps)
-
-    def activate(self, x: Tensor, activation: Elementwise) -> Tensor:
-        """Apply an activation to each value."""
-        return self._torch.activate(x, activation)
-
-    def ragged_attention(
-        self, qkv: Tensor, num_heads: int, row_starts: Sequence[int], rotation: Rotation | None, window: int | None
-    ) -> Tensor:
-        """Attend sequence by sequence."""
-        return self._torch.ragged_attention(qkv, num_heads, row_starts, rotation, window)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Normalise rows, a program for each."""
