@@ -14,15 +14,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from time import perf_counter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from quire.errors import ConfigError
 from quire.kvstore.folder import StoreFolder
 from quire.kvstore.lmdb_file import StoreDamaged, StoreFile, StoreFull
 from quire.kvstore.lmdb_tables import StoreSizes, WriteBatch, Written, bytes_on_disk
 from quire.kvstore.record import IDENTITY_BYTES, pack, read_key, record_key, seal, unpack
+from quire.kvstore.store_observer import StoreObserver
 from quire.kvstore.store_stats import StoreStats
 from quire.memory.results import StoredBlock
 
@@ -34,17 +35,6 @@ LIVE_SHARE = 0.75
 BATCH_SHARE = 1 / 16
 MOST_BATCH_BYTES = 16 << 20
 MOST_PENDING_BYTES = 64 << 20
-
-
-class StoreObserver(Protocol):
-    """Listens to what this engine writes and finds on disk, group and digest of each block; called in either thread.
-
-    A reset is not told block by block, nor is what other engines of the folder do.
-    """
-
-    def on_stored(self, blocks: Sequence[tuple[int, bytes]]) -> None: ...
-
-    def on_deleted(self, blocks: Sequence[tuple[int, bytes]]) -> None: ...
 
 
 class PrefixStore:
