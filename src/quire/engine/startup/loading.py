@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +20,7 @@ from quire.config import (
     LoRAConfig,
     ModelConfig,
     ResolvedConfig,
+    StepCost,
     resolve,
 )
 from quire.decoding.drafting import Drafter
@@ -47,6 +48,7 @@ from quire.memory.manager import KVCacheManager
 from quire.memory.prefix.token_chain import Namespace
 from quire.memory.recording.recorder import MemoryRecorder
 from quire.memory.recording.settings import MemorySettings
+from quire.memory.specs import KVCacheSpec
 from quire.models.checkpoint import Checkpoint, locate
 from quire.models.decoder import Decoder
 from quire.models.encoder import Encoder
@@ -133,10 +135,7 @@ def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None) -> LoadedMo
     stored = stored_dtype(config, dtype)
     groups = [spec for each in (model, draft) if each for spec in cache_groups(config, each, stored)]
     step = step_cost(config, model, draft, device, stored)
-    machine, limit = probe(device) if ranks is None else ranks.agree(partial(probe, device)), None
-    if not isinstance(model, Encoder):
-        config, limit = fit_context(config, groups, machine, model.spec.max_position, step)
-    resolved = replace(resolve(config, machine, model_facts(config, model, groups, step, device)), fitted_from=limit)
+    config, resolved = _resolve(config, model, groups, step, device, ranks)
     torch.set_num_threads(resolved.num_threads)
     for line in resolved.lines():
         logger.info(line)
@@ -152,8 +151,7 @@ def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None) -> LoadedMo
             models = [(each, of.spec) for each, of in ((checkpoint, model), (guide, draft)) if each and of]
             disk = stack.enter_context(closing(open_stores(config, models, resolved, groups, dtype)))
         memory = _memory(resolved, sizing, _open_log(config.cache.record_memory), disk)
-        cache = None if grammars is None else grammars.cache
-        runner = _runner(model, draft, memory, resolved, dtype=dtype, stored=stored, disk=disk, grammars=cache)
+        runner = _runner(model, draft, memory, resolved, dtype=dtype, stored=stored, disk=disk, grammars=grammars)
         disk_prefetch, hand_over = open_prefetch(memory, disk, config.cache, resolved, groups, stack)
         speculation = make_speculation(config.speculative)
         scheduler = _scheduler(resolved, memory, disk_prefetch, speculation)
@@ -250,6 +248,26 @@ def _load_decoder(
     return decoder
 
 
+def _resolve(
+    config: EngineConfig,
+    model: Decoder | Encoder,
+    groups: Sequence[KVCacheSpec],
+    step: StepCost,
+    device: str,
+    ranks: Ranks | None,
+) -> tuple[EngineConfig, ResolvedConfig]:
+    """Return the options, fitted to the memory that there is, and completed by what machine and model have.
+
+    Raises:
+        ConfigError: the machine lacks what they ask for.
+    """
+    machine, limit = probe(device) if ranks is None else ranks.agree(partial(probe, device)), None
+    if not isinstance(model, Encoder):
+        config, limit = fit_context(config, groups, machine, model.spec.max_position, step)
+    resolved = resolve(config, machine, model_facts(config, model, groups, step, device))
+    return config, replace(resolved, fitted_from=limit)
+
+
 def _runner(
     model: Decoder | Encoder,
     draft: Decoder | None,
@@ -259,7 +277,7 @@ def _runner(
     dtype: torch.dtype,
     stored: str,
     disk: DiskBlocks | None,
-    grammars: GrammarCache | None,
+    grammars: GrammarCompiler | None,
 ) -> Runner:
     """Return the runner of the model, with the KV memory of a decoder."""
     if isinstance(model, Encoder):
@@ -274,7 +292,7 @@ def _runner(
         host_bytes=resolved.host_bytes,
         disk=disk,
         draft=draft,
-        grammars=grammars,
+        grammars=None if grammars is None else grammars.cache,
     )
 
 
