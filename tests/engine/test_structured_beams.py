@@ -12,7 +12,8 @@ pytest.importorskip("llguidance", reason="llguidance is not installed")
 
 from quire import LLM, SamplingParams, StructuredOutputs
 from tests.engine.bundled import load
-from tests.engine.test_structured import STORY, WANTED, run
+from tests.engine.structured_forms import WANTED
+from tests.engine.test_structured import STORY, run
 
 
 @pytest.fixture(scope="module")

@@ -12,16 +12,8 @@ from tests.memory.walk import random_walk
 from tests.memory.world import World
 from tests.memory.world_size import WorldSize
 from tests.scheduling.harness import Harness, Setting, outputs_of, run
-from tests.scheduling.test_random_runs import (
-    STATE,
-    WINDOW,
-    agrees,
-    crowd,
-    found_slowly,
-    random_jobs,
-    undisturbed,
-    with_media,
-)
+from tests.scheduling.random_jobs import STATE, WINDOW, agrees, crowd, random_jobs, undisturbed, with_media
+from tests.scheduling.test_random_runs import found_slowly
 
 FULL = Kind()
 # A corrupt table may also end in a failed look-up, a wrong count in a victim that is missing.

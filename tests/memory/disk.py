@@ -75,8 +75,8 @@ class Disk:
         """Return what is on disk: the prefixes of whose last blocks the bytes are there."""
         contents = set()
         for block, number in self.numbers.items():
-            slots = self.world.bytes_of(block.group_idx, number, self.world.size.block_size - 1)
-            content = self.world.stored[Tier.DISK][slots[0]]
+            slots = self.world.slots.bytes_of(block.group_idx, number, self.world.size.block_size - 1)
+            content = self.world.slots.contents[Tier.DISK][slots[0]]
             assert content is not None, "a block was saved that held nothing"
             contents.add((block.group_idx, *content))
         return contents

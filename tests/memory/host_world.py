@@ -10,6 +10,7 @@ from quire.memory.invariants import snapshot
 from quire.memory.prefix.radix_node import NodePosition
 from tests.memory.host_twin import HostTwin
 from tests.memory.media import words_of
+from tests.memory.stored_slots import prefixes_of
 from tests.memory.twin_pages import Page
 
 if TYPE_CHECKING:
@@ -117,13 +118,13 @@ def verify_host_index(world: World, spoken: Iterable[Namespace]) -> None:
             namespace, contents = path_to(place)
             words = [words_of(content, world.size.block_size) for content in contents]
             tokens = [token for block in words for token in block]
-            prefixes = world.prefixes(namespaces[namespace], tokens, len(tokens))
+            prefixes = prefixes_of(namespaces[namespace], tokens, len(tokens))
             if world.size.kinds[group_idx].is_state:
-                world.state_holds(group_idx, (Tier.HOST, block_id), prefixes[-1])
+                world.slots.state_holds(group_idx, (Tier.HOST, block_id), prefixes[-1])
                 continue
             places = [(Tier.HOST, block_id)] * -(-len(tokens) // world.size.block_size)
             first = len(tokens) - len(words[-1])
-            world.positions_hold(group_idx, places, prefixes, range(first, len(tokens)))
+            world.slots.positions_hold(group_idx, places, prefixes, range(first, len(tokens)))
 
 
 def compare_hosts(world: World, theirs: HostTwin, block_of: dict[Page, int]) -> None:

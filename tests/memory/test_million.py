@@ -35,7 +35,9 @@ def test_blocks_of_different_sizes_move_together_on_the_host() -> None:
         num_moves = 0
 
         def perform_copies(self) -> None:
-            self.num_moves += [(copy.src_tier, copy.dst_tier) for copy in self.pending].count((Tier.HOST, Tier.HOST))
+            self.num_moves += [(copy.src_tier, copy.dst_tier) for copy in self.slots.pending].count(
+                (Tier.HOST, Tier.HOST)
+            )
             super().perform_copies()
 
     size = WorldSize(0, 2, kinds=(Kind(), Kind()), layers=(1, 3), num_bytes=432, host_bytes=288)

@@ -7,20 +7,17 @@ import random
 import pytest
 
 from quire.errors import InvariantViolation
-from quire.memory import KVCacheManager, TokenChain, Verdict, check
+from quire.memory import TokenChain, Verdict, check
 from quire.memory.invariants import snapshot
 from quire.memory.pins import Pins
 from tests.memory.twin_pages import Kind
 from tests.memory.walk import random_walk
 from tests.memory.world import NAMESPACES, World
-from tests.memory.world_size import WorldSize, spec_of
+from tests.memory.world_size import WorldSize
 
 
 def world_of(num_blocks: int, pin_limit: int, kinds: tuple[Kind, ...] = (Kind(),)) -> World:
-    world = World(WorldSize(num_blocks, 2, kinds=kinds), has_twin=False)
-    specs = [spec_of(kind, 2) for kind in kinds]
-    world.manager = KVCacheManager(specs, num_blocks, pin_limit=pin_limit)
-    return world
+    return World(WorldSize(num_blocks, 2, kinds=kinds, pins=pin_limit), has_twin=False)
 
 
 def chain_of(world: World, tokens: list[int]) -> TokenChain:

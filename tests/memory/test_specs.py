@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from quire.memory.specs import NEVER_FREED
 from tests.memory.twin import Twin
+from tests.memory.twin_capacity import peak
 from tests.memory.twin_pages import Kind
 from tests.memory.world_size import spec_of
 
@@ -44,7 +45,7 @@ def test_the_peak_is_that_of_the_worst_way_to_cut_a_prompt_into_steps(
     kind: Kind, block_size: int, num_tokens: int, step: int
 ) -> None:
     twin = Twin(0, block_size, (kind,), watermark=0, caching=True)
-    assert spec_of(kind, block_size).peak_blocks(num_tokens, step) == twin.peak(0, num_tokens, step)
+    assert spec_of(kind, block_size).peak_blocks(num_tokens, step) == peak(twin, 0, num_tokens, step)
 
 
 @pytest.mark.parametrize("kind", [Kind(), Kind("window", 128), Kind("chunk", 8192)], ids=lambda kind: kind.name)

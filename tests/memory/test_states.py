@@ -74,7 +74,7 @@ def test_what_stays_is_copied_before_the_next_step_writes() -> None:
     assert world.grow(1, 1)
     assert world.manager.block_table(1) == (0, 2)
     assert (world.manager.usage().used, world.manager.usage().idle) == (1, 1)
-    assert world.pending[0][:3] == (0, 1, 2)
+    assert world.slots.pending[0][:3] == (0, 1, 2)
 
 
 def test_without_room_for_a_copy_the_snapshot_is_written_over() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from itertools import product
 from typing import TYPE_CHECKING
 
 from quire.memory import Namespace
@@ -110,32 +109,6 @@ class Twin:
     def is_on_host(self, idx: int, page: Page | None) -> bool:
         """Tell whether a page that was found is one of the host's."""
         return self.host is not None and page in self.host.groups[idx].published.values()
-
-    def peak(self, idx: int, num_tokens: int, step: int) -> int:
-        """Return the most pages of a group that a sequence holds at once, trying every way to cut it into steps."""
-        return max(
-            len(self.alive(idx, done, done + count))
-            for done, count in product(range(num_tokens), range(1, step + 1))
-            if done + count <= num_tokens
-        )
-
-    def joint_peak(self, num_tokens: int) -> int:
-        """Return the most pages of all groups that a sequence holds at once when it grows token by token."""
-        return max(
-            sum(len(self.alive(idx, done, done + 1)) for idx in range(len(self.groups))) for done in range(num_tokens)
-        )
-
-    def least_needed(self, idx: int, num_tokens: int, hit: Pages, start: int, step: int) -> int:
-        """Return the pages that a sequence needs beyond the idle ones of its hit, at the worst moment."""
-        idle = self.groups[idx].idle
-        num_idle = sum(page in idle for page in hit)
-        most = 0
-        for done, count in product(range(start, num_tokens), range(1, step + 1)):
-            if done + count <= num_tokens:
-                alive = self.alive(idx, done, done + count)
-                mine = [i for i in alive if i < start // self.page_size and not self.is_on_host(idx, hit[i])]
-                most = max(most, len(alive) - sum(hit[i] not in idle for i in mine))
-        return most - num_idle
 
     def step_limit(self, seq_id: int, num_tokens: int) -> int:
         """Return how many tokens come before the next snapshot, that one included."""

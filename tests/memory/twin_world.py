@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from quire.memory import AllocStatus, Verdict
 from quire.memory.pool.idle_blocks import RetentionPriority
 from tests.memory.host_world import compare_hosts
+from tests.memory.twin_capacity import joint_peak, least_needed
 from tests.memory.twin_pages import Match, Page
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 def compare_verdict(world: World, status: AllocStatus, num_tokens: int, hit: Match, step: int, reserved: int) -> None:
     twin = world.twin
     groups = range(len(world.size.kinds))
-    if twin.joint_peak(num_tokens) > twin.num_pages - twin.pin_limit:
+    if joint_peak(twin, num_tokens) > twin.num_pages - twin.pin_limit:
         assert status.verdict is Verdict.NEVER, "NEVER was not said"
         assert status.needed > status.available
         return
@@ -26,7 +27,7 @@ def compare_verdict(world: World, status: AllocStatus, num_tokens: int, hit: Mat
     spare = reserved if has_others else 0
     margin, is_exact = twin.num_available() - (world.size.watermark if has_others else 0), True
     for idx in groups:
-        margin -= twin.least_needed(idx, num_tokens, hit.pages[idx], hit.num_tokens, step) + spare
+        margin -= least_needed(twin, idx, num_tokens, hit.pages[idx], hit.num_tokens, step) + spare
         margin -= sum(page in twin.groups[idx].idle for page in hit.pages[idx])
         is_exact &= not hit.pages[idx] or world.size.kinds[idx].name in ("full", "state")
     # With a hit of a window the closed form may ask for more than is needed, never for less.

@@ -7,14 +7,13 @@ copied, merged, evicted or reused wrongly cannot read back right by luck.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
 
 from quire.memory import (
     AllocStatus,
-    BlockCopy,
     KVCacheManager,
     Namespace,
     Tier,
@@ -28,18 +27,13 @@ from tests.memory.disk import Disk
 from tests.memory.host_twin import HostTwin
 from tests.memory.host_world import can_load, verify_host_index
 from tests.memory.media import like, spans_of
+from tests.memory.stored_slots import StoredSlots, prefixes_of
 from tests.memory.twin import Twin
 from tests.memory.twin_hits import diverged_at as parted_at_of
 from tests.memory.twin_hits import match as match_prefix
 from tests.memory.twin_pages import Page
 from tests.memory.twin_world import compare_verdict, compare_with_twin, goes_first
 from tests.memory.world_size import WorldSize, spec_of
-
-# What a slot's KV depends on: the namespace and all tokens and media up to its own; None before anything is written.
-Content = tuple[Namespace, tuple[int, ...]] | None
-
-# A block of a tier.
-Place = tuple[Tier, int]
 
 NAMESPACES = (Namespace(), Namespace(cache_salt="tenant"))
 
@@ -91,9 +85,7 @@ class World:
         self.chains: dict[int, TokenChain] = {}
         self.namespaces: dict[int, Namespace] = {}
         self.worker_tables: dict[int, list[list[int]]] = {}
-        self.pending: list[BlockCopy] = []
-        # By byte of each tier's arena: groups see the same bytes.
-        self.stored: dict[Tier, dict[int, Content]] = {tier: {} for tier in Tier}
+        self.slots = StoredSlots(self.manager, size)
         self.block_of: dict[Page, int] = {}
 
     # ---- what a driver may ask ----
@@ -146,12 +138,12 @@ class World:
         assert sum(account.sources) == len(tokens), "not every token has a source"
         assert sum(account.reasons) == account.sources.computed, "not every computed token has a reason"
         assert account.sources.copied == hit.num_tokens % self.size.block_size
-        prefixes = self.prefixes(namespace, tokens, hit.num_tokens)
+        prefixes = prefixes_of(namespace, tokens, hit.num_tokens)
         places = [[(Tier.DEVICE, block_id) for block_id in blocks] for blocks in hit.block_ids]
         for group_idx, block_idx, host_id in hit.loads:
             places[group_idx][block_idx] = (Tier.HOST, host_id)
         for group_idx, blocks in enumerate(places):
-            self._reads_back(group_idx, blocks, prefixes, hit.num_tokens)
+            self.slots.reads_back(group_idx, blocks, prefixes, hit.num_tokens)
         if self.has_twin:
             match = match_prefix(twin, namespace, tokens, max_tokens)
             found = [
@@ -217,20 +209,18 @@ class World:
         self.sync(seq_id)
         start = self.num_computed(seq_id)
         end = start + num_tokens
-        prefixes = self.prefixes(self.namespaces[seq_id], self.tokens[seq_id], end)
+        prefixes = prefixes_of(self.namespaces[seq_id], self.tokens[seq_id], end)
         for group_idx, table in enumerate(self.worker_tables[seq_id]):
             if self.size.kinds[group_idx].is_state:
-                self._reads_back(group_idx, [(Tier.DEVICE, block_id) for block_id in table], prefixes, start)
+                self.slots.reads_back(group_idx, [(Tier.DEVICE, block_id) for block_id in table], prefixes, start)
                 if start < end:
-                    self._write_state(group_idx, table[-1], prefixes[-1])
+                    self.slots.write_state(group_idx, table[-1], prefixes[-1])
                 continue
             for position in range(start, end):
                 block_idx, offset = divmod(position, self.size.block_size)
-                assert table[block_idx] != 0, "the null block is written"
-                for byte in self.bytes_of(group_idx, table[block_idx], offset):
-                    self.stored[Tier.DEVICE][byte] = prefixes[position]
+                self.slots.write(group_idx, table[block_idx], offset, prefixes[position])
             for position in range(start, end):
-                self._reads_back(group_idx, [(Tier.DEVICE, block_id) for block_id in table], prefixes, position)
+                self.slots.reads_back(group_idx, [(Tier.DEVICE, block_id) for block_id in table], prefixes, position)
         self.manager.publish(seq_id, end)
         if self.has_twin:
             self.twin.store(seq_id, end, partial(goes_first, self, seq_id))
@@ -256,7 +246,7 @@ class World:
             self.perform_copies()
             for group_idx, kind in enumerate(self.size.kinds):
                 if kind.is_state:
-                    self._write_state(group_idx, self.manager.block_table(seq_id, group_idx)[-1], None)
+                    self.slots.write_state(group_idx, self.manager.block_table(seq_id, group_idx)[-1], None)
         assert not self.has_twin or self.twin.can_truncate(seq_id, num_tokens)
         self.manager.truncate(seq_id, num_tokens)
         if not keep_tokens:
@@ -321,12 +311,7 @@ class World:
 
     def perform_copies(self) -> None:
         """Make the copies that the manager asked for, in order."""
-        for group_idx, src_id, dst_id, src_tier, dst_tier in self.pending:
-            assert 0 not in (src_id, dst_id), "the null block is copied"
-            size = self.manager.arena.layout.block_bytes[group_idx]
-            for offset in range(size):
-                self.stored[dst_tier][dst_id * size + offset] = self.stored[src_tier].get(src_id * size + offset)
-        self.pending = []
+        self.slots.perform_copies()
 
     def refuses(self, error: type[Exception], command: Callable[[], object]) -> None:
         """Issue a command that must fail, and find nothing changed (M7)."""
@@ -340,19 +325,19 @@ class World:
     def verify(self) -> None:
         """Check the invariants, the twin, and what every sequence reads."""
         ops = self.manager.take_ops()
-        self.pending += ops.copies if self.disk is None else self.disk.note(ops)
+        self.slots.pending += ops.copies if self.disk is None else self.disk.note(ops)
         check(self.manager)
         for seq_id, tokens in self.tokens.items():
             count = self.num_computed(seq_id)
-            prefixes = self.prefixes(self.namespaces[seq_id], tokens, count)
+            prefixes = prefixes_of(self.namespaces[seq_id], tokens, count)
             state = self.manager.sequences[seq_id]
             tier = Tier.HOST if state.is_swapped else Tier.DEVICE
             for group_idx, table in enumerate(state.tables_on(tier)):
-                self._reads_back(group_idx, [(tier, block_id) for block_id in table], prefixes, count)
+                self.slots.reads_back(group_idx, [(tier, block_id) for block_id in table], prefixes, count)
             checkpoint = state.checkpoint
             if checkpoint is not None:
                 for group_idx, block_id in checkpoint.block_ids.items():
-                    self._reads_back(group_idx, [(Tier.DEVICE, block_id)], prefixes, checkpoint.num_tokens)
+                    self.slots.reads_back(group_idx, [(Tier.DEVICE, block_id)], prefixes, checkpoint.num_tokens)
         verify_host_index(self, NAMESPACES)
         if self.has_twin:
             compare_with_twin(self)
@@ -364,57 +349,3 @@ class World:
         self.chains[seq_id] = chain
         self.namespaces[seq_id] = namespace
         self.worker_tables[seq_id] = [[] for _ in self.size.kinds]
-
-    def prefixes(self, namespace: Namespace, tokens: list[int], count: int) -> list[Content]:
-        return [(namespace, tuple(tokens[: position + 1])) for position in range(count)]
-
-    def bytes_of(self, group_idx: int, block_id: int, offset: int) -> range:
-        """Return the bytes of a slot."""
-        token_bytes = self.manager.groups[group_idx].spec.bytes_per_block // self.size.block_size
-        start = (block_id * self.size.block_size + offset) * token_bytes
-        return range(start, start + token_bytes)
-
-    def _state_bytes(self, group_idx: int, block_id: int) -> range:
-        """Return the bytes of a state."""
-        size = self.manager.arena.layout.block_bytes[group_idx]
-        return range(block_id * size, (block_id + 1) * size)
-
-    def _write_state(self, group_idx: int, block_id: int, content: Content) -> None:
-        assert block_id != 0, "the null block is written"
-        for byte in self._state_bytes(group_idx, block_id):
-            self.stored[Tier.DEVICE][byte] = content
-
-    def _reads_back(self, group_idx: int, places: list[Place], prefixes: list[Content], query: int) -> None:
-        """Assert that the query at a position reads what was stored (M5), as if all copies were made already."""
-        kind = self.size.kinds[group_idx]
-        if kind.is_state:
-            if query:
-                self.state_holds(group_idx, places[-1], prefixes[query - 1])
-            return
-        positions = [position for position in range(query) if kind.reads(query, position)]
-        self.positions_hold(group_idx, places, prefixes, positions)
-
-    def state_holds(self, group_idx: int, place: Place, content: Content) -> None:
-        """Assert that a state is that of some tokens, as if all copies were made already."""
-        tier, block_id = self._sources(group_idx).get(place, place)
-        for byte in self._state_bytes(group_idx, block_id):
-            assert self.stored[tier].get(byte) == content, f"M5: group {group_idx} has another state"
-
-    def positions_hold(
-        self, group_idx: int, places: list[Place], prefixes: list[Content], positions: Iterable[int]
-    ) -> None:
-        sources = self._sources(group_idx)
-        for position in positions:
-            block_idx, offset = divmod(position, self.size.block_size)
-            tier, block_id = sources.get(places[block_idx], places[block_idx])
-            for byte in self.bytes_of(group_idx, block_id, offset):
-                content = self.stored[tier].get(byte)
-                assert content == prefixes[position], f"M5: group {group_idx} reads other tokens at {position}"
-
-    def _sources(self, group_idx: int) -> dict[Place, Place]:
-        """Return where the content of blocks lies that are still to be copied to."""
-        sources: dict[Place, Place] = {}
-        for idx, src_id, dst_id, src_tier, dst_tier in self.pending:
-            if idx == group_idx:
-                sources[dst_tier, dst_id] = sources.get((src_tier, src_id), (src_tier, src_id))
-        return sources

@@ -80,12 +80,7 @@ class World:
             first = 0 if window is None else max(0, history + 1 - window)
             live = slice(first if chunk is None else history - history % chunk, history)
             vectors = randn(history, 3, 2, num_kv_heads, head_dim, dtype=dtype, device=device, seed=seq)
-            element = self.kv.data.dtype
-            slots = narrowed(vectors, element) if element in WIDENED else vectors.to(element)
-            slots = slots.view(torch.uint8).reshape(*slots.shape, element.itemsize)
-            data = self.kv.data.view(torch.uint8)
-            data = data.view(*data.shape[:-1], slots.shape[-2], -1)
-            data[blocks[live], :, :, :, offsets[live]] = slots[live]
+            self._store(vectors[live], blocks[live], offsets[live])
         num_rows = sum(rows for _, rows in spans)
         self.batch = AttentionBatch(
             torch.cat(new_slots).to(device),
@@ -109,6 +104,15 @@ class World:
         if has_sinks:
             self.sinks = randn(group * num_kv_heads, device=device, seed=4) * 4
             self.sinks[::5] = 9.0
+
+    def _store(self, vectors: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor) -> None:
+        """Store keys and values, [tokens, layers, 2, K, D], in the slots of these blocks and offsets."""
+        element = self.kv.data.dtype
+        slots = narrowed(vectors, element) if element in WIDENED else vectors.to(element)
+        slots = slots.view(torch.uint8).reshape(*slots.shape, element.itemsize)
+        data = self.kv.data.view(torch.uint8)
+        data = data.view(*data.shape[:-1], slots.shape[-2], -1)
+        data[blocks, :, :, :, offsets] = slots
 
     def run(self, ops: Ops, layer_idx: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
         """Store and attend in one layer; return queries and outputs."""

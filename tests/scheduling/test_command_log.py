@@ -26,7 +26,7 @@ from quire.sequences.request_json import request_from_json, request_to_json
 from quire.sequences.structured import StructuredOutputs
 from quire.sequences.thinking import ThinkingTokens
 from tests.scheduling.harness import NEVER, Harness, Job, Setting
-from tests.scheduling.test_random_runs import jobs, narrow_settings, samples
+from tests.scheduling.random_jobs import jobs, narrow_settings, samples
 
 
 class Pair:

@@ -14,7 +14,7 @@ from quire.scheduling.edits import SequenceEvent
 from quire.scheduling.plan import ItemResult, ScheduledSequence, StepPlan
 from quire.sequences.strategy import Append
 from tests.scheduling.harness import Outcome, Setting, run
-from tests.scheduling.test_random_runs import random_jobs
+from tests.scheduling.random_jobs import random_jobs
 
 SETTINGS = {
     "plenty": Setting(),
