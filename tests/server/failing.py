@@ -7,7 +7,7 @@ import os
 import sys
 
 from quire.cli.main import main
-from quire.server import lifecycle
+from quire.server import http_server
 from quire.server.connection import Connections
 
 # Set to one of these in the environment.
@@ -25,5 +25,5 @@ if __name__ == "__main__":
     if os.environ[FAULT] == WATCH_FAILS:
         Connections.watch = fail  # type: ignore[method-assign, assignment]
     else:
-        lifecycle.FLUSH_TIMEOUT_S = 1
+        http_server.FLUSH_TIMEOUT_S = 1
     sys.exit(main())
