@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import heapq
 import ipaddress
 import os
 import socket
-from collections.abc import Hashable, Iterator, Mapping, Set
+from collections.abc import Generator, Hashable, Iterator, Mapping, Set
 from itertools import combinations
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -24,6 +27,8 @@ settings.register_profile(
 settings.load_profile("ci" if os.environ.get("CI") else "person")
 
 
+# The line of a module whose tests are all slow.
+SLOW_MODULE = "\npytestmark = pytest.mark.slow\n"
 Case = TypeVar("Case")
 
 
@@ -92,6 +97,27 @@ def no_network(network_attempts: list[str]) -> Iterator[None]:
     assert not attempts, f"the test tried to reach {', '.join(attempts)}"
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Import the tests without the garbage collector, and have it never look at what they imported.
+
+    That is most of what a process of the tests ever has: hundreds of thousands of objects that stay.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not even import a module that is slow as a whole in a run without slow tests."""
+    if config.option.markexpr != "not slow" or collection_path.suffix != ".py":
+        return None
+    return True if SLOW_MODULE in collection_path.read_text(encoding="utf-8") else None
+
+
 @pytest.hookimpl(tryfirst=True)  # before marks select what is run
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests that need a GPU where there is none; of tests marked `pairwise`, mark all but a cover slow."""
@@ -138,9 +164,18 @@ def values_of(case: pytest.Function) -> list[tuple[str, str]]:
 def cover_of(pairs: Mapping[Case, Set[Hashable]]) -> list[Case]:
     """Return few cases that together have all pairs: again and again the first one that adds the most."""
     missing: set[Hashable] = set().union(*pairs.values())
+    cases = list(pairs)
+    # What a case adds only shrinks, so one that still adds what it did when it was last looked at is the best.
+    queue = [(-len(pairs[case]), index) for index, case in enumerate(cases)]
+    heapq.heapify(queue)
     cover = []
     while missing:
-        best = max(pairs, key=lambda case: len(pairs[case] & missing))
-        cover.append(best)
-        missing -= pairs[best]
+        negative, index = queue[0]
+        added = pairs[cases[index]] & missing
+        if len(added) < -negative:
+            heapq.heapreplace(queue, (-len(added), index))
+            continue
+        heapq.heappop(queue)
+        cover.append(cases[index])
+        missing -= added
     return cover

@@ -14,6 +14,8 @@ from tests.conformance.checkpoints import NEW_TOKENS
 from tests.conformance.conftest import Reference
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
+# Of what many hits are continued with, enough to leave the block in which they end.
+FEW = 9
 PAIR = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, n=2, ignore_eos=True)
 
 
@@ -56,8 +58,8 @@ def outputs_of(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREE
 
 
 def test_cold_for_each_batch_size(reference: Reference) -> None:
-    for size in (1, 2, 3, 7):
-        llm = load(reference, enable_prefix_caching=False)
+    llm = load(reference, enable_prefix_caching=False)
+    for size in (1, 3, 7):
         for start in range(0, 7, size):
             part = slice(start, start + size)
             assert outputs_of(llm, reference.prompts[part]) == reference.outputs[part]
@@ -82,8 +84,8 @@ def test_partial_hits(reference: Reference, block_size: int) -> None:
             other = prompt[:num_common] + [prompt[num_common] ^ 1] * block_size
             llm.reset_prefix_cache()
             llm.generate([other], replace(GREEDY, max_tokens=1), use_tqdm=False)
-            (output,) = llm.generate([prompt], GREEDY, use_tqdm=False)
-            assert output.outputs[0].token_ids == expected
+            (output,) = llm.generate([prompt], replace(GREEDY, max_tokens=FEW), use_tqdm=False)
+            assert output.outputs[0].token_ids == expected[:FEW]
             # The snapshot before the end of the other prompt is of no use, unless it is where the two part.
             is_of_use = not has_states(llm) or num_common % block_size == 0
             assert (output.num_cached_tokens or 0) >= (num_common if is_of_use else 0)
@@ -100,10 +102,10 @@ def test_the_next_turn_of_a_chat_recomputes_nothing(reference: Reference) -> Non
             llm.reset_prefix_cache()
             first = SamplingParams(temperature=0.0, max_tokens=num_first)
             assert outputs_of(llm, [prompt], first) == [expected[:num_first]]
-            rest = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS - num_first - 1)
+            rest = SamplingParams(temperature=0.0, max_tokens=FEW)
             turn = prompt + expected[: num_first + 1]
             (output,) = llm.generate([turn], rest, use_tqdm=False)
-            assert output.outputs[0].token_ids == expected[num_first + 1 :]
+            assert output.outputs[0].token_ids == expected[num_first + 1 :][:FEW]
             # The last token of the answer was sampled, but never went through the model. Of states, the last
             # snapshot is that of the prompt.
             num_computed = len(prompt) - 1 if has_states(llm) else len(prompt) + num_first - 1

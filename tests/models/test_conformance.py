@@ -12,6 +12,13 @@ from tests.models.tiny import CASES, PagedRun, make_tiny, random_tokens, referen
 # Of every family, one.
 HALVED = ["llama3-rope", "qwen2", "qwen3", "mistral-window", "gemma3", "gemma4", "lfm2", "granite4", "falcon-h1"]
 HALVED += ["qwen3.5", "llama4", "qwen3-moe", "phi3-longrope", "gpt-oss"]
+# Both dtypes err by the rounding of the same layers: by default float16 has a family of each kind of cache.
+HALVED_TWICE = {"llama3-rope", "gemma4", "llama4", "qwen3.5", "falcon-h1"}
+HALVES = [
+    pytest.param(name, dtype, marks=[] if dtype == torch.bfloat16 or name in HALVED_TWICE else pytest.mark.slow)
+    for name in HALVED
+    for dtype in (torch.bfloat16, torch.float16)
+]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -61,14 +68,14 @@ def test_logits_of_a_ragged_batch(name: str, block_size: int) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_greedy_tokens(name: str) -> None:
-    """Thirty greedy tokens after a chunked prompt are those of transformers' own generation."""
+    """Twelve greedy tokens after a chunked prompt are those of transformers' own generation."""
     tiny = make_tiny(name)
     prompt = random_tokens(20, seed=3)
     generate: Any = tiny.reference.generate
     expected = generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-        max_new_tokens=30,
+        max_new_tokens=12,
         do_sample=False,
         eos_token_id=None,
         pad_token_id=0,
@@ -82,8 +89,7 @@ def test_greedy_tokens(name: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", HALVED)
+@pytest.mark.parametrize(("name", "dtype"), HALVES)
 def test_half_precision_stays_near(name: str, dtype: torch.dtype, device: str) -> None:
     """Half precision errs no more than transformers in the same precision does, give or take its noise."""
     tiny = make_tiny(name, dtype, device)

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 
@@ -237,6 +236,8 @@ def test_messages_have_a_thinking_block(thinker: ServerProcess) -> None:
 
 
 def test_a_budget_of_messages_ends_thinking(thinker: ServerProcess) -> None:
+    import anthropic  # it takes seconds, and each process of the tests imports this module
+
     with anthropic.Anthropic(base_url=thinker.url, api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
         asked: dict[str, Any] = {"model": "tiny", "max_tokens": 100, "messages": USER, "extra_body": {"temperature": 0}}
         with client.messages.stream(**asked, thinking={"type": "enabled", "budget_tokens": 1}) as events:

@@ -39,10 +39,10 @@ def attack(target: ServerProcess, seed: int, count: int, kinds: list[str]) -> No
 
 
 def test_a_request_is_a_function_of_seed_and_number() -> None:
-    one, same, other = (list(cases(seed, 50)) for seed in (1, 1, 2))
+    one, same, other = (list(cases(seed, 34)) for seed in (1, 1, 2))
     assert one == same != other
     assert make_case(1, 30) == one[30]
-    assert {case.kind for case in cases(1, 300)} == set(KINDS)
+    assert {case.kind for case in one} == set(KINDS)
 
 
 def test_some_hostile_bodies(target: ServerProcess) -> None:
