@@ -9,7 +9,7 @@ import pytest
 
 from quire.memory.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from quire.routing.feed import FeedState
-from quire.routing.router import Route, Router, RouterConfig, RouteRequest
+from quire.routing.router import MAX_HOLDERS, MAX_IDLE, Route, Router, RouterConfig, RouteRequest
 from quire.routing.shadow_tree import Scope, encode
 
 SIZE = 16
@@ -193,3 +193,21 @@ def _score(router: Router, name: str, tokens: list[int]) -> float:
     encoded = encode(tokens)
     hit = router.tree.hit(number, router.tree.path(encoded, Scope(), SIZE), encoded, Scope())
     return hit.value * router.load_of(name).seconds_per_token - router.queue_s(name)
+
+
+def test_the_sessions_of_the_longest_ago_are_forgotten() -> None:
+    router = router_of("a", "b", max_sessions=2)
+    for number in range(3):
+        router.end(choose(router, [number] * 100, session=str(number)))
+    found = [choose(router, [number] * 100, session=str(number)).is_by_session for number in (2, 1, 0)]
+    assert found == [True, True, False]
+
+
+def test_of_very_many_holders_a_part_is_compared() -> None:
+    router = router_of(*map(str, range(MAX_IDLE + MAX_HOLDERS + 10)))
+    for name in router.replicas:
+        router.apply(name, 0, [stored(PROMPT)])
+        assert router.num_blocks(name) == len(PROMPT) // SIZE
+    routes = router.rank(RouteRequest(PROMPT), 0.0)
+    assert len({route.replica for route in routes}) == len(routes) == MAX_IDLE + MAX_HOLDERS
+    assert {route.hit.num_tokens for route in routes} == {992}

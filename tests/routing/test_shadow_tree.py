@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from quire.memory import ChunkedLocal, FullAttention, KVCacheManager, KVCacheSpec, Namespace, RecurrentState
 from quire.memory.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventCollector
 from quire.memory.specs import SlidingWindow
-from quire.routing.shadow_tree import NO_HIT, Hit, Scope, ShadowTree, encode
+from quire.routing.shadow_tree import MIN_TOMBSTONES, NO_HIT, Hit, Scope, ShadowTree, encode
 
 TOKENS = list(range(100, 113))
 NO_SCOPE = Scope()
@@ -61,6 +61,8 @@ def test_lower_tiers_hit_for_less() -> None:
     assert hit(tree, 0, TOKENS) == (12, 4 * (1.0 + 0.9 + 0.5))
     tree.apply(0, [stored(2, 3), BlockRemoved((3,), "STORAGE")])
     assert hit(tree, 0, TOKENS) == (12, 4 * (1.0 + 0.9 + 1.0))
+    tree.apply(0, [stored(0, 3, medium="TAPE"), *(BlockRemoved((1, 2, 3), medium) for medium in ("GPU", "CPU"))])
+    assert hit(tree, 0, TOKENS) == (12, 4 * (0.5 + 0.5 + 0.5)), "a tier that is not known counts as the lowest"
 
 
 def test_scopes_share_nothing() -> None:
@@ -89,6 +91,18 @@ def test_blocks_of_an_unknown_parent_are_counted_and_not_used() -> None:
     tree.apply(0, [stored(1, 3)])
     assert hit(tree, 0, TOKENS) == NO_HIT
     assert tree.replicas[0].num_unplaced == 2
+
+
+def test_of_blocks_that_were_removed_some_are_remembered() -> None:
+    """Behind one of them a block may still be stored; those of the longest ago are not known any more."""
+    tree = tree_of()
+    tree.apply(0, [BlockStored((name,), None, encode([name] * 4), 4, "GPU") for name in range(100)])
+    tree.apply(0, [BlockRemoved((200, *range(100)), "GPU")])
+    assert (tree.num_blocks(0), tree.num_nodes) == (0, 1 + MIN_TOMBSTONES)
+    for name, is_known in ((0, False), (99, True)):
+        before = tree.replicas[0].num_unplaced
+        tree.apply(0, [BlockStored((name + 1000,), name, encode([5] * 4), 4, "GPU")])
+        assert (tree.replicas[0].num_unplaced == before) is is_known
 
 
 def specs() -> Iterator[list[KVCacheSpec]]:

@@ -34,9 +34,6 @@ class Sessions:
         self._limit = limit
         self._visits: OrderedDict[str, Visit] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._visits)
-
     def find(self, session: str, scope: tuple[str | None, ...], token_bytes: bytes) -> Visit | None:
         """Return the last request of a session, if a prompt continues it; its length is then what both share."""
         visit = self._visits.get(session)

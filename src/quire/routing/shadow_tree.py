@@ -270,7 +270,7 @@ class ShadowTree:
             del blocks.nodes[name]
             node.holders[blocks.replica] = 0
             blocks.tombstones[name] = node
-            if len(blocks.tombstones) > len(blocks.nodes) // 2 + MIN_TOMBSTONES:
+            while len(blocks.tombstones) > len(blocks.nodes) // 2 + MIN_TOMBSTONES:
                 oldest = blocks.tombstones.pop(next(iter(blocks.tombstones)))
                 oldest.holders.pop(blocks.replica, None)
                 self._prune(oldest)
