@@ -1,4 +1,4 @@
-"""What a listener to the prefix cache on disk is told; an engine with KV events is one."""
+"""The listener to the prefix cache on disk; an engine that publishes KV events has one."""
 
 from __future__ import annotations
 

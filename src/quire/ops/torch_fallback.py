@@ -1,4 +1,4 @@
-"""What a backend leaves to torch: look-ups, and the operators of encoders."""
+"""Operators that a backend leaves to torch: look-ups, and those of encoders."""
 
 from __future__ import annotations
 
