@@ -111,14 +111,14 @@ def test_the_times_of_a_request_are_those_of_its_stages() -> None:
     metrics = Metrics("tiny", clock=lambda: clock.now_s)
     times = RequestMetrics(arrival_s=10.0, first_scheduled_s=11.0, first_token_s=13.0)
     clock.now_s = 13.0
-    metrics.on_output(news(times, CompletionOutput(0, "a", [5])))
+    metrics.on_outputs([news(times, CompletionOutput(0, "a", [5]))])
     clock.now_s = 13.5
-    metrics.on_output(news(times, CompletionOutput(0, "", [])))
+    metrics.on_outputs([news(times, CompletionOutput(0, "", []))])
     clock.now_s = 14.0
-    metrics.on_output(news(times, CompletionOutput(0, "b", [6])))
+    metrics.on_outputs([news(times, CompletionOutput(0, "b", [6]))])
     times.finished_s = 17.0
     clock.now_s = 17.0
-    metrics.on_output(news(times, CompletionOutput(0, "c", [7, 8], finish_reason="stop"), finished=True))
+    metrics.on_outputs([news(times, CompletionOutput(0, "c", [7, 8], finish_reason="stop"), finished=True)])
     values = samples(metrics)
     expected = {
         "time_to_first_token_seconds": (1, 3.0),
@@ -148,11 +148,11 @@ def test_sequences_of_a_request_have_their_own_gaps_and_one_end() -> None:
     metrics = Metrics("tiny", clock=lambda: clock.now_s)
     times = RequestMetrics(arrival_s=0.0, first_scheduled_s=0.0, first_token_s=1.0, finished_s=4.0)
     clock.now_s = 1.0
-    metrics.on_output(news(times, CompletionOutput(0, "a", [1]), CompletionOutput(1, "a", [1])))
+    metrics.on_outputs([news(times, CompletionOutput(0, "a", [1]), CompletionOutput(1, "a", [1]))])
     clock.now_s = 2.0
-    metrics.on_output(news(times, CompletionOutput(0, "b", [2], finish_reason="stop")))
+    metrics.on_outputs([news(times, CompletionOutput(0, "b", [2], finish_reason="stop"))])
     clock.now_s = 4.0
-    metrics.on_output(news(times, CompletionOutput(1, "b", [2], finish_reason="length"), finished=True))
+    metrics.on_outputs([news(times, CompletionOutput(1, "b", [2], finish_reason="length"), finished=True)])
     values = samples(metrics)
     assert values["vllm:time_to_first_token_seconds_count"] == 1
     assert values["vllm:inter_token_latency_seconds_count"] == 2
@@ -179,7 +179,7 @@ def test_preemptions_are_told_by_mode_and_swapped_blocks_by_direction() -> None:
 @pytest.mark.parametrize("outputs", [(), (CompletionOutput(0, finish_reason="abort"),)])
 def test_a_request_that_never_ran_has_only_the_stages_it_saw(outputs: tuple[CompletionOutput, ...]) -> None:
     metrics = Metrics("tiny")
-    metrics.on_output(news(RequestMetrics(arrival_s=1.0, finished_s=3.0), *outputs, finished=True))
+    metrics.on_outputs([news(RequestMetrics(arrival_s=1.0, finished_s=3.0), *outputs, finished=True)])
     values = samples(metrics)
     assert values["vllm:e2e_request_latency_seconds_sum"] == 2.0
     assert values["vllm:request_queue_time_seconds_count"] == 0
@@ -191,7 +191,7 @@ def test_a_finished_request_is_forgotten_and_its_name_can_be_used_again() -> Non
     metrics = Metrics("tiny")
     for _ in range(2):
         times = RequestMetrics(arrival_s=0.0, first_scheduled_s=0.0, first_token_s=1.0, finished_s=1.0)
-        metrics.on_output(news(times, CompletionOutput(0, "a", [1], finish_reason="stop"), finished=True))
+        metrics.on_outputs([news(times, CompletionOutput(0, "a", [1], finish_reason="stop"), finished=True)])
     assert metrics._live == {}
     assert samples(metrics)["vllm:time_to_first_token_seconds_count"] == 2
 
@@ -201,7 +201,7 @@ def test_nothing_a_client_wrote_is_in_the_text() -> None:
     times = RequestMetrics(arrival_s=0.0, first_scheduled_s=0.0, first_token_s=1.0, finished_s=1.0)
     metrics.set_config(CONFIG)
     output = CompletionOutput(0, "answered text", [1], finish_reason="stop", stop_reason="stop words")
-    metrics.on_output(news(times, output, request_id="client-chosen", finished=True))
+    metrics.on_outputs([news(times, output, request_id="client-chosen", finished=True)])
     rendered = metrics.render().decode()
     for words in ("client", "answered", "words"):
         assert words not in rendered
@@ -230,7 +230,7 @@ def test_lengths_of_requests_are_those_of_their_samples_and_parameters() -> None
     outputs = [CompletionOutput(0, "a", [1, 2, 3], finish_reason="stop"), CompletionOutput(1, "b", [4])]
     output = news(times, *outputs, finished=True)
     output.num_cached_tokens = 2
-    metrics.on_output(output)
+    metrics.on_outputs([output])
     metrics.on_request(greedy(7))
     metrics.on_step(step(prefix_hits=16, num_waiting=3))
     values = samples(metrics)

@@ -148,6 +148,7 @@ class AsyncLLM:
         tenant: str | None = None,
         retain_cache: bool = False,
         lora_request: LoRARequest | None = None,
+        take: Callable[[RequestOutput], bool] | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Generate, as a stream of outputs: deltas, unless `sampling_params.output_kind` is another kind.
 
@@ -165,6 +166,8 @@ class AsyncLLM:
             cache_salt, tenant: only requests with equal values of both share cached prefixes.
             retain_cache: True to evict the request's cached blocks last, within `retention_limit`.
             lora_request: adapter of the request; None for the model alone.
+            take: function that is called on the event loop with each delta that comes while none is unread; one for
+                which it returns True is not yielded. With `RequestOutputKind.DELTA` only.
 
         Raises:
             RequestError: the request was refused; raised at the first item. `QueueFull` where no slot is free.
@@ -180,7 +183,7 @@ class AsyncLLM:
             "retain_cache": retain_cache,
             "lora_request": lora_request,
         }
-        return self._stream(prompt, sampling_params, options, place, request_id)
+        return self._stream(prompt, sampling_params, options, place, request_id, take=take)
 
     async def _stream(
         self,
@@ -190,11 +193,12 @@ class AsyncLLM:
         place: SlotReservation | None = None,
         request_id: str | None = None,
         on_end: Callable[[Engine], None] | None = None,
+        take: Callable[[RequestOutput], bool] | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Submit a request, once its texts are tokens, and yield its outputs; see `generate` and `Stream`."""
         if isinstance(params, SamplingParams):  # else it is refused below
             params = params.clone()
-        mailbox, sink = OutputMailbox(), LoopSink(asyncio.get_running_loop())
+        mailbox, sink = OutputMailbox(take), LoopSink(asyncio.get_running_loop())
         stream = await self.submitter.submit(
             prompt, params, options, sink, mailbox.put, place=place, request_id=request_id, on_end=on_end
         )

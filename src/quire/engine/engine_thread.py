@@ -88,7 +88,7 @@ class EngineThread:
         if output is None:
             return False
         self._metrics.on_step(self._engine.measure())
-        self._metrics.on_output(output)
+        self._metrics.on_outputs([output])
         self._send([(request_id, output)])
         return True
 
@@ -163,8 +163,7 @@ class EngineThread:
         """Count a step's outputs, then send them to their streams, so that the metrics include each output sent."""
         self._slots.changed()
         self._metrics.on_step(self._engine.measure())
-        for output in outputs:
-            self._metrics.on_output(output)
+        self._metrics.on_outputs(outputs)
         self._send((output.request_id, output) for output in outputs)
 
     def _send(self, items: Iterable[tuple[str, Item]]) -> None:

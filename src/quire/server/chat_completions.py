@@ -213,6 +213,14 @@ class ChatReply:
             if output.finished:
                 yield self._chunk(output.index, {}, None, _ending(output, calls))
 
+    def text_chunk(self, prompt_idx: int, sample_idx: int, text: str) -> dict[str, Any] | None:  # noqa: ARG002
+        """Return the chunk of further text of a sample; see `ResponseBuilder`."""
+        extras = self._extras
+        shows_more = extras.top_logprobs is not None or extras.token_ids
+        if sample_idx not in self._begun or shows_more or extras.tool_use or extras.reasoning:
+            return None
+        return self._chunk(sample_idx, {"content": text})
+
     def last_chunk(self) -> dict[str, Any]:
         """Return the chunk without choices that carries a stream's usage."""
         return {**self._chunk_head, "choices": []}

@@ -221,6 +221,13 @@ class CompletionReply:
             choice = _choice(index, new.text, self._logprobs([new]), self._ending(output))
             yield self._chunk(choice | self._ids(new.token_ids) | ids)
 
+    def text_chunk(self, prompt_idx: int, sample_idx: int, text: str) -> dict[str, Any] | None:
+        """Return the chunk of further text of a sample; see `ResponseBuilder`."""
+        index = prompt_idx * self._n + sample_idx
+        if index not in self._offsets or self._shows_tokens or self._extras.is_prompt_only:
+            return None
+        return self._chunk(_choice(index, text, None))
+
     def last_chunk(self) -> dict[str, Any]:
         """Return the chunk without choices that carries a stream's usage."""
         return {**self._head, "choices": []}

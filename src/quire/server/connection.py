@@ -9,7 +9,6 @@ import logging
 import re
 import socket
 import uuid
-from array import array
 from typing import Any, cast
 
 import h11
@@ -18,6 +17,7 @@ from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from quire.server.errors import SHOWN_ID, ApiError, too_many_connections
+from quire.server.transport import BODY_WRITER, BodyWriter, CountingTransport
 
 logger = logging.getLogger(__name__)
 
@@ -186,6 +186,8 @@ class Connection(H11Protocol):
     def handle_events(self) -> None:
         """Parse the bytes that have arrived."""
         super().handle_events()
+        if self._is_answering:
+            cast(dict[str, Any], self.scope).setdefault(BODY_WRITER, BodyWriter(self.cycle))
         if self._all.is_draining:
             self.close_after_answer()
 
@@ -361,40 +363,3 @@ class StrictConnection(h11.Connection):
     def _has_long_head(self) -> bool:
         arrived, _ = self.trailing_data
         return len(arrived) > MAX_HEAD and not END_OF_HEAD.search(arrived, 0, MAX_HEAD)
-
-
-class CountingTransport:
-    """A transport that counts the bytes that it sends.
-
-    Args:
-        transport: transport that sends them.
-    """
-
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
-        self._num_written = 0
-
-    @property
-    def num_sent(self) -> int:
-        """Number of bytes that the client has read or, on systems that do not report it, that the kernel has taken."""
-        return self._num_written - self._transport.get_write_buffer_size() - self._num_in_kernel()
-
-    def _num_in_kernel(self) -> int:
-        # The kernel buffers some megabytes, and accepts more only after it has sent a large part of them.
-        count = array("i", [0])
-        try:
-            import fcntl  # not on Windows
-            import termios
-
-            fcntl.ioctl(self._transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, count)
-        except (ImportError, OSError, AttributeError):
-            return 0
-        return count[0]
-
-    def write(self, data: bytes) -> None:
-        """Send bytes as soon as the client reads them."""
-        self._num_written += len(data)
-        self._transport.write(data)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)

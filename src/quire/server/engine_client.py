@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -91,6 +91,7 @@ class EngineClient(Protocol):
         tenant: str | None,
         retain_cache: bool,
         lora_request: LoRARequest | None,
+        take: Callable[[RequestOutput], bool] | None,
     ) -> AsyncIterator[RequestOutput]:
         """Generate, as a stream of output deltas."""
 

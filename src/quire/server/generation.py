@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.requests import Request
@@ -17,6 +18,7 @@ from quire.engine.outputs.outputs import RequestOutput
 from quire.errors import InvalidParameter, RequestError, RequestFailed
 from quire.sequences.params import SamplingParams
 from quire.server import sse
+from quire.server.direct_events import DirectEvents
 from quire.server.errors import CLIENT_GONE, IN_FLIGHT, REQUEST_ID, SHOWN_ID, ApiError, api_error, stopping
 from quire.server.in_flight import InFlightRequest
 from quire.server.json_stream import JsonAnswer, JsonWriter, first_piece, further_pieces
@@ -64,6 +66,13 @@ class ResponseBuilder(Protocol):
 
     def chunks(self, prompt_idx: int, delta: RequestOutput) -> Iterable[dict[str, Any]]:
         """Yield the chunks of a delta."""
+
+    def text_chunk(self, prompt_idx: int, sample_idx: int, text: str) -> dict[str, Any] | None:
+        """Return the chunk of further text of a sample that has begun.
+
+        Returns:
+            None where the chunk of a delta with that text would differ in more than the text.
+        """
 
     def last_chunk(self) -> dict[str, Any]:
         """Return the chunk without choices that carries a stream's usage."""
@@ -137,6 +146,11 @@ class OpenAIReply:
                 chunk["usage"] = count.as_json() if self._options.continuous_usage else None
             yield chunk
 
+    def text_chunk(self, prompt_idx: int, sample_idx: int, text: str) -> dict[str, Any] | None:
+        """Return the chunk of further text; see `ResponseBuilder`."""
+        chunk = None if self._options.continuous_usage else self._builder.text_chunk(prompt_idx, sample_idx, text)
+        return {**chunk, "usage": None} if chunk is not None and self._options.include_usage else chunk
+
     def last_chunks(self, count: TokenCount) -> Iterator[dict[str, Any]]:
         """Yield the chunk of the usage where the client requests it."""
         if self._options.include_usage:
@@ -176,7 +190,11 @@ async def run(state: ServerState, request: Request, job: GenerationRequest, repl
     count = TokenCount(is_prompt_only=job.is_prompt_only, is_ranked=params.is_ranked, thinking=params.thinking)
     tracked = InFlightRequest(answer_id, count, StreamMerger(state.config.ping_interval_s), tenant, params=params)
     request.scope[IN_FLIGHT] = tracked
-    batches = _generate(state, request, job, tracked, tenant)
+    direct = None
+    if job.options.stream:
+        text_chunk = reply.text_chunk if isinstance(reply, OpenAIReply) else None
+        direct = DirectEvents(reply, count, tracked.merger, text_chunk)
+    batches = _generate(state, request, job, tracked, tenant, direct)
     try:
         with ExitStack() as at_error:
             at_error.callback(tracked.release)
@@ -184,7 +202,7 @@ async def run(state: ServerState, request: Request, job: GenerationRequest, repl
             if job.options.stream:
                 events = _events(state, reply, tracked, batches, request.scope[SHOWN_ID])
                 # An error before the first event still determines the status.
-                answer = sse.EventStream(await anext(events), events, reply.stream_format.media_type)
+                answer = sse.EventStream(await anext(events), events, reply.stream_format.media_type, direct)
             else:
                 answer = JsonAnswer(await _whole(job, reply, count, batches), state.writing, tracked.release)
             # From here on the answer releases its reservation.
@@ -207,7 +225,12 @@ def renamed(error: RequestError, field: str | None) -> RequestError:
 
 
 async def _generate(
-    state: ServerState, request: Request, job: GenerationRequest, tracked: InFlightRequest, tenant: str | None
+    state: ServerState,
+    request: Request,
+    job: GenerationRequest,
+    tracked: InFlightRequest,
+    tenant: str | None,
+    direct: DirectEvents | None,
 ) -> AsyncGenerator[list[Delta], None]:
     """Yield the output deltas of a request, after its queue slots are reserved."""
     llm, options = state.llm, job.options
@@ -230,6 +253,7 @@ async def _generate(
                 tenant=tenant,
                 retain_cache=options.retain_cache,
                 lora_request=lora_request(request),
+                take=None if direct is None else partial(direct.take, idx),
             )
             for idx, prompt in enumerate(prompts)
         ]

@@ -9,7 +9,9 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
+from quire.server.direct_events import DirectEvents
 from quire.server.json_stream import JsonWriter
+from quire.server.transport import BODY_WRITER
 
 DONE = b"data: [DONE]\n\n"
 PING = ": ping\n\n"
@@ -67,11 +69,19 @@ class EventStream:
         first: first events; their existence determines the status 200.
         rest: further events; the generator is closed however the response ends.
         media_type: content type.
+        direct: writer of further events beside those of `rest`, if any.
     """
 
-    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None], media_type: str = EVENTS) -> None:
+    def __init__(
+        self,
+        first: bytes,
+        rest: AsyncGenerator[bytes, None],
+        media_type: str = EVENTS,
+        direct: DirectEvents | None = None,
+    ) -> None:
         self._first = first
         self._rest = rest
+        self._direct = direct
         self._headers = [
             (b"content-type", media_type.encode()),
             (b"cache-control", b"no-cache"),
@@ -85,6 +95,8 @@ class EventStream:
             send_body: Send = scope.get(DIRECT_SEND, send)
             await send({"type": "http.response.start", "status": 200, "headers": self._headers})
             await send_body({"type": "http.response.body", "body": self._first, "more_body": True})
+            if self._direct is not None and DIRECT_SEND in scope:
+                self._direct.writer = scope.get(BODY_WRITER)
             async for events in rest:
                 await send_body({"type": "http.response.body", "body": events, "more_body": True})
             await send_body({"type": "http.response.body", "body": b"", "more_body": False})

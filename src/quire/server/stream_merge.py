@@ -42,9 +42,19 @@ class StreamMerger:
         self._error: Exception | None = None
         self._num_ended = 0
         self._has_happened = asyncio.Event()
+        self._is_reader_waiting = False
         # Whether a silence has ended, and when the last event or silence did.
         self._is_idle = False
         self._happened_s = 0.0
+
+    @property
+    def is_waiting(self) -> bool:
+        """True while the reader of `deltas` waits, and nothing has happened yet that ends its wait."""
+        return self._is_reader_waiting and not self._has_happened.is_set()
+
+    def touch(self) -> None:
+        """Note that the client was sent something that did not come from `deltas`."""
+        self._happened_s = asyncio.get_running_loop().time()
 
     def fail(self, error: Exception) -> None:
         """End the request with an error; the first error counts."""
@@ -74,7 +84,9 @@ class StreamMerger:
         try:
             while not is_over:
                 self._happened_s = asyncio.get_running_loop().time()
+                self._is_reader_waiting = True
                 await self._has_happened.wait()
+                self._is_reader_waiting = False
                 self._has_happened.clear()
                 # A snapshot: events that happen while the caller sends belong to the next turn.
                 deltas, self._pending = list(self._pending.items()), {}
@@ -85,6 +97,7 @@ class StreamMerger:
                 if error is not None:
                     raise error
         finally:
+            self._is_reader_waiting = False
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -126,9 +126,30 @@ class Metrics:
         """
         self._http_requests.labels(route, method, f"{status // 100}xx").inc(count)
 
-    def on_output(self, delta: RequestOutput) -> None:
-        """Update the metrics with a delta of one request; called for every delta, in order, when it is made."""
+    def on_outputs(self, deltas: Iterable[RequestOutput]) -> None:
+        """Update the metrics with deltas of requests; called for those of every step, in order, when they are made."""
         now_s = self._clock()
+        # Most deltas are one more token of a sequence; the wait for it is equal for all that had one a step ago.
+        waits: dict[float, int] = {}
+        for delta in deltas:
+            live = self._live.get(delta.request_id)
+            if live is None or delta.finished or len(delta.outputs) != 1:
+                self._note_delta(delta, now_s)
+                continue
+            (output,) = delta.outputs
+            index = output.index
+            last_s = live.last_token_s.get(index)
+            if last_s is None or len(output.token_ids) != 1 or output.finish_reason is not None:
+                self._note_delta(delta, now_s)
+                continue
+            waits[last_s] = waits.get(last_s, 0) + 1
+            live.last_token_s[index] = now_s
+            live.num_generated += 1
+            live.num_of_sample[index] += 1
+        for last_s, count in waits.items():
+            self._token_gaps.add(max(0.0, now_s - last_s), count)
+
+    def _note_delta(self, delta: RequestOutput, now_s: float) -> None:
         live = self._live.get(delta.request_id)
         if live is None:
             live = self._live[delta.request_id] = _Live()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from quire.engine.outputs.outputs import RequestOutput
 
@@ -14,11 +15,16 @@ class OutputMailbox:
     """The unread deltas of one request, for one reading task; used on its event loop only.
 
     Deltas that were not read yet are merged, so a slow reader holds at most one output.
+
+    Args:
+        take: function that is called with each delta that comes while none is unread; one for which it returns True is
+            not kept.
     """
 
-    __slots__ = ("_delta", "_error", "_has_item")
+    __slots__ = ("_delta", "_error", "_has_item", "_take")
 
-    def __init__(self) -> None:
+    def __init__(self, take: Callable[[RequestOutput], bool] | None = None) -> None:
+        self._take = take
         self._delta: RequestOutput | None = None
         self._error: Exception | None = None
         self._has_item = asyncio.Event()
@@ -42,6 +48,8 @@ class OutputMailbox:
         """Add an item."""
         if isinstance(item, Exception):
             self._error = item
+        elif self._take is not None and not self._has_item.is_set() and self._take(item):
+            return
         elif self._delta is None:
             self._delta = item
         else:

@@ -16,7 +16,7 @@ from quire.memory.results import TokenAccount
 from quire.sequences.pooling import Pooling
 
 # Version of these messages, which both ends must share.
-VERSION: Final = 1
+VERSION: Final = 2
 # A reader refuses a longer message: its length is no length then.
 MAX_MESSAGE_BYTES: Final = 1 << 30
 
@@ -127,7 +127,7 @@ class SampleRow(msgspec.Struct, array_like=True, gc=False):
 
 
 class TextRow(msgspec.Struct, array_like=True, tag=0, gc=False):
-    """More text of the first sequence of a stream, and nothing else: nearly all rows."""
+    """More text of the first sequence of a stream, and nothing else."""
 
     stream: int
     text: str
@@ -165,9 +165,17 @@ Row = TextRow | DeltaRow | ErrorRow
 
 
 class Outputs(msgspec.Struct, array_like=True, tag=8, gc=False):
-    """The deltas of a front's streams from one step or several."""
+    """The deltas of a front's streams from one step or several; no stream has two.
+
+    Args:
+        rows: deltas of all kinds.
+        streams, token_ids: streams whose delta is more tokens of their first sequence and no text, which the front
+            makes, and these tokens: nearly all deltas.
+    """
 
     rows: list[Row]
+    streams: list[int] = []
+    token_ids: list[list[int]] = []
 
 
 Message = (

@@ -110,21 +110,26 @@ class OutputSender:
             return
         deltas, self._deltas = self._deltas, {}
         errors, self._errors = self._errors, {}
-        rows: list[Row] = [self._row(stream, delta) for stream, delta in deltas.items()]
+        rows: list[Row] = []
+        streams: list[int] = []
+        token_ids: list[list[int]] = []
+        for stream, delta in deltas.items():
+            if not stream.has_begun or not is_plain(delta):
+                stream.has_begun = True
+                rows.append(delta_row(stream.number, delta))
+                continue
+            (output,) = delta.outputs
+            if output.text:
+                rows.append(TextRow(stream.number, output.text, output.token_ids))
+            else:
+                streams.append(stream.number)
+                token_ids.append(output.token_ids)
         rows += [ErrorRow(stream.number, encode_error(error)) for stream, error in errors.items()]
         try:
-            self._peer.send(Outputs(rows))
+            self._peer.send(Outputs(rows, streams, token_ids))
         except Exception as error:
             # A delta that cannot be sent must not end the engine's thread.
-            logger.exception("the outputs of %d streams cannot be sent to their front", len(rows))
+            logger.exception("the outputs of %d streams cannot be sent to their front", len(rows) + len(streams))
             why = encode_error(WorkerError(f"an output cannot be sent: {error}"))
-            self._peer.send(Outputs([ErrorRow(row.stream, why) for row in rows]))
+            self._peer.send(Outputs([ErrorRow(number, why) for number in (*(row.stream for row in rows), *streams)]))
         self._num_unacknowledged += 1
-
-    @staticmethod
-    def _row(stream: SentStream, delta: RequestOutput) -> Row:
-        if stream.has_begun and is_plain(delta):
-            (output,) = delta.outputs
-            return TextRow(stream.number, output.text, output.token_ids)
-        stream.has_begun = True
-        return delta_row(stream.number, delta)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -24,6 +25,7 @@ from quire.engine.outputs.outputs import CompletionOutput, RequestMetrics, Reque
 from quire.errors import QueueFull, WorkerError
 from quire.sequences.lora import LoRARequest
 from quire.sequences.params import SamplingParams
+from quire.server.fronts.front_texts import FrontTexts
 from quire.server.fronts.messages import (
     AbortStream,
     Acknowledge,
@@ -44,6 +46,8 @@ from quire.server.fronts.wire_outputs import read_delta
 from quire.server.fronts.wire_params import encode_params
 from quire.text.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 # Time limit of calls that the engine's process answers at once, unless it hangs.
 CALL_TIMEOUT_S: Final = 10.0
 
@@ -55,27 +59,36 @@ class RemoteStream:
         request_id: id in the engine.
         prompt: the prompt.
         tokenizer: tokenizer for the texts of log probabilities.
+        texts: texts of its samples; None where the engine makes them, or there are none.
+        take: see `AsyncLLM.generate`.
 
     Attributes:
         mailbox: its unread deltas.
     """
 
-    __slots__ = ("_last", "_metrics", "_prompt", "_request_id", "_tokenizer", "mailbox")
+    __slots__ = ("_last", "_metrics", "_prompt", "_request_id", "_texts", "_tokenizer", "mailbox")
 
-    def __init__(self, request_id: str, prompt: PreparedRequest, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        prompt: PreparedRequest,
+        tokenizer: Tokenizer | None,
+        texts: FrontTexts | None,
+        take: Callable[[RequestOutput], bool] | None,
+    ) -> None:
         self._request_id = request_id
         self._prompt = prompt.prompt
         self._tokenizer = tokenizer
+        self._texts = texts
         # Times that all deltas share, and the last delta with more than text.
         self._metrics = RequestMetrics()
         self._last: DeltaRow | None = None
-        self.mailbox = OutputMailbox()
+        self.mailbox = OutputMailbox(take)
 
     def take(self, row: Row) -> bool:
         """Take a row; return True for the last one."""
         if isinstance(row, TextRow):
-            assert self._last is not None
-            self.mailbox.put(self._text(row, self._last))
+            self.mailbox.put(self._more(row.text, row.token_ids))
             return False
         if not isinstance(row, DeltaRow):
             self.mailbox.put(decode_error(row.error))
@@ -84,15 +97,26 @@ class RemoteStream:
             setattr(self._metrics, name, getattr(row.metrics, name))
         row.metrics, self._last = self._metrics, row
         text, token_ids = self._prompt.text, self._prompt.token_ids
-        self.mailbox.put(read_delta(row, self._request_id, text, token_ids, self._tokenizer))
+        delta = read_delta(row, self._request_id, text, token_ids, self._tokenizer)
+        if self._texts is not None:
+            for output in delta.outputs:
+                self._texts.add_text(output)
+        self.mailbox.put(delta)
         return row.finished
 
-    def _text(self, row: TextRow, last: DeltaRow) -> RequestOutput:
+    def take_tokens(self, token_ids: list[int]) -> None:
+        """Take more tokens of the first sample."""
+        text = "" if self._texts is None else self._texts.push(0, token_ids)
+        self.mailbox.put(self._more(text, token_ids))
+
+    def _more(self, text: str, token_ids: list[int]) -> RequestOutput:
+        last = self._last
+        assert last is not None
         return RequestOutput(
             request_id=self._request_id,
             prompt=self._prompt.text,
             prompt_token_ids=self._prompt.token_ids,
-            outputs=[CompletionOutput(0, row.text, row.token_ids)],
+            outputs=[CompletionOutput(0, text, token_ids)],
             num_cached_tokens=last.num_cached_tokens,
             num_disk_tokens=last.num_disk_tokens,
             cache_hit_end=last.cache_hit_end,
@@ -209,6 +233,7 @@ class RemoteEngine:
         tenant: str | None,
         retain_cache: bool,
         lora_request: LoRARequest | None,
+        take: Callable[[RequestOutput], bool] | None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate, as a stream of output deltas; see `AsyncLLM.generate`."""
         self._check_alive()
@@ -220,7 +245,10 @@ class RemoteEngine:
             "lora_name": None if lora_request is None else lora_request.lora_name,
         }
         number = next(self._numbers)
-        stream = self._streams[number] = RemoteStream(request_id, prompt, self.tokenizer)
+        params, texts = sampling_params, None
+        if self.tokenizer is not None and FrontTexts.can_make(params):
+            texts = FrontTexts(params, self.tokenizer, prompt.prompt.token_ids)
+        stream = self._streams[number] = RemoteStream(request_id, prompt, self.tokenizer, texts, take)
         try:
             self._peer.send(
                 Submit(
@@ -229,7 +257,7 @@ class RemoteEngine:
                     token_ids=prompt.prompt.token_ids,
                     text=prompt.prompt.text,
                     words=prompt.words,
-                    params=encode_params(sampling_params),
+                    params=encode_params(params, detokenize=texts is None and params.detokenize),
                     options=json.dumps(options),
                     flow=flow,
                     pooling=prompt.pooling,
@@ -300,10 +328,30 @@ class RemoteEngine:
         used_s = time.thread_time()
         self._peer.send(Acknowledge(used_s - self._used_s))
         self._used_s = used_s
+        streams = self._streams
+        for number, token_ids in zip(message.streams, message.token_ids, strict=True):
+            stream = streams.get(number)
+            if stream is not None:
+                try:
+                    stream.take_tokens(token_ids)
+                except Exception as error:
+                    self._end_broken(number, error)
         for row in message.rows:
-            stream = self._streams.get(row.stream)
-            if stream is not None and stream.take(row):
-                del self._streams[row.stream]
+            stream = streams.get(row.stream)
+            if stream is not None:
+                try:
+                    is_last = stream.take(row)
+                except Exception as error:
+                    self._end_broken(row.stream, error)
+                else:
+                    if is_last:
+                        del streams[row.stream]
+
+    def _end_broken(self, number: int, error: Exception) -> None:
+        """End one stream whose output cannot be taken; the others go on."""
+        logger.error("the output of a request cannot be taken, so the request ends", exc_info=error)
+        self._streams.pop(number).mailbox.put(error)
+        self._peer.send(AbortStream(number))
 
     def fail(self, error: WorkerError) -> None:
         """Take the end of the engine: every stream ends with an error, and no request is accepted any more."""

@@ -18,8 +18,12 @@ MAX_CACHED_CHARS = 4096
 _DEFAULTS: Final = SamplingParams()
 
 
-def encode_params(params: SamplingParams) -> str:
+def encode_params(params: SamplingParams, *, detokenize: bool = True) -> str:
     """Return parameters as JSON.
+
+    Args:
+        params: the parameters.
+        detokenize: False to let the engine make no text, whatever they say.
 
     Raises:
         ValueError: parameters with a field of `LOCAL_FIELDS`.
@@ -27,7 +31,10 @@ def encode_params(params: SamplingParams) -> str:
     for name in LOCAL_FIELDS:
         if getattr(params, name) != getattr(_DEFAULTS, name):
             raise ValueError(f"{name} cannot be sent to another process")
-    return json.dumps(params_to_json(params))
+    fields = params_to_json(params)
+    if not detokenize:
+        fields["detokenize"] = False
+    return json.dumps(fields)
 
 
 def decode_params(text: str) -> SamplingParams:
