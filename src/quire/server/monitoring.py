@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.engine.metrics.stats import EngineStats, Health
-from quire.errors import WorkerError
+from quire.errors import NoAnswer, WorkerError
 from quire.memory.results import TokenAccount
 from quire.memory.usage import HostUsage, Usage
 from quire.scheduling.stats import metrics_of
@@ -29,7 +29,9 @@ async def health(state: ServerState, request: Request) -> Response:  # noqa: ARG
     """Answer `GET /health`: 200 while the engine makes progress or has nothing to do, else 503."""
     try:
         engine = (await state.llm.report()).health
-    except WorkerError:  # the engine's process has ended
+    except NoAnswer as error:  # the engine's process hangs
+        engine = NO_ENGINE._replace(is_alive=True, is_stuck=True, seconds_since_progress=error.silent_s)
+    except WorkerError:  # it has ended
         engine = NO_ENGINE
     if not engine.is_alive:
         status = "dead"

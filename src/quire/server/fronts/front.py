@@ -12,10 +12,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from quire.server.fronts.engine_methods import EngineMethods
+from quire.server.fronts.heartbeat import Silence
 from quire.server.fronts.peer import Peer
 from quire.server.fronts.session import FrontSession
 from quire.server.fronts.welcome import make_welcome
 from quire.server.in_flight import FirstTokenLog
+from quire.server.request_log import FIELDS
 from quire.server.settings import ServerConfig
 
 if TYPE_CHECKING:  # the server starts before the engine is imported
@@ -60,6 +62,7 @@ class FrontHandle:
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ended = asyncio.Event()
         self._llm = llm
+        self._silence = Silence()
         self._process = process
         self._on_end = on_end
         self._session = FrontSession(
@@ -113,6 +116,30 @@ class FrontHandle:
         """Let the process stop: take no new requests, and end when running ones have, within the time limit."""
         self.peer.notify("stop")
 
+    def ping(self) -> float:
+        """Ask the process for an answer; return for how long it has given none, in seconds. 0 until it is ready."""
+        silent_s = self._silence.tick()
+        if not self.ready.done():
+            self._silence.end()
+            return 0.0
+        self.peer.notify("ping")
+        return silent_s
+
+    def end_hung(self, silent_s: float) -> None:
+        """Kill a process that does not answer; its end is then that of any front.
+
+        Args:
+            silent_s: seconds without an answer.
+        """
+        logger.error(
+            "front %d hangs: it has not answered for %.1f s, so it is killed",
+            self.number,
+            silent_s,
+            extra={FIELDS: {"event": "front_hung", "front": self.number, "silent_s": round(silent_s, 1)}},
+        )
+        self._silence.end()  # until it is gone
+        self.kill()
+
     def kill(self) -> None:
         """End the process at once."""
         with contextlib.suppress(ProcessLookupError):
@@ -121,6 +148,8 @@ class FrontHandle:
     def _on_notice(self, kind: str, value: Any) -> None:
         if kind == "ready" and not self.ready.done():
             self.ready.set_result(None)
+        elif kind == "pong":
+            self._silence.end()
         elif kind == "http_requests":
             self._count_http(value)
 

@@ -18,6 +18,7 @@ from typing import Any
 from quire.bounded.json_text import limit_digits
 from quire.errors import QuireError, WorkerError
 from quire.server.body import BodyReader
+from quire.server.fronts.heartbeat import PING_INTERVAL_S, Silence
 from quire.server.fronts.messages import Message
 from quire.server.fronts.peer import Peer
 from quire.server.fronts.queue_gauge import QueueGauge
@@ -52,6 +53,7 @@ class Front:
         self._listener = listener
         self._gauge = gauge
         self._in_flight = RequestsInFlight()
+        self._silence = Silence()
         self._engine: RemoteEngine | None = None
         self._shutdown: Shutdown | None = None
         self._is_stopping = False
@@ -68,6 +70,9 @@ class Front:
                 self._stop()
             elif kind == "failed":
                 self._fail(WorkerError(value))
+            elif kind == "ping":
+                self._silence.end()
+                peer.notify("pong")
 
         def on_end() -> None:
             if not welcomed.done():
@@ -121,7 +126,8 @@ class Front:
                 peer.notify("ready")
                 if self._is_stopping:
                     self._stop()
-                return []
+                self._silence.end()
+                return [asyncio.create_task(self._watch_engine(engine))]
 
             # Their limits together are the server's.
             wanted = config.max_connections
@@ -134,6 +140,12 @@ class Front:
                 engine.tokenizer.close()
             if tracer is not None:
                 tracer.close()
+
+    async def _watch_engine(self, engine: RemoteEngine) -> None:
+        """Let the engine's client know for how long its process has been silent."""
+        while True:
+            await asyncio.sleep(PING_INTERVAL_S)
+            engine.silent_s = self._silence.tick()
 
     async def _rows(self) -> list[Any]:
         return list(self._in_flight.rows())

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from quire.errors import WorkerError
+from quire.errors import NoAnswer, WorkerError
 from quire.server.fronts.channel import Channel
 from quire.server.fronts.messages import Message, MethodCall, MethodResult, Notice, decode, encode
 from quire.server.fronts.wire_errors import decode_error, encode_error
@@ -69,7 +69,8 @@ class Peer:
             timeout_s: time limit; None for a method that ends by itself, or with its process.
 
         Raises:
-            WorkerError: the other process is gone, or does not answer within the limit.
+            NoAnswer: the other process does not answer within the limit.
+            WorkerError: it is gone.
             Exception: the error of the method; see `wire_errors`.
         """
         if self.is_gone:
@@ -81,7 +82,7 @@ class Peer:
             async with asyncio.timeout(timeout_s):
                 return json.loads(await answer)
         except TimeoutError as error:
-            raise WorkerError(f"{self._name} has not answered for {timeout_s:g} s") from error
+            raise NoAnswer(self._name, timeout_s or 0.0) from error
         finally:
             del self._waiting[number]
 

@@ -22,10 +22,11 @@ from quire.engine.inputs.tokenizer_pool import TokenizerPool
 from quire.engine.kv.pinning import ONE_TOKEN
 from quire.engine.outputs.mailbox import OutputMailbox
 from quire.engine.outputs.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from quire.errors import QueueFull, WorkerError
+from quire.errors import NoAnswer, QueueFull, WorkerError
 from quire.sequences.lora import LoRARequest
 from quire.sequences.params import SamplingParams
 from quire.server.fronts.front_texts import FrontTexts
+from quire.server.fronts.heartbeat import HUNG_AFTER_S
 from quire.server.fronts.messages import (
     AbortStream,
     Acknowledge,
@@ -180,6 +181,7 @@ class RemoteEngine:
 
     Attributes:
         http_requests: HTTP requests that were answered since they were last sent, by route, method and status.
+        silent_s: seconds for which the engine's process has not pinged this one.
     """
 
     def __init__(self, peer: Peer, welcome: Welcome, gauge: QueueGauge) -> None:
@@ -195,6 +197,7 @@ class RemoteEngine:
         self.texts = TokenizerPool(reader, self.tokenizer, resolved.max_model_len)
         self.adapters = RemoteAdapters(peer)
         self.has_failed = False
+        self.silent_s = 0.0
         self.http_requests: Counter[tuple[str, str, int]] = Counter()
         self._defaults = welcome.default_params
         self._peer = peer
@@ -306,7 +309,14 @@ class RemoteEngine:
         return dict(self._defaults)
 
     async def report(self) -> EngineReport:
-        """Return the health, the memory and the totals of the engine."""
+        """Return the health, the memory and the totals of the engine.
+
+        Raises:
+            NoAnswer: its process hangs; raised at once where it has for some seconds.
+            WorkerError: it has ended.
+        """
+        if self.silent_s > HUNG_AFTER_S and not self._peer.is_gone:
+            raise NoAnswer("the engine's process", self.silent_s)
         return msgspec.convert(await self._peer.call("report", timeout_s=CALL_TIMEOUT_S), EngineReport)
 
     def on_http_request(self, route: str, method: str, status: int) -> None:

@@ -15,6 +15,7 @@ from quire.errors import QuireError
 from quire.server.address import url_of
 from quire.server.fronts.engine_methods import EngineMethods
 from quire.server.fronts.front import FrontHandle
+from quire.server.fronts.heartbeat import HUNG_AFTER_S, PING_INTERVAL_S
 from quire.server.fronts.queue_gauge import QueueGauge
 from quire.server.http_server import FLUSH_TIMEOUT_S
 from quire.server.in_flight import FirstTokenLog
@@ -88,7 +89,8 @@ class Supervisor:
         try:
             await self._start()
             print(f"Quire serves {self._llm.model_name} at {url_of(self._listener, self._config.scheme)}", flush=True)
-            tasks = [asyncio.create_task(self._watch_engine()), *engine_tasks(self._llm, self.views, self._config)]
+            watching = [self._watch_engine(), self._watch_fronts()]
+            tasks = [*map(asyncio.create_task, watching), *engine_tasks(self._llm, self.views, self._config)]
             await self._over.wait()
         except BaseException:
             self._stop()
@@ -170,6 +172,15 @@ class Supervisor:
         for front in self._fronts:
             front.peer.notify("failed", "the engine has died")
         self._over.set()
+
+    async def _watch_fronts(self) -> None:
+        """Ping the fronts, and end those that hang: their processes run, but do not answer."""
+        while True:
+            await asyncio.sleep(PING_INTERVAL_S)
+            for front in tuple(self._fronts):
+                silent_s = front.ping()
+                if silent_s > HUNG_AFTER_S:
+                    front.end_hung(silent_s)
 
     def _on_signal(self, number: int) -> None:
         if not self._is_stopping:

@@ -1,0 +1,39 @@
+"""How long the process at the other end of a channel has been silent: one end pings, the other answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+# Interval of pings, in seconds.
+PING_INTERVAL_S: Final = 1.0
+# A front that is silent for so long is replaced; an engine's process that is, is called stuck.
+HUNG_AFTER_S: Final = 10.0
+
+
+class Silence:
+    """Seconds of silence, as far as this process ran itself.
+
+    Where all processes of a server are stopped together (a debugger, a machine that sleeps), each of them finds that
+    the others were silent for long. So time between two calls of `tick` counts as two intervals at most.
+
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._ticked_s = clock()
+        self.seconds = 0.0
+
+    def end(self) -> None:
+        """Note that the other process was heard."""
+        self.seconds = 0.0
+
+    def tick(self) -> float:
+        """Count the time since the last call, and return the seconds of silence; called every `PING_INTERVAL_S`."""
+        now_s = self._clock()
+        self.seconds += min(now_s - self._ticked_s, 2 * PING_INTERVAL_S)
+        self._ticked_s = now_s
+        return self.seconds
