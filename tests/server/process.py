@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -26,13 +27,21 @@ class ServerProcess:
         url: the address.
         log: the file of its standard error.
         headers: what every request of `http` sends.
+        verify: certificates that `http` trusts.
     """
 
-    def __init__(self, process: subprocess.Popen[str], url: str, log: Path, headers: dict[str, str]) -> None:
+    def __init__(
+        self,
+        process: subprocess.Popen[str],
+        url: str,
+        log: Path,
+        headers: dict[str, str],
+        verify: ssl.SSLContext | bool = True,
+    ) -> None:
         self.process = process
         self.url = url
         self.log = log
-        self.http = httpx.Client(base_url=url, timeout=PATIENCE_S, headers=headers)
+        self.http = httpx.Client(base_url=url, timeout=PATIENCE_S, headers=headers, verify=verify)
 
     def post(self, path: str, body: Any) -> httpx.Response:
         """Send JSON."""
@@ -63,7 +72,12 @@ class ServerProcess:
 
 @contextmanager
 def running(
-    folder: Path, log: Path, *flags: str, key: str | None = None, module: str = "quire"
+    folder: Path,
+    log: Path,
+    *flags: str,
+    key: str | None = None,
+    module: str = "quire",
+    verify: ssl.SSLContext | bool = True,
 ) -> Iterator[ServerProcess]:
     """Start a server on a free port and end it afterwards, whatever happened.
 
@@ -73,6 +87,7 @@ def running(
         flags: of `quire serve`.
         key: the API key, given through the environment.
         module: what is run in place of `quire`.
+        verify: certificates that clients trust.
     """
     root = Path(__file__).parents[2]
     env = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}", "OMP_NUM_THREADS": "1"}
@@ -89,9 +104,10 @@ def running(
         try:
             assert process.stdout is not None
             said = process.stdout.readline()
-            match = re.search(r"Quire serves tiny at (http://\S+)", said)
+            match = re.search(r"Quire serves tiny at (https?://\S+)", said)
             assert match, f"the server said {said!r} and logged:\n{log.read_text()}"
-            server = ServerProcess(process, match[1], log, {} if key is None else {"Authorization": f"Bearer {key}"})
+            headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+            server = ServerProcess(process, match[1], log, headers, verify)
             with server.http:
                 yield server
         finally:
