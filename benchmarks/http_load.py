@@ -98,7 +98,7 @@ class Rounds:
         servers: server for each number of fronts.
 
     Attributes:
-        failures: what went wrong, in words.
+        failures: loads without figures, each with its error.
         skipped: rounds for which there was no time.
     """
 
@@ -147,7 +147,7 @@ class Rounds:
         seed, output_len = 1000 * num_streams + idx, self._options.output_len
         alone = self._alone.measure(num_streams, output_len, seed, TIMEOUT_S)
         gaps = alone["inter_token_latency_s"]
-        # Whoever is first in a round may have the machine in another state.
+        # The first server of a round may find the machine in another state.
         order = [*self._servers.items()]
         for count, server in order[idx % len(order) :] + order[: idx % len(order)]:
             try:

@@ -53,7 +53,7 @@ class DirectEvents:
         self._merger = merger
         self._text_chunk = text_chunk
         self._json = JsonWriter(ascii_only=True)
-        # What is before and after the text in the event of a sample's further text, by prompt and sample.
+        # Beginning and end of the event of a sample's further text, by prompt and sample.
         self._frames: dict[tuple[int, int], tuple[str, str]] = {}
         self.writer: BodyWriter | None = None
 
@@ -86,7 +86,7 @@ class DirectEvents:
         return "".join(parts)
 
     def _frame(self, prompt_idx: int, sample_idx: int) -> tuple[str, str] | None:
-        """Return what is before and after the text in an event with further text; None where more changes."""
+        """Return the beginning and the end of an event with further text; None where more than the text changes."""
         frame = self._frames.get((prompt_idx, sample_idx))
         if frame is None and self._text_chunk is not None:
             mark = secrets.token_hex(16)  # random, so that no client can forge it

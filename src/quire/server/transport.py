@@ -1,4 +1,4 @@
-"""What connections write with: a transport that counts bytes, and a writer of bodies."""
+"""A transport that counts bytes, and a writer of bodies, for connections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long the process at the other end of a channel has been silent: one end pings, the other answers."""
+"""Silence of the process at the other end of a channel: one end pings, the other one answers."""
 
 from __future__ import annotations
 
