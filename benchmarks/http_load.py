@@ -8,8 +8,8 @@ main thread, which speaks HTTP where there are no fronts, of the engine's with a
 of this process.
 
 Rounds end when `--time-limit` is near, and the file is written after each, so that a busy machine costs rounds and not
-the run. The limit of 330 s leaves time for the last round and for the crowd within 8 minutes. `--short` is one round of
-short outputs.
+the run. On a quiet machine the limit of 330 s leaves time for the last round and the crowd within 8 minutes. `--short`
+is one round of short outputs.
 """
 
 from __future__ import annotations
