@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from quire.server.fronts.engine_methods import EngineMethods
-from quire.server.fronts.heartbeat import Silence
+from quire.server.fronts.heartbeat import BUSY_HUNG_AFTER_S, HUNG_AFTER_S, Silence, processor_time_s
 from quire.server.fronts.peer import Peer
 from quire.server.fronts.session import FrontSession
 from quire.server.fronts.welcome import make_welcome
@@ -62,7 +62,9 @@ class FrontHandle:
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ended = asyncio.Event()
         self._llm = llm
-        self._silence = Silence()
+        # Time without an answer, and time without any work.
+        self._silence, self._idle = Silence(), Silence()
+        self._used_s: float | None = None
         self._process = process
         self._on_end = on_end
         self._session = FrontSession(
@@ -116,14 +118,19 @@ class FrontHandle:
         """Let the process stop: take no new requests, and end when running ones have, within the time limit."""
         self.peer.notify("stop")
 
-    def ping(self) -> float:
-        """Ask the process for an answer; return for how long it has given none, in seconds. 0 until it is ready."""
-        silent_s = self._silence.tick()
+    def ping(self) -> None:
+        """Ask the process for an answer, once it is ready, and end it where it has given none for too long."""
+        silent_s, idle_s = self._silence.tick(), self._idle.tick()
+        used_s = processor_time_s(self._process.pid)
+        if used_s != self._used_s:
+            self._used_s = used_s
+            self._idle.end()
         if not self.ready.done():
             self._silence.end()
-            return 0.0
-        self.peer.notify("ping")
-        return silent_s
+        elif silent_s > BUSY_HUNG_AFTER_S or min(silent_s, idle_s) > HUNG_AFTER_S:
+            self.end_hung(silent_s)
+        else:
+            self.peer.notify("ping")
 
     def end_hung(self, silent_s: float) -> None:
         """Kill a process that does not answer; its end is then that of any front.

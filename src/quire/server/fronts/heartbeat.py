@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 # Interval of pings, in seconds.
 PING_INTERVAL_S: Final = 1.0
-# A front that is silent for so long is replaced; an engine's process that is, is called stuck.
+# A front that is silent for so long and takes no processor time is replaced; an engine's process that is silent for so
+# long is called stuck.
 HUNG_AFTER_S: Final = 10.0
+# A front that works is replaced after a longer silence: a crowd of clients on a busy machine may take it many seconds.
+BUSY_HUNG_AFTER_S: Final = 120.0
+
+
+def processor_time_s(process: int) -> float | None:
+    """Return the processor time that a process has taken, in seconds; None where the system does not tell."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError, ValueError):
+        return None
 
 
 class Silence:

@@ -15,7 +15,7 @@ from quire.errors import QuireError
 from quire.server.address import url_of
 from quire.server.fronts.engine_methods import EngineMethods
 from quire.server.fronts.front import FrontHandle
-from quire.server.fronts.heartbeat import HUNG_AFTER_S, PING_INTERVAL_S
+from quire.server.fronts.heartbeat import PING_INTERVAL_S
 from quire.server.fronts.queue_gauge import QueueGauge
 from quire.server.http_server import FLUSH_TIMEOUT_S
 from quire.server.in_flight import FirstTokenLog
@@ -178,9 +178,7 @@ class Supervisor:
         while True:
             await asyncio.sleep(PING_INTERVAL_S)
             for front in tuple(self._fronts):
-                silent_s = front.ping()
-                if silent_s > HUNG_AFTER_S:
-                    front.end_hung(silent_s)
+                front.ping()
 
     def _on_signal(self, number: int) -> None:
         if not self._is_stopping:
