@@ -314,6 +314,9 @@ class EngineReplica:
         """Record a request that has ended."""
         request, sequence = job.request, job.sequence
         del self._jobs[sequence.seq_id]
+        # A request and its sequences name each other: without this, they and their tokens would stay until the cyclic
+        # garbage collector comes, which takes as much memory as all that is alive.
+        sequence.request.sequences.clear()
         self.num_unfinished -= 1
         self._is_decided = False
         num_cached = sequence.request.num_cached_tokens or 0
