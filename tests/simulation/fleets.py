@@ -11,7 +11,7 @@ from quire.memory.specs import FullAttention, KVCacheSpec
 from quire.simulation.fleet import FleetTotals, SimulatedFleet
 from quire.simulation.replica import ReplicaSettings
 from quire.simulation.request import SimulatedRequest
-from quire.simulation.routing import ROUTERS
+from quire.simulation.routers import ROUTERS
 from quire.simulation.samples import SimulationSamples
 from quire.simulation.step_time import FEATURES, FittedStepTime
 from quire.simulation.tokens import TokenSpan

@@ -11,6 +11,7 @@ from quire.errors import ConfigError
 from quire.memory.invariants import check
 from quire.memory.specs import FullAttention, SlidingWindow
 from quire.simulation.replica import EngineReplica
+from quire.simulation.routers import ROUTERS
 from quire.simulation.samples import SimulationSamples
 from quire.simulation.step_time import StepItem
 from quire.simulation.tokens import TokenTable
@@ -103,7 +104,7 @@ def test_what_is_remembered_of_evicted_blocks_changes_no_result(eviction: str, m
     assert forgetting.snapshot() == remembering.snapshot()
 
 
-@pytest.mark.parametrize("router", ["round_robin", "least_loaded", "prefix_aware"])
+@pytest.mark.parametrize("router", ROUTERS)
 def test_leaps_give_what_steps_give_behind_every_router(router: str) -> None:
     requests = list(random_requests(80, 20.0, seed=5, shared=100))
     leaping, leapt = simulate(requests, settings(150), router=router, num_replicas=3)

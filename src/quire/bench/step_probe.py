@@ -21,7 +21,7 @@ from quire.memory.recording.settings import MemorySettings
 from quire.scheduling.plan import StepPlan
 from quire.sequences.params import SamplingParams
 from quire.simulation.fit import FitQuality, MeasuredStep, fit_step_time
-from quire.simulation.replica import parts_of
+from quire.simulation.step_parts import parts_of
 from quire.simulation.step_time import FittedStepTime, StepItem
 
 # Sequences that decode at once, over short contexts; lengths of prompts alone; sequences and lengths of long contexts.

@@ -20,6 +20,7 @@ from quire.simulation.traffic import TRAFFIC, SyntheticTraffic, TrafficShape, Tr
 if TYPE_CHECKING:
     from quire.bench.simulated_engine import SimulatedEngine
     from quire.cli.options import Subparsers
+    from quire.simulation.hand_over import PrefillSplit
     from quire.simulation.report import SimulationReport
     from quire.simulation.study import Scenario, SearchResult
 
@@ -80,6 +81,7 @@ READERS: Mapping[str, Callable[[str], Any]] = {
     "max_num_batched_tokens": int,
     "priority_aging": int,
     "replicas": int,
+    "prefill_replicas": int,
     "watermark": float,
     "swap_space": parse_size,
     "kv_cache_memory_bytes": parse_size,
@@ -107,7 +109,14 @@ def register(subparsers: Subparsers) -> None:
     _add_traffic_options(parser)
     fleet = parser.add_argument_group("fleet options").add_argument
     fleet("--replicas", type=count, default=1, metavar="N", help="replicas (default 1)")
-    fleet("--routing", default="round_robin", metavar="NAME", help="round_robin, least_loaded or prefix_aware")
+    fleet(
+        "--routing", default="round_robin", metavar="NAME", help="round_robin, least_loaded, prefix_aware or kv_events"
+    )
+    fleet(
+        "--prefill-replicas", type=_whole, default=0, metavar="N", help="replicas that compute prompts only (default 0)"
+    )
+    fleet("--transfer-rate", type=parse_size, metavar="SIZE", help="bytes a second between replicas (default 12.5e9)")
+    fleet("--transfer-latency-ms", type=_not_negative, metavar="X", help="milliseconds of a hand-over (default 1)")
     fleet("--slo", metavar="LIMITS", help="time limits, such as ttft=500ms,tpot=50ms; goodput counts who keeps them")
     fleet("--price", type=_not_negative, default=0.0, metavar="X", help="price of a replica for an hour")
     study = parser.add_argument_group("study options").add_argument
@@ -253,6 +262,7 @@ def _scenario(
 
     changed = dict(changes)
     num_replicas, routing = changed.pop("replicas", args.replicas), changed.pop("routing", args.routing)
+    num_prefill = changed.pop("prefill_replicas", args.prefill_replicas)
     settings = engine.settings({**engine_options(args), **changed})
     return Scenario(
         settings=settings,
@@ -260,9 +270,24 @@ def _scenario(
         traffic=_traffic(args, shape, settings.memory.specs[0].block_size),
         num_replicas=num_replicas,
         routing=routing,
+        split=_split(args, num_prefill),
         level=level,
         price_per_hour=args.price,
     )
+
+
+def _split(args: argparse.Namespace, num_prefill: int) -> PrefillSplit | None:
+    """Return the split of prefill and decoding, None without one."""
+    from quire.simulation.hand_over import PrefillSplit
+
+    if not num_prefill:
+        return None
+    given: dict[str, float] = {}
+    if args.transfer_rate is not None:
+        given["bytes_per_s"] = args.transfer_rate
+    if args.transfer_latency_ms is not None:
+        given["latency_s"] = args.transfer_latency_ms / 1000
+    return PrefillSplit(num_prefill=num_prefill, **given)
 
 
 def _find(
@@ -270,6 +295,8 @@ def _find(
 ) -> SearchResult:
     from quire.simulation.study import find_rate, find_replicas
 
+    if args.find == "replicas" and args.prefill_replicas:
+        raise ConfigError("--find replicas cannot be combined with --prefill-replicas", field="find")
     if args.find == "replicas":
         base = _scenario(args, engine, level, shape, {})
         return find_replicas(lambda value: replace(base, num_replicas=value), seeds, args.goodput, args.max_replicas)
@@ -327,6 +354,10 @@ def _draw(
             file.write(text)
     except OSError as error:
         raise ConfigError(f"chart {path} cannot be written: {error.strerror}", field="chart") from error
+
+
+def _whole(text: str) -> int:
+    return int(_number(text, "of at least 0, and whole", lambda value: value >= 0 and value == int(value)))
 
 
 def _positive(text: str) -> float:

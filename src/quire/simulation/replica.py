@@ -13,21 +13,21 @@ real steps would, so that a simulation without leaps gives the same results, bit
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from quire.errors import PromptTooLong
 from quire.memory.manager import KVCacheManager
 from quire.memory.prefix.token_chain import Namespace
 from quire.memory.recording.settings import MemorySettings
-from quire.memory.results import MemoryOps
-from quire.scheduling.plan import ItemResult, ScheduledSequence, StepPlan
+from quire.memory.results import MemoryOps, Tier
+from quire.scheduling.plan import ItemResult, StepPlan
 from quire.scheduling.scheduler import Scheduler
 from quire.sequences.params import SamplingParams
-from quire.sequences.sequence import Request, Sequence
+from quire.sequences.sequence import Request
+from quire.simulation.live_request import Leap, LiveRequest
 from quire.simulation.request import SimulatedRequest
 from quire.simulation.samples import SimulationSamples
+from quire.simulation.step_parts import parts_of
 from quire.simulation.step_time import StepItem, StepTimeModel, shared_tokens
 from quire.simulation.tokens import TokenSpan, TokenTable
 
@@ -36,7 +36,8 @@ MIN_LEAP_STEPS = 2
 # Prompt tokens of the step by which the rate of prefilling is told to the scheduler.
 RATE_TOKENS = 512
 _GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
-_NAMESPACE = Namespace()
+NAMESPACE = Namespace()
+_BOTH_TIERS = {Tier.DEVICE, Tier.HOST}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,37 +59,6 @@ class ReplicaSettings:
     copy_bytes_per_s: float = 20e9
 
 
-def parts_of(items: Seq[ScheduledSequence], memory: KVCacheManager) -> list[StepItem]:
-    """Return the parts of a planned step, by which its time is modelled."""
-    states = memory.sequences
-    tables = [(states[item.seq_id].tables[0], item.start) for item in items]
-    num_shared = shared_tokens(tables, memory.block_size)
-    return [
-        StepItem(item.start, len(item.token_ids), min(1, item.num_samples), shared)
-        for item, shared in zip(items, num_shared, strict=True)
-    ]
-
-
-class _LiveRequest:
-    """An unfinished request of a replica."""
-
-    __slots__ = ("first_s", "last_s", "num_prompt", "num_remaining", "request", "sequence")
-
-    def __init__(self, request: SimulatedRequest, sequence: Sequence, num_prompt: int) -> None:
-        self.request = request
-        self.sequence = sequence
-        self.num_prompt = num_prompt
-        self.num_remaining = request.num_new
-        self.first_s = self.last_s = -1.0
-
-
-class _Leap(NamedTuple):
-    """Decoding steps that are taken together: the moment before the first, and the end of each."""
-
-    start_s: float
-    ends_s: list[float]
-
-
 class EngineReplica:
     """One engine of a simulation.
 
@@ -102,6 +72,8 @@ class EngineReplica:
     Attributes:
         end_s: end of the step, or of the leap, in progress; None while the replica is idle.
         version: number of times that `end_s` was set; an event of an earlier version is void.
+        is_followed: True where the events of the memory are taken after each step: then a leap fills no block before
+            its last step, and takes none.
         num_unfinished: number of unfinished requests.
         num_steps: number of steps begun, those of leaps included.
         busy_s: seconds in steps, up to the last moment at which the replica became idle.
@@ -121,6 +93,7 @@ class EngineReplica:
         "_table",
         "busy_s",
         "end_s",
+        "is_followed",
         "memory",
         "num_steps",
         "num_unfinished",
@@ -163,21 +136,32 @@ class EngineReplica:
         groups = self.memory.groups
         is_plain = len(groups) == 1 and not (self.memory.windowed_groups or groups[0].is_recurrent)
         self._can_leap = can_leap and is_plain and step_time.is_additive
-        self._jobs: dict[int, _LiveRequest] = {}
+        self._jobs: dict[int, LiveRequest] = {}
         self._num_requests = 0
         self._plan: StepPlan | None = None
-        self._leap: _Leap | None = None
+        self._leap: Leap | None = None
         # True where another plan would admit nobody either, until a request comes or ends.
         self._is_decided = False
         self.end_s: float | None = None
         self.version = 0
+        self.is_followed = False
         self.num_unfinished = 0
         self.num_steps = 0
         self.busy_s = self._busy_since_s = 0.0
 
-    def submit(self, request: SimulatedRequest, now_s: float) -> bool:
-        """Queue a request; return whether the replica can ever hold it."""
+    def submit(
+        self, request: SimulatedRequest, now_s: float, num_new: int | None = None, num_cached: int | None = None
+    ) -> bool:
+        """Queue a request; return whether the replica can ever hold it.
+
+        Args:
+            request: the request.
+            now_s: present moment.
+            num_new: number of new tokens to make here; None for all of them.
+            num_cached: number of prompt tokens that count as found in a prefix cache; None for those found here.
+        """
         self._cut_leap(now_s)
+        num_new = request.num_new if num_new is None else num_new
         prompt = self._table.token_ids(request.prompt)
         num_prompt = len(prompt)
         name = str(self._num_requests)
@@ -185,12 +169,12 @@ class EngineReplica:
             name,
             prompt,
             _GREEDY,
-            num_prompt + request.num_new,
+            num_prompt + num_new,
             frozenset(),
             arrival=self._num_requests,
             seed=0,
             priority=request.priority,
-            namespace=_NAMESPACE,
+            namespace=NAMESPACE,
         )
         self._num_requests += 1
         try:
@@ -201,7 +185,7 @@ class EngineReplica:
         sequence = queued.sequences[0]
         # The sequence has a copy of the tokens; of the request's own only their number is read from now on.
         queued.prompt_token_ids = range(num_prompt)  # type: ignore[assignment]
-        self._jobs[sequence.seq_id] = _LiveRequest(request, sequence, num_prompt)
+        self._jobs[sequence.seq_id] = LiveRequest(request, sequence, num_prompt, num_new, num_cached)
         self.num_unfinished += 1
         self._is_decided = False
         if self.end_s is None:
@@ -212,7 +196,7 @@ class EngineReplica:
     def hit_tokens(self, request: SimulatedRequest, now_s: float) -> int:
         """Return how many tokens of a request's prompt the memory would reuse now."""
         self.settle(now_s)
-        chain = self.memory.chain(self._table.token_ids(request.prompt), _NAMESPACE)
+        chain = self.memory.chain(self._table.token_ids(request.prompt), NAMESPACE)
         return self.memory.match_prefix(chain).num_tokens
 
     def settle(self, now_s: float) -> None:
@@ -224,21 +208,27 @@ class EngineReplica:
             self._begin_step(ends_s[num_ended - 1] if num_ended else start_s)
 
     def end_step(self) -> tuple[list[SimulatedRequest], list[SimulatedRequest]]:
-        """End the step or the leap in progress, and begin the next one.
+        """End the step or the leap in progress, and begin the next one; see `take_results`."""
+        results = self.take_results()
+        self.begin_next()
+        return results
+
+    def take_results(self) -> tuple[list[SimulatedRequest], list[SimulatedRequest]]:
+        """End the step or the leap in progress; `begin_next` must follow at the same moment.
 
         Returns:
             The requests that got their first token, and those that ended.
         """
-        now_s = self.end_s
-        assert now_s is not None, "no step is in progress"
-        started: list[SimulatedRequest] = []
-        ended: list[SimulatedRequest] = []
-        if self._leap is not None:
-            self._take_steps(len(self._leap.ends_s))
-        else:
-            started, ended = self._take_results(now_s)
-        self._begin(now_s)
-        return started, ended
+        assert self.end_s is not None, "no step is in progress"
+        if self._leap is None:
+            return self._take_results(self.end_s)
+        self._take_steps(len(self._leap.ends_s))
+        return [], []
+
+    def begin_next(self) -> None:
+        """Begin the next step or leap where one has ended."""
+        assert self.end_s is not None, "no step has ended"
+        self._begin(self.end_s)
 
     # ---- a step ----
 
@@ -258,7 +248,7 @@ class EngineReplica:
         tables = [(states[sequence.seq_id].tables[0], sequence.num_computed) for sequence in running]
         num_shared = sum(shared_tokens(tables, self.memory.block_size))
         ends_s = self._step_time.decode_ends(now_s, len(running), num_cached, num_shared, num_steps)
-        self._leap = _Leap(now_s, ends_s)
+        self._leap = Leap(now_s, ends_s)
         self._set_end(ends_s[-1])
 
     def _begin_step(self, now_s: float) -> None:
@@ -276,9 +266,9 @@ class EngineReplica:
         self._set_end(now_s + seconds)
 
     def _copy_s(self, ops: MemoryOps) -> float:
-        """Return the seconds of copies between the tiers; those within one are counted as nothing."""
+        """Return the seconds of copies between the device and the host; others are counted as nothing."""
         groups = self.memory.groups
-        moved = [copy.group_idx for copy in ops.copies if copy.src_tier is not copy.dst_tier]
+        moved = [copy.group_idx for copy in ops.copies if {copy.src_tier, copy.dst_tier} == _BOTH_TIERS]
         num_bytes = sum(groups[idx].spec.bytes_per_block for idx in moved)
         return num_bytes / self._settings.copy_bytes_per_s
 
@@ -292,7 +282,7 @@ class EngineReplica:
             token_ids: tuple[int, ...] = ()
             if item.num_samples:
                 job = jobs[item.seq_id]
-                position = job.request.num_new - job.num_remaining
+                position = job.num_new - job.num_remaining
                 token_ids = (table.token_at(job.request.output_stream, position),)
                 sampled.append(job)
             results.append(ItemResult(item.seq_id, token_ids))
@@ -310,7 +300,7 @@ class EngineReplica:
                 ended.append(self._end(job))
         return started, ended
 
-    def _end(self, job: _LiveRequest) -> SimulatedRequest:
+    def _end(self, job: LiveRequest) -> SimulatedRequest:
         """Record a request that has ended."""
         request, sequence = job.request, job.sequence
         del self._jobs[sequence.seq_id]
@@ -319,10 +309,8 @@ class EngineReplica:
         sequence.request.sequences.clear()
         self.num_unfinished -= 1
         self._is_decided = False
-        num_cached = sequence.request.num_cached_tokens or 0
-        self._samples.add_request(
-            request.arrival_s, job.first_s, job.last_s, request.num_new, job.num_prompt, num_cached
-        )
+        num_cached = (sequence.request.num_cached_tokens or 0) if job.num_cached is None else job.num_cached
+        self._samples.add_request(request.arrival_s, job.first_s, job.last_s, job.num_new, job.num_prompt, num_cached)
         return request
 
     def _set_end(self, end_s: float | None) -> None:
@@ -353,12 +341,14 @@ class EngineReplica:
             return 0
         if scheduler.waiting and not (self._is_decided and self._settings.policy == "fcfs"):
             return 0
-        num_steps = 1 << 62
+        num_steps, size, states = 1 << 62, self.memory.block_size, self.memory.sequences
         for sequence in running:
             job = jobs[sequence.seq_id]
             if job.last_s != now_s or sequence.num_pending != 1:
                 return 0
             num_steps = min(num_steps, job.num_remaining - 1)
+            if self.is_followed:
+                num_steps = min(num_steps, -states[sequence.seq_id].num_slots % size)
         return self._num_steps_with_room(num_steps)
 
     def _num_steps_with_room(self, most: int) -> int:
@@ -394,7 +384,7 @@ class EngineReplica:
         for sequence in running:
             seq_id = sequence.seq_id
             job = jobs[seq_id]
-            position = job.request.num_new - job.num_remaining
+            position = job.num_new - job.num_remaining
             span = TokenSpan(job.request.output_stream, position, position + count)
             sequence.tokens += self._table.token_ids((span,))
             sequence.num_computed += count

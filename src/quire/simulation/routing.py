@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from heapq import heappop, heappush
 from itertools import islice
 from typing import Protocol
@@ -57,7 +57,13 @@ class RouterView(Protocol):
 
 
 class SimulatedRouter(ABC):
-    """Chooses a replica for a request; the base of all routers, of which most need `choose` only."""
+    """Chooses a replica for a request; the base of all routers, of which most need `choose` only.
+
+    Attributes:
+        follows_events: whether the router takes the KV events of each step's results.
+    """
+
+    follows_events = False
 
     @abstractmethod
     def choose(self, request: SimulatedRequest, view: RouterView, now_s: float) -> int:
@@ -71,6 +77,9 @@ class SimulatedRouter(ABC):
 
     def on_replica(self, idx: int, memory: KVCacheManager) -> None:  # noqa: B027
         """Take notice of the memory of a replica that has just been made, before its first request."""
+
+    def on_step_results(self, idx: int, now_s: float) -> None:  # noqa: B027
+        """Take notice of the results of a step, before the next one is planned."""
 
     def on_first_token(self, request: SimulatedRequest, idx: int, now_s: float) -> None:  # noqa: B027
         """Take notice of the first token of a request."""
@@ -152,11 +161,3 @@ class PrefixAware(SimulatedRouter):
                 del known[next(iter(known))]
         while len(self._known) > self._max_beginnings:
             self._known.popitem(last=False)
-
-
-# By name: a function that makes one with nothing in it.
-ROUTERS: Mapping[str, Callable[[], SimulatedRouter]] = {
-    "round_robin": RoundRobin,
-    "least_loaded": LeastLoaded,
-    "prefix_aware": PrefixAware,
-}

@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 from quire.errors import ConfigError, shown
 from quire.simulation.fleet import SimulatedFleet
+from quire.simulation.hand_over import PrefillSplit
 from quire.simulation.replica import ReplicaSettings
 from quire.simulation.report import NO_LIMITS, ServiceLevel, SimulationReport, report_of
-from quire.simulation.routing import ROUTERS
+from quire.simulation.routers import ROUTERS
 from quire.simulation.step_time import StepTimeModel
 from quire.simulation.traffic import TrafficSource
 
@@ -30,6 +31,7 @@ class Scenario:
         traffic: function from a seed to the requests.
         num_replicas: number of replicas.
         routing: name in `ROUTERS`.
+        split: split of prefill and decoding; None where each replica does both.
         level: time limits.
         price_per_hour: price of a replica for an hour.
 
@@ -42,6 +44,7 @@ class Scenario:
     traffic: Callable[[int], TrafficSource]
     num_replicas: int = 1
     routing: str = "round_robin"
+    split: PrefillSplit | None = None
     level: ServiceLevel = NO_LIMITS
     price_per_hour: float = 0.0
 
@@ -66,6 +69,8 @@ class Scenario:
             self.num_replicas,
             follow_up=traffic.follow_up,
             can_leap=can_leap,
+            split=self.split,
+            decode_router=None if self.split is None else ROUTERS[self.routing](),
         )
 
     def run(self, seed: int) -> SimulationReport:

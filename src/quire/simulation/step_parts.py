@@ -1,0 +1,20 @@
+"""The parts of a planned step, by which its time is modelled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.memory.manager import KVCacheManager
+from quire.scheduling.plan import ScheduledSequence
+from quire.simulation.step_time import StepItem, shared_tokens
+
+
+def parts_of(items: Sequence[ScheduledSequence], memory: KVCacheManager) -> list[StepItem]:
+    """Return the parts of a planned step, by which its time is modelled."""
+    states = memory.sequences
+    tables = [(states[item.seq_id].tables[0], item.start) for item in items]
+    num_shared = shared_tokens(tables, memory.block_size)
+    return [
+        StepItem(item.start, len(item.token_ids), min(1, item.num_samples), shared)
+        for item, shared in zip(items, num_shared, strict=True)
+    ]
