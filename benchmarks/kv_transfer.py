@@ -22,6 +22,7 @@ from statistics import median
 from time import monotonic, perf_counter, sleep
 from typing import Any
 
+from benchmarks import machine
 from quire import LLM, SamplingParams
 from quire.config.kv_transfer import KVTransferConfig
 from quire.kvstore.exports import ExportTable
@@ -38,33 +39,38 @@ LIMIT_S = 30.0
 
 
 def main() -> None:
-    """Measure, and print a table."""
+    """Measure, print a table and save the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=900, help="tokens of the prompt")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
-    print(f"wire alone: {wire_rate(args.rounds) / 1e6:,.0f} MB/s in records of {RECORD_BYTES >> 10} KiB")
+    wire = wire_rate(args.rounds)
+    print(f"wire alone: {wire / 1e6:,.0f} MB/s in records of {RECORD_BYTES >> 10} KiB")
     options = {"num_threads": args.threads, "max_model_len": args.tokens + 16, "num_kv_blocks": 4 * args.tokens // 16}
     prompt = {"prompt_token_ids": [300 + number % 1000 for number in range(args.tokens)]}
     computed = computing_s(prompt, args.rounds, options)
     print(f"{args.tokens} tokens to the first output token, computed: {computed * 1e3:,.1f} ms")
-    show("from another engine", handed_over(prompt, args.rounds, options), computed)
+    figures: dict[str, Any] = {"tokens": args.tokens, "threads": args.threads, "wire_bytes_s": wire}
+    figures["computed_s"] = computed
+    figures["handed_over"] = show("from another engine", handed_over(prompt, args.rounds, options), computed)
     with store() as url:
         if url is None:
             print(f"no {' or '.join(BINARIES)} here: the remote store is left out")
         else:
-            show("from the remote store", remote(prompt, args.rounds, options, url), computed)
+            figures["remote"] = show("from the remote store", remote(prompt, args.rounds, options, url), computed)
+    print(machine.save("kv_transfer", figures))
 
 
-def show(name: str, measured: tuple[float, int, int], computed_s: float) -> None:
-    """Print one line: seconds, bytes and tokens that were loaded."""
+def show(name: str, measured: tuple[float, int, int], computed_s: float) -> dict[str, float]:
+    """Print one line, and return it: seconds, bytes and tokens that were loaded."""
     seconds, num_bytes, num_tokens = measured
     rate = num_bytes / seconds / 1e6
     print(
         f"{name}: {seconds * 1e3:,.1f} ms ({computed_s / seconds:.1f} times as fast), {num_tokens} tokens in "
         f"{num_bytes / 1e6:.1f} MB, {rate:,.0f} MB/s all included"
     )
+    return {"seconds": seconds, "bytes": num_bytes, "tokens": num_tokens}
 
 
 def wire_rate(rounds: int) -> float:

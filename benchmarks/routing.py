@@ -8,6 +8,8 @@ Without `--served`, the replicas are simulated: the real scheduler and memory, s
 plane that draws a fixed token. The figures are then the same on every machine. With `--served`, they are servers of the
 bundled model on this machine behind `quire route`, and times are measured at a client; for the other routers the client
 sends to the servers directly. A quiet machine is needed for that.
+
+`--trace NAME` and `--router NAME`, each also several times, run a part; a part has a file of its own under results/.
 """
 
 from __future__ import annotations
@@ -45,6 +47,10 @@ NUM_BLOCKS, BUDGET, MAX_NUM_SEQS = 1400, 512, 64
 # Times of a step, of the order of a small model on a CPU: overhead, a token of a prompt, a decoded token.
 STEP_S, PREFILL_S, DECODE_S = 0.004, 0.0008, 0.0015
 SEED = 7
+# Short name -> title of the trace; names of the routers, the last of which has one replica.
+TITLES = {"chat": "chat, 6 turns", "agents": "agents, median of 43 turns"}
+BIG = "one big cache"
+ROUTERS = ("round robin", "prompt tree", "quire", BIG)
 
 
 class Figures(NamedTuple):
@@ -191,15 +197,15 @@ def figures_of(hit_share: float, ttfts: Sequence[float], computed: Sequence[int]
 
 
 def shapes(num_sessions: int) -> dict[str, TraceShape]:
-    """Return the traces by name."""
+    """Return the traces by title."""
     return {
-        "chat, 6 turns": chat_shape(num_sessions, rate=4.0, pause_s=4.0),
-        "agents, median of 43 turns": agent_shape(num_sessions // 2, rate=1.0, pause_s=0.5),
+        TITLES["chat"]: chat_shape(num_sessions, rate=4.0, pause_s=4.0),
+        TITLES["agents"]: agent_shape(num_sessions // 2, rate=1.0, pause_s=0.5),
     }
 
 
-def run_simulated(shape: TraceShape, seed: int = SEED) -> dict[str, Figures]:
-    """Return the figures of all routers over simulated replicas, by name."""
+def run_simulated(shape: TraceShape, seed: int = SEED, routers: Sequence[str] = ROUTERS) -> dict[str, Figures]:
+    """Return the figures of some routers over simulated replicas, by name."""
     sessions = make_trace(shape, VOCAB, seed)
     config = RouterConfig(seconds_per_token=PREFILL_S, stream_tokens=round(DECODE_S / PREFILL_S * 4))
     choosers: dict[str, Chooser] = {
@@ -210,11 +216,12 @@ def run_simulated(shape: TraceShape, seed: int = SEED) -> dict[str, Figures]:
     found = {
         name: simulate(sessions, chooser, [SimulatedReplica(NUM_BLOCKS) for _ in range(NUM_REPLICAS)])
         for name, chooser in choosers.items()
+        if name in routers
     }
-    # As fast as all four, so that the turns come in much the same order.
-    found["one big cache"] = simulate(
-        sessions, RoundRobinChooser(1), [SimulatedReplica(NUM_REPLICAS * NUM_BLOCKS, speed=NUM_REPLICAS)]
-    )
+    if BIG in routers:
+        # As fast as all four, so that the turns come in much the same order.
+        big = SimulatedReplica(NUM_REPLICAS * NUM_BLOCKS, speed=NUM_REPLICAS)
+        found[BIG] = simulate(sessions, RoundRobinChooser(1), [big])
     return found
 
 
@@ -225,12 +232,15 @@ def show(title: str, found: dict[str, Figures]) -> None:
     for name, each in found.items():
         times = f"{1e3 * each.mean_ttft_s:>9.1f} ms{1e3 * each.p99_ttft_s:>9.1f} ms"
         print(f"{name:16}{each.hit_share:>11.4f}{times}{each.balance:>10.2f}{each.num_requests:>10}")
-    quire = found["quire"]
+    quire = found.get("quire")
+    if quire is None:
+        return
     for other in ("round robin", "prompt tree"):
         if other in found:
             print(f"mean TTFT is {quire.mean_ttft_s / found[other].mean_ttft_s:.2f} of that of {other}")
-    behind = 100 * (found["one big cache"].hit_share - quire.hit_share)
-    print(f"hit share: {behind:.1f} points behind one big cache")
+    if BIG in found:
+        behind = 100 * (found[BIG].hit_share - quire.hit_share)
+        print(f"hit share: {behind:.1f} points behind one big cache")
     print(f"the most loaded replica has {quire.balance:.2f} times the mean load")
 
 
@@ -240,18 +250,23 @@ def main() -> None:
     parser.add_argument("--served", action="store_true", help="measure servers of the bundled model on this machine")
     parser.add_argument("--sessions", type=int, default=200, help="sessions of the chat trace")
     parser.add_argument("--name", default=None, help="the name of the file under results/")
+    parser.add_argument("--trace", action="append", choices=TITLES, help="this trace only")
+    parser.add_argument("--router", action="append", choices=ROUTERS, help="this router only")
     options = parser.parse_args()
     rows = []
-    for title, shape in shapes(options.sessions).items():
+    for short in options.trace or TITLES:
+        title = TITLES[short]
+        shape, routers = shapes(options.sessions)[title], options.router or ROUTERS
         if options.served:
             from benchmarks.routing_served import run_served
 
-            found = run_served(shape)
+            found = run_served(shape, routers=routers)
         else:
-            found = run_simulated(shape)
+            found = run_simulated(shape, routers=routers)
         show(title, found)
         rows.append({"trace": title, "runs": {name: each._asdict() for name, each in found.items()}})
-    name = options.name or ("routing_served" if options.served else "routing")
+    part = [*(options.trace or ()), *(name.replace(" ", "_") for name in options.router or ())]
+    name = options.name or "-".join(["routing_served" if options.served else "routing", *part])
     print(machine.save(name, {"num_replicas": NUM_REPLICAS, "rows": rows}))
 
 

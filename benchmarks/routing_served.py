@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 
 import httpx
 
-from benchmarks.routing import NUM_REPLICAS, SEED, Figures, figures_of
+from benchmarks.routing import BIG, NUM_REPLICAS, ROUTERS, SEED, Figures, figures_of
 from benchmarks.routing_traces import PromptTree, RoundRobinChooser, Session, TraceShape, make_trace
 
 NUM_BLOCKS = 700
@@ -22,27 +22,32 @@ PATIENCE_S = 600.0
 Place = Callable[[list[int], str], str]
 
 
-def run_served(shape: TraceShape, num_replicas: int = NUM_REPLICAS) -> dict[str, Figures]:
-    """Return the figures of all routers over servers on this machine, by name."""
-    return asyncio.run(_run(shape, num_replicas))
+def run_served(
+    shape: TraceShape, num_replicas: int = NUM_REPLICAS, routers: Sequence[str] = ROUTERS
+) -> dict[str, Figures]:
+    """Return the figures of some routers over servers on this machine, by name."""
+    return asyncio.run(_run(shape, num_replicas, routers))
 
 
-async def _run(shape: TraceShape, num_replicas: int) -> dict[str, Figures]:
+async def _run(shape: TraceShape, num_replicas: int, routers: Sequence[str]) -> dict[str, Figures]:
     found: dict[str, Figures] = {}
+    several = [name for name in routers if name != BIG]
     async with httpx.AsyncClient(timeout=PATIENCE_S) as http:
-        async with _servers("--replicas", str(num_replicas), "--num-kv-blocks", str(NUM_BLOCKS)) as url:
-            urls = [each["url"] for each in (await http.get(f"{url}/router/replicas")).json()["replicas"]]
-            sessions = await _trace(http, url, shape)
-            choosers: dict[str, Place] = {
-                "round robin": _direct(RoundRobinChooser(num_replicas), urls),
-                "prompt tree": _direct(PromptTree(num_replicas), urls),
-                "quire": lambda *_: url,
-            }
-            for name, place in choosers.items():
-                await http.post(f"{url}/reset_prefix_cache", json={})
-                found[name] = await _serve(http, sessions, place)
-        async with _servers("--num-kv-blocks", str(num_replicas * NUM_BLOCKS)) as url:
-            found["one big cache"] = await _serve(http, await _trace(http, url, shape), lambda *_: url)
+        if several:
+            async with _servers("--replicas", str(num_replicas), "--num-kv-blocks", str(NUM_BLOCKS)) as url:
+                urls = [each["url"] for each in (await http.get(f"{url}/router/replicas")).json()["replicas"]]
+                sessions = await _trace(http, url, shape)
+                choosers: dict[str, Place] = {
+                    "round robin": _direct(RoundRobinChooser(num_replicas), urls),
+                    "prompt tree": _direct(PromptTree(num_replicas), urls),
+                    "quire": lambda *_: url,
+                }
+                for name in several:
+                    await http.post(f"{url}/reset_prefix_cache", json={})
+                    found[name] = await _serve(http, sessions, choosers[name])
+        if BIG in routers:
+            async with _servers("--num-kv-blocks", str(num_replicas * NUM_BLOCKS)) as url:
+                found[BIG] = await _serve(http, await _trace(http, url, shape), lambda *_: url)
     return found
 
 

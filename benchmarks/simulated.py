@@ -5,6 +5,9 @@ a machine drift. The step times are fitted to the measured steps, of which W3 an
 are simulated. At last a server process gets a Poisson load over HTTP, and the simulator the same arrivals and lengths.
 Printed are the simulator's figures divided by the engine's; the mark is 0.9 to 1.1.
 
+`--part NAME` runs one part in a process of its own, `before`, `runs`, `after`, `served` and `report` in this order, and
+keeps what it measures beside the checkpoint's folder; `before` begins anew.
+
 `--clock cpu` counts the processor time of one thread in place of the time that passes, for a machine that does other
 work meanwhile; there is no server then.
 """
@@ -19,7 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,12 +34,12 @@ from quire.bench.workloads import BenchRequest, SyntheticWorkload, workload
 from quire.config import EngineConfig
 from quire.memory.recording.settings import MemorySettings
 from quire.memory.specs import FullAttention
-from quire.simulation.fit import fit_step_time, quality_of
+from quire.simulation.fit import MeasuredStep, fit_step_time, quality_of
 from quire.simulation.fleet import SimulatedFleet
 from quire.simulation.replica import ReplicaSettings
 from quire.simulation.request import SimulatedRequest
 from quire.simulation.routing import RoundRobin
-from quire.simulation.step_time import FittedStepTime
+from quire.simulation.step_time import FittedStepTime, StepItem
 from quire.simulation.tokens import TokenSpan
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,6 +49,10 @@ NUM_SEQS, STEP_TOKENS = 32, 512
 # The served load, and its share of the rate at which W3's requests were served.
 LOAD = SyntheticWorkload(num_prompts=60, input_len=160, output_len=48, lengths="uniform", spread=0.8, workload_seed=11)
 LOAD_SHARE = 0.5
+# Name of a workload -> number of tokens that all of its requests begin with.
+WORKLOADS = {"W3": 0, "W5-cold": 512}
+# Parts that one engine can measure, in order.
+ENGINE_PARTS = ("before", "runs", "after")
 # The tokens of `quire bench serve`: lengths are drawn from the same random numbers.
 LOAD_IDS = range(256, 1000)
 
@@ -104,7 +111,7 @@ def simulate(requests: list[SimulatedRequest], model: FittedStepTime) -> dict[st
     return figures(samples.arrivals_s, samples.first_s, samples.ended_s, sum(samples.num_new))
 
 
-def measure_offline(probe: StepProbe, names: Sequence[str], num_runs: int) -> dict[str, list[dict[str, float]]]:
+def measure_offline(probe: StepProbe, names: Iterable[str], num_runs: int) -> dict[str, list[dict[str, float]]]:
     """Return the figures of some runs of each workload, in turns."""
     measured: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for run in range(num_runs):
@@ -164,6 +171,71 @@ def compare(name: str, mine: dict[str, float], runs: Sequence[dict[str, float]])
     return row
 
 
+def steps_json(steps: Sequence[MeasuredStep]) -> list[Any]:
+    """Return measured steps as JSON."""
+    return [[[list(part) for part in parts], seconds] for parts, seconds in steps]
+
+
+def read_steps(rows: list[Any]) -> list[MeasuredStep]:
+    """Return the steps that `steps_json` wrote."""
+    return [MeasuredStep(tuple(StepItem(*part) for part in parts), seconds) for parts, seconds in rows]
+
+
+def measure_engine(parts: Sequence[str], given: argparse.Namespace, state: dict[str, Any]) -> None:
+    """Measure parts in one engine, and add the results to the state."""
+    is_cpu = state["clock"] == "cpu"
+    config = EngineConfig.from_options(model=state["model"], skip_tokenizer_init=True, **options(state["threads"]))
+    probe = StepProbe(config, time.process_time if is_cpu else time.perf_counter)
+    try:
+        for part in parts:
+            if part == "runs":
+                state["runs"] = measure_offline(probe, WORKLOADS, given.runs)
+            else:
+                known = len(probe.steps)
+                probe.measure(seed=int(part == "after"))
+                state[part] = steps_json(probe.steps[known:])
+    finally:
+        probe.close()
+
+
+def fit(state: dict[str, Any]) -> FittedStepTime:
+    """Return the model that fits the measured steps, and print how well it does."""
+    halves = [read_steps(state[part]) for part in ("before", "after") if part in state]
+    step_time, quality = fit_step_time([step for half in halves for step in half])
+    print("\n".join(quality_lines(quality, step_time)))
+    state["fit"] = quality._asdict()
+    if len(halves) == 2:
+        first, second = (quality_of(step_time, half).total_error for half in halves)
+        print(f"The steps before the runs are fitted with {100 * first:+.1f}%, those after with {100 * second:+.1f}%")
+    return step_time
+
+
+def serve_load(state: dict[str, Any]) -> None:
+    """Measure the served load, at a share of the rate at which the simulator serves W3, and add it to the state."""
+    requests = workload("W3", 0, range(256)).requests
+    mine = simulate(simulated_requests(requests, [0.0] * len(requests)), fit(state))
+    seconds = sum(request.num_new for request in requests) / mine["tokens_per_s"]
+    rate = state["rate"] = LOAD_SHARE * len(requests) / seconds
+    state["served"] = measure_served(state["model"], state["threads"], rate)
+
+
+def report(state: dict[str, Any]) -> None:
+    """Simulate what was measured, print the ratios and save all."""
+    step_time = fit(state)
+    rows = []
+    for name, num_shared in WORKLOADS.items():
+        requests = workload(name, 0, range(256)).requests
+        mine = simulate(simulated_requests(requests, [0.0] * len(requests), num_shared), step_time)
+        rows.append(compare(name, mine, state["runs"][name]))
+    if "served" in state:
+        requests, rate = LOAD.requests(LOAD_IDS), state["rate"]
+        arrivals = poisson_arrivals(rate, len(requests), LOAD.workload_seed)
+        mine = simulate(simulated_requests(requests, arrivals), step_time)
+        rows.append(compare(f"Poisson {rate:.2g}/s", mine, [state["served"]]))
+    content = {name: state[name] for name in ("model", "threads", "clock", "fit")}
+    print(machine.save("simulated", {**content, "rows": rows, "coefficients": step_time.as_json()}))
+
+
 def main() -> None:
     """Measure, simulate, print and save."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -172,41 +244,26 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--no-server", action="store_true")
+    parser.add_argument("--part", choices=(*ENGINE_PARTS, "served", "report"), help="run this part only")
     given = parser.parse_args()
-    is_cpu = given.clock == "cpu"
-    num_threads = 1 if is_cpu else given.threads
-    model = given.model or str(make_model.ensure())
-    config = EngineConfig.from_options(model=model, skip_tokenizer_init=True, **options(num_threads))
-    probe = StepProbe(config, time.process_time if is_cpu else time.perf_counter)
-    try:
-        probe.measure()
-        measured = measure_offline(probe, ("W3", "W5-cold"), given.runs)
-        num_before = len(probe.steps)
-        probe.measure(seed=1)
-    finally:
-        probe.close()
-    step_time, quality = fit_step_time(probe.steps)
-    print("\n".join(quality_lines(quality, step_time)))
-    halves = [quality_of(step_time, part).total_error for part in (probe.steps[:num_before], probe.steps[num_before:])]
-    print(
-        f"The steps before the runs are fitted with {100 * halves[0]:+.1f}%, those after with {100 * halves[1]:+.1f}%"
-    )
-    rows = []
-    for name, num_shared in (("W3", 0), ("W5-cold", 512)):
-        requests = workload(name, 0, range(256)).requests
-        mine = simulate(simulated_requests(requests, [0.0] * len(requests), num_shared), step_time)
-        rows.append(compare(name, mine, measured[name]))
-    if not (given.no_server or is_cpu):
-        w3_s = sum(request.num_new for request in workload("W3", 0).requests) / rows[0]["simulated"]["tokens_per_s"]
-        rate = LOAD_SHARE * 16 / w3_s
-        served = measure_served(model, num_threads, rate)
-        requests = LOAD.requests(LOAD_IDS)
-        arrivals = poisson_arrivals(rate, len(requests), LOAD.workload_seed)
-        rows.append(
-            compare(f"Poisson {rate:.2g}/s", simulate(simulated_requests(requests, arrivals), step_time), [served])
-        )
-    content = {"model": model, "threads": num_threads, "clock": given.clock, "fit": quality._asdict(), "rows": rows}
-    print(machine.save("simulated", {**content, "coefficients": step_time.as_json()}))
+    kept = make_model.FOLDER / "simulated_parts.json"
+    state: dict[str, Any]
+    if given.part in (None, "before"):
+        is_cpu = given.clock == "cpu"
+        model = given.model or str(make_model.ensure())
+        state = {"model": model, "threads": 1 if is_cpu else given.threads, "clock": given.clock}
+    else:
+        state = json.loads(kept.read_text(encoding="utf-8"))
+    parts = ENGINE_PARTS if given.part is None else [part for part in ENGINE_PARTS if part == given.part]
+    if parts:
+        measure_engine(parts, given, state)
+    if given.part == "served" or (given.part is None and not given.no_server and state["clock"] == "wall"):
+        serve_load(state)
+    if given.part is not None:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps(state), encoding="utf-8")
+    if given.part in (None, "report"):
+        report(state)
 
 
 if __name__ == "__main__":

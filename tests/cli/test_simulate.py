@@ -58,6 +58,14 @@ def test_several_options_are_combined(capsys: pytest.CaptureFixture[str]) -> Non
     ]
 
 
+def test_prefill_and_decode_apart_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--replicas", "3", "--swap-space", "64MiB", "--transfer-latency-ms", "500", "--transfer-rate", "1GiB")
+    found = simulated(capsys, *flags, "--compare", "prefill_replicas=0,1", "--seeds", "1")["variants"]
+    whole, apart = (found[f"prefill_replicas={count}"] for count in (0, 1))
+    assert apart["num_requests"]["mean"] == whole["num_requests"]["mean"] == 40
+    assert 0.5 < apart["ttft_p50_s"]["mean"] - whole["ttft_p50_s"]["mean"] < 0.6
+
+
 def test_replicas_and_rates_are_found(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     chart = tmp_path / "chart.svg"
     limits = ("--slo", "ttft=20ms", "--max-num-seqs", "1", "--routing", "least_loaded", "--goodput", "0.9")
@@ -108,6 +116,19 @@ def test_a_trace_is_served(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
         (("--step-times", "none.json"), "step_times none.json cannot be read"),
         (("--step-times", "none.json", "--gpus", "2"), "gpus cannot be changed with --step-times"),
         (("--step-times", "none.json", "--dtype", "float32"), "dtype cannot be changed with --step-times"),
+        (("--replicas", "2", "--prefill-replicas", "2"), "prefill_replicas must be less than replicas (2), got 2"),
+        (("--prefill-replicas", "-1"), "--prefill-replicas"),
+        (("--prefill-replicas", "1.5"), "--prefill-replicas"),
+        (("--replicas", "2", "--compare", "prefill_replicas=0,2"), "prefill_replicas must be less than replicas (2)"),
+        (
+            ("--replicas", "2", "--prefill-replicas", "1", "--compare", "prefix_caching=on,off"),
+            "prefill_replicas needs enable_prefix_caching",
+        ),
+        (("--transfer-rate", "1GB"), "transfer_rate applies with --prefill-replicas only"),
+        (
+            ("--find", "replicas", "--slo", "ttft=1", "--prefill-replicas", "1"),
+            "--find replicas cannot be combined with --prefill-replicas",
+        ),
         (("--chart", "no/folder/chart.svg"), "chart no/folder/chart.svg cannot be written"),
         (("--price", "-1"), "--price"),
         (("--goodput", "0"), "--goodput"),

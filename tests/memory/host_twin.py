@@ -200,6 +200,20 @@ class HostTwin:
             limit = length * 3 // 4
         return []
 
+    def find_missing(self, namespace: Namespace, tokens: list[int], max_tokens: int | None) -> list[tuple[int, int]]:
+        """Return places and groups of the whole pages that no tier has."""
+        size = self.device.page_size
+        limit = (len(tokens) - 1 if max_tokens is None else min(len(tokens) - 1, max_tokens)) // size
+        return [
+            (i, idx)
+            for i in range(limit)
+            for idx in range(len(self.groups))
+            if not any(
+                (namespace, tuple(tokens[: (i + 1) * size])) in groups[idx].published
+                for groups in (self.device.groups, self.groups)
+            )
+        ]
+
     def publish_loaded(self, namespace: Namespace, tokens: list[int], end: int, loads: list[tuple[int, int]]) -> None:
         """Take in what was loaded; what a hit needs besides makes no room for it."""
         size, device = self.device.page_size, self.device

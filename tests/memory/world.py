@@ -12,15 +12,7 @@ from functools import partial
 
 import pytest
 
-from quire.memory import (
-    AllocStatus,
-    KVCacheManager,
-    Namespace,
-    Tier,
-    TokenChain,
-    Verdict,
-    check,
-)
+from quire.memory import AllocStatus, KVCacheManager, Namespace, Tier, TokenChain, Verdict, check
 from quire.memory.invariants import snapshot
 from quire.memory.pool.single_block_slabs import SingleBlockSlabs
 from tests.memory.disk import Disk
@@ -162,6 +154,9 @@ class World:
             self._adopt(seq_id, chain, namespace)
             if self.has_twin:
                 twin.open(seq_id, namespace, tokens, match, hit.diverged_at)
+            if self.disk is not None:
+                # Before the copies of the hit are handed over.
+                self.disk.verify_exports(chain, namespace)
         self.verify()
         return status
 

@@ -109,6 +109,25 @@ def find_on_no_tier(honest: Any, *args: Any) -> Any:
         return honest(*args)
 
 
+def export_unwritten(honest: Any, disk: DiskTier, *args: Any) -> Any:
+    """Give blocks away, those among them that a copy is still to write."""
+    tables = disk._tables
+    pending, tables.pending_copies = tables.pending_copies, []
+    try:
+        return honest(disk, *args)
+    finally:
+        tables.pending_copies = pending
+
+
+def export_permuted(honest: Any, *args: Any) -> Any:
+    ops = honest(*args)
+    return ops._replace(saves=ops.saves[::-1])
+
+
+def export_heads_only(honest: Any, disk: DiskTier, chain: Any, num_blocks: int, wants: Any) -> Any:
+    return honest(disk, chain, min(num_blocks, 1), wants)
+
+
 HOST_BOTH = (host_read_back, host_reference)
 HOST = (*HOST_BOTH, host_world)
 DISK = (disk_read_back, disk_reference)
@@ -169,6 +188,12 @@ TIERS = (
     ),
     Mutant("loaded_blocks_not_released", DiskTier, "publish_loaded", publish_held, DISK),
     Mutant("tiers_ignored_by_loads", DiskTier, "find_loads", find_on_no_tier, DISK),
+    # ---- other engines ----
+    Mutant("unwritten_block_given_away", DiskTier, "exporting_ops", export_unwritten, DISK),
+    Mutant("blocks_given_away_permuted", DiskTier, "exporting_ops", export_permuted, DISK),
+    Mutant("tails_not_given_away", DiskTier, "exporting_ops", export_heads_only, (disk_reference,)),
+    Mutant("tiers_ignored_by_questions", DiskTier, "find_missing", find_on_no_tier, (disk_reference,)),
+    Mutant("nothing_asked_for", DiskTier, "find_missing", returning([]), (disk_reference,)),
     Mutant(
         "blocks_out_of_window_loaded",
         CombinedView,

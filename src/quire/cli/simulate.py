@@ -166,6 +166,10 @@ def run(args: argparse.Namespace) -> int:
     if args.find is not None and (args.compare or args.slo is None):
         why = "cannot be combined with --compare" if args.compare else "needs --slo"
         raise ConfigError(f"--find {args.find} {why}", field="find")
+    if not args.prefill_replicas and not any("prefill_replicas" in changes for changes in variants.values()):
+        for name in ("transfer_rate", "transfer_latency_ms"):
+            if getattr(args, name) is not None:
+                raise ConfigError(f"{name} applies with --prefill-replicas only", field=name)
     engine = _engine(args)
     first = args.seed
     seeds = range(first, first + (args.seeds or (SEEDS_OF_COMPARISONS if args.compare else 1)))
