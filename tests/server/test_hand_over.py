@@ -34,8 +34,8 @@ class Pair(NamedTuple):
 @pytest.fixture(scope="module", params=[0, 2], ids=["one process", "fronts"])
 def pair(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     logs = tmp_path_factory.mktemp("logs")
-    flags = ("--num-kv-blocks", "300", "--block-size", str(BLOCK_SIZE), "--max-num-seqs", "8")
-    flags = (*flags, "--swap-space", "64MiB", "--api-server-count", str(request.param), "--kv-transfer-config")
+    flags: tuple[str, ...] = ("--num-kv-blocks", "300", "--block-size", str(BLOCK_SIZE), "--max-num-seqs", "8")
+    flags = (*flags, "--swap-space", "64MiB", "--api-server-count", str(request.param))
     more = '"kv_port": 0, "kv_connector_extra_config": {"timeout_s": 60}'
     with ExitStack() as stack:
         yield Pair(

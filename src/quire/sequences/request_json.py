@@ -73,7 +73,7 @@ def params_to_json(params: SamplingParams) -> dict[str, Any]:
     if "output_kind" in value:
         value["output_kind"] = params.output_kind.name
     if params.extra_args is not None:
-        value["extra_args"] = {name: dict(each) for name, each in params.extra_args.items()}
+        value["extra_args"] = {name: each.as_json() for name, each in params.extra_args.items()}
     if params.logit_bias is not None:
         value["logit_bias"] = [[token_id, bias] for token_id, bias in params.logit_bias.items()]
     if params.structured_outputs is not None:

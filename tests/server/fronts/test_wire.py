@@ -47,6 +47,7 @@ PATIENCE_S = 60
         SamplingParams(structured_outputs=StructuredOutputs(choice=("a", "b")), allowed_token_ids=(1, 2)),
         SamplingParams(thinking=ThinkingTokens(1, (2,), (3, 2), frozenset({9, 4}), True), thinking_token_budget=5),
         SamplingParams(beam_width=4, n=2, length_penalty=0.5, early_stopping="never"),
+        SamplingParams(extra_args={"kv_transfer_params": {"do_remote_decode": True, "remote_block_ids": [[1, 2], []]}}),
     ],
 )
 def test_parameters_come_as_they_were(params: SamplingParams) -> None:
