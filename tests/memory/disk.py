@@ -9,6 +9,7 @@ from quire.memory.invariants import snapshot
 from quire.memory.results import FetchedBlock, StoredBlock
 from quire.memory.tiers.disk_tier import DiskTier
 from tests.memory.media import spans_of
+from tests.memory.stored_slots import prefixes_of
 
 if TYPE_CHECKING:
     from tests.memory.world import World
@@ -90,13 +91,13 @@ class Disk:
             assert (copy.src_tier, copy.dst_tier, copy.group_idx) == (Tier.DEVICE, Tier.DISK, block.group_idx)
             idx = digests.index(block.digest)
             exported.add((idx, block.group_idx))
-            prefixes = world.prefixes(namespace, chain.tokens, (idx + 1) * size)
+            prefixes = prefixes_of(namespace, chain.tokens, (idx + 1) * size)
             place = (Tier.DEVICE, copy.src_id)
             if world.size.kinds[block.group_idx].is_state:
-                world.state_holds(block.group_idx, place, prefixes[-1])
+                world.slots.state_holds(block.group_idx, place, prefixes[-1])
             else:
                 positions = range(idx * size, (idx + 1) * size)
-                world.positions_hold(block.group_idx, [place] * (idx + 1), prefixes, positions)
+                world.slots.positions_hold(block.group_idx, [place] * (idx + 1), prefixes, positions)
         assert len(exported) == len(ops.copies) == len(ops.saves), "a block is given away twice"
         if world.has_twin:
             unwritten = {
