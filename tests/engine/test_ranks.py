@@ -18,9 +18,13 @@ from quire.config import EngineConfig, ParallelConfig
 from quire.distributed.torchrun import TorchrunPlace, torchrun_place
 from quire.errors import ConfigError, InvalidParameter, RankFailed, UnsupportedFeature, WorkerError
 from tests.distributed.in_threads import native_library
+from tests.engine.test_kv_events import EVENTS
+from tests.kvevents.test_publisher import Client
+from tests.memory.test_kv_events import Consumer, published
 
 OPTIONS: dict[str, Any] = {"num_threads": 1, "dtype": "float32", "max_model_len": 256}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+ONE = SamplingParams(temperature=0.0, max_tokens=1)
 PROMPTS = ["Once upon a time", "The old sailor", "Tom found a red kite and Once upon a time", "A"]
 WAIT_S = 120
 
@@ -43,8 +47,9 @@ def pair() -> Iterator[tuple[LLM, LLM]]:
         "max_num_batched_tokens": 16,
         "num_kv_blocks": 20,
         "swap_space": 1 << 20,
+        "pin_limit": 0.1,
     }
-    with LLM("bundled", **{**OPTIONS, **options}) as one, start(**options) as two:
+    with LLM("bundled", **{**OPTIONS, **options}) as one, start(**options, kv_events_config=EVENTS) as two:
         vars(two.engine.scheduler)["_digest_interval"] = 1
         yield one, two
 
@@ -66,6 +71,33 @@ def test_two_ranks_give_what_one_process_gives(params: SamplingParams, pair: tup
     assert texts(two, params) == texts(one, params)
     # Prefixes are cached now.
     assert texts(two, params) == texts(one, params)
+
+
+def test_pins_are_repeated_and_events_come_from_rank_0(pair: tuple[LLM, LLM]) -> None:
+    prompt = list(range(10, 43))
+    for llm in pair:
+        assert llm.pin_prefix("system", prompt) == 32
+        # More than the pool has.
+        llm.generate([[number] * 100 for number in (50, 51, 52)], ONE, use_tqdm=False)
+        (output,) = llm.generate([prompt], ONE, use_tqdm=False)
+        assert output.num_cached_tokens == 32
+        assert llm.usage().used == 2
+        llm.unpin_prefix("system")
+    two = pair[1]
+    assert two.usage().used == 0
+    source = two.engine.kv_events
+    assert source is not None
+    consumer = Consumer()
+    client = Client(source._publisher)
+    try:
+        client.subscribe()
+        source.request_all()
+        two.generate(PROMPTS, ONE, use_tqdm=False)  # digests of the ranks' block tables are compared in each step
+        while client.batches.poll(200):
+            consumer.apply(client.receive()[1])
+    finally:
+        client.close()
+    assert consumer.blocks == set(published(two.engine.scheduler.memory))
 
 
 def test_requests_that_ranks_do_not_serve_are_refused_alone(pair: tuple[LLM, LLM]) -> None:
@@ -115,7 +147,6 @@ def test_drafts_that_need_no_model(method: str) -> None:
         ({"speculative_config": {"method": "mtp"}}, "speculative_method"),
         ({"enable_lora": True}, "enable_lora"),
         ({"prefix_cache_dir": "/folder"}, "prefix_cache_dir"),
-        ({"pin_limit": 0.1}, "pin_limit"),
         ({"device": "cuda"}, "device"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size"),
         ({"tensor_parallel_size": 65}, "tensor_parallel_size"),

@@ -70,6 +70,7 @@ class Setting:
     specs: tuple[KVCacheSpec, ...] = ()
     snapshot_interval: int | None = None
     retention: int = 0
+    pin_limit: int = 0
     chunk_tokens: int | None = None
     drafts: str = ""
 
@@ -162,6 +163,7 @@ class Harness:
             else 0,
             snapshot_interval=setting.snapshot_interval,
             retention_limit=setting.retention,
+            pin_limit=setting.pin_limit,
         )
         self.scheduler = Scheduler(
             self.memory,

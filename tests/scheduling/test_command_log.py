@@ -40,6 +40,7 @@ class Pair:
                 scheduler.drafts.drafter = AdaptiveDrafter(PromptLookup(1, 4), 4)
         self.replay = CommandReplay(self.follower)
         self.plans: list[StepPlan] = []
+        self.num_pinned = 0
         logged = LoggedScheduler(self.leader.scheduler, self._send, digest_interval=1)
         self.leader.scheduler = cast(Scheduler, logged)
         self.logged = logged
@@ -69,6 +70,7 @@ class Pair:
             seq_id: state.tables for seq_id, state in second.memory.sequences.items()
         }
         assert first.memory.usage() == second.memory.usage()
+        assert first.memory.pins.snapshot() == second.memory.pins.snapshot()
 
 
 def serve(pair: Pair, arriving: list[Job]) -> None:
@@ -82,8 +84,10 @@ def serve(pair: Pair, arriving: list[Job]) -> None:
                 added[idx] = leader.add(job, seed=idx)
             if job.abort_at == leader.tick and idx in added:
                 leader.abort(added[idx])
-        if rng.random() < 0.1:
+        if rng.random() < 0.02:
             leader.scheduler.reset_prefix_cache()
+        if leader.setting.pin_limit:
+            pin_or_unpin(pair, rng)
         # What a clock decides differs from step to step, and travels.
         leader.scheduler.chunk_tokens = rng.choice([None, 1, 4])
         drafter = leader.scheduler.drafter
@@ -93,6 +97,17 @@ def serve(pair: Pair, arriving: list[Job]) -> None:
         leader.scheduler.preemption.rates = TransferRates(rng.uniform(1e3, 1e9), rng.uniform(1, 1e4))
         pair.step()
     assert not pair.follower.has_unfinished
+
+
+def pin_or_unpin(pair: Pair, rng: random.Random) -> None:
+    """Pin the first blocks of a prompt, as far as they are cached, or let go of a pin."""
+    memory, name = pair.leader.scheduler.memory, f"/{rng.randrange(4)}"
+    if name in memory.pins:
+        if rng.random() < 0.05:
+            memory.unpin(name)
+    elif pair.leader.requests:
+        request = rng.choice(pair.leader.requests[-8:])
+        pair.num_pinned += memory.pin(name, memory.chain(request.prompt_token_ids, request.namespace))
 
 
 @settings(max_examples=60)
@@ -115,10 +130,26 @@ def test_block_tables_are_equal_after_500_steps() -> None:
         )
         for step in range(0, 500, 2)
     ]
-    pair = Pair(Setting(num_blocks=60, host_blocks=30, budget=24, max_num_seqs=8))
+    pair = Pair(Setting(num_blocks=60, host_blocks=30, budget=24, max_num_seqs=8, pin_limit=12))
     serve(pair, arriving)
     assert pair.leader.tick >= 500
     assert pair.leader.scheduler.stats.num_preemptions > 0
+    assert pair.num_pinned > 0
+
+
+def test_pins_that_cannot_be_repeated_are_refused_or_end_the_ranks() -> None:
+    pair = Pair(Setting(pin_limit=8))
+    pair.leader.add(Job(prompt=(0, 1, 1, 0, 1), max_tokens=2, ignore_eos=True), seed=0)
+    pair.step()
+    memory = pair.leader.scheduler.memory
+    spans = [MediaSpan(4, 1, b"x")]
+    with pytest.raises(UnsupportedFeature) as refused:
+        memory.pin("a", memory.chain([0, 1, 1, 0, 1], Namespace(), spans))
+    assert refused.value.field == "media"
+    assert memory.pin("a", memory.chain([0, 1, 1, 0, 1], Namespace())) == 4
+    pair.follower.memory.reset_prefix_cache()
+    with pytest.raises(LockstepDrift, match="pinned 4 tokens, of which 0 are"):
+        pair.step()
 
 
 @settings(max_examples=30)

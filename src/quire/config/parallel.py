@@ -64,7 +64,5 @@ _SERVED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
         ("prefix_cache_dir", "prefix_cache_url", "kv_transfer_config"),
         ((None,), "blocks from elsewhere would be loaded at other times on each rank"),
     ),
-    "kv_events_config": ((None,), "every rank would publish the same events"),
-    "pin_limit": ((0.0,), "pins are not repeated on other ranks"),
     "device": (("auto", "cpu"), "ranks exchange numbers between CPUs"),
 }

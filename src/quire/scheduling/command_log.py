@@ -18,6 +18,7 @@ to differ.
  ["stop", SEQ, STRING]            Scheduler.finish_at_stop_string
  ["beams", [[[PARENT, TOKEN, SCORE, STOP], ...], ...]]  Scheduler.advance_beams
  ["reset"]                        Scheduler.reset_prefix_cache
+ ["pin", NAME, TOKENS, NAMESPACE], ["unpin", NAME]  KVCacheManager.pin and unpin
  ["close"]                        the end
 ```
 """
@@ -33,6 +34,7 @@ from typing import Any, Final
 from quire.decoding.speculation import AdaptiveDrafter
 from quire.errors import LockstepDrift
 from quire.scheduling.edits import SequenceEvent
+from quire.scheduling.logged_memory import LoggedMemory, repeat_pin
 from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, ScheduledSequence, StepPlan
 from quire.scheduling.preemption import TransferRates
 from quire.scheduling.scheduler import Scheduler
@@ -66,10 +68,12 @@ class LoggedScheduler:
     """
 
     def __init__(self, inner: Scheduler, send: Callable[[bytes], None], digest_interval: int = DIGEST_INTERVAL) -> None:
+        pending: list[Command] = []
         vars(self).update(
             _inner=inner,
             _send=send,
-            _pending=[],
+            _pending=pending,
+            memory=LoggedMemory(inner.memory, pending.append),
             _rates=None,
             _draft_costs=None,
             _known={},
@@ -237,6 +241,10 @@ class CommandReplay:
                     scheduler.advance_beams(self._plan.beams, found)
                 case "reset":
                     scheduler.reset_prefix_cache()
+                case "pin":
+                    repeat_pin(scheduler.memory, *given)
+                case "unpin":
+                    scheduler.memory.unpin(given[0])
                 case "close":
                     self.is_closed = True
                 case _:

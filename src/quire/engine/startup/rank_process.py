@@ -23,6 +23,7 @@ OF_LEADER: dict[str, Any] = {
     "chat_template": None,
     "classifier_from_token": None,
     "record_memory": None,
+    "kv_events_config": None,
 }
 # Time that a rank has to end after another has failed.
 EXIT_TIMEOUT_S = 3.0
