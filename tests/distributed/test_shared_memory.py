@@ -90,6 +90,22 @@ def test_columns_are_gathered_on_the_first_rank(num_rows: int, transports: Any) 
     assert torch.equal(first, expected)
 
 
+def test_all_ranks_agree_on_the_likeliest(transports: Any) -> None:
+    widths = [7000, 3, 129]
+    parts = [part_of(rank, (50, width), torch.float32) for rank, width in enumerate(widths)]
+    parts[1][0], parts[2][1, 128], parts[0][2] = 9.0, 99.0, float("-inf")
+    expected = torch.cat(parts, 1).argmax(-1)
+    numbers = torch.tensor([0, 5, (1 << 24) - 1])
+
+    def body(group: RankGroup) -> list[torch.Tensor]:
+        # Each rank has other numbers; those of the first count.
+        return [group.agreed_likeliest(parts[group.rank], widths), group.of_first(numbers - group.rank)]
+
+    for found in run_ranks(3, body, transports(3)):
+        assert torch.equal(found[0], expected)
+        assert torch.equal(found[1], numbers)
+
+
 @pytest.mark.parametrize("length", [1, 1000, 2 * SLOT_BYTES + 5])
 def test_commands_come_in_order(length: int, transports: Any) -> None:
     messages = [bytes([idx]) * length for idx in range(4)]

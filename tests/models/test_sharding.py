@@ -17,7 +17,7 @@ from quire.models.decoder import Decoder
 from quire.models.families import build
 from quire.models.loading import load_decoder
 from quire.models.sharding import Share, shard_spec, splits_of
-from quire.models.spec import Attention
+from quire.models.spec import Attention, LayerSpec
 from quire.quantization.quantize import QuantizeOptions, quantize
 from tests.conformance.checkpoints import FAMILIES, save_checkpoint
 from tests.distributed.in_threads import run_ranks
@@ -79,10 +79,13 @@ def steps(run: PagedRun) -> list[torch.Tensor]:
     return found
 
 
-def ranked_steps(folder: Path, size: int, dtype: torch.dtype = torch.float32, **options: Any) -> list[torch.Tensor]:
+def ranked_steps(
+    folder: Path, size: int, dtype: torch.dtype = torch.float32, *, by_expert: bool = False, **options: Any
+) -> list[torch.Tensor]:
     """Return the logits of ranks that share a checkpoint."""
 
     def body(group: RankGroup) -> list[torch.Tensor]:
+        group.divides_experts = by_expert
         decoder = load_decoder(Checkpoint.open(str(folder)), device="cpu", dtype=dtype, ranks=group, **options)
         return steps(RankedRun(decoder, group))
 
@@ -108,6 +111,29 @@ def test_two_ranks_have_the_logits_of_one_process(name: str, folders: Any) -> No
 @pytest.mark.parametrize(("name", "size"), [("qwen3", 4), pytest.param("llama2", 4, marks=pytest.mark.slow)])
 def test_more_ranks_than_kv_heads(name: str, size: int, folders: Any) -> None:
     assert_near(ranked_steps(folders(name), size), whole_steps(folders(name)), 3e-5)
+
+
+EXPERTS = ("gpt-oss", "qwen3.5-moe", "llama4", "gemma4-moe", "granite4-moe", "lfm2-moe")
+
+
+# Experts with biases in rows that alternate, then with a shared one, in transposed matrices, and beside an MLP.
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[] if each in EXPERTS[:1] else pytest.mark.slow) for each in EXPERTS]
+)
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_ranks_with_whole_experts(name: str, kernels: str, folders: Any) -> None:
+    found = ranked_steps(folders(name), 2, by_expert=True, kernels=kernels)
+    assert_near(found, whole_steps(folders(name), kernels=kernels), 3e-5)
+
+
+def test_fused_layers_with_whole_experts(folders: Any) -> None:
+    """bfloat16: experts are one native call; both err as the whole model's rounding does."""
+    folder = folders("gpt-oss")
+    exact, whole = whole_steps(folder), whole_steps(folder, torch.bfloat16)
+    ranked = ranked_steps(folder, 2, torch.bfloat16, by_expert=True)
+    for one, other, expected in zip(ranked, whole, exact, strict=True):
+        ours, theirs = ((logits - expected).square().mean().sqrt() for logits in (one, other))
+        assert ours < 1.5 * theirs + 0.01 * expected.std()
 
 
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
@@ -161,6 +187,19 @@ def test_ranks_that_cannot_share_a_model_are_refused(name: str, size: int, what:
         shard_spec(spec, Share(0, size))
     assert refused.value.field == "tensor_parallel_size"
     assert f"got {size}" in str(refused.value)
+
+
+def test_experts_that_ranks_cannot_divide_are_refused(folders: Any) -> None:
+    spec, _ = build(Checkpoint.open(str(folders("gpt-oss"))).config)
+    with pytest.raises(ConfigError, match="must divide the 4 experts of layer 0, got 3") as refused:
+        shard_spec(replace(spec, layers=tuple(map(without_heads, spec.layers))), Share(0, 3, by_expert=True))
+    assert refused.value.field == "tensor_parallel_size"
+
+
+def without_heads(layer: LayerSpec) -> LayerSpec:
+    """Return a layer whose heads three ranks can divide."""
+    assert isinstance(layer.mixer, Attention)
+    return replace(layer, mixer=replace(layer.mixer, num_heads=3, num_kv_heads=3))
 
 
 def test_kv_heads_that_ranks_cannot_divide_are_refused(folders: Any) -> None:

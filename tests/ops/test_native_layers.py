@@ -97,7 +97,9 @@ class Model:
         has_shared = idx > 1
         shared, gate = (self._mlp(idx + 9, WIDTH), self._linear(1, WIDTH, idx)) if has_shared else (None, None)
         parts = [mlp.gate_up for mlp in mlps], [mlp.down for mlp in mlps]
-        return RoutedExperts(router, *parts, 2, None, None, False, True, False, 0.0, 1.0, 1.0, shared, gate)
+        return RoutedExperts(
+            router, *parts, 2, None, None, False, True, False, 0.0, 1.0, 1.0, shared, gate, len(parts[0])
+        )
 
     def _linear(self, num_outputs: int, width: int, seed: int, has_bias: bool = False, gate: Any = None) -> Linear:
         weight = randn(num_outputs, width, dtype=torch.bfloat16, seed=seed) * width**-0.5

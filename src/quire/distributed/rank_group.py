@@ -22,13 +22,15 @@ class RankGroup:
 
     Args:
         transport: mover of numbers between them.
+        divides_experts: True where each rank has whole experts, in place of columns of each expert.
 
     Attributes:
         rank, size: number of this rank, and of ranks.
+        divides_experts: the argument.
     """
 
-    def __init__(self, transport: Transport) -> None:
-        self.transport = transport
+    def __init__(self, transport: Transport, *, divides_experts: bool = False) -> None:
+        self.transport, self.divides_experts = transport, divides_experts
         self.rank, self.size = transport.rank, transport.size
         self._commands: bytes | None = None
 
@@ -82,6 +84,26 @@ class RankGroup:
         columns += sum(widths[: self.rank])
         pairs = torch.stack((values, columns.int().view(torch.float32)), 1)
         return self.transport.gather(pairs, [2] * self.size)
+
+    def agreed_likeliest(self, logits: Tensor, widths: Sequence[int]) -> Tensor:
+        """Return the column of the greatest logit of each row, [R] of int64, the same on every rank; all call it.
+
+        Args:
+            logits: [R, widths[rank]] of float32, of this rank's columns.
+            widths: number of columns of each rank.
+        """
+        values, columns = logits.max(-1)
+        pairs = logits.new_zeros(len(logits), 2 * self.size)
+        # A float32 holds the number of any column of fewer than 2^24 exactly, and so does its sum with zeros.
+        pairs[:, 2 * self.rank], pairs[:, 2 * self.rank + 1] = values, columns + sum(widths[: self.rank])
+        pairs = self.all_reduce(pairs)
+        best = pairs[:, ::2].argmax(-1)
+        return pairs[:, 1::2].gather(1, best[:, None])[:, 0].long()
+
+    def of_first(self, numbers: Tensor) -> Tensor:
+        """Return rank 0's integers [R] of at most 24 bits, on every rank; all call it with as many."""
+        mine = numbers.float() if self.rank == 0 else numbers.new_zeros(numbers.shape, dtype=torch.float32)
+        return self.all_reduce(mine).long()
 
     def serve_head(
         self,

@@ -22,7 +22,8 @@ from quire.ops.quantized_weight import StoredWeight
 class ExpertsBlock:
     """Experts with a router.
 
-    Rows are brought together by expert: an expert that any row goes through costs two products, the others none.
+    Rows are brought together by expert: an expert that any row goes through costs two products, the others none. Where
+    experts are divided among ranks, each rank chooses among all, and computes its own.
 
     Args:
         experts: their number and widths, and how they are chosen and scored.
@@ -48,6 +49,7 @@ class ExpertsBlock:
         self._router = Projection(width, experts.num_experts, experts.bias, ops, min_bits=8)
         self._gate_up = ExpertProjections(experts, width, 2 * experts.width, ops, gate=experts.activation)
         self._down = ExpertProjections(experts, experts.width, width, ops)
+        self._first, self._end = experts.bounds
         self.slots: WeightSlots = nested(router=self._router.slots, gate_up=self._gate_up.slots, down=self._down.slots)
         self._router_norm: Norm | None = None
         if experts.router_norm is not None:
@@ -100,6 +102,8 @@ class ExpertsBlock:
             experts.logit_scale,
             shared,
             None if self._shared_gate is None else self._shared_gate.run,
+            experts.num_experts,
+            self._first,
         )
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
@@ -131,9 +135,10 @@ class ExpertsBlock:
             seen.mul_(weights)
         counts = torch.bincount(chosen.flatten(), minlength=experts.num_experts).tolist()
         for idx, (start_row, end_row) in enumerate(pairwise(accumulate(counts, initial=0))):
-            if start_row == end_row:
+            if start_row == end_row or not self._first <= idx < self._end:
                 continue
-            given = self._down.runs[idx](self._gate_up.runs[idx](seen[start_row:end_row])).float()
+            local_idx = idx - self._first
+            given = self._down.runs[local_idx](self._gate_up.runs[local_idx](seen[start_row:end_row])).float()
             if not experts.scaled_input:
                 given.mul_(weights[start_row:end_row])
             total.index_add_(0, rows[start_row:end_row], given)
@@ -223,7 +228,7 @@ class ExpertProjections:
         gate: see `Ops.pack_linear`.
 
     Attributes:
-        runs: the packed layers, one for each expert.
+        runs: the packed layers, one for each expert that this rank computes.
         slots: "bias", if there is one, which is filled before "weight".
     """
 
@@ -236,18 +241,19 @@ class ExpertProjections:
     ) -> None:
         self._pack = partial(ops.pack_linear, gate=gate)
         self._is_transposed = experts.transposed
-        self._shape = experts.num_experts, out_width, in_width
-        shape: tuple[int, ...] = (experts.num_experts * out_width, in_width)
+        num_experts = experts.num_local
+        self._shape = num_experts, out_width, in_width
+        shape: tuple[int, ...] = (num_experts * out_width, in_width)
         if experts.transposed:
-            shape = (experts.num_experts, in_width, out_width)
+            shape = (num_experts, in_width, out_width)
         # The place of each output in what is stored of an expert; None where that is in order.
         self._order: Tensor | None = None
         if gate is not None and experts.interleaved:
             self._order = torch.arange(out_width).view(-1, 2).T.flatten()
-        self._biases: Sequence[Tensor | None] = [None] * experts.num_experts
+        self._biases: Sequence[Tensor | None] = [None] * num_experts
         self.slots: WeightSlots = {}
         if experts.bias:
-            self.slots["bias"] = WeightSlot((experts.num_experts * out_width,), self._fill_biases)
+            self.slots["bias"] = WeightSlot((num_experts * out_width,), self._fill_biases)
         fill_stored = None if experts.transposed else self._fill_stored
         self.slots["weight"] = WeightSlot(shape, self._fill, fill_stored)
 

@@ -85,7 +85,7 @@ def estimate_parameters(spec: ModelSpec) -> ParameterCounts:
         tables += spec.per_layer_inputs.vocab_size * columns
         projections += 3 * columns * spec.width
     all_experts = (experts_of(layer.ffn) for layer in spec.layers)
-    experts = sum(3 * spec.width * each.width * each.num_experts for each in all_experts if each is not None)
+    experts = sum(3 * spec.width * each.width * each.num_local for each in all_experts if each is not None)
     return ParameterCounts(tables, embedding, spec.tied_head, projections, experts)
 
 
@@ -116,6 +116,6 @@ def _ffn(ffn: FFN, width: int) -> int:
             return 3 * width * ffn.width
         case Experts():
             num_shared = 3 * width * ffn.shared_width + (width if ffn.shared_gate else 0)
-            return ffn.num_experts * (3 * width * ffn.width + width) + num_shared
+            return ffn.num_local * 3 * width * ffn.width + ffn.num_experts * width + num_shared
         case MLPBesideExperts():
             return _ffn(ffn.mlp, width) + _ffn(ffn.experts, width)

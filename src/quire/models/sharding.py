@@ -44,10 +44,12 @@ class Share(NamedTuple):
     Args:
         rank: number of the rank.
         size: number of ranks.
+        by_expert: True where each rank has whole experts, in place of columns of each expert.
     """
 
     rank: int
     size: int
+    by_expert: bool = False
 
     def part(self, length: int, start: int = 0) -> Range:
         """Return the rank's range of a section of some length, which `size` divides."""
@@ -56,7 +58,7 @@ class Share(NamedTuple):
 
     def vocabulary(self, vocab_size: int) -> Range:
         """Return the rank's range of the vocabulary, which is not empty where there are as many tokens as ranks."""
-        rank, size = self
+        rank, size, _ = self
         if vocab_size < VOCAB_ALIGNMENT * size**2:
             return rank * vocab_size // size, (rank + 1) * vocab_size // size
         width = -(-vocab_size // (size * VOCAB_ALIGNMENT)) * VOCAB_ALIGNMENT
@@ -70,7 +72,7 @@ class Share(NamedTuple):
 
 def share_of(ranks: RankGroup | None) -> Share:
     """Return the share of a rank; without ranks, the whole."""
-    return Share(0, 1) if ranks is None else Share(ranks.rank, ranks.size)
+    return Share(0, 1) if ranks is None else Share(ranks.rank, ranks.size, ranks.divides_experts)
 
 
 class Split(NamedTuple):
@@ -160,8 +162,8 @@ def _shard_layer(layer: LayerSpec, share: Share, idx: int) -> LayerSpec:
     mixer = layer.mixer
     if isinstance(mixer, Parallel):
         parts = tuple(_shard_mixer(part, share.size, idx) for part in mixer.parts)
-        return replace(layer, mixer=replace(mixer, parts=parts), ffn=_shard_ffn(layer.ffn, share.size, idx))
-    return replace(layer, mixer=_shard_mixer(mixer, share.size, idx), ffn=_shard_ffn(layer.ffn, share.size, idx))
+        return replace(layer, mixer=replace(mixer, parts=parts), ffn=_shard_ffn(layer.ffn, share, idx))
+    return replace(layer, mixer=_shard_mixer(mixer, share.size, idx), ffn=_shard_ffn(layer.ffn, share, idx))
 
 
 def _shard_mixer(mixer: Mixer, size: int, idx: int) -> Mixer:
@@ -187,18 +189,20 @@ def _shard_mixer(mixer: Mixer, size: int, idx: int) -> Mixer:
             )
 
 
-def _shard_ffn(ffn: FFN, size: int, idx: int) -> FFN:
+def _shard_ffn(ffn: FFN, share: Share, idx: int) -> FFN:
+    size = share.size
     match ffn:
         case GatedMLP():
             return replace(ffn, width=_divided(ffn.width, size, "columns", idx))
         case Experts():
-            return replace(
-                ffn,
-                width=_divided(ffn.width, size, "columns of each expert", idx),
-                shared_width=_divided(ffn.shared_width, size, "columns of the shared expert", idx),
-            )
+            shared_width = _divided(ffn.shared_width, size, "columns of the shared expert", idx)
+            if share.by_expert:
+                _divided(ffn.num_experts, size, "experts", idx)
+                return replace(ffn, local=share.part(ffn.num_experts), shared_width=shared_width)
+            width = _divided(ffn.width, size, "columns of each expert", idx)
+            return replace(ffn, width=width, shared_width=shared_width)
         case MLPBesideExperts():
-            mlp, experts = _shard_ffn(ffn.mlp, size, idx), _shard_ffn(ffn.experts, size, idx)
+            mlp, experts = _shard_ffn(ffn.mlp, share, idx), _shard_ffn(ffn.experts, share, idx)
             assert isinstance(mlp, GatedMLP)
             assert isinstance(experts, Experts)
             return replace(ffn, mlp=mlp, experts=experts)
@@ -220,7 +224,7 @@ def splits_of(spec: ModelSpec, share: Share) -> dict[str, Split]:
         spec: specification of the whole model.
         share: the rank.
     """
-    cut = _Cut(share)
+    cut = _Cut(share, spec.width)
     vocabulary = Split(0, (share.vocabulary(spec.vocab_size),), spec.vocab_size)
     splits = {"embedding.weight": vocabulary, "head.weight": vocabulary}
     if spec.per_layer_inputs is not None:
@@ -240,8 +244,8 @@ def splits_of(spec: ModelSpec, share: Share) -> dict[str, Split]:
 class _Cut:
     """The splits of a layer's parts, by the weight's name in the part."""
 
-    def __init__(self, share: Share) -> None:
-        self._share = share
+    def __init__(self, share: Share, width: int) -> None:
+        self._share, self._width = share, width
 
     def mixer(self, mixer: Mixer) -> Mapping[str, Split]:
         match mixer:
@@ -304,19 +308,35 @@ class _Cut:
         return {**self._by_rows("gate_up", [width, width]), **self._by_columns("down", width)}
 
     def _experts(self, experts: Experts) -> Mapping[str, Split]:
+        splits = self._whole_experts(experts) if self._share.by_expert else self._columns_of_experts(experts)
+        if experts.shared_width:
+            splits |= {f"shared.{name}": split for name, split in self._mlp(experts.shared_width).items()}
+        return splits
+
+    def _whole_experts(self, experts: Experts) -> dict[str, Split]:
+        """Split the experts by their number."""
+        outputs = {"gate_up": 2 * experts.width, "down": self._width}
+        splits = {
+            f"{name}.{kind}": self._rows([experts.num_experts * width])
+            for name, width in outputs.items()
+            for kind in ("weight", "bias")
+        }
+        if experts.transposed:
+            splits |= {f"{name}.weight": self._rows([experts.num_experts]) for name in outputs}
+        return splits
+
+    def _columns_of_experts(self, experts: Experts) -> dict[str, Split]:
+        """Split the gated columns of each expert."""
         # Gate and up of a column alternate, or all gates come before all ups.
         sections = [2 * experts.width] if experts.interleaved else [experts.width] * 2
         rows = self._rows(sections * experts.num_experts)
         columns = self._share.part(experts.width)
-        splits = {
+        return {
             "gate_up.weight": self._rows(sections, dim=2) if experts.transposed else rows,
             "gate_up.bias": rows,
             "down.weight": Split(1, (columns,), experts.width),
             "down.bias": self._summed(),
         }
-        if experts.shared_width:
-            splits |= {f"shared.{name}": split for name, split in self._mlp(experts.shared_width).items()}
-        return splits
 
     def _by_rows(self, name: str, sections: Sequence[int]) -> dict[str, Split]:
         """Split a layer by its outputs, of which the rank has a part of each section."""
@@ -343,7 +363,7 @@ class _Cut:
             num_groups: number of groups.
             widths: rows of a group in each of their sections.
         """
-        rank, size = self._share
+        rank, size, _ = self._share
         ranges, start = list(self._rows(before).ranges), sum(before)
         for width in widths:
             if size % num_groups == 0:

@@ -135,6 +135,7 @@ class Experts:
         logit_scale: factor of the router's logits.
         bias: whether the router and the projections of experts add a learned bias.
         interleaved: gate and up alternate in what is stored of an expert's first projection.
+        local: first expert that this rank computes, and the one after the last; None for all.
 
     Source: sparsely gated experts, arXiv 1701.06538.
     """
@@ -157,6 +158,18 @@ class Experts:
     logit_scale: float = 1.0
     bias: bool = False
     interleaved: bool = False
+    local: tuple[int, int] | None = None
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """First expert that this rank computes, and the one after the last."""
+        return (0, self.num_experts) if self.local is None else self.local
+
+    @property
+    def num_local(self) -> int:
+        """Number of experts that this rank computes."""
+        first, end = self.bounds
+        return end - first
 
 
 @dataclass(frozen=True, slots=True)

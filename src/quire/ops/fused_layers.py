@@ -77,11 +77,13 @@ class RoutedExperts(NamedTuple):
 
     Args:
         router: projection to logits.
-        gate_ups, downs: the layers of each expert, gated; of equal shapes.
+        gate_ups, downs: the layers of each expert that is here, gated; of equal shapes.
         choice_bias, expert_scales: [X] of float32, where the model has them.
         is_sigmoid: scores are sigmoids of logits, not their softmax.
         shared: layers of the expert that every row goes through, or None.
         shared_gate: projection to the gate of its output, [T, 1], or None.
+        num_experts: X, those of other ranks included.
+        first_expert: index of the first expert that is here; what the others give is left out.
     """
 
     router: Linear
@@ -98,6 +100,8 @@ class RoutedExperts(NamedTuple):
     logit_scale: float
     shared: PackedMLP | None
     shared_gate: Linear | None
+    num_experts: int
+    first_expert: int = 0
 
 
 class PackedLayer(NamedTuple):

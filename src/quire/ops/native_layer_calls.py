@@ -58,7 +58,8 @@ def _attention_call(attention: PackedAttention, rotation_idx: int) -> AttentionC
 def experts_call(experts: RoutedExperts) -> ExpertsCall:
     """Return the structure of experts; it points into their tensors."""
     pairs = zip(map(linear_call, experts.gate_ups), map(linear_call, experts.downs), strict=True)
-    parts = [ExpertCall(*pair) for pair in pairs]
+    parts = [ExpertCall()] * experts.first_expert + [ExpertCall(*pair) for pair in pairs]
+    parts += [ExpertCall()] * (experts.num_experts - len(parts))
     return ExpertsCall(
         router=linear_call(experts.router),
         choice_bias=_pointer(experts.choice_bias),

@@ -134,7 +134,7 @@ def expert_launches() -> list[Launch]:
     gate_ups = [ops.pack_linear(randn(512, 1024, dtype=BF16), gate="silu") for _ in range(8)]
     downs = [ops.pack_linear(randn(1024, 256, dtype=BF16)) for _ in range(8)]
     router = ops.pack_linear(randn(8, 1024, dtype=BF16))
-    options = (2, None, None, False, True, False, 0.0, 1.0, 1.0, None, None)
+    options = (2, None, None, False, True, False, 0.0, 1.0, 1.0, None, None, 8)
     experts = ops.fuse_experts(RoutedExperts(router, gate_ups, downs, *options))
     assert experts is not None
     with recorded(launches), torch.inference_mode():

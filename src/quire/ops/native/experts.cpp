@@ -3,6 +3,7 @@
 //
 // Rows are brought together by expert. Outputs are added in float32 and always in the order of the experts: a row gets
 // the same bits, whatever rows are beside it.
+#include <algorithm>
 #include <cmath>
 #include <memory>
 #include <vector>
@@ -23,6 +24,15 @@ constexpr int64_t kGrain = 1 << 14;  // number of values that justifies a second
 constexpr int64_t kFewRows = 32;
 
 float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
+
+bool is_local(const Expert& expert) { return expert.down.kernel != nullptr; }
+
+// Returns the number of gated columns of an expert of this rank.
+int64_t local_width(const Experts& experts) {
+  const Expert* const end = experts.experts + experts.num_experts;
+  const Expert* const found = std::find_if(experts.experts, end, is_local);
+  return found == end ? 0 : found->down.width;
+}
 
 // Chooses the experts of a row, given its logits, which become scores: those with the highest scores, of equal ones the
 // first.
@@ -83,8 +93,8 @@ class Mixture {
       : type_(type),
         experts_(experts),
         num_rows_(num_rows),
-        width_(experts.experts->gate_up.width),
-        inner_width_(std::max(experts.experts->down.width, experts.shared.down.width)),
+        width_(experts.router.width),
+        inner_width_(std::max(local_width(experts), experts.shared.down.width)),
         is_few_(num_rows <= kFewRows),
         x_(x) {
     // Of few rows, each choice has its own part of the buffers; of more, experts use the same one after the other.
@@ -138,7 +148,7 @@ class Mixture {
     starts_.assign(num_experts + 1, 0);
     for (const int64_t idx : chosen) ++starts_[idx + 1];
     for (int64_t idx = 0; idx < num_experts; ++idx) {
-      if (starts_[idx + 1] > 0) present_.push_back(idx);
+      if (starts_[idx + 1] > 0 && is_local(experts_.experts[idx])) present_.push_back(idx);
       starts_[idx + 1] += starts_[idx];
     }
     choices_.resize(chosen.size());
@@ -233,7 +243,7 @@ class Mixture {
   T* inner_;
   T* logits_;
   std::vector<int64_t> starts_;   // [num_experts + 1], of each expert in `choices_`
-  std::vector<int64_t> present_;  // experts that a row goes through, in order
+  std::vector<int64_t> present_;  // experts of this rank that a row goes through, in order
   std::vector<Choice> choices_;
 };
 

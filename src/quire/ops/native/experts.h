@@ -10,7 +10,8 @@ struct Expert {
   Linear down;
 };
 
-// Experts of a layer. A missing linear layer has no kernel, a missing vector is null.
+// Experts of a layer. A missing linear layer has no kernel, a missing vector is null. Experts of other ranks are
+// missing: they are chosen as the others are, and what they give is left out.
 struct Experts {
   Linear router;
   const float* choice_bias;    // [num_experts]

@@ -136,7 +136,9 @@ class TritonExperts:
 
 
 def can_group(experts: RoutedExperts) -> bool:
-    """Return whether all layers of the experts are plain, and alike."""
+    """Return whether all layers of the experts are plain, and alike, and all of the experts are here."""
+    if len(experts.gate_ups) < experts.num_experts:
+        return False
     for layers in (experts.gate_ups, experts.downs):
         plain = _plain(layers)
         if len(plain) < len(layers) or len({(each.weight.shape, each.weight.dtype) for each in plain}) > 1:
