@@ -1,0 +1,80 @@
+"""The processor cores of the ranks of a host."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from quire.config.cpu_bind import NONE, cpu_lists
+from quire.errors import ConfigError
+from quire.platform.numa import allowed_cpus, nodes_of, share_cores
+
+
+class CpuSets(NamedTuple):
+    """Hardware threads of each rank of this host; none where they may run anywhere.
+
+    Args:
+        shares: hardware threads by the rank's number on this host.
+        is_chosen: True where the user has chosen them.
+        num_nodes: number of NUMA nodes.
+    """
+
+    shares: tuple[tuple[int, ...], ...]
+    is_chosen: bool = False
+    num_nodes: int = 1
+
+    @classmethod
+    def of(cls, option: str, num_local: int) -> CpuSets:
+        """Return the sets that the option `cpu_bind` means on this host.
+
+        Args:
+            option: checked value.
+            num_local: number of ranks on this host.
+
+        Raises:
+            ConfigError: it has another number of lists than there are ranks here, or cores that may not be used.
+        """
+        lists, allowed = cpu_lists(option), allowed_cpus()
+        if lists is None:
+            nodes = nodes_of(allowed) if allowed and option != NONE else []
+            return cls(tuple(share_cores(nodes, num_local)) if nodes else ((),) * num_local, num_nodes=len(nodes))
+        if len(lists) != num_local:
+            raise ConfigError(
+                f"cpu_bind must have a list of cores for each of the {num_local} ranks on this host, got {len(lists)}",
+                field="cpu_bind",
+            )
+        foreign = sorted({cpu for each in lists for cpu in each} - {*allowed})
+        if foreign:
+            raise ConfigError(
+                f"cpu_bind has cores that this process may not use: {', '.join(map(str, foreign[:8]))}; it may use "
+                f"{', '.join(map(str, allowed)) or 'none by number, on this system'}",
+                field="cpu_bind",
+            )
+        return cls(tuple(lists), is_chosen=True)
+
+    def num_threads(self, local_rank: int, num_cores: int) -> int:
+        """Return the number of threads of a rank.
+
+        Args:
+            local_rank: its number on this host.
+            num_cores: number of cores that all of them may use.
+        """
+        return len(self.shares[local_rank]) if self.is_chosen else max(1, num_cores // len(self.shares))
+
+    def cores(self, local_rank: int, num_threads: int) -> tuple[int, ...]:
+        """Return the hardware threads of a rank's threads; none where ranks cannot have their own.
+
+        Args:
+            local_rank: its number on this host.
+            num_threads: number of its threads.
+        """
+        if all(num_threads <= len(each) for each in self.shares) or self.is_chosen:
+            own = self.shares[local_rank]
+            return own[:num_threads] if num_threads <= len(own) else ()
+        # Shares of whole cores differ in size; all threads of the host may be enough.
+        every = [cpu for each in self.shares for cpu in each]
+        first = local_rank * num_threads
+        return tuple(every[first : first + num_threads]) if num_threads * len(self.shares) <= len(every) else ()
+
+    def home(self, local_rank: int) -> tuple[int, ...]:
+        """Return the hardware threads on which a rank's memory is to lie; none where that is all the same."""
+        return self.shares[local_rank] if self.is_chosen or self.num_nodes > 1 else ()

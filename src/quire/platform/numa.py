@@ -1,0 +1,103 @@
+"""NUMA nodes and physical cores of this host, and sets of cores for the ranks on it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from quire.config.cpu_bind import read_cpu_list
+
+ROOT = Path("/")
+NODE = re.compile(r"node(\d+)")
+
+# The hardware threads of a physical core, rising.
+Core = tuple[int, ...]
+
+
+def allowed_cpus() -> tuple[int, ...]:
+    """Return the hardware threads that this process may use, rising; none where the system does not tell."""
+    return tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
+
+
+def nodes_of(allowed: Collection[int], root: Path = ROOT) -> list[list[Core]]:
+    """Return the physical cores of each NUMA node, as far as they may be used; nodes without any are left out.
+
+    Args:
+        allowed: hardware threads that may be used.
+        root: folder in which `sys` is mounted. Where it does not tell of nodes, there is one; where it does not tell
+            of the threads of a core, each is a core of its own.
+    """
+    folder = root / "sys/devices/system/node"
+    found: dict[int, set[int]] = {}
+    for path in folder.glob("node*"):
+        name = NODE.fullmatch(path.name)
+        cpus = _list(path / "cpulist")
+        if name is not None and cpus is not None:
+            found[int(name[1])] = cpus & {*allowed}
+    known = set[int]().union(*found.values())
+    nodes = [found[node] for node in sorted(found)]
+    if rest := {*allowed} - known:
+        nodes.append(rest)
+    return [_cores(node, root) for node in nodes if node]
+
+
+def share_cores(nodes: Sequence[Sequence[Core]], num_ranks: int) -> list[tuple[int, ...]]:
+    """Return the hardware threads of each rank: of one node where there are as many ranks as nodes, or more.
+
+    First come first threads of physical cores, then their others; no two ranks share a core. A rank may have none.
+
+    Args:
+        nodes: cores of each node.
+        num_ranks: number of ranks on this host.
+    """
+    shares: list[tuple[int, ...]] = []
+    for rank in range(num_ranks):
+        if num_ranks < len(nodes):  # several nodes each
+            first, end = (len(nodes) * each // num_ranks for each in (rank, rank + 1))
+            cores = [core for node in nodes[first:end] for core in node]
+        else:
+            node_idx = rank * len(nodes) // num_ranks
+            ranks = [each for each in range(num_ranks) if each * len(nodes) // num_ranks == node_idx]
+            node, place = nodes[node_idx], ranks.index(rank)
+            cores = list(node[len(node) * place // len(ranks) : len(node) * (place + 1) // len(ranks)])
+        most = max(map(len, cores), default=0)
+        shares.append(tuple(core[turn] for turn in range(most) for core in cores if turn < len(core)))
+    return shares
+
+
+@contextmanager
+def bound_to(cpus: Collection[int]) -> Iterator[None]:
+    """Keep this thread, and those that it starts meanwhile, on some hardware threads; none for where it may run now.
+
+    Memory that a thread touches first lies on its node.
+    """
+    if not cpus:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cpus)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _cores(cpus: Collection[int], root: Path) -> list[Core]:
+    """Group hardware threads by physical core."""
+    found: dict[Core, None] = {}
+    for cpu in sorted(cpus):
+        siblings = _list(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or {cpu}
+        found[tuple(sorted(siblings & {*cpus} | {cpu}))] = None
+    return list(found)
+
+
+def _list(path: Path) -> set[int] | None:
+    """Return the numbers of a list that the system shows; None for no such file, and no numbers for an empty one."""
+    try:
+        text = path.read_text().strip()
+        return set(read_cpu_list(text)) if text else set()
+    except (OSError, ValueError):
+        return None
