@@ -44,6 +44,8 @@ def test_the_preemption_policies_are_those_of_the_scheduler() -> None:
 
 # What must be asked for beside an option, so that it means something.
 NEEDED: dict[str, dict[str, Any]] = {
+    "enable_expert_parallel": {"tensor_parallel_size": 2},
+    "cpu_bind": {"tensor_parallel_size": 2},
     "num_speculative_tokens": {"speculative_method": "ngram"},
     "prompt_lookup_min": {"speculative_method": "suffix"},
     "prompt_lookup_max": {"speculative_method": "ngram"},
@@ -115,6 +117,8 @@ NEEDED: dict[str, dict[str, Any]] = {
         ("merge_lora", [False], [None, 1, "yes"]),
         ("tensor_parallel_size", [1, 2, 64], [0, 65, None, "2", True]),
         ("all_reduce_backend", ["auto", "shared_memory", "gloo"], ["nccl", "", None]),
+        ("enable_expert_parallel", [True, False], [1, None, "yes"]),
+        ("cpu_bind", ["auto", "none", "0-3|4-7", "1,3|0"], ["cores", "0-3|3", "0|1|2", "5-4|1", "0|", 3, None]),
         ("distributed_timeout_s", [60, 0.5], [0, -1.0, math.inf, "60", None, True]),
         ("kv_events_config", [None], ["{", 3, "[]"]),
         ("kv_events_format", ["map", "array"], ["maps", "", None]),

@@ -18,6 +18,7 @@ import transformers
 from quire import LLM, LoRARequest, SamplingParams
 from quire.memory import check
 from tests.conformance.checkpoints import FAMILIES, ragged_prompts, save_checkpoint
+from tests.distributed.in_threads import native_library
 from tests.models.adapters.folders import linear_widths, merge, random_matrices, write_adapter
 
 # Attention alone, heads stored in another order and gated, layers that read others' keys, experts with a shared one,
@@ -102,6 +103,17 @@ def test_log_probabilities_of_a_batch_with_several_adapters(adapted: Any, family
             torch.testing.assert_close(torch.tensor(found), wanted, rtol=2e-4, atol=2e-4)
             assert output.outputs[0].token_ids == [int(expected[-1].argmax())]
         assert not torch.allclose(case.expected["one"][0], case.expected[""][0], atol=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_have_the_tokens_of_one_process(adapted: Any, family: str) -> None:
+    native_library()
+    case = adapted(family)
+    with load(case) as one, load(case, tensor_parallel_size=2, max_num_batched_tokens=40, max_num_seqs=8) as two:
+        vars(two.engine.scheduler)["_digest_interval"] = 1
+        expected = tokens(one, case)
+        assert tokens(two, case) == expected == tokens(two, case)  # then from cached prefixes
 
 
 @pytest.mark.parametrize("family", ["llama3", *(pytest.param(x, marks=pytest.mark.slow) for x in DEFAULT[1:])])

@@ -29,8 +29,12 @@ def reference(core_reference: Reference) -> Reference:
 @pytest.fixture(scope="module")
 def noisy(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the reference's checkpoint with weights a little off: it often guesses right, and often wrong."""
-    folder = tmp_path_factory.mktemp("noisy")
-    shutil.copytree(reference.folder, folder, dirs_exist_ok=True)
+    return noisy_copy(reference.folder, tmp_path_factory.mktemp("noisy"))
+
+
+def noisy_copy(model: Path, folder: Path) -> Path:
+    """Write a checkpoint with weights a little off those of another one."""
+    shutil.copytree(model, folder, dirs_exist_ok=True)
     generator = torch.Generator().manual_seed(0)
     for path in folder.glob("*.safetensors"):
         tensors = load_file(path)

@@ -14,6 +14,7 @@ from quire.engine.exporters.lora_collector import LoraMetrics
 from quire.engine.exporters.prometheus import Metrics
 from quire.errors import ConfigError, InvalidAdapter, InvalidParameter, RequestError, UnknownAdapter, UnsupportedFeature
 from tests.conformance.checkpoints import save_checkpoint
+from tests.distributed.in_threads import native_library
 from tests.models.adapters.folders import random_matrices, write_adapter
 from tests.ops.backends import LIBRARIES
 
@@ -85,6 +86,37 @@ def test_other_content_in_place_never_hits_blocks_of_before(world: World) -> Non
         assert run(llm, name_of_one) == (two[0], len(PROMPT) - 1)
         assert run(llm, LoRARequest("one", lora_path=world.paths["three"], load_inplace=True))[1] == 0
         assert run(llm, LoRARequest("one", lora_path=world.paths["one"], load_inplace=True)) == (one[0], 39)
+
+
+@pytest.mark.slow
+def test_ranks_load_and_unload_adapters_as_one_process_does(world: World, tmp_path: Path) -> None:
+    def serve(llm: LLM) -> list[Any]:
+        found: list[Any] = [run(llm, adapter) for adapter in (None, LoRARequest("one"), world.request("two"))]
+        assert llm.engine.adapters is not None
+        llm.engine.adapters.unload("one")
+        in_place = LoRARequest("two", lora_path=world.paths["three"], load_inplace=True)
+        found += [run(llm, in_place), run(llm, world.request("same")), run(llm, None)]
+        for path in (str(tmp_path), "/nowhere"):
+            with pytest.raises(InvalidAdapter):
+                run(llm, LoRARequest("bad", lora_path=path))
+        found += [run(llm, LoRARequest(name)) for name in ("same", "two")]
+        embedded = llm.embed([{"prompt_token_ids": PROMPT}], lora_request=LoRARequest("two"), use_tqdm=False)
+        found.append([round(value, 3) for value in embedded[0].outputs.embedding])
+        return found
+
+    native_library()
+    with world.load("one", max_cpu_loras=3) as one, world.load("one", max_cpu_loras=3, tensor_parallel_size=2) as two:
+        vars(two.engine.scheduler)["_digest_interval"] = 1
+        assert serve(two) == serve(one)
+        assert two.pin_prefix("p", {"prompt_token_ids": PROMPT}, lora_request=LoRARequest("two")) == 40
+
+
+@pytest.mark.slow
+def test_ranks_serve_the_sum_of_a_model_and_an_adapter(world: World) -> None:
+    native_library()
+    options: dict[str, Any] = {"enable_lora": False, "merge_lora": True}
+    with world.load("one", **options) as one, world.load("one", **options, tensor_parallel_size=2) as two:
+        assert run(two, None) == run(one, None)
 
 
 def test_blocks_outlive_an_adapter_only_for_its_content(world: World) -> None:

@@ -144,8 +144,6 @@ def test_drafts_that_need_no_model(method: str) -> None:
 @pytest.mark.parametrize(
     ("options", "field"),
     [
-        ({"speculative_config": {"method": "mtp"}}, "speculative_method"),
-        ({"enable_lora": True}, "enable_lora"),
         ({"prefix_cache_dir": "/folder"}, "prefix_cache_dir"),
         ({"device": "cuda"}, "device"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size"),
@@ -153,6 +151,8 @@ def test_drafts_that_need_no_model(method: str) -> None:
         ({"tensor_parallel_size": True}, "tensor_parallel_size"),
         ({"all_reduce_backend": "mpi"}, "all_reduce_backend"),
         ({"distributed_timeout_s": 0}, "distributed_timeout_s"),
+        ({"enable_expert_parallel": 1}, "enable_expert_parallel"),
+        ({"enable_expert_parallel": True, "tensor_parallel_size": 1}, "enable_expert_parallel"),
     ],
 )
 def test_options_that_ranks_do_not_serve_are_refused(options: dict[str, Any], field: str) -> None:
@@ -186,6 +186,31 @@ def test_a_model_that_ranks_cannot_share_is_refused_and_leaves_no_process() -> N
         start(7)
     assert refused.value.field == "tensor_parallel_size"
     assert children() == before
+
+
+def test_experts_of_a_model_without_any_are_not_divided() -> None:
+    with pytest.raises(ConfigError, match="divides experts, and bundled has none") as refused:
+        start(enable_expert_parallel=True)
+    assert refused.value.field == "enable_expert_parallel"
+
+
+@pytest.mark.slow
+def test_ranks_keep_to_the_cores_that_are_chosen() -> None:
+    native_library()
+    cpus = sorted(os.sched_getaffinity(0))[-2:]
+    if len(cpus) < 2:
+        pytest.skip("one core")
+    before = {*children()}
+    with start(cpu_bind=f"{cpus[1]}|{cpus[0]}", num_threads=None) as llm:
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        assert os.sched_getaffinity(0) == {cpus[1]}
+        (rank,) = {*children()} - before
+        assert os.sched_getaffinity(rank) == {cpus[0]}
+    assert os.sched_getaffinity(0) >= {*cpus}
+    with start(cpu_bind="none") as llm:
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        (rank,) = {*children()} - before
+        assert os.sched_getaffinity(rank) == os.sched_getaffinity(0) >= {*cpus}
 
 
 def children() -> list[int]:

@@ -36,6 +36,7 @@ from quire.models.families import build
 from quire.models.families.expert_layout import LINEAR_EXPERTS, has_linear_experts
 from quire.models.spec import StateCacheShape, TokenCacheShape, WeightMap
 from quire.ops import make_ops
+from quire.ops.lora import LoraRows
 from quire.scheduling.plan import NewSequence, ScheduledSequence, StepPlan, TableDelta
 from quire.sequences.params import SamplingParams
 from tests.models.family_cases import EXPERT_CASES, FALCON_CASES, GEMMA4_CASES, PHI3_CASES, QWEN3_5_CASES
@@ -318,6 +319,7 @@ class PagedRun:
         self._lengths: dict[int, int] = {}
         self._tables: dict[int, list[list[int]]] = {}
         self._tick = 0
+        self.adapter: int | None = None  # slot of the adapter of all rows
 
     @torch.inference_mode()
     def step(self, rows: dict[int, list[int]], read: dict[int, int] | None = None) -> dict[int, torch.Tensor]:
@@ -330,9 +332,13 @@ class PagedRun:
         items = tuple(self._item(seq_id, token_ids) for seq_id, token_ids in rows.items())
         self._tick += 1
         batch = self._builder.build(StepPlan(self._tick, items, NO_OPS, ()))
-        counts = [len(item.token_ids) if read is None else read[item.seq_id] for item in items]
+        lengths = [len(item.token_ids) for item in items]
+        counts = lengths if read is None else [read[item.seq_id] for item in items]
         ends_read = self._builder.lay_out_ends(items, counts)
-        hidden = self._decoder(batch.input_ids, batch.positions, batch.groups, self._storages, output_rows=ends_read)
+        of_all, of_read = (LoraRows.of([self.adapter] * len(items), each) for each in (lengths, counts))
+        adapters = None if of_all is None else (of_all, of_read)
+        inputs = batch.input_ids, batch.positions, batch.groups, self._storages
+        hidden = self._decoder(*inputs, output_rows=ends_read, adapters=adapters)
         logits = self._decoder.logits(hidden)
         ends = pairwise(accumulate(counts, initial=0))
         return {seq_id: logits[start:end].cpu() for seq_id, (start, end) in zip(rows, ends, strict=True)}

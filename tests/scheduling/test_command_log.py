@@ -25,7 +25,7 @@ from quire.sequences.pooling import Pooling
 from quire.sequences.request_json import request_from_json, request_to_json
 from quire.sequences.structured import StructuredOutputs
 from quire.sequences.thinking import ThinkingTokens
-from tests.scheduling.harness import NEVER, Harness, Job, Setting
+from tests.scheduling.harness import NEVER, Guesser, Harness, Job, Setting
 from tests.scheduling.random_jobs import jobs, narrow_settings, samples
 
 
@@ -38,6 +38,9 @@ class Pair:
         if has_drafts:
             for scheduler in (self.leader.scheduler, self.follower):
                 scheduler.drafts.drafter = AdaptiveDrafter(PromptLookup(1, 4), 4)
+        if setting.drafts:  # how many there are is guessed from the leader's data plane
+            for scheduler in (self.leader.scheduler, self.follower):
+                scheduler.drafts.drafter = Guesser(self.leader.executor, leaves_them=setting.drafts == "model")
         self.replay = CommandReplay(self.follower)
         self.plans: list[StepPlan] = []
         self.num_pinned = 0
@@ -160,6 +163,13 @@ def test_the_log_repeats_drafts_whose_number_follows_times(arriving: list[Job], 
     serve(Pair(Setting(**{**vars(setting), "drafts": ""}), has_drafts=True), arriving)
 
 
+@settings(max_examples=30)
+@given(arriving=st.lists(samples, min_size=1, max_size=5), setting=narrow_settings())
+def test_the_log_repeats_drafts_of_a_model(arriving: list[Job], setting: Setting) -> None:
+    arriving = [Job(**{**vars(job), "media": (), "max_tokens": 9, "ignore_eos": True}) for job in arriving]
+    serve(Pair(Setting(**{**vars(setting), "drafts": "model"})), arriving)
+
+
 @pytest.mark.parametrize("what", ["token", "block"])
 def test_drift_is_an_error(what: str) -> None:
     pair = Pair(Setting())
@@ -208,11 +218,12 @@ def test_requests_come_back_as_they_were(params: SamplingParams) -> None:
         params=params,
         priority=-3,
         flow="é",
-        namespace=Namespace("m", None, "salt", "tenant"),
+        namespace=Namespace("m", "adapter", "salt", "tenant"),
         bad_words=((1, 2), (3,)),
         dry_breakers=(4, 5),
         pooling=Pooling((3, 4), "mean", 2),
         retain_cache=True,
+        adapter=4,
     )
     back = request_from_json(json.loads(json.dumps(request_to_json(given))))
     assert back.params == params
@@ -225,7 +236,6 @@ def test_requests_come_back_as_they_were(params: SamplingParams) -> None:
     ("field", "fields"),
     [
         ("media", {"media": (Media(MediaSpan(0, 2, b"x"), None),)}),
-        ("lora_request", {"adapter": 1}),
     ],
 )
 def test_what_cannot_travel_is_refused_by_name(field: str, fields: dict[str, Any]) -> None:

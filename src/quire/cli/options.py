@@ -42,6 +42,7 @@ SEVERAL = frozenset({"served_model_name"})
 ALIASES = {
     "num_kv_blocks": ("--num-gpu-blocks-override",),
     "tensor_parallel_size": ("-tp",),
+    "enable_expert_parallel": ("--expert-parallel",),
     "distributed_timeout_s": ("--distributed-timeout-seconds",),
 }
 # Beginning of the parsed names of options that only vLLM has: a command may have one of the same name.

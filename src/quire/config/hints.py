@@ -68,7 +68,6 @@ OPTION_HINTS: Final[Mapping[str, Foreign]] = {
     "api_server_count": ((1,), _OF_SERVE),
     "nnodes": ((1,), _ONE_DEVICE),
     "node_rank": ((0,), _ONE_DEVICE),
-    "enable_expert_parallel": ((False,), _ONE_DEVICE),
     "enable_eplb": ((False,), _ONE_DEVICE),
     "headless": ((False,), _ONE_DEVICE),
     "distributed_executor_backend": (("uni", "mp"), _ONE_DEVICE),

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from quire.config import ParallelConfig
+from quire.distributed.cpu_sets import CpuSets
 from quire.distributed.links import LEADER, RankLinks
 from quire.distributed.rank_group import RankGroup
 from quire.distributed.ranks import Ranks
@@ -44,10 +45,11 @@ def start_ranks(config: ParallelConfig, options: dict[str, Any], program: str) -
             the descriptors of its connection and of shared memory, -1 for none.
 
     Raises:
-        ConfigError: the ranks cannot share memory, which was asked for.
+        ConfigError: the ranks cannot share memory, which was asked for, or cannot have the cores of `cpu_bind`.
         WorkerError: a process does not start.
     """
     size = config.tensor_parallel_size
+    cpus = CpuSets.of(config.cpu_bind, size)
     library = pick_library(config.all_reduce_backend)
     memory = -1 if library is None else make_memory(library.ranks.page_bytes, size)
     with ExitStack() as stack:
@@ -68,7 +70,13 @@ def start_ranks(config: ParallelConfig, options: dict[str, Any], program: str) -
         links = RankLinks(LEADER, sockets, lambda rank: describe_end(processes[rank - 1]))
         try:
             store = str(Path(folder) / "store")
-            setup = {"options": options, "timeout_s": config.distributed_timeout_s, "store": store}
+            setup = {
+                "options": options,
+                "timeout_s": config.distributed_timeout_s,
+                "store": store,
+                "divides_experts": config.enable_expert_parallel,
+                "cpus": cpus,
+            }
             for rank in sockets:
                 links.send_fact(rank, setup)
             # Ranks answer when their imports are done: what comes before the first sum may take long.
@@ -82,7 +90,7 @@ def start_ranks(config: ParallelConfig, options: dict[str, Any], program: str) -
             links.close()
             _kill(processes)
             raise
-    return Ranks(RankGroup(transport), links, size, LEADER, processes)
+    return Ranks(make_group(transport, config), links, cpus, LEADER, processes)
 
 
 def join_ranks(rank: int, size: int, connection: int, memory: int) -> tuple[Ranks, dict[str, Any]]:
@@ -95,7 +103,14 @@ def join_ranks(rank: int, size: int, connection: int, memory: int) -> tuple[Rank
     links.send_fact(LEADER, "started")
     transport = make_transport(library, memory, rank, size, setup["timeout_s"], setup["store"])
     links.send_fact(LEADER, "connected")
-    return Ranks(RankGroup(transport), links, size, rank), setup["options"]
+    group = RankGroup(transport, divides_experts=setup["divides_experts"])
+    shares, *others = setup["cpus"]
+    return Ranks(group, links, CpuSets(tuple(map(tuple, shares)), *others), rank), setup["options"]
+
+
+def make_group(transport: Transport, config: ParallelConfig) -> RankGroup:
+    """Return the group of a transport, which divides a model as the options say."""
+    return RankGroup(transport, divides_experts=config.enable_expert_parallel)
 
 
 def pick_library(backend: str) -> NativeLibrary | None:

@@ -54,7 +54,7 @@ class RankLinks:
         self._facts: dict[int, queue.SimpleQueue[Any]] = {each: queue.SimpleQueue() for each in sockets}
         self._failed, self._ended = threading.Event(), threading.Event()
         self._lock = threading.Lock()
-        self._is_closing = False
+        self._is_closing = self._is_closed = False
         self._thread = threading.Thread(target=self._watch, name="quire-ranks", daemon=True)
         self._thread.start()
 
@@ -68,12 +68,14 @@ class RankLinks:
         """Return the next fact of a rank.
 
         Raises:
-            WorkerError: a rank has failed, or did not answer in time.
+            WorkerError: a rank has failed, or did not answer in time, or the connections were closed here.
             ConfigError: a rank cannot load the model.
         """
         deadline = time.monotonic() + timeout_s
         while True:
             self.check()
+            if self._is_closed:
+                raise WorkerError("the connections to other ranks are closed")
             try:
                 return self._facts[rank].get(timeout=min(0.1, max(0.0, deadline - time.monotonic())))
             except queue.Empty:
@@ -114,6 +116,7 @@ class RankLinks:
 
     def close(self) -> None:
         """Close the connections: what the others do now is no failure; may be called twice."""
+        self._is_closed = True
         with self._lock:
             self._is_closing = True
         for each in self._sockets.values():

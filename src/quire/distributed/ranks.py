@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Final
 
 from quire.config import Machine
+from quire.distributed.cpu_sets import CpuSets
 from quire.distributed.links import LEADER, RankLinks
 from quire.distributed.rank_group import RankGroup
 from quire.errors import ConfigError, RankFailed, WorkerError
@@ -32,24 +33,28 @@ class Ranks:
     Args:
         group: the group, for the model.
         links: connections to the other ranks.
-        num_local: number of ranks on this host.
+        cpus: hardware threads of the ranks on this host.
         local_rank: number of this rank on this host.
         processes: processes that this one has started, by rank from 1 on.
+
+    Attributes:
+        end_timeout_s: seconds that the other ranks have to end by themselves.
     """
 
     def __init__(
         self,
         group: RankGroup,
         links: RankLinks,
-        num_local: int,
+        cpus: CpuSets,
         local_rank: int,
         processes: Sequence[subprocess.Popen[bytes]] = (),
     ) -> None:
         self.group, self.links = group, links
         self.rank, self.size = group.rank, group.size
-        self.num_local = num_local
+        self.num_local, self._cpus = len(cpus.shares), cpus
         self._local_rank, self._processes = local_rank, tuple(processes)
         self._on_failure: Callable[[WorkerError | ConfigError], None] | None = None
+        self.end_timeout_s = END_TIMEOUT_S
         self._is_ending = self._is_closed = False
         links.on_failure = self._fail_group
         if links.failure is not None:
@@ -71,18 +76,17 @@ class Ranks:
         return self.links.failure
 
     def num_threads(self, num_cores: int) -> int:
-        """Return the number of threads of a rank on a host of some cores."""
-        return max(1, num_cores // self.num_local)
+        """Return the number of threads of this rank on a host of some cores."""
+        return self._cpus.num_threads(self._local_rank, num_cores)
 
     def cores(self, num_threads: int) -> tuple[int, ...]:
-        """Return the cores of this rank's threads; none where ranks cannot have cores of their own."""
-        if not hasattr(os, "sched_getaffinity"):
-            return ()
-        cores = sorted(os.sched_getaffinity(0))
-        if num_threads * self.num_local > len(cores):
-            return ()
-        first = self._local_rank * num_threads
-        return tuple(cores[first : first + num_threads])
+        """Return the hardware threads of this rank's threads; none where ranks cannot have their own."""
+        return self._cpus.cores(self._local_rank, num_threads)
+
+    @property
+    def home(self) -> tuple[int, ...]:
+        """Hardware threads on which this rank's memory is to lie; none where that is all the same."""
+        return self._cpus.home(self._local_rank)
 
     def agree(self, probe: Callable[[], Machine]) -> Machine:
         """Return the machine as every rank sees it: the least memory, and the threads of a rank.
@@ -178,8 +182,8 @@ class Ranks:
         if not self._is_ending or self.failure is not None:
             self.links.close()
         elif self.is_leader:
-            self.links.wait_for_end(END_TIMEOUT_S)
-        deadline = time.monotonic() + END_TIMEOUT_S
+            self.links.wait_for_end(self.end_timeout_s)
+        deadline = time.monotonic() + self.end_timeout_s
         for process in self._processes:
             try:
                 process.wait(max(0.1, deadline - time.monotonic()))

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from quire.config import ParallelConfig
-from quire.distributed.launch import pick_library
+from quire.distributed.cpu_sets import CpuSets
+from quire.distributed.launch import make_group, pick_library
 from quire.distributed.links import LEADER, RankLinks
-from quire.distributed.rank_group import RankGroup
 from quire.distributed.ranks import Ranks
 from quire.distributed.shared_memory import SharedMemoryTransport, make_memory
 from quire.distributed.transport import Transport
@@ -84,13 +84,13 @@ def join_torchrun(config: ParallelConfig, place: TorchrunPlace) -> Ranks:
     """Find the other ranks; all of them call this.
 
     Raises:
-        ConfigError: the ranks cannot share memory, which was asked for.
+        ConfigError: the ranks cannot share memory, which was asked for, or cannot have the cores of `cpu_bind`.
         WorkerError: a rank does not come.
     """
     import torch.distributed
 
     dist: Any = torch.distributed  # its types leave out what some builds lack
-
+    cpus = CpuSets.of(config.cpu_bind, place.num_local)
     try:
         store, _, _ = next(iter(dist.rendezvous("env://", place.rank, place.size)))
         store = dist.PrefixStore("quire", store)
@@ -98,7 +98,7 @@ def join_torchrun(config: ParallelConfig, place: TorchrunPlace) -> Ranks:
     except RuntimeError as error:
         raise WorkerError(f"rank {place.rank} finds no store at {place.address}: {error}") from error
     transport = _make_transport(config, place, store, links)
-    return Ranks(RankGroup(transport), links, place.num_local, place.local_rank)
+    return Ranks(make_group(transport, config), links, cpus, place.local_rank)
 
 
 def _lead(store: Any, place: TorchrunPlace) -> RankLinks:

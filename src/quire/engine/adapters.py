@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from quire.errors import ConfigError, InvalidAdapter, InvalidParameter, UnknownAdapter, UnsupportedFeature
 from quire.sequences.lora import LoRARequest
 
 if TYPE_CHECKING:
-    from quire.models.adapters.slots import Adapter, AdapterSlots
+    from quire.models.adapters.slots import Adapter
 
 # Adapters of several prompts: one for all of them, or one or None for each.
 Adapters = LoRARequest | Sequence[LoRARequest | None] | None
@@ -38,6 +38,16 @@ class LoadedAdapter:
     last_use: int = 0
 
 
+class DataPlaneSlots(Protocol):
+    """The slots of the data plane; of several ranks, those of all."""
+
+    def read(self, folder: Path) -> Adapter:
+        """See `quire.models.adapters.slots.AdapterSlots`."""
+
+    def put(self, slot: int, adapter: Adapter | None) -> None:
+        """See `quire.models.adapters.slots.AdapterSlots`."""
+
+
 class AdapterRegistry:
     """Loads adapters under names, and unloads them; all but `read` and `find` between two steps.
 
@@ -50,13 +60,13 @@ class AdapterRegistry:
         model_name: name of the model, which no adapter may have.
 
     Attributes:
-        limit: the argument.
+        slots, limit: the arguments.
     """
 
     def __init__(
-        self, slots: AdapterSlots, limit: int, used_slots: Callable[[], Iterable[int | None]], model_name: str
+        self, slots: DataPlaneSlots, limit: int, used_slots: Callable[[], Iterable[int | None]], model_name: str
     ) -> None:
-        self._slots, self.limit = slots, limit
+        self.slots, self.limit = slots, limit
         self._used_slots, self._model_name = used_slots, model_name
         self._by_name: dict[str, LoadedAdapter] = {}
         self._slot_of: dict[str, int] = {}  # by digest
@@ -74,7 +84,7 @@ class AdapterRegistry:
             InvalidAdapter: the folder has no adapter that fits the model; the message names the file and the field.
         """
         try:
-            return self._slots.read(Path(path).expanduser())
+            return self.slots.read(Path(path).expanduser())
         except ConfigError as error:
             raise InvalidAdapter(str(error), field=error.field or "lora_path") from error
 
@@ -168,7 +178,7 @@ class AdapterRegistry:
         kept = named.union(slot for slot in self._used_slots() if slot is not None)
         for digest, slot in tuple(self._slot_of.items()):
             if slot not in kept:
-                self._slots.put(slot, None)
+                self.slots.put(slot, None)
                 del self._slot_of[digest]
 
     def _place(self, adapter: Adapter) -> int:
@@ -193,7 +203,7 @@ class AdapterRegistry:
             del self._by_name[min(idle, key=lambda each: each.last_use).name]
             self.free_unused()
         slot = next(number for number in range(self.limit) if number not in self._slot_of.values())
-        self._slots.put(slot, adapter)
+        self.slots.put(slot, adapter)
         self._slot_of[adapter.digest] = slot
         return slot
 

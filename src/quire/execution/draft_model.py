@@ -27,6 +27,8 @@ class DraftModel:
      ...      draft k                                                  -> nothing
     ```
 
+    Ranks that share the target make the same drafts: all of them run this.
+
     Args:
         decoder: decoder with the target's vocabulary.
         builder: follows the plans, for the groups of both.
@@ -53,7 +55,7 @@ class DraftModel:
         live = [idx for idx, count in enumerate(wanted) if count]
         guesses: list[list[int]] = [[] for _ in items]
         while live:
-            token_ids = self._decoder.logits(hidden).argmax(-1).tolist()
+            token_ids = self._decoder.draft_tokens(hidden).tolist()
             step = []
             for idx, token_id in zip(live, token_ids, strict=True):
                 guesses[idx].append(token_id)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from quire.distributed.ranks import Ranks
-from quire.errors import RankFailed, WorkerError
+from quire.errors import RankFailed
 from quire.execution.executor import Executor
 from quire.memory.results import MemoryOps
 from quire.scheduling.plan import StepPlan, StepResult
@@ -69,8 +69,8 @@ class RankedExecutor:
         return self._inner.measure_copies()
 
     def move(self, ops: MemoryOps) -> None:
-        """Refuse: blocks move with steps, on all ranks."""
-        raise WorkerError(f"blocks of ranks move with steps only; {len(ops.copies)} copies are refused")
+        """See `Executor`: the parts of blocks that this rank has; the others move theirs by themselves."""
+        self._inner.move(ops)
 
     def close(self) -> None:
         """Let the other ranks end, and wait for them."""

@@ -41,6 +41,7 @@ class Decoder:
         weights: the weights to load; the decoder runs when none is missing.
         step_adapters: adapters of the present step's rows, for layers that may have adapters.
         merged_adapter: digest of the adapter that is merged into the weights; None for none.
+        replicas: ranks of which each has the whole model, to make drafts; None for others.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Decoder:
         if not spec.tied_head:
             slots |= nested(head=self._head.slots)
         self.merged_adapter: str | None = None
+        self.replicas: RankGroup | None = None
         self.weights = WeightTable(slots, dtype, device, self._fuse)
 
     @property
@@ -166,6 +168,14 @@ class Decoder:
         None without ranks, whose logits are there as a whole.
         """
         return None if self._ranks is None else self._ranks.likeliest(hidden, self._own_logits, self._widths)
+
+    def draft_tokens(self, hidden: Tensor) -> Tensor:
+        """Return the likeliest token [R] after each row of `hidden` [R, E], the same on every rank; all call it."""
+        if self._ranks is not None:
+            return self._ranks.agreed_likeliest(self._own_logits(hidden), self._widths)
+        tokens = self.logits(hidden).argmax(-1)
+        # Processors of hosts may round otherwise, and what ranks compute next must be the same.
+        return tokens if self.replicas is None else self.replicas.of_first(tokens)
 
     def _own_logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of this rank's columns."""

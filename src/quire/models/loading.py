@@ -81,9 +81,8 @@ def load_decoder(
     decoder = Decoder(spec, ops=ops, dtype=dtype, device=torch_device, ranks=ranks)
     merged = None
     if adapter is not None:
-        assert splits is None, "adapters are merged into whole weights"
         slots, row_count = decoder.weights.slots, _row_counter(checkpoint)
-        merged = read_merged(adapter, checkpoint, slots, weight_map, row_count, max_lora_rank)
+        merged = read_merged(adapter, checkpoint, slots, weight_map, row_count, max_lora_rank, splits)
         decoder.merged_adapter = merged.digest
     load_weights(checkpoint, weight_map, decoder, splits, merged)
     return decoder
@@ -118,16 +117,20 @@ def _check_packing(weight_packing: str, dtype: torch.dtype) -> None:
         )
 
 
-def make_adapter_slots(checkpoint: Checkpoint, decoder: Decoder, max_rank: int) -> AdapterSlots:
+def make_adapter_slots(
+    checkpoint: Checkpoint, decoder: Decoder, max_rank: int, ranks: RankGroup | None = None
+) -> AdapterSlots:
     """Let the linear layers of a decoder take adapters.
 
     Args:
         checkpoint: files that the decoder was loaded from.
         decoder: decoder with all its weights.
         max_rank: largest rank of an adapter.
+        ranks: ranks that share the decoder; None for one process.
     """
-    _, weight_map = build(without_quantization(checkpoint.config))
-    return AdapterSlots(decoder, weight_map, _row_counter(checkpoint), max_rank)
+    spec, weight_map = build(without_quantization(checkpoint.config))
+    splits = None if ranks is None else splits_of(spec, share_of(ranks))
+    return AdapterSlots(decoder, weight_map, _row_counter(checkpoint), max_rank, splits)
 
 
 def _row_counter(checkpoint: Checkpoint) -> Callable[[str], int]:

@@ -30,16 +30,19 @@ class MTPHead(Decoder):
     first token of a sequence has zeros for a hidden state.
 
     Args:
-        target: decoder with all its weights, whose hidden states are read; embedding and output head are shared.
-        spec: specification of the head (`ModelSpec.is_mtp`).
+        target: decoder with all its weights, whose hidden states are read; embedding and output head are shared, and
+            of ranks, the layer is divided as its layers are.
+        spec: specification of the head (`ModelSpec.is_mtp`); of ranks, of this one's part.
 
     Source: multi-token prediction, DeepSeek-V3 technical report, arXiv 2412.19437.
     """
 
     def __init__(self, target: Decoder, spec: ModelSpec) -> None:
         device = target.device
-        super().__init__(spec, ops=target.ops, dtype=target.dtype, device=device)
+        super().__init__(spec, ops=target.ops, dtype=target.dtype, device=device, ranks=target._ranks)
         self._embedding, self._target_norm, self._head = target._embedding, target._norm, target._head
+        # Inputs of the layer are given for all rows: they need no look-up, and no sum of ranks.
+        self._embed, self._look_up = self._look_up, self._no_rows
         self._embedding_norm, self._hidden_norm = (
             Norm(spec.norm, spec.width, target.ops, target.dtype, device) for _ in range(2)
         )
@@ -49,6 +52,9 @@ class MTPHead(Decoder):
         )
         own |= {name: slot for name, slot in self.weights.slots.items() if name != "embedding.weight"}
         self.weights = WeightTable(nested(mtp=own), target.dtype, device, self._fuse)
+
+    def _no_rows(self, input_ids: Tensor) -> Tensor:
+        return torch.empty(len(input_ids), self.spec.width, dtype=self.dtype, device=self.device)
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Return hidden states of the target [T, E] after its last norm: so the head reads them."""
@@ -74,7 +80,7 @@ class MTPHead(Decoder):
         Returns:
             Normed hidden states, [T, E]; where `output_rows` are given, [R, E].
         """
-        embedded = self._embedding.look_up(input_ids)
+        embedded = self._embed(input_ids)
         if given is not None:
             embedded = embedded.index_copy(0, *given)
         pairs = torch.cat([self._embedding_norm(embedded), self._hidden_norm(hidden)], -1)
@@ -83,5 +89,7 @@ class MTPHead(Decoder):
         return self._norm(x) if len(x) else x
 
     def predict(self, normed: Tensor) -> list[int]:
-        """Return the likeliest token after each normed hidden state [R, E] of the head."""
-        return self._head.run(normed).argmax(-1).tolist()
+        """Return the likeliest token after each normed hidden state [R, E] of the head, the same on every rank."""
+        logits, ranks = self._head.run(normed), self._ranks
+        tokens = logits.argmax(-1) if ranks is None else ranks.agreed_likeliest(logits.float(), self._widths)
+        return tokens.tolist()

@@ -93,18 +93,20 @@ def load_weights(
     _warn_of_unused(checkpoint, reader, weight_map)
     for name, shape in shapes.items():
         parts = [_as_rows(reader.read(source), len(shape)) for source in weight_map[name]]
+        dtype = model.weights.dtype(name)
+        if merged is not None:  # into whole weights, whatever part of them is taken
+            for source, part in zip(weight_map[name], parts, strict=True):
+                check_finite(checkpoint, source, part, most=MOST_BROKEN_ROWS if name == EMBEDDING else 0.0)
+            parts = [
+                merged.add_to(source, part, dtype) if isinstance(part, Tensor) else part
+                for source, part in zip(weight_map[name], parts, strict=True)
+            ]
         if name in splits:
             parts = splits[name].cut(parts, name)
         # Parts of sources do not say which one they are of.
         sources = weight_map[name] if len(parts) == len(weight_map[name]) else weight_map[name][:1] * len(parts)
         for source, part in zip(sources, parts, strict=True):
             check_finite(checkpoint, source, part, most=MOST_BROKEN_ROWS if name == EMBEDDING else 0.0)
-        dtype = model.weights.dtype(name)
-        if merged is not None:
-            parts = [
-                merged.add_to(source, part, dtype) if isinstance(part, Tensor) else part
-                for source, part in zip(weight_map[name], parts, strict=True)
-            ]
         model.weights.load(name, join_parts(parts, shape, dtype))
         reader.let_go(weight_map[name])
 

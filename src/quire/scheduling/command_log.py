@@ -14,11 +14,13 @@ to differ.
  ["plan", TICK]                   Scheduler.plan
  ["digest", TICK, DIGEST]         digest of that plan and of the block tables after it
  ["results", FIRST, [TOKENS, ...]]  Scheduler.update_from_results for items from the first on: a token, a list of
-                                  tokens, null for a pooled result
+                                  tokens, null for a pooled result, [TOKENS, DRAFT] where a model has made drafts
  ["stop", SEQ, STRING]            Scheduler.finish_at_stop_string
  ["beams", [[[PARENT, TOKEN, SCORE, STOP], ...], ...]]  Scheduler.advance_beams
  ["reset"]                        Scheduler.reset_prefix_cache
  ["pin", NAME, TOKENS, NAMESPACE], ["unpin", NAME]  KVCacheManager.pin and unpin
+ ["adapter", SLOT, DIGEST, FOLDER]  what the data plane has in a slot from now on; null twice for nothing
+ ["write_through"], ["save"]      what is done with the prefix cache on disk
  ["close"]                        the end
 ```
 """
@@ -29,7 +31,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from hashlib import blake2b
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from quire.decoding.speculation import AdaptiveDrafter
 from quire.errors import LockstepDrift
@@ -162,6 +164,15 @@ class LoggedScheduler:
         self._pending.append(["reset"])
         self._inner.reset_prefix_cache()
 
+    def log_adapter(self, slot: int, digest: str | None, folder: str | None) -> None:
+        """Write down the adapter that a slot of the data plane has from now on; None twice for none."""
+        self._pending.append(["adapter", slot, digest, folder])
+
+    def log_and_send(self, name: str) -> None:
+        """Write down a command of `FollowingParts`, and send it."""
+        self._pending.append([name])
+        self.flush()
+
     def close_log(self) -> None:
         """End the log."""
         self._pending.append(["close"])
@@ -175,16 +186,37 @@ class LoggedScheduler:
             self._send(commands)
 
 
-def _tokens_of(result: ItemResult) -> int | list[int] | None:
+def _tokens_of(result: ItemResult) -> int | list[Any] | None:
+    if result.draft:
+        return [list(result.token_ids), list(result.draft)]
     if len(result.token_ids) == 1:
         return result.token_ids[0]
     return None if result.pooled else list(result.token_ids)
 
 
-def _result_of(seq_id: int, tokens: int | list[int] | None) -> ItemResult:
+def _result_of(seq_id: int, tokens: int | list[Any] | None) -> ItemResult:
     if tokens is None:
         return ItemResult(seq_id, (), pooled=(0.0,))
+    if isinstance(tokens, list) and tokens and isinstance(tokens[0], list):
+        found, draft = tokens
+        return ItemResult(seq_id, tuple(found), draft=tuple(draft))
     return ItemResult(seq_id, (tokens,) if isinstance(tokens, int) else tuple(tokens))
+
+
+class FollowingParts(Protocol):
+    """Parts of a process besides its scheduler that follow the log."""
+
+    def put_adapter(self, slot: int, digest: str | None, folder: str | None) -> None:
+        """Repeat `LoggedScheduler.log_adapter`."""
+
+    def reset(self) -> None:
+        """Delete the prefix cache outside of memory."""
+
+    def write_through(self) -> None:
+        """Save the blocks of the sequences that have ended."""
+
+    def save(self) -> None:
+        """Save the prefix cache before the end."""
 
 
 class CommandReplay:
@@ -192,13 +224,15 @@ class CommandReplay:
 
     Args:
         scheduler: scheduler that was made as the log's was.
+        parts: other parts of this process that follow the log; None for none.
 
     Attributes:
         is_closed: True after the end of the log.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, parts: FollowingParts | None = None) -> None:
         self.is_closed = False
+        self._parts = parts
         self._scheduler = scheduler
         self._plan: StepPlan | None = None
 
@@ -241,10 +275,18 @@ class CommandReplay:
                     scheduler.advance_beams(self._plan.beams, found)
                 case "reset":
                     scheduler.reset_prefix_cache()
+                    if self._parts is not None:
+                        self._parts.reset()
                 case "pin":
                     repeat_pin(scheduler.memory, *given)
                 case "unpin":
                     scheduler.memory.unpin(given[0])
+                case "adapter" if self._parts is not None:
+                    self._parts.put_adapter(*given)
+                case "write_through" if self._parts is not None:
+                    self._parts.write_through()
+                case "save" if self._parts is not None:
+                    self._parts.save()
                 case "close":
                     self.is_closed = True
                 case _:

@@ -57,4 +57,6 @@ def repeat_pin(memory: KVCacheManager, name: str, tokens: list[int], namespace: 
     assert model is not None, "a namespace has a model"
     num_tokens = memory.pin(name, memory.chain(tokens, Namespace(model, *others)))
     if num_tokens != len(tokens):
-        raise LockstepDrift(f"rank 0 has pinned {len(tokens)} tokens, of which {num_tokens} are in the prefix cache here")
+        raise LockstepDrift(
+            f"rank 0 has pinned {len(tokens)} tokens, of which {num_tokens} are in the prefix cache here"
+        )

@@ -18,7 +18,7 @@ _CALLABLE: Final = frozenset({"logits_processors", "strategy"})
 _DEFAULTS: Final = SamplingParams()
 _FIELDS: Final = tuple(item.name for item in fields(SamplingParams) if item.init and item.name not in _CALLABLE)
 _PLAIN: Final = (
-    *("request_id", "max_total_tokens", "arrival", "seed", "priority", "flow", "retain_cache"),
+    *("request_id", "max_total_tokens", "arrival", "seed", "priority", "flow", "retain_cache", "adapter"),
     "prompt_token_ids",
 )
 
@@ -27,14 +27,12 @@ def check_travels(request: Request) -> None:
     """Check that other processes can plan a request as this one does.
 
     Raises:
-        UnsupportedFeature: it has a strategy of its own, embeddings of media, or an adapter.
+        UnsupportedFeature: it has a strategy of its own, or embeddings of media.
     """
     if request.params.strategy is not None:
         raise UnsupportedFeature("strategy", "it is Python code, and every rank plans for itself; use one process")
     if request.media:
         raise UnsupportedFeature("media", "embeddings are not sent to other ranks; use one process")
-    if request.adapter is not None:
-        raise UnsupportedFeature("lora_request", "adapters are not split over ranks; use one process")
 
 
 def request_to_json(request: Request) -> dict[str, Any]:

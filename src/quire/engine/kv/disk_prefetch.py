@@ -83,15 +83,27 @@ class DiskPrefetcher:
         if self._sources is not None and not self._sources.is_ready(sequence, self._tokens_per_s):
             return False
         num_blocks, loads = self._disk_tier.find_loads(sequence.chain, self._disk.holds, sequence.request.hit_limit)
+        part: list[DiskLoad] | None = None
         if loads and (sequence.staged or self._is_worth_it(loads)):
             # The first missing block indices of the chain, each with the blocks of all groups.
             indices = sorted({load.block_idx for load in loads})[: self._free_blocks]
             self._free_blocks -= len(indices)
-            part = [load for load in loads if load.block_idx in indices]
             # Blocks that were evicted again meanwhile are not loaded twice: the host tier is too small for them.
-            is_new = sequence.staged.isdisjoint(indices)
-            if is_new and self._load(sequence, num_blocks, part) and len(part) < len(loads):
-                return False
+            if sequence.staged.isdisjoint(indices):
+                part = [load for load in loads if load.block_idx in indices]
+        return self._stage(sequence, num_blocks, part, is_last=part is None or len(part) == len(loads))
+
+    def _stage(self, sequence: Sequence, num_blocks: int, part: Seq[DiskLoad] | None, *, is_last: bool) -> bool:
+        """Load some blocks of a sequence, None for nothing; return False while more must be loaded.
+
+        Args:
+            sequence: sequence to be admitted next.
+            num_blocks: length of the hit in blocks.
+            part: blocks to load; empty where a later step loads some.
+            is_last: True where no others are to follow.
+        """
+        if part is not None and self._load(sequence, num_blocks, part) and not is_last:
+            return False
         sequence.is_staged = True
         if self._sources is not None:
             self._sources.forget(sequence)
@@ -217,16 +229,24 @@ class DiskPrefetcher:
 
     def _load(self, sequence: Sequence, num_blocks: int, loads: Seq[DiskLoad]) -> bool:
         """Load blocks and publish them on the host; return False where some could not be loaded."""
-        fetched = []
-        for load in loads:
-            ticket = self._disk.fetch(load.block)
-            if ticket is None:
-                break
-            fetched.append(FetchedBlock(load.block.group_idx, load.block_idx, ticket))
+        fetched = [
+            FetchedBlock(load.block.group_idx, load.block_idx, ticket)
+            for load, ticket in zip(loads, self._fetch(loads), strict=False)
+        ]
         published = set(self._disk_tier.publish_loaded(sequence.chain, num_blocks, fetched)) if fetched else set()
         self._disk.drop(block.ticket for block in fetched if block.ticket not in published)
         sequence.staged.update(block.block_idx for block in fetched if block.ticket in published)
         return len(published) == len(loads)
+
+    def _fetch(self, loads: Seq[DiskLoad]) -> list[int]:
+        """Read blocks until one is missing or damaged; return the tickets of those before it."""
+        tickets: list[int] = []
+        for load in loads:
+            ticket = self._disk.fetch(load.block)
+            if ticket is None:
+                break
+            tickets.append(ticket)
+        return tickets
 
     def _is_worth_it(self, loads: Seq[DiskLoad]) -> bool:
         """Return True where loading is faster than computing, or one of them has not been measured."""

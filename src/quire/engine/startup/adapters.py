@@ -3,31 +3,43 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from typing import cast
 
 from quire.config import LoRAConfig
-from quire.engine.adapters import AdapterRegistry
+from quire.distributed.rank_calls import RankCalls, answer_calls
+from quire.distributed.ranks import Ranks
+from quire.engine.adapters import AdapterRegistry, DataPlaneSlots
+from quire.engine.startup.ranked_adapters import FollowerSlots, LeaderSlots
 from quire.errors import ConfigError, RequestError
 from quire.models.checkpoint import Checkpoint
 from quire.models.decoder import Decoder
 from quire.models.loading import make_adapter_slots
+from quire.scheduling.command_log import LoggedScheduler
+from quire.scheduling.scheduler import Scheduler
 from quire.sequences.lora import LoRARequest
-from quire.sequences.sequence import Request
 
 logger = logging.getLogger(__name__)
 
 
 def load_adapters(
-    config: LoRAConfig, checkpoint: Checkpoint, decoder: Decoder, requests: Mapping[str, Request], model_name: str
+    config: LoRAConfig,
+    checkpoint: Checkpoint,
+    decoder: Decoder,
+    scheduler: Scheduler,
+    model_name: str,
+    ranks: Ranks | None = None,
 ) -> AdapterRegistry | None:
     """Let a decoder take adapters, and load those of the configuration; None where it enables none.
+
+    On other ranks than 0, nothing is loaded until rank 0 says so.
 
     Args:
         config: options of adapters.
         checkpoint: files that the decoder was loaded from.
         decoder: decoder with all its weights.
-        requests: unfinished requests of the engine, by id.
+        scheduler: scheduler of the engine; on rank 0 of several, a `LoggedScheduler`.
         model_name: name of the model.
+        ranks: ranks that share the model; None for one process.
 
     Raises:
         ConfigError: one of the adapters cannot be loaded.
@@ -37,9 +49,17 @@ def load_adapters(
         return None
 
     def used_slots() -> list[int | None]:
-        return [request.adapter for request in requests.values()]
+        return [request.adapter for request in scheduler.requests.values()]
 
-    slots = make_adapter_slots(checkpoint, decoder, config.max_lora_rank)
+    own = make_adapter_slots(checkpoint, decoder, config.max_lora_rank, None if ranks is None else ranks.group)
+    slots: DataPlaneSlots = own
+    if ranks is not None and not ranks.is_leader:
+        slots = FollowerSlots(own, config.max_adapters)
+        answer_calls(ranks.links, slots.answer)
+        return AdapterRegistry(slots, config.max_adapters, used_slots, model_name)
+    if ranks is not None:
+        log = cast(LoggedScheduler, scheduler).log_adapter
+        slots = LeaderSlots(own, RankCalls(ranks.links, ranks.size), log)
     registry = AdapterRegistry(slots, config.max_adapters, used_slots, model_name)
     for name, path in config.adapters.items():
         try:

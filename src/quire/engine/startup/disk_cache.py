@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from hashlib import blake2b
@@ -12,8 +12,10 @@ from typing import NamedTuple
 import torch
 
 from quire.config import CacheConfig, EngineConfig, ResolvedConfig
+from quire.distributed.ranks import Ranks
 from quire.engine.kv.disk_prefetch import DiskPrefetcher
 from quire.engine.kv.handover import HandOver
+from quire.engine.kv.ranked_prefetch import FollowerPrefetcher, LeaderPrefetcher
 from quire.engine.kv.source_loads import PlannedSource, RecordSource, SourceLoads
 from quire.errors import ConfigError
 from quire.kvstore.block_store import TieredStore
@@ -45,6 +47,7 @@ def open_stores(
     resolved: ResolvedConfig,
     groups: Sequence[KVCacheSpec],
     dtype: torch.dtype,
+    ranks: Ranks | None = None,
 ) -> DiskBlocks:
     """Open the prefix caches outside memory.
 
@@ -54,6 +57,7 @@ def open_stores(
         resolved: the resolved configuration.
         groups: the cache groups.
         dtype: dtype of the weights.
+        ranks: ranks that share the model, each of which has a folder in the folder; None for one process.
 
     Raises:
         ConfigError: the folder cannot be used, `prefix_cache_disk_bytes` is too small, the remote store refuses, or a
@@ -64,10 +68,12 @@ def open_stores(
     with ExitStack() as stack:
         folder = None
         if cache.prefix_cache_dir is not None:
-            folder = StoreFolder(Path(cache.prefix_cache_dir).expanduser())
+            folder = StoreFolder(Path(cache.prefix_cache_dir).expanduser() / _part_of(ranks))
             stack.callback(folder.close)
         try:
-            identity = _identity(models, resolved, groups, dtype, None if folder is None else folder.path)
+            identity = _identity(
+                models, resolved, groups, dtype, None if folder is None else folder.path, _part_of(ranks)
+            )
             disk = None
             if folder is not None:
                 disk = PrefixStore(folder, identity, cache.prefix_cache_disk_bytes, max(block_bytes))
@@ -90,6 +96,11 @@ def open_stores(
     return DiskBlocks(TieredStore(key, identity, disk, remote, exports), block_bytes)
 
 
+def _part_of(ranks: Ranks | None) -> str:
+    """Return a name of the part of each block that a rank has; "" for the whole."""
+    return "" if ranks is None else f"rank-{ranks.rank}-of-{ranks.size}"
+
+
 def shared_key(identity: bytes) -> bytes:
     """Return the key of the digests of all engines that compute the same bytes."""
     return blake2b(b"quire: digests of shared blocks", key=identity, digest_size=32).digest()
@@ -101,6 +112,7 @@ def _identity(
     groups: Sequence[KVCacheSpec],
     dtype: torch.dtype,
     folder: Path | None,
+    part: str,
 ) -> bytes:
     """Return the digest of all that the bytes of a block depend on, besides its tokens."""
     # Other kernels, or another device, round differently, so their KV must not be hit.
@@ -112,7 +124,7 @@ def _identity(
         str(resolved.block_size),
         *map(repr, groups),
     ]
-    layout += filter(None, [resolved.quantization])
+    layout += filter(None, [resolved.quantization, part])
     # The longest context that is served decides about them.
     has_long_factors = [spec.has_long_factors for _, spec in models]
     layout += [str(has_long_factors)] * any(has_long_factors)
@@ -129,6 +141,7 @@ def open_prefetch(
     resolved: ResolvedConfig,
     groups: Sequence[KVCacheSpec],
     stack: ExitStack,
+    ranks: Ranks | None = None,
 ) -> tuple[DiskPrefetcher | None, HandOver | None]:
     """Return the prefetcher of blocks outside memory, and the hand-over of blocks, which listens from then on.
 
@@ -139,6 +152,7 @@ def open_prefetch(
         resolved: the resolved configuration.
         groups: the cache groups.
         stack: closes the hand-over, as long as nobody else does.
+        ranks: ranks that share the model; None for one process.
 
     Raises:
         ConfigError: the address of the hand-over cannot be listened at.
@@ -156,7 +170,10 @@ def open_prefetch(
     if store.remote is not None or hand_over is not None:
         find = partial(_sources_of, hand_over, store.remote, cache.prefix_cache_timeout_s)
         sources = SourceLoads(memory.archive, store, find, block_bytes=block_bytes, block_size=resolved.block_size)
-    prefetch = DiskPrefetcher(
+    make: Callable[..., DiskPrefetcher] = DiskPrefetcher
+    if ranks is not None:
+        make = partial(LeaderPrefetcher if ranks.is_leader else FollowerPrefetcher, ranks=ranks)
+    prefetch = make(
         memory.archive,
         disk,
         block_size=resolved.block_size,

@@ -59,6 +59,7 @@ from quire.models.weights import choose_dtype
 from quire.ops.interface import Ops
 from quire.platform.host_probe import num_cores, pick_device, probe
 from quire.platform.malloc import keep_freed_memory, use_huge_pages
+from quire.platform.numa import bound_to
 from quire.scheduling.scheduler import Scheduler
 from quire.structured.grammar_cache import GrammarCache
 from quire.structured.grammar_compiler import GrammarCompiler
@@ -79,12 +80,14 @@ class LoadedModel:
         engine: engine of the model.
         default_params: sampling parameters from the model's generation config.
         pooling: pooling of its embeddings.
+        disk_prefetch: the engine's loader of blocks on disk; None without a prefix cache there.
     """
 
     name: str
     engine: Engine
     default_params: dict[str, Any]
     pooling: PoolingConfig
+    disk_prefetch: DiskPrefetcher | None = None
 
 
 def load(config: EngineConfig, *, wrap: Wrappers | None = None, ranks: Ranks | None = None) -> LoadedModel:
@@ -131,7 +134,7 @@ def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None) -> LoadedMo
     else:
         model = wrap.decoder(_load_decoder(options, checkpoint, device, dtype, wrap.ops, config.lora, ranks))
         load_decoder_of = partial(_load_decoder, options, device=device, dtype=dtype)
-        guide, draft = load_draft(config, checkpoint, model, tokenizer, load_decoder_of)
+        guide, draft = load_draft(config, checkpoint, model, tokenizer, load_decoder_of, ranks)
     stored = stored_dtype(config, dtype)
     groups = [spec for each in (model, draft) if each for spec in cache_groups(config, each, stored)]
     step = step_cost(config, model, draft, device, stored)
@@ -149,13 +152,14 @@ def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None) -> LoadedMo
     with ExitStack() as stack:
         if config.cache.has_stores and not isinstance(model, Encoder):
             models = [(each, of.spec) for each, of in ((checkpoint, model), (guide, draft)) if each and of]
-            disk = stack.enter_context(closing(open_stores(config, models, resolved, groups, dtype)))
+            disk = stack.enter_context(closing(open_stores(config, models, resolved, groups, dtype, ranks)))
         memory = _memory(resolved, sizing, _open_log(config.cache.record_memory), disk)
-        runner = _runner(model, draft, memory, resolved, dtype=dtype, stored=stored, disk=disk, grammars=grammars)
-        disk_prefetch, hand_over = open_prefetch(memory, disk, config.cache, resolved, groups, stack)
+        with bound_to(() if ranks is None else ranks.home):
+            runner = _runner(model, draft, memory, resolved, dtype=dtype, stored=stored, disk=disk, grammars=grammars)
+        disk_prefetch, hand_over = open_prefetch(memory, disk, config.cache, resolved, groups, stack, ranks)
         speculation = make_speculation(config.speculative)
         scheduler = _scheduler(resolved, memory, disk_prefetch, speculation)
-        scheduler, executor = lead(ranks, scheduler, InProcessExecutor(runner), resolved.num_threads)
+        scheduler, executor = lead(ranks, scheduler, InProcessExecutor(runner), resolved.num_threads, disk_prefetch)
         engine = Engine(
             resolved,
             wrap.scheduler(scheduler),
@@ -172,11 +176,11 @@ def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None) -> LoadedMo
         )
         engine.requests.can_generate, engine.ranks = pooling.has_head, ranks
         if not isinstance(model, Encoder):
-            engine.adapters = load_adapters(config.lora, checkpoint, model, engine.scheduler.requests, name)
+            engine.adapters = load_adapters(config.lora, checkpoint, model, scheduler, name, ranks)
         engine.kv_events = open_kv_events(config, engine, disk)
         # From here on the engine closes the disk.
         stack.pop_all()
-    return LoadedModel(name, engine, read_default_params(checkpoint, options.generation_config), pooling)
+    return LoadedModel(name, engine, read_default_params(checkpoint, options.generation_config), pooling, disk_prefetch)
 
 
 def _tokenizer(options: ModelConfig, checkpoint: Checkpoint) -> Tokenizer | None:
@@ -229,20 +233,21 @@ def _load_decoder(
 ) -> Decoder:
     """Load a decoder, with the adapter in its weights that `lora` merges."""
     merged = None if lora is None else lora.merged
-    decoder = load_decoder(
-        checkpoint,
-        device=device,
-        dtype=dtype,
-        kernels=options.kernels,
-        quantization=options.quantization,
-        weight_packing=options.weight_packing,
-        deterministic=options.deterministic,
-        max_model_len=options.max_model_len,
-        wrap_ops=wrap_ops,
-        adapter=None if merged is None else Path(merged[1]).expanduser(),
-        max_lora_rank=0 if lora is None else lora.max_lora_rank,
-        ranks=None if ranks is None else ranks.group,
-    )
+    with bound_to(() if ranks is None else ranks.home):
+        decoder = load_decoder(
+            checkpoint,
+            device=device,
+            dtype=dtype,
+            kernels=options.kernels,
+            quantization=options.quantization,
+            weight_packing=options.weight_packing,
+            deterministic=options.deterministic,
+            max_model_len=options.max_model_len,
+            wrap_ops=wrap_ops,
+            adapter=None if merged is None else Path(merged[1]).expanduser(),
+            max_lora_rank=0 if lora is None else lora.max_lora_rank,
+            ranks=None if ranks is None else ranks.group,
+        )
     if merged is not None:
         logger.info("Adapter %s: merged into the weights from %s", *merged)
     return decoder

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from typing import Any
 
 from quire.config import EngineConfig
 from quire.distributed.launch import join_ranks
 from quire.distributed.ranks import Ranks, exit_soon
-from quire.engine.startup.loading import load
+from quire.engine.kv.ranked_prefetch import FollowerPrefetcher
+from quire.engine.startup.loading import LoadedModel, load
+from quire.engine.startup.ranked_adapters import FollowerSlots
 from quire.errors import RankFailed
 from quire.scheduling.command_log import CommandReplay
 
@@ -63,9 +66,48 @@ def follow(ranks: Ranks, config: EngineConfig) -> None:
         WorkerError: a step failed, a rank has failed, or ranks have come to differ.
     """
     own = EngineConfig.from_options(**{**config.to_options(), **OF_LEADER})
-    engine = load(own, ranks=ranks).engine
-    replay = CommandReplay(engine.scheduler)
+    loaded = load(own, ranks=ranks)
+    engine = loaded.engine
+    replay = CommandReplay(engine.scheduler, LoadedParts(loaded))
     while not replay.is_closed:
         for plan in replay.apply(ranks.group.receive_commands()):
             engine.executor.execute(plan)
     ranks.expect_end()
+    engine.close()
+
+
+class LoadedParts:
+    """The parts of this rank that follow rank 0 besides its scheduler.
+
+    Args:
+        loaded: the model, with its engine.
+    """
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._engine, self._disk_prefetch = loaded.engine, loaded.disk_prefetch
+
+    def put_adapter(self, slot: int, digest: str | None, folder: str | None) -> None:
+        """See `FollowingParts`."""
+        adapters = self._engine.adapters
+        assert adapters is not None, "every rank has the same options"
+        assert isinstance(adapters.slots, FollowerSlots)
+        adapters.slots.repeat(slot, digest, folder)
+
+    def reset(self) -> None:
+        """See `FollowingParts`."""
+        if self._disk_prefetch is not None:
+            self._disk_prefetch.reset()
+
+    def write_through(self) -> None:
+        """See `FollowingParts`."""
+        self._prefetch.write_through(self._engine.executor)
+
+    def save(self) -> None:
+        """See `FollowingParts`."""
+        pending = self._engine.scheduler.memory.take_ops()
+        self._prefetch.repeat_save(self._engine.executor, pending, time.monotonic)
+
+    @property
+    def _prefetch(self) -> FollowerPrefetcher:
+        assert isinstance(self._disk_prefetch, FollowerPrefetcher), "every rank has the same options"
+        return self._disk_prefetch

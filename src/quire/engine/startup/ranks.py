@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Final, cast
 
 from quire.config import EngineConfig
 from quire.distributed.launch import start_ranks
 from quire.distributed.ranks import Ranks
 from quire.distributed.torchrun import join_torchrun, torchrun_place
+from quire.engine.kv.disk_prefetch import DiskPrefetcher
+from quire.engine.kv.ranked_prefetch import LeaderPrefetcher
+from quire.errors import ConfigError
 from quire.execution.executor import Executor
 from quire.execution.ranked_executor import RankedExecutor
 from quire.models.checkpoint import Checkpoint
@@ -15,8 +19,11 @@ from quire.models.families import build
 from quire.models.families.encoders import find_encoder
 from quire.models.quantization_config import without_quantization
 from quire.models.sharding import Share, shard_spec
+from quire.models.spec import experts_of
 from quire.scheduling.command_log import LoggedScheduler
 from quire.scheduling.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
 
 # By name, since that module imports what loads a model.
 PROGRAM: Final = "quire.engine.startup.rank_process:main"
@@ -49,15 +56,31 @@ def check_shared(config: EngineConfig) -> None:
     checkpoint = Checkpoint.open(config.model.model, config.model.revision)
     if find_encoder(checkpoint.config) is None:  # whose options are checked with it
         spec, _ = build(without_quantization(checkpoint.config))
-        shard_spec(spec, Share(0, config.parallel.tensor_parallel_size))
+        parallel = config.parallel
+        shard_spec(spec, Share(0, parallel.tensor_parallel_size, parallel.enable_expert_parallel))
+        if parallel.enable_expert_parallel and all(experts_of(layer.ffn) is None for layer in spec.layers):
+            raise ConfigError(
+                f"enable_expert_parallel divides experts, and {config.model.model} has none: leave it out",
+                field="enable_expert_parallel",
+            )
 
 
-def lead(ranks: Ranks | None, scheduler: Scheduler, executor: Executor, num_threads: int) -> tuple[Scheduler, Executor]:
+def lead(
+    ranks: Ranks | None,
+    scheduler: Scheduler,
+    executor: Executor,
+    num_threads: int,
+    prefetch: DiskPrefetcher | None = None,
+) -> tuple[Scheduler, Executor]:
     """Return scheduler and executor of a rank: on rank 0, those that other ranks follow."""
     if ranks is None:
         return scheduler, executor
     cores = ranks.cores(num_threads)
+    if cores:
+        logger.info("rank %d: threads on cores %s", ranks.rank, ", ".join(map(str, cores)))
     if not ranks.is_leader:
         return scheduler, RankedExecutor(executor, ranks, cores)
     logged = LoggedScheduler(scheduler, ranks.send_commands)
+    if isinstance(prefetch, LeaderPrefetcher):
+        prefetch.log = logged.log_and_send
     return cast(Scheduler, logged), RankedExecutor(executor, ranks, cores, logged.close_log)

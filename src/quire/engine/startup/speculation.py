@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from quire.capacity.draft_compat import check_draft, mtp_spec
@@ -10,14 +11,18 @@ from quire.decoding.drafting import Drafter, ModelDrafter
 from quire.decoding.lookup import PromptLookup
 from quire.decoding.speculation import AdaptiveDrafter
 from quire.decoding.suffixes import SuffixDrafter
+from quire.distributed.ranks import Ranks
 from quire.errors import ConfigError
 from quire.models.checkpoint import Checkpoint
 from quire.models.decoder import Decoder
 from quire.models.families import build
 from quire.models.mtp import MTPHead
 from quire.models.quantization_config import without_quantization
+from quire.models.sharding import Share, shard_spec, share_of, splits_of
 from quire.models.weights import load_weights
 from quire.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 def make_speculation(config: SpeculativeConfig) -> AdaptiveDrafter | None:
@@ -68,7 +73,8 @@ def load_draft(
     checkpoint: Checkpoint,
     decoder: Decoder,
     tokenizer: Tokenizer | None,
-    load: Callable[[Checkpoint], Decoder],
+    load: Callable[..., Decoder],
+    ranks: Ranks | None = None,
 ) -> tuple[Checkpoint | None, Decoder | None]:
     """Load the model that makes drafts, if there is one: a draft model, or the target's MTP head.
 
@@ -77,7 +83,9 @@ def load_draft(
         checkpoint: files of the target.
         decoder: decoder of the target, with all its weights.
         tokenizer: tokenizer of the target, None where the engine works on token ids only.
-        load: function that loads the decoder of a checkpoint.
+        load: function that loads the decoder of a checkpoint, whole or, given `ranks`, this rank's part.
+        ranks: ranks that share the target; None for one process. A draft model is divided as the target is, or where
+            it cannot be, every rank has it as a whole.
 
     Returns:
         The checkpoint of a draft model, and the decoder.
@@ -87,15 +95,37 @@ def load_draft(
         CheckpointError: a tensor is missing or wrong.
     """
     if config.speculative.speculative_method == "mtp":
-        return None, _load_mtp_head(config, checkpoint, decoder)
+        return None, _load_mtp_head(config, checkpoint, decoder, ranks)
     guide = open_draft(config, decoder, tokenizer)
-    return guide, None if guide is None else load(guide)
+    if guide is None or ranks is None:
+        return guide, None if guide is None else load(guide)
+    if is_divisible(guide, share_of(ranks.group)):
+        return guide, load(guide, ranks=ranks)
+    logger.info("draft model: whole on every rank, since its heads or columns cannot be divided among %d", ranks.size)
+    draft = load(guide)
+    draft.replicas = ranks.group
+    return guide, draft
 
 
-def _load_mtp_head(config: EngineConfig, checkpoint: Checkpoint, target: Decoder) -> MTPHead:
+def is_divisible(checkpoint: Checkpoint, share: Share) -> bool:
+    """Return whether ranks can divide the heads and columns of a model among them."""
+    spec, _ = build(without_quantization(checkpoint.config))
+    try:
+        shard_spec(spec, share)
+    except ConfigError:
+        return False
+    return True
+
+
+def _load_mtp_head(config: EngineConfig, checkpoint: Checkpoint, target: Decoder, ranks: Ranks | None) -> MTPHead:
     # Configurations keep the field where the tensors were left out, as when transformers saves a model.
     is_stored = any(name.startswith("mtp.") for name in checkpoint.tensors)
-    head = MTPHead(target, mtp_spec(config.model.model, target.spec, is_stored=is_stored))
+    spec, splits = mtp_spec(config.model.model, target.spec, is_stored=is_stored), None
+    if ranks is not None:  # the target's layers are this rank's parts, the one of the head is whole yet
+        share = share_of(ranks.group)
+        splits = {f"mtp.{name}": split for name, split in splits_of(spec, share).items()}
+        spec = shard_spec(spec, share)
+    head = MTPHead(target, spec)
     _, weight_map = build(without_quantization(checkpoint.config))
-    load_weights(checkpoint, weight_map, head)
+    load_weights(checkpoint, weight_map, head, splits)
     return head

@@ -129,6 +129,10 @@ class DiskTier:
         views = [CombinedView(indexes, idx, chain, _holds_nothing) for idx, indexes in enumerate(self._indexes())]
         return [load.block for view in views for load in view.loads(0, limit)]
 
+    def stored_block(self, chain: TokenChain, group_idx: int, block_idx: int) -> StoredBlock:
+        """Return the identity on disk of a chain's full block."""
+        return _describe(chain, group_idx, block_idx)
+
     def exporting_ops(self, chain: TokenChain, num_blocks: int, wants: Callable[[StoredBlock], bool]) -> MemoryOps:
         """Return copies of a chain's published blocks on the device to disk, for the time between a step and a plan.
 

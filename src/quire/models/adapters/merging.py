@@ -13,6 +13,7 @@ from quire.models.adapters.peft_folder import Matrices, ModuleShape, PeftAdapter
 from quire.models.adapters.slots import HEAD
 from quire.models.checkpoint import Checkpoint
 from quire.models.quantization_config import read_quantization_config
+from quire.models.sharding import Split
 from quire.models.spec import WeightMap
 from quire.models.tensor_reader import WEIGHT
 from quire.models.weight_slots import WeightSlots
@@ -67,6 +68,7 @@ def read_merged(
     weight_map: WeightMap,
     row_count: Callable[[str], int],
     max_rank: int,
+    splits: Mapping[str, Split] | None = None,
 ) -> MergedAdapter:
     """Read an adapter that is to be merged into the weights of a checkpoint.
 
@@ -77,6 +79,7 @@ def read_merged(
         weight_map: parameter name -> names of the family's tensors.
         row_count: function that returns the number of rows of a tensor of the family, given its name.
         max_rank: largest rank that is accepted.
+        splits: parts of weights that the slots take; None where all are whole.
 
     Raises:
         ConfigError: the weights are stored quantised.
@@ -89,7 +92,7 @@ def read_merged(
             "adapter beside the model, with enable_lora in place of merge_lora",
             field="merge_lora",
         )
-    return MergedAdapter(read_peft(folder, _shapes(slots, weight_map, row_count), max_rank), folder)
+    return MergedAdapter(read_peft(folder, _shapes(slots, weight_map, row_count, splits or {}), max_rank), folder)
 
 
 def _stored_method(checkpoint: Checkpoint) -> str | None:
@@ -100,11 +103,14 @@ def _stored_method(checkpoint: Checkpoint) -> str | None:
     return None if found is None else f"quantised by {found.method}"
 
 
-def _shapes(slots: WeightSlots, weight_map: WeightMap, row_count: Callable[[str], int]) -> Mapping[str, ModuleShape]:
+def _shapes(
+    slots: WeightSlots, weight_map: WeightMap, row_count: Callable[[str], int], splits: Mapping[str, Split]
+) -> Mapping[str, ModuleShape]:
     """Return the widths of the modules that take adapters, by `module_key`."""
-    return {
-        module_key(source.removesuffix(WEIGHT)): ModuleShape(slot.shape[1], row_count(source))
-        for name, slot in slots.items()
-        if slot.adapted and not name.startswith(HEAD)
-        for source in weight_map[name]
-    }
+    shapes = {}
+    for name, slot in slots.items():
+        if slot.adapted and not name.startswith(HEAD):
+            _, in_width = splits[name].whole_shape(slot.shape) if name in splits else slot.shape
+            for source in weight_map[name]:
+                shapes[module_key(source.removesuffix(WEIGHT))] = ModuleShape(in_width, row_count(source))
+    return shapes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from quire.errors import CheckpointError
 from quire.models.adapters.peft_folder import Matrices, ModuleShape, module_key, read_peft
 from quire.models.decoder import Decoder
+from quire.models.sharding import Range, Split
 from quire.models.spec import WeightMap
 from quire.models.tensor_reader import WEIGHT
 from quire.models.weight_slots import AdaptedRows
@@ -32,11 +33,13 @@ class Place(NamedTuple):
         linear_idx: index of the layer.
         first_column: index of its first output among the layer's.
         rows: int64 [n], output of the module for each of the layer's from `first_column` on; None for all in order.
+        inputs: range of the module's inputs that the layer has; None for all.
     """
 
     linear_idx: int
     first_column: int
     rows: Tensor | None
+    inputs: Range | None = None
 
 
 class Adapter(NamedTuple):
@@ -45,26 +48,37 @@ class Adapter(NamedTuple):
     Args:
         digest: digest of what it computes.
         packed: matrices by the index of their linear layer.
+        folder: folder that it was read from.
     """
 
     digest: str
     packed: dict[int, Any]
+    folder: Path
 
 
 class AdapterSlots:
     """The adapters of a decoder.
 
     Each linear layer that takes adapters is wrapped, once all weights are there and layers are fused: what was fused
-    before is run for steps without adapters, which cost nothing more.
+    before is run for steps without adapters, which cost nothing more. On a rank, the matrices are cut as the layers'
+    weights are: B where a layer has a part of the outputs, A where it has a part of the inputs.
 
     Args:
         decoder: decoder with all its weights.
         weight_map: parameter name -> names of the family's tensors.
         row_count: function that returns the number of rows of a tensor of the family, given its name.
         max_rank: largest rank of an adapter.
+        splits: parts of weights that the decoder has; all others are whole, as all are where this is None.
     """
 
-    def __init__(self, decoder: Decoder, weight_map: WeightMap, row_count: Callable[[str], int], max_rank: int) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        weight_map: WeightMap,
+        row_count: Callable[[str], int],
+        max_rank: int,
+        splits: Mapping[str, Split] | None = None,
+    ) -> None:
         self._dtype, self._device, self._max_rank = decoder.dtype, decoder.device, max_rank
         self._linears: list[AdaptedLinear] = []
         self._places: dict[str, list[Place]] = {}
@@ -73,13 +87,16 @@ class AdapterSlots:
             if not slot.adapted or name.startswith(HEAD):
                 continue
             linears = [self._wrap(decoder, each) for each in slot.adapted]
+            split = None if splits is None else splits.get(name)
+            inputs = split.ranges[0] if split is not None and split.dim == 1 else None
+            _, in_width = slot.shape if split is None else split.whole_shape(slot.shape)
             start = 0
             for source in weight_map[name]:
                 key, num_rows = module_key(source.removesuffix(WEIGHT)), row_count(source)
-                self._shapes[key] = ModuleShape(slot.shape[1], num_rows)
+                self._shapes[key] = ModuleShape(in_width, num_rows)
                 places = self._places.setdefault(key, [])
                 for linear_idx, (_, rows) in zip(linears, slot.adapted, strict=True):
-                    places += _places(linear_idx, rows, start, num_rows)
+                    places += _places(linear_idx, _whole_rows(rows, split), start, num_rows, inputs)
                 start += num_rows
         decoder.fuse_adapted()
 
@@ -107,16 +124,16 @@ class AdapterSlots:
             idx: self._linears[idx].layer.pack(self._weight(of_linear), memory)
             for idx, of_linear in sorted(parts.items())
         }
-        return Adapter(digest, packed)
+        return Adapter(digest, packed, folder)
 
     def _weight(self, parts: list[tuple[Matrices, Place]]) -> LoraWeight:
         """Return the matrices of a layer, of the dtype of its rows."""
         first_matrices: list[Tensor] = []
         second: list[LoraPart] = []
         first_rank = 0
-        for (a, b, scale), (_, first_column, rows) in parts:
+        for (a, b, scale), (_, first_column, rows, inputs) in parts:
             scaled = (b.float() if rows is None else b[rows].float()) * scale
-            first_matrices.append(self._placed(a))
+            first_matrices.append(self._placed(a if inputs is None else a[:, slice(*inputs)]))
             second.append(LoraPart(self._placed(scaled), first_rank, first_column))
             first_rank += len(a)
         return LoraWeight(torch.cat(first_matrices), tuple(second))
@@ -133,13 +150,23 @@ class AdapterSlots:
             linear.layer.put(slot, None if adapter is None else adapter.packed.get(idx))
 
 
-def _places(linear_idx: int, rows: Tensor | None, start: int, num_rows: int) -> list[Place]:
+def _whole_rows(rows: Tensor | None, split: Split | None) -> Tensor | None:
+    """Return the rows of the whole weight that a layer takes, given those that it takes of this rank's part."""
+    if split is None or split.dim != 0:
+        return rows
+    own = torch.cat([torch.arange(*each) for each in split.ranges])
+    return own if rows is None else own[rows]
+
+
+def _places(
+    linear_idx: int, rows: Tensor | None, start: int, num_rows: int, inputs: Range | None = None
+) -> list[Place]:
     """Return the places that rows `[start, start + num_rows)` of a stored weight have in a layer of its `rows`."""
     if rows is None:
-        return [Place(linear_idx, start, None)]
+        return [Place(linear_idx, start, None, inputs)]
     columns = ((rows >= start) & (rows < start + num_rows)).nonzero().flatten()
     if not len(columns):
         return []
     first = int(columns[0])
     assert int(columns[-1]) - first + 1 == len(columns), "rows of a module lie together"
-    return [Place(linear_idx, first, rows[columns] - start)]
+    return [Place(linear_idx, first, rows[columns] - start, inputs)]

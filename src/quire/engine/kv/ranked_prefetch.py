@@ -1,0 +1,127 @@
+"""The prefix cache on disk of a model that ranks share: each has its part of every block in a folder of its own.
+
+```
+ rank 0   which blocks? worth it? -- verdict --> read --+
+ rank 1                              the same    read --+--> the blocks before the first that a rank has not read
+ ...                                                    |    are published, on every rank
+```
+
+What depends on time or on one rank's disk is decided once, and blocks are read while steps are planned. So the results
+are there in the same step on every rank, and a block that one rank lacks is a miss for all.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import torch
+
+from quire.distributed.ranks import Ranks
+from quire.engine.kv.disk_prefetch import DiskPrefetcher
+from quire.errors import LockstepDrift, RankFailed, WorkerError
+from quire.execution.executor import Executor
+from quire.memory.results import MemoryOps
+from quire.memory.tiers.disk_tier import DiskLoad
+from quire.sequences.sequence import Sequence
+
+logger = logging.getLogger(__name__)
+
+# Time that ranks have to save the prefix cache and to end, which begins when rank 0 has saved its part.
+END_TIMEOUT_S = 60.0
+
+
+class RankedPrefetcher(DiskPrefetcher):
+    """The prefetcher of a rank, which agrees with the others on the blocks that were read.
+
+    Args:
+        args, options: see `DiskPrefetcher`.
+        ranks: ranks that share the model.
+    """
+
+    def __init__(self, *args: Any, ranks: Ranks, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._ranks = ranks
+        ranks.end_timeout_s = END_TIMEOUT_S
+
+    def _fetch(self, loads: Seq[DiskLoad]) -> list[int]:
+        """Read blocks; return the tickets of those before the first that is missing or damaged on any rank.
+
+        Raises:
+            WorkerError: a rank has failed.
+        """
+        tickets = super()._fetch(loads)
+        if not loads:
+            return tickets
+        is_read = torch.zeros(len(loads))
+        is_read[: len(tickets)] = 1.0
+        try:
+            num_ranks = self._ranks.group.all_reduce(is_read)
+        except RankFailed as error:
+            raise self._ranks.cause_of(error) from error
+        num_agreed = int((num_ranks == self._ranks.size).sum())
+        self._disk.drop(tickets[num_agreed:])
+        return tickets[:num_agreed]
+
+
+class LeaderPrefetcher(RankedPrefetcher):
+    """The prefetcher of rank 0, which decides.
+
+    Attributes:
+        log: function that writes down a command and sends it.
+    """
+
+    log: Callable[[str], None]
+
+    def _stage(self, sequence: Sequence, num_blocks: int, part: Seq[DiskLoad] | None, *, is_last: bool) -> bool:
+        blocks = None if part is None else [[load.block.group_idx, load.block_idx] for load in part]
+        verdict = [sequence.seq_id, num_blocks, blocks, is_last]
+        self._ranks.send_commands(json.dumps(verdict, separators=(",", ":")).encode())
+        return super()._stage(sequence, num_blocks, part, is_last=is_last)
+
+    def write_through(self, executor: Executor) -> None:
+        """See `DiskPrefetcher`; the others do the same."""
+        if self._disk_tier.ended:
+            self.log("write_through")
+            super().write_through(executor)
+
+    def save_all(self, executor: Executor, pending: MemoryOps, clock: Callable[[], float]) -> None:
+        """See `DiskPrefetcher`; the others do the same meanwhile. Nothing is saved where a rank has failed."""
+        if self._ranks.failure is None:
+            try:
+                self.log("save")
+            except WorkerError as error:
+                logger.warning("the prefix cache is not saved: %s", error)
+                return
+            super().save_all(executor, pending, clock)
+
+
+class FollowerPrefetcher(RankedPrefetcher):
+    """The prefetcher of another rank, which does what rank 0 has decided."""
+
+    def prepare(self, sequence: Sequence) -> bool:
+        """See `DiskPrefetcher`.
+
+        Raises:
+            LockstepDrift: rank 0 admits another sequence next.
+        """
+        if sequence.is_staged:
+            return True
+        seq_id, num_blocks, blocks, is_last = json.loads(self._ranks.group.receive_commands())
+        if seq_id != sequence.seq_id:
+            raise LockstepDrift(f"rank 0 admits sequence {seq_id} next, and this rank {sequence.seq_id}")
+        part = None
+        if blocks is not None:
+            describe = self._disk_tier.stored_block
+            part = [DiskLoad(idx, describe(sequence.chain, group_idx, idx)) for group_idx, idx in blocks]
+        return self._stage(sequence, num_blocks, part, is_last=is_last)
+
+    def save_all(self, executor: Executor, pending: MemoryOps, clock: Callable[[], float]) -> None:
+        """Do nothing: rank 0 says when; see `repeat_save`."""
+
+    def repeat_save(self, executor: Executor, pending: MemoryOps, clock: Callable[[], float]) -> None:
+        """Save what `save_all` of `DiskPrefetcher` does."""
+        super().save_all(executor, pending, clock)

@@ -1,0 +1,105 @@
+"""Adapters of a model that ranks share: each rank reads the folders, and has its own parts of the matrices.
+
+A folder is read by all ranks before any of them uses it, in threads beside the steps. So one that another rank does not
+find, or finds with other content, is refused as on one process. What slots have from then on is a command of rank 0.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from quire.distributed.rank_calls import RankCalls
+from quire.errors import CheckpointError, LockstepDrift, QuireError
+from quire.models.adapters.slots import Adapter, AdapterSlots
+
+
+class LeaderSlots:
+    """The slots of all ranks, on rank 0.
+
+    Args:
+        inner: slots of this rank.
+        calls: questions to the others.
+        log: function that writes down what a slot has: its number, and digest and folder of the adapter or None twice.
+    """
+
+    def __init__(
+        self, inner: AdapterSlots, calls: RankCalls, log: Callable[[int, str | None, str | None], None]
+    ) -> None:
+        self._inner, self._calls, self._log = inner, calls, log
+
+    def read(self, folder: Path) -> Adapter:
+        """Read an adapter on all ranks; thread-safe, and may take long.
+
+        Raises:
+            CheckpointError: see `AdapterSlots.read`, or another rank cannot read it, or reads another one.
+            WorkerError: a rank has failed.
+        """
+        folder = folder.absolute()
+        with self._calls.ask(str(folder)) as answers:
+            adapter = self._inner.read(folder)
+        for rank, answer in answers.items():
+            if "error" in answer:
+                raise CheckpointError(f"rank {rank} cannot load it: {answer['error']}", field="lora_path")
+            if answer["digest"] != adapter.digest:
+                raise CheckpointError(f"rank {rank} finds another adapter in {folder}", field="lora_path")
+        return adapter
+
+    def put(self, slot: int, adapter: Adapter | None) -> None:
+        """Set the adapter of a slot, None for none; between two steps."""
+        self._inner.put(slot, adapter)
+        self._log(slot, *((None, None) if adapter is None else (adapter.digest, str(adapter.folder))))
+
+
+class FollowerSlots:
+    """The slots of another rank, which follow those of rank 0.
+
+    Args:
+        inner: slots of this rank.
+        limit: maximum number of adapters that are kept between their reading and their use; others are read again.
+    """
+
+    def __init__(self, inner: AdapterSlots, limit: int) -> None:
+        self._inner, self._limit = inner, limit
+        self._lock = threading.Lock()
+        self._unused: dict[str, Adapter] = {}  # by digest, those that were read last at the end
+
+    def read(self, folder: Path) -> Adapter:
+        """See `AdapterSlots.read`."""
+        return self._inner.read(folder)
+
+    def put(self, slot: int, adapter: Adapter | None) -> None:
+        """See `AdapterSlots.put`."""
+        self._inner.put(slot, adapter)
+
+    def answer(self, folder: str) -> dict[str, Any]:
+        """Read an adapter that rank 0 may soon use; return its digest, or the error; thread-safe."""
+        try:
+            adapter = self.read(Path(folder))
+        except (QuireError, OSError, MemoryError) as error:
+            return {"error": str(error) or type(error).__name__}
+        with self._lock:
+            self._unused.pop(adapter.digest, None)
+            self._unused[adapter.digest] = adapter
+            if len(self._unused) > self._limit:
+                del self._unused[next(iter(self._unused))]
+        return {"digest": adapter.digest}
+
+    def repeat(self, slot: int, digest: str | None, folder: str | None) -> None:
+        """Set the adapter of a slot as rank 0 has.
+
+        Raises:
+            CheckpointError: it was let go, and cannot be read again.
+            LockstepDrift: the folder has another one now.
+        """
+        if digest is None or folder is None:
+            self.put(slot, None)
+            return
+        with self._lock:
+            adapter = self._unused.pop(digest, None)
+        adapter = adapter or self.read(Path(folder))
+        if adapter.digest != digest:
+            raise LockstepDrift(f"the adapter in {folder} has changed since rank 0 has read it")
+        self.put(slot, adapter)

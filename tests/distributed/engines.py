@@ -1,0 +1,74 @@
+"""An engine whose ranks are threads of this process: all of a rank but its process, in a second instead of several."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from quire import LLM
+from quire.config import EngineConfig
+from quire.distributed.cpu_sets import CpuSets
+from quire.distributed.links import LEADER, RankLinks
+from quire.distributed.rank_group import RankGroup
+from quire.distributed.ranks import Ranks
+from quire.engine.startup.rank_process import follow
+from quire.engine.startup.ranks import check_shared
+from tests.distributed.in_threads import TIMEOUT_S, make_transports
+
+
+@contextmanager
+def llm_of_threads(
+    model: str = "bundled", size: int = 2, errors: list[BaseException] | None = None, **options: Any
+) -> Iterator[LLM]:
+    """Load a model of which this thread runs rank 0, and others the other ranks; the plan of every step is compared.
+
+    Args:
+        model: the model.
+        size: number of ranks.
+        errors: takes the errors of other ranks; None where there must be none.
+        options: options of the engine.
+    """
+    threads: list[threading.Thread] = []
+    found: list[BaseException] = [] if errors is None else errors
+
+    def start(config: EngineConfig) -> Ranks:
+        check_shared(config)
+        leader, *others = make_ranks(size, divides_experts=config.parallel.enable_expert_parallel)
+
+        def work(ranks: Ranks) -> None:
+            try:
+                follow(ranks, config)
+            except BaseException as error:
+                found.append(error)
+                ranks.links.report(error)
+
+        threads.extend(threading.Thread(target=work, args=(ranks,)) for ranks in others)
+        for thread in threads:
+            thread.start()
+        return leader
+
+    try:
+        with patch("quire.engine.startup.loading.start", start):
+            llm = LLM(model, tensor_parallel_size=size, **{"num_threads": 1, "dtype": "float32", **options})
+        vars(llm.engine.scheduler)["_digest_interval"] = 1
+        with llm:
+            yield llm
+    finally:
+        for thread in threads:
+            thread.join(2 * TIMEOUT_S)
+        assert not any(thread.is_alive() for thread in threads)
+    assert errors is not None or not found, found
+
+
+def make_ranks(size: int, **options: Any) -> list[Ranks]:
+    """Return the ranks of a new group, connected as processes are."""
+    pairs = {rank: socket.socketpair() for rank in range(1, size)}
+    links = [RankLinks(LEADER, {rank: pair[0] for rank, pair in pairs.items()})]
+    links += [RankLinks(rank, {LEADER: pair[1]}) for rank, pair in pairs.items()]
+    groups = [RankGroup(transport, **options) for transport in make_transports(size)]
+    anywhere = CpuSets(((),) * size)
+    return [Ranks(group, each, anywhere, group.rank) for group, each in zip(groups, links, strict=True)]

@@ -1,0 +1,185 @@
+"""What ranks do besides plain steps: adapters, drafts of models, the disk tier, whole experts; as one process does."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM, LoRARequest, SamplingParams
+from quire.errors import InvalidAdapter, LockstepDrift, WorkerError
+from tests.conformance.checkpoints import save_checkpoint
+from tests.conformance.test_draft_model import noisy_copy
+from tests.distributed.engines import llm_of_threads
+from tests.engine.test_adapters import World, run
+from tests.models.mtp import save_mtp_checkpoint
+
+OPTIONS: dict[str, Any] = {"num_threads": 1, "dtype": "float32", "max_model_len": 256, "num_kv_blocks": 40}
+TINY: dict[str, Any] = {**OPTIONS, "skip_tokenizer_init": True, "block_size": 8, "max_model_len": 128}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+PROMPTS = [[idx * 7 % 190 + seed for idx in range(40 + seed)] for seed in (5, 6, 8)]
+
+
+def serve(llm: LLM, prompts: list[list[int]] = PROMPTS) -> list[tuple[list[int], int | None]]:
+    """Return the tokens after each prompt, and how many of its tokens were cached."""
+    given: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
+    outputs = llm.generate(given, GREEDY, use_tqdm=False)
+    return [(output.outputs[0].token_ids, output.num_cached_tokens) for output in outputs]
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    return [found for found, _ in serve(llm)]
+
+
+# ---- adapters ----
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("adapters"))
+
+
+def test_adapters_come_and_go_as_in_one_process(world: World, tmp_path: Path) -> None:
+    def use(llm: LLM) -> list[Any]:
+        found: list[Any] = [run(llm, adapter) for adapter in (None, LoRARequest("one"), world.request("two"))]
+        assert llm.engine.adapters is not None
+        llm.engine.adapters.unload("one")
+        in_place = LoRARequest("two", lora_path=world.paths["three"], load_inplace=True)
+        found += [run(llm, in_place), run(llm, world.request("same")), run(llm, None)]
+        for path in (str(tmp_path), "/nowhere"):
+            with pytest.raises(InvalidAdapter):
+                run(llm, LoRARequest("bad", lora_path=path))
+        return [*found, *(run(llm, LoRARequest(name)) for name in ("same", "two"))]
+
+    options = world.options("one", max_cpu_loras=3)
+    with LLM(**options) as one, llm_of_threads(**options) as two:
+        assert use(two) == use(one)
+
+
+# ---- drafts ----
+
+
+@pytest.mark.parametrize("kind", ["divided", "whole", "mtp"])
+def test_drafts_of_models_are_those_of_one_process(kind: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {**TINY, "num_speculative_tokens": 3, "num_kv_blocks": 120}
+    if kind == "mtp":
+        model = save_mtp_checkpoint(tmp_path / "model", noise=0.07, head_noise=0.5)
+        options |= {"speculative_method": "mtp", "num_kv_blocks": 400}
+    else:
+        model = save_checkpoint("llama3", tmp_path / "model")
+        draft = tmp_path / "draft"
+        if kind == "divided":
+            noisy_copy(model, draft)
+        else:  # three heads are not divided among two ranks
+            save_checkpoint("llama3", draft, hidden_size=96, num_attention_heads=3, num_key_value_heads=3)
+        options |= {"speculative_method": "draft", "draft_model": str(draft)}
+
+    def use(llm: LLM) -> Any:
+        # How often drafts are right is to change nothing of how many there are.
+        llm.engine.step_recorder.speculation = None
+        speculation: Any = llm.engine.scheduler.drafter
+        speculation.step_costs = [1.0] * 4
+        found = tokens(llm), tokens(llm)
+        return found, llm.stats.num_draft_tokens, llm.stats.num_accepted_tokens
+
+    with LLM(str(model), **options) as one, llm_of_threads(str(model), **options) as two:
+        expected = use(one)
+        assert use(two) == expected
+        assert expected[1] > 0
+        assert kind == "whole" or 0 < expected[2] < expected[1]
+
+
+# ---- experts ----
+
+
+def test_whole_experts_give_what_one_process_gives(tmp_path: Path) -> None:
+    model = str(save_checkpoint("gpt-oss", tmp_path))
+    with LLM(model, **TINY) as one, llm_of_threads(model, **TINY, enable_expert_parallel=True) as two:
+        assert tokens(two) == tokens(one)
+
+
+# ---- the disk tier ----
+
+
+def disk_options(folder: Path, **options: Any) -> dict[str, Any]:
+    return {**OPTIONS, "prefix_cache_dir": str(folder), **options}
+
+
+def forget(llm: LLM) -> None:
+    """Evict all that is on the device and on the host."""
+    serve(llm, [[number] * 150 for number in range(50, 58)])
+
+
+@pytest.mark.parametrize("policy", ["write_back", "write_through"])
+def test_each_rank_keeps_its_part_over_a_restart(policy: str, tmp_path: Path) -> None:
+    options = disk_options(tmp_path, prefix_cache_write_policy=policy)
+    with LLM("bundled", **OPTIONS) as one:
+        expected = tokens(one)
+    with llm_of_threads(**options) as two:
+        assert tokens(two) == expected
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0-of-2", "rank-1-of-2"]
+    with llm_of_threads(**options) as two:
+        found = serve(two)
+        assert [each for each, _ in found] == expected
+        assert [cached for _, cached in found] == [32, 32, 32]
+        two.reset_prefix_cache()
+        assert [cached for _, cached in serve(two)] == [0, 0, 0]
+        two.reset_prefix_cache()
+    with llm_of_threads(**options) as two:
+        assert [cached for _, cached in serve(two)] == [0, 0, 0]
+
+
+def test_a_block_that_one_rank_lacks_is_a_miss_for_all(tmp_path: Path) -> None:
+    folder, kept = tmp_path / "cache", tmp_path / "kept"
+    options = disk_options(folder)
+    with LLM("bundled", **OPTIONS) as one:
+        expected = tokens(one)
+    with llm_of_threads(**options) as two:
+        serve(two, [PROMPTS[0]])
+    shutil.copytree(folder / "rank-1-of-2", kept)
+    with llm_of_threads(**options) as two:
+        assert tokens(two) == expected
+    # Rank 1 has the blocks of the first prompt only.
+    shutil.rmtree(folder / "rank-1-of-2")
+    shutil.copytree(kept, folder / "rank-1-of-2")
+    with llm_of_threads(**options) as two:
+        found = serve(two)
+        assert [each for each, _ in found] == expected
+        assert [cached for _, cached in found] == [32, 0, 0]
+    shutil.rmtree(folder / "rank-0-of-2")
+    with llm_of_threads(**options) as two:
+        found = serve(two)
+        assert [each for each, _ in found] == expected
+        assert [cached for _, cached in found] == [0, 0, 0]
+
+
+def test_blocks_go_to_disk_and_come_back_while_requests_run(tmp_path: Path) -> None:
+    options = disk_options(tmp_path, num_kv_blocks=20, swap_space=1 << 19, max_num_batched_tokens=16, max_num_seqs=4)
+    with LLM("bundled", **{**OPTIONS, "num_kv_blocks": 20}) as one:
+        expected = tokens(one)
+    with llm_of_threads(**options) as two:
+        assert tokens(two) == expected
+        forget(two)
+        loads = two.engine.scheduler.memory.archive.num_loads
+        found = serve(two)
+        assert [each for each, _ in found] == expected
+        assert two.engine.scheduler.memory.archive.num_loads > loads
+
+
+# ---- the end ----
+
+
+def test_a_rank_that_admits_another_sequence_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(ranks: Any, message: bytes) -> None:
+        seq_id, _, rest = message.partition(b",")
+        ranks.group.send_commands(b"[7," + rest if message[:1] == b"[" and seq_id[1:].isdigit() else message)
+
+    errors: list[BaseException] = []
+    with llm_of_threads(errors=errors, **disk_options(tmp_path)) as two:
+        monkeypatch.setattr("quire.distributed.ranks.Ranks.send_commands", other)
+        with pytest.raises(WorkerError):
+            serve(two)
+    assert [type(error) for error in errors] == [LockstepDrift]
+    assert "rank 0 admits sequence 7 next, and this rank 0" in str(errors[0])
