@@ -56,7 +56,7 @@ def test_ranks_never_share_a_core_and_leave_none() -> None:
 
 def test_without_files_there_is_one_node_of_single_threads(tmp_path: Path) -> None:
     assert nodes_of([3, 1], tree(tmp_path, {})) == [[(1,), (3,)]]
-    damaged = {"sys/devices/system/node/node0/cpulist": "0-x"}
+    damaged: dict[str, object] = {"sys/devices/system/node/node0/cpulist": "0-x"}
     assert nodes_of([3, 1], tree(tmp_path, damaged)) == [[(1,), (3,)]]
 
 
