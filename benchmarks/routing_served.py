@@ -36,7 +36,7 @@ async def _run(shape: TraceShape, num_replicas: int, routers: Sequence[str]) -> 
         if several:
             async with _servers("--replicas", str(num_replicas), "--num-kv-blocks", str(NUM_BLOCKS)) as url:
                 urls = [each["url"] for each in (await http.get(f"{url}/router/replicas")).json()["replicas"]]
-                sessions = await _trace(http, url, shape)
+                sessions = await trace_for(http, url, shape)
                 choosers: dict[str, Place] = {
                     "round robin": _direct(RoundRobinChooser(num_replicas), urls),
                     "prompt tree": _direct(PromptTree(num_replicas), urls),
@@ -44,10 +44,10 @@ async def _run(shape: TraceShape, num_replicas: int, routers: Sequence[str]) -> 
                 }
                 for name in several:
                     await http.post(f"{url}/reset_prefix_cache", json={})
-                    found[name] = await _serve(http, sessions, choosers[name])
+                    found[name] = await serve_trace(http, sessions, choosers[name])
         if BIG in routers:
             async with _servers("--num-kv-blocks", str(num_replicas * NUM_BLOCKS)) as url:
-                found[BIG] = await _serve(http, await _trace(http, url, shape), lambda *_: url)
+                found[BIG] = await serve_trace(http, await trace_for(http, url, shape), lambda *_: url)
     return found
 
 
@@ -72,14 +72,14 @@ async def _servers(*flags: str) -> AsyncIterator[str]:
         await asyncio.to_thread(process.wait, 60)
 
 
-async def _trace(http: httpx.AsyncClient, url: str, shape: TraceShape) -> list[Session]:
+async def trace_for(http: httpx.AsyncClient, url: str, shape: TraceShape) -> list[Session]:
     """Return a trace that fits the model."""
     info = (await http.get(f"{url}/tokenizer_info")).json()
     longest = min(shape.max_tokens, int(info["model_max_length"]) - 8)
     return make_trace(shape._replace(max_tokens=longest), int(info["vocab_size"]), SEED)
 
 
-async def _serve(http: httpx.AsyncClient, sessions: Sequence[Session], place: Place) -> Figures:
+async def serve_trace(http: httpx.AsyncClient, sessions: Sequence[Session], place: Place) -> Figures:
     """Serve a trace and return its figures."""
     ttfts: list[float] = []
     computed: dict[str, int] = {}

@@ -347,6 +347,12 @@ class AsyncLLM:
             num_swapped=len(scheduler.swapped),
         )
 
+    def queued_tokens(self) -> int:
+        """Return the number of prompt tokens that are not computed yet, possibly in the middle of a step."""
+        scheduler = self._engine.scheduler
+        sequences = (*scheduler.waiting, *scheduler.running)
+        return sum(max(0, sequence.num_prompt - sequence.num_computed) for sequence in sequences)
+
     @property
     def has_failed(self) -> bool:
         """True once the engine has died of an error; False after a shutdown."""

@@ -25,6 +25,7 @@ class ReplicaLoad:
         num_streams: requests whose answer has begun.
         num_requests: requests so far.
         computed_tokens: tokens of prompts that were given to it and that it was not expected to have.
+        other_tokens: what requests of other routers add to its queue.
         is_available: False while it takes no requests.
         version: rises with each change.
     """
@@ -34,6 +35,7 @@ class ReplicaLoad:
     num_streams: int = 0
     num_requests: int = 0
     computed_tokens: int = 0
+    other_tokens: int = 0
     is_available: bool = True
     version: int = 0
 
@@ -58,10 +60,15 @@ class LoadOrder:
         # (queue in seconds, computed tokens, replica, version); entries of older versions are void.
         self._heap: list[tuple[float, int, int, int]] = []
 
+    def own_tokens(self, replica: int) -> int:
+        """Return the length of a replica's queue in tokens of prompts, without requests of other routers."""
+        load = self.loads[replica]
+        return load.pending_tokens + load.num_streams * self._stream_tokens
+
     def queue_s(self, replica: int) -> float:
         """Return the time until a replica could begin with another prompt."""
         load = self.loads[replica]
-        return (load.pending_tokens + load.num_streams * self._stream_tokens) * load.seconds_per_token
+        return (self.own_tokens(replica) + load.other_tokens) * load.seconds_per_token
 
     def update(self, replica: int) -> None:
         """Record that the load of a replica has changed."""

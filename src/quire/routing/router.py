@@ -143,6 +143,16 @@ class Router:
         self._order.loads[number].is_available = is_available
         self._order.update(number)
 
+    def set_others(self, name: str, num_tokens: int) -> None:
+        """Set what requests of other routers add to a replica's queue, in tokens of prompts."""
+        number = self._numbers[name]
+        self._order.loads[number].other_tokens = num_tokens
+        self._order.update(number)
+
+    def own_tokens(self, name: str) -> int:
+        """Return the length of a replica's queue in tokens of prompts, as far as this router has filled it."""
+        return self._order.own_tokens(self._numbers[name])
+
     def restart_replica(self, name: str) -> None:
         """Forget a replica's blocks and sessions: it was started again."""
         number = self._numbers[name]

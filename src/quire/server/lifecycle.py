@@ -72,8 +72,7 @@ def serve(engine_config: EngineConfig, config: ServerConfig, listener: socket.so
     # These objects live until the end: a full collection that visited them would stall every stream for 30 ms.
     gc.collect()
     gc.freeze()
-    # Every list of integers in a valid request is at most as long as the context or the vocabulary.
-    bodies = BodyReader(config.max_body_bytes, max(llm.resolved.max_model_len, llm.resolved.vocab_size))
+    bodies = body_reader(llm, config)
     in_flight = RequestsInFlight()
     views = LocalViews(llm, in_flight)
 
@@ -84,9 +83,7 @@ def serve(engine_config: EngineConfig, config: ServerConfig, listener: socket.so
 
     try:
         state = ServerState(llm, views, in_flight, config, bodies, __version__, created=int(time.time()))
-        state.aliases = engine_config.model.served_names[1:]
-        state.tool_format = read_tool_format(llm.tokenizer, config.tool_call_parser)
-        state.reasoning = read_reasoning(llm.tokenizer, config.reasoning_parser, llm.texts.end_token_ids)
+        describe_model(state, engine_config.model.served_names[1:])
         with asyncio.Runner() as runner:
             runner.run(run_http(state, listener, max_connections, tracer, on_start))
     finally:
@@ -113,6 +110,20 @@ def _serve_with_fronts(engine_config: EngineConfig, config: ServerConfig, listen
         return serve_with_fronts(llm, config, engine_config.model.served_names[1:], listener)
     finally:
         llm.shutdown()
+
+
+def body_reader(llm: AsyncLLM, config: ServerConfig) -> BodyReader:
+    """Return the parser of request bodies for a model."""
+    # Every list of integers in a valid request is at most as long as the context or the vocabulary.
+    return BodyReader(config.max_body_bytes, max(llm.resolved.max_model_len, llm.resolved.vocab_size))
+
+
+def describe_model(state: ServerState, aliases: tuple[str, ...]) -> None:
+    """Set what a server's state says of its model: further names, tool calls and thinking."""
+    llm, config = state.llm, state.config
+    state.aliases = aliases
+    state.tool_format = read_tool_format(llm.tokenizer, config.tool_call_parser)
+    state.reasoning = read_reasoning(llm.tokenizer, config.reasoning_parser, llm.texts.end_token_ids)
 
 
 def engine_tasks(llm: AsyncLLM, views: LocalViews, config: ServerConfig) -> list[asyncio.Task[None]]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-
-from quire.serving.proxy.fleet import Fleet
 
 BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
@@ -17,10 +16,10 @@ class ProxyMetrics:
     """Counters of requests, and the state of the servers when they are read.
 
     Args:
-        fleet: the servers.
+        states: function that returns the state of each server, by its name.
     """
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, states: Callable[[], Mapping[str, Mapping[str, Any]]]) -> None:
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "quire_router_requests", "Requests by server and end.", ("replica", "end"), registry=self.registry
@@ -40,7 +39,7 @@ class ProxyMetrics:
             buckets=BUCKETS_S,
             registry=self.registry,
         )
-        self.registry.register(_FleetCollector(fleet))
+        self.registry.register(_FleetCollector(states))
 
     def render(self) -> bytes:
         """Return all metrics as text."""
@@ -51,7 +50,7 @@ class _FleetCollector(Collector):
     """Gauges of the servers.
 
     Args:
-        fleet: the servers.
+        states: function that returns the state of each server, by its name.
     """
 
     GAUGES = (
@@ -62,8 +61,8 @@ class _FleetCollector(Collector):
         ("num_gaps", "event_gaps", "Gaps in the server's KV events so far."),
     )
 
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
+    def __init__(self, states: Callable[[], Mapping[str, Mapping[str, Any]]]) -> None:
+        self._states = states
 
     def describe(self) -> Iterator[Metric]:
         """Yield nothing: the values exist only on the event loop."""
@@ -71,7 +70,7 @@ class _FleetCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the gauges."""
-        states = {name: replica.describe() for name, replica in self._fleet.replicas.items()}
+        states = self._states()
         for key, name, text in self.GAUGES:
             family = GaugeMetricFamily(f"quire_router_{name}", text, labels=("replica",))
             for replica, state in states.items():

@@ -1,0 +1,234 @@
+"""One request of a client that is passed on: its body, where it is sent, and the answer as it goes back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Final, Protocol
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.types import Message, Receive, Scope, Send
+
+from quire.server.errors import SHOWN_ID, ApiError, unavailable
+from quire.serving.proxy.streams import EventCutter, error_event
+
+# Headers of one connection, by RFC 9110, and those that each side writes itself.
+HOP_BY_HOP: Final = frozenset(
+    {
+        *(b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade"),
+        *(b"host", b"content-length", b"expect", b"x-request-id", b"date", b"server"),
+    }
+)
+REPLICA_HEADER: Final = b"x-quire-replica"
+# Bodies of all requests together.
+MAX_BODY_BYTES: Final = 1 << 30
+
+
+class Answer(Protocol):
+    """The answer of a server, of which the head has arrived.
+
+    Attributes:
+        status: status.
+        headers: headers, with names in lower case.
+    """
+
+    status: int
+    headers: list[tuple[bytes, bytes]]
+
+    def header(self, name: bytes) -> bytes:
+        """Return the value of a header, empty where it is not there."""
+
+    def parts(self) -> AsyncIterator[bytes]:
+        """Yield the parts of the body as they come; raises `UpstreamLost` where it is not whole."""
+
+    def close(self) -> None:
+        """Give the answer up, unless it was read to its end."""
+
+
+class Requester(Protocol):
+    """What takes a request to a server."""
+
+    async def request(self, method: str, target: bytes, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> Answer:
+        """Send a request and return its answer; raises `UpstreamLost` where there is none."""
+
+
+class Bodies:
+    """The bodies of requests on their way, which have a limit together.
+
+    Args:
+        max_body_bytes: longest body of one request.
+
+    Attributes:
+        num_bytes: bytes of all bodies that were read and not given back; callers count them.
+    """
+
+    def __init__(self, max_body_bytes: int) -> None:
+        self._max_body_bytes = max_body_bytes
+        self.num_bytes = 0
+
+    async def read(self, scope: Scope, receive: Receive) -> bytes:
+        """Return the body of a request.
+
+        Raises:
+            ApiError: 413, it is too long; 503, all bodies together are.
+        """
+        declared = Headers(scope=scope).get("content-length", "")
+        parts: list[bytes] = []
+        num_bytes = int(declared) if declared.isdigit() else 0
+        if num_bytes <= self._max_body_bytes:
+            num_bytes = 0
+            async for part in Request(scope, receive).stream():
+                parts.append(part)
+                num_bytes += len(part)
+                if num_bytes > self._max_body_bytes:
+                    break
+        if num_bytes > self._max_body_bytes:
+            raise ApiError(413, f"the body is longer than {self._max_body_bytes} bytes", code="content_too_large")
+        if self.num_bytes + num_bytes > MAX_BODY_BYTES:
+            raise unavailable("too many long bodies are on their way", "too_many_uploads")
+        return b"".join(parts)
+
+
+class Exchange:
+    """One request of a client, and what was sent of its answer.
+
+    Args:
+        scope: ASGI's scope.
+        body: body of the request, read to its end.
+        receive: ASGI's function that tells when the client has left.
+        send: ASGI's function that sends the answer.
+
+    Attributes:
+        has_begun: True once a part of the answer was sent.
+        last_busy: status and Retry-After of the last server that was busy.
+    """
+
+    def __init__(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+        self.path: str = scope["path"]
+        self.headers = Headers(scope=scope)
+        self.body = body
+        self.request_id: str = scope.get(SHOWN_ID, "")
+        self.has_begun = False
+        self.last_busy: tuple[int, bytes] | None = None
+        self.method: str = scope["method"]
+        query = scope.get("query_string", b"")
+        self._target = scope.get("raw_path", self.path.encode()) + (b"?" + query if query else b"")
+        self._raw = scope["headers"]
+        self._send = send
+        self._is_stream = False
+        self._receive = receive
+        self._left: asyncio.Future[None] | None = None
+
+    async def send_to(self, upstream: Requester) -> Answer:
+        """Send the request to a server and return its answer, of which the head has arrived.
+
+        Raises:
+            UpstreamLost: there is none.
+        """
+        named = {name.strip().lower() for key, value in self._raw if key == b"connection" for name in value.split(b",")}
+        headers = [(key, value) for key, value in self._raw if key not in HOP_BY_HOP and key not in named]
+        headers.append((b"x-request-id", self.request_id.encode()))
+        return await upstream.request(self.method, self._target, headers, self.body)
+
+    async def unless_left(self, work: Any) -> Any:
+        """Return the result of a coroutine, None where the client leaves first."""
+        if self._left is None:
+            self._left = asyncio.ensure_future(self._wait_until_left())
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({task, self._left}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not task.done():
+                task.cancel()
+        return await task if task.done() and not task.cancelled() else None
+
+    async def relay(
+        self,
+        response: Answer,
+        replica: str,
+        cutter: EventCutter | None = None,
+        on_first_part: Any = None,
+    ) -> bool:
+        """Send a server's answer to the client; the head only with the first part of the body.
+
+        Returns:
+            False where the client has left.
+
+        Raises:
+            UpstreamLost: the answer is not whole.
+        """
+        cutter = cutter or EventCutter(response.header(b"content-type"))
+        self._is_stream = cutter.is_stream
+        parts = response.parts()
+        while True:
+            part = await self.unless_left(anext(parts, None))
+            if part is None and self._left is not None and self._left.done():
+                return False
+            data = cutter.finish() if part is None else cutter.add(part)
+            if not self.has_begun and (data or part is None):
+                if on_first_part is not None:
+                    on_first_part()
+                self.has_begun = True
+                await self._begin(response, replica)
+            if data or part is None:
+                await self._send_body(data, more=part is not None)
+            if part is None:
+                return True
+
+    async def cut_off(self, why: str) -> None:
+        """End an answer that has begun: a stream with an error, another one by closing the connection.
+
+        Raises:
+            ConnectionError: it is no stream; the client sees that the answer is not whole.
+        """
+        if not self._is_stream:
+            raise ConnectionAbortedError(why)
+        error = ApiError(503, why, code="replica_lost", headers={"Retry-After": "1"})
+        await self._send_body(error_event(self.path, error), more=False)
+
+    async def give_up(self, was_tried: bool) -> None:
+        """Refuse the request: no server can take it now.
+
+        Raises:
+            ApiError: 429 or 503 with Retry-After.
+        """
+        if self.last_busy is not None:
+            status, retry_after = self.last_busy
+            raise ApiError(
+                status,
+                "all servers are busy",
+                code="queue_full" if status == 429 else "busy",
+                headers={"Retry-After": retry_after.decode("latin-1") or "1"},
+            )
+        why = "every server that could take this request was lost" if was_tried else "no server takes requests"
+        raise unavailable(why, "no_replica")
+
+    async def _begin(self, response: Answer, replica: str) -> None:
+        length = [(b"content-length", response.header(b"content-length"))] if response.header(b"content-length") else []
+        headers = [(key, value) for key, value in response.headers if key not in HOP_BY_HOP]
+        headers += [*length, (REPLICA_HEADER, replica.encode())]
+        await self._send({"type": "http.response.start", "status": response.status, "headers": headers})
+
+    async def _send_body(self, data: bytes, *, more: bool) -> None:
+        message: Message = {"type": "http.response.body", "body": data, "more_body": more}
+        await self._send(message)
+
+    async def _wait_until_left(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    def close(self) -> None:
+        """Stop waiting for the client to leave."""
+        if self._left is not None:
+            self._left.cancel()
+
+
+def fields_of(body: bytes) -> Mapping[str, Any]:
+    """Return the fields of a body; none where it is no JSON object, which a server then refuses."""
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

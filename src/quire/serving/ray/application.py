@@ -1,0 +1,70 @@
+"""The application of Ray Serve: its deployments, with the options that Serve needs to know."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+
+from quire.serving.ray.config import AppConfig, without_origins
+from quire.serving.ray.engine import EngineReplica, options_of
+from quire.serving.ray.ingress import IngressReplica
+
+POLICY: Final = "quire.serving.ray.autoscaling:QueuedTokensPolicy"
+# Time in which Serve asks a replica for its health, and after which it counts as unhealthy.
+HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 5.0, 30.0
+# Time beyond that of running requests in which a replica saves what it saves, and ends.
+CLOSE_S = 40.0
+MAX_INGRESS_REQUESTS = 8192
+
+
+def build(args: Mapping[str, Any]) -> Any:
+    """Return the application; see `quire.serving.ray.app`.
+
+    Args:
+        args: options of the engine, the server and the replicas.
+
+    Raises:
+        ConfigError: an option is not known, or its value is not allowed.
+    """
+    config = AppConfig.read(args)
+    engine = serve.deployment(EngineReplica, name="Engine").options(**engine_deployment(config))
+    ingress = serve.deployment(serve.ingress()(IngressReplica), name="Ingress").options(
+        num_replicas=config.replicas.num_ingress,
+        max_ongoing_requests=MAX_INGRESS_REQUESTS,
+        graceful_shutdown_timeout_s=config.server.drain_timeout_s + 5.0,
+        graceful_shutdown_wait_loop_s=0.2,
+        ray_actor_options={"num_cpus": 0},
+    )
+    server_options = options_of(without_origins(config.server))
+    bound = engine.bind(config.engine.to_options(), server_options, config.replicas.kv_events_host)
+    return ingress.bind(bound, options_of(config.server))
+
+
+def engine_deployment(config: AppConfig) -> dict[str, Any]:
+    """Return Serve's options of the engine's deployment."""
+    replicas = config.replicas
+    options: dict[str, Any] = {
+        "max_ongoing_requests": replicas.max_ongoing_requests,
+        "graceful_shutdown_timeout_s": config.server.drain_timeout_s + CLOSE_S,
+        "graceful_shutdown_wait_loop_s": 0.2,
+        "health_check_period_s": HEALTH_PERIOD_S,
+        "health_check_timeout_s": HEALTH_TIMEOUT_S,
+        "request_router_config": RequestRouterConfig(request_router_class=replicas.request_router),
+        "ray_actor_options": {"num_cpus": replicas.num_cpus, "num_gpus": replicas.num_gpus},
+    }
+    num_ranks = config.engine.parallel.tensor_parallel_size
+    if num_ranks > 1 and replicas.num_cpus:
+        # The ranks are processes of the replica, so all their cores must be on its node.
+        options["placement_group_bundles"] = [{"CPU": replicas.num_cpus}] * num_ranks
+        options["placement_group_strategy"] = "STRICT_PACK"
+    if replicas.max_replicas is None:
+        return {**options, "num_replicas": replicas.num_replicas}
+    targets = {"target_queued_tokens": replicas.target_queued_tokens, "target_running": config.target_running}
+    policy = AutoscalingPolicy(policy_function=POLICY, policy_kwargs=targets)
+    options["autoscaling_config"] = AutoscalingConfig(
+        min_replicas=replicas.num_replicas, max_replicas=replicas.max_replicas, policy=policy
+    )
+    return options

@@ -1,0 +1,329 @@
+"""The deployment of the ingress: the whole HTTP surface, with each request on the replica that the router chooses.
+
+```
+ client -> Serve's proxy -> Ingress: key, body, tokens of the prompt -> handle, CacheAwareRouter -> EngineReplica
+ a prompt           as the router says; before the first byte, another replica where the first fails or is busy
+ all replicas' state every replica: adapters, pins, resets; the answer is the first one's, or that of one that failed
+ all others         one replica
+ /metrics           those of all replicas, with the label replica, and the router's own
+```
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import suppress
+from typing import Any, Final
+
+from ray import serve
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from quire.routing.router import RouteRequest
+from quire.server.auth import Guard, check_operator
+from quire.server.errors import ApiError, unavailable
+from quire.server.settings import ServerConfig
+from quire.serving.proxy.app import BROADCAST, BUSY, SESSION_HEADER
+from quire.serving.proxy.exchange import Answer, Bodies, Exchange, fields_of
+from quire.serving.proxy.metrics import ProxyMetrics
+from quire.serving.proxy.prompts import PATHS, RoutedPrompts
+from quire.serving.proxy.streams import EventCutter
+from quire.serving.proxy.upstream import UpstreamLost
+from quire.serving.ray.call import AnswerHead, RawHeaders, RoutedCall, Ticket, WholeAnswer
+from quire.serving.ray.fleet import FLEETS, ReplicaFleet
+from quire.serving.ray.handle_calls import HandleCall, lost_by
+from quire.serving.ray.metrics import merge_metrics
+
+logger = logging.getLogger(__name__)
+
+# Attempts to have one request answered.
+MAX_ATTEMPTS: Final = 8
+ASK_S: Final = 2.0
+BROADCAST_S: Final = 120.0
+
+
+class IngressReplica:
+    """One replica of the ingress. Serve runs the application that it builds.
+
+    Args:
+        engine: handle of the engine's deployment.
+        server_options: fields of `ServerConfig`.
+    """
+
+    def __init__(self, engine: Any, server_options: dict[str, Any]) -> None:
+        self._engine = engine
+        self._config = ServerConfig(**server_options)
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        """Return the application, with the checks of keys and origins before it."""
+        config = self._config
+        app: ASGIApp = Ingress(self._engine, config, str(serve.get_replica_context().app_name))
+        app = Guard(app, api_key=config.api_key, operator_key=config.operator_key)
+        if config.allow_origins:
+            # Preflight requests have no key, so CORS precedes the guard.
+            exposed = ("retry-after", "x-request-id")
+            app = CORSMiddleware(
+                app,
+                allow_origins=config.allow_origins,
+                allow_methods=("GET", "POST"),
+                allow_headers=("*",),
+                expose_headers=exposed,
+            )
+        return app
+
+
+class Ingress:
+    """The ASGI application.
+
+    Args:
+        engine: handle of the engine's deployment.
+        config: options of the server.
+        app_name: name of Serve's application.
+    """
+
+    def __init__(self, engine: Any, config: ServerConfig, app_name: str) -> None:
+        self._engine = engine
+        self._streams = engine.options(stream=True)
+        self._app_name = app_name
+        self._tenant_header = config.tenant_header
+        self._has_operators = config.operator_key is not None
+        key = config.operator_key or config.api_key
+        self._headers: RawHeaders = () if key is None else ((b"authorization", f"Bearer {key}".encode()),)
+        self._bodies = Bodies(config.max_body_bytes)
+        self._prompts = RoutedPrompts(self._ask_for_tokens)
+        self._states: dict[str, dict[str, Any]] = {}
+        self._metrics = ProxyMetrics(lambda: self._states)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close"})
+            return
+        # Where the application has a route prefix, Serve names it as ASGI does.
+        root = scope.get("root_path", "").rstrip("/")
+        path = scope["path"].removeprefix(root) or "/"
+        scope = {**scope, "path": path, "raw_path": scope.get("raw_path", path.encode()).removeprefix(root.encode())}
+        if path in ("/health", "/ping", "/metrics") or path.startswith("/router/"):
+            await (await self._own(scope))(scope, receive, send)
+            return
+        body = await self._bodies.read(scope, receive)
+        self._bodies.num_bytes += len(body)
+        exchange = Exchange(scope, body, receive, send)
+        try:
+            if path in BROADCAST and scope["method"] == "POST":
+                await self._broadcast(exchange)
+            elif path in PATHS and scope["method"] == "POST":
+                await self._route(exchange)
+            else:
+                await self._send(exchange, None)
+        finally:
+            exchange.close()
+            self._bodies.num_bytes -= len(body)
+
+    # ---- the ingress's own routes ----
+
+    @property
+    def _fleet(self) -> ReplicaFleet | None:
+        """The fleet of the handle's router; None before its first request."""
+        return FLEETS.get(self._app_name)
+
+    async def _own(self, scope: Scope) -> Response:
+        path, method = scope["path"], scope["method"]
+        fleet = self._fleet
+        if path in ("/health", "/ping"):
+            # Serve starts the ingress once replicas are ready, and the router learns of them with the first request.
+            count = len(fleet.names) if fleet is not None else None
+            status = "no replica takes requests" if count == 0 else "ok"
+            return _json({"status": status, "num_replicas": count}, 503 if count == 0 else 200)
+        check_operator(Request(scope), has_operators=self._has_operators)
+        if path == "/metrics" and method == "GET":
+            self._states = {} if fleet is None else await fleet.describe_soon()
+            found = await self._ask_all("metrics")
+            text = merge_metrics(found) + self._metrics.render()
+            return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+        if path == "/router/replicas" and method == "GET":
+            states = {} if fleet is None else await fleet.describe_soon()
+            return _json({"replicas": list(states.values())})
+        raise ApiError(404, f"there is no such route: {method} {path[:200]}", code="not_found")
+
+    # ---- requests that are passed on ----
+
+    async def _route(self, exchange: Exchange) -> None:
+        """Send a request with a prompt where the router says."""
+        tenant = None if self._tenant_header is None else exchange.headers.get(self._tenant_header)
+        fields = fields_of(exchange.body)
+        prompt = await self._prompts.read(exchange.path, exchange.body, fields, tenant)
+        session = exchange.headers.get(SESSION_HEADER) or fields.get("prompt_cache_key")
+        named = session if isinstance(session, str) else None
+        await self._send(exchange, RouteRequest(prompt.token_ids, prompt.scope, named))
+
+    async def _send(self, exchange: Exchange, request: RouteRequest | None) -> None:
+        """Have a replica answer a request; before the first byte, another one where that fails."""
+        tried: list[str] = []
+        started_s = time.monotonic()
+        for _ in range(MAX_ATTEMPTS):
+            # What pages ask for goes to the same replica: the parts of a page belong together.
+            ticket = Ticket(request, tuple(tried), is_pinned=request is None and exchange.method == "GET")
+            end = "left"
+            try:
+                end = await self._attempt(exchange, ticket)
+            finally:
+                ticket.end()
+                self._count(ticket, end, started_s, is_first=not tried)
+            if end not in ("lost", "busy"):
+                return
+            if ticket.replica is None:
+                break
+            tried.append(ticket.replica)
+            names = self._fleet.names if self._fleet is not None else []
+            if end == "busy" and not set(names) - set(tried):
+                break
+            self._metrics.retries.inc()
+        await exchange.give_up(bool(tried))
+
+    async def _attempt(self, exchange: Exchange, ticket: Ticket) -> str:
+        """Return how an attempt ended: "answered", "left", "busy", "lost" before the first byte, or "cut off"."""
+        answer: Answer | None = None
+        try:
+            answer = await exchange.unless_left(exchange.send_to(HandleCall(self._streams, ticket)))
+            if answer is None:
+                return "left"
+            if answer.status in BUSY:
+                exchange.last_busy = (answer.status, answer.header(b"retry-after"))
+                return "busy"
+            cutter = EventCutter(answer.header(b"content-type"))
+
+            def on_first_part() -> None:
+                # The answer in one piece comes with its last token.
+                if cutter.is_stream:
+                    ticket.begin_stream()
+
+            is_whole = await exchange.relay(answer, ticket.replica or "", cutter, on_first_part)
+            return "answered" if is_whole else "left"
+        except UpstreamLost as error:
+            logger.warning("request %s was lost with %s: %s", exchange.request_id, ticket.replica, error)
+            if not exchange.has_begun:
+                return "lost"
+            await exchange.cut_off(f"the replica of this request was lost: {error}")
+            return "cut off"
+        finally:
+            if answer is not None:
+                answer.close()
+
+    def _count(self, ticket: Ticket, end: str, started_s: float, *, is_first: bool) -> None:
+        self._metrics.requests.labels(ticket.replica or "none", end).inc()
+        if is_first and ticket.request is not None and ticket.routed_s:
+            self._metrics.choose_s.observe(max(0.0, ticket.routed_s - started_s))
+            self._metrics.prompt_tokens.inc(len(ticket.request.token_ids))
+            self._metrics.hit_tokens.inc(ticket.num_hit)
+
+    async def _broadcast(self, exchange: Exchange) -> None:
+        """Send a request to every replica; answer with a failure where there is one."""
+        requester = _Broadcast(self._ask_all)
+        try:
+            answer = await exchange.send_to(requester)
+        except UpstreamLost as error:
+            raise unavailable(f"a replica was lost, others have done it: {error}", "replica_lost") from error
+        await exchange.relay(answer, answer.replica)  # type: ignore[attr-defined]
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        """Answer ASGI's lifespan. At the start, the handle learns of the replicas, and its router of their caches."""
+        while True:
+            kind = (await receive())["type"]
+            if kind == "lifespan.startup":
+                with suppress(UpstreamLost):  # the engine may start later
+                    await self._ask_all("check_health")
+            await send({"type": f"{kind}.complete"})
+            if kind == "lifespan.shutdown":
+                return
+
+    async def _ask_for_tokens(self, body: bytes) -> bytes | None:
+        """Return a replica's answer to `POST /prompt_tokens`, None where there is none in time."""
+        ticket = Ticket()
+        headers = (*self._headers, (b"content-type", b"application/json"))
+        try:
+            async with asyncio.timeout(ASK_S):
+                answer = await HandleCall(self._streams, ticket).request("POST", b"/prompt_tokens", headers, body)
+                try:
+                    parts = [part async for part in answer.parts()]
+                finally:
+                    answer.close()
+        except (UpstreamLost, TimeoutError):
+            return None
+        finally:
+            ticket.end()
+        return b"".join(parts) if answer.status == 200 else None
+
+    async def _ask_all(self, method: str, *args: Any) -> list[Any]:
+        """Return what a method of every replica returns; an exception for one that fails.
+
+        Raises:
+            UpstreamLost: there is no replica.
+        """
+        try:
+            response = self._engine.broadcast(method, *args)
+            async with asyncio.timeout(BROADCAST_S):
+                return list(await response.results_async(return_exceptions=True))
+        except Exception as error:
+            raise UpstreamLost(lost_by(error)) from error
+
+
+class _Broadcast:
+    """Takes one request to every replica.
+
+    Args:
+        ask_all: function that returns what a method of every replica returns.
+    """
+
+    def __init__(self, ask_all: Callable[..., Awaitable[list[Any]]]) -> None:
+        self._ask_all = ask_all
+
+    async def request(self, method: str, target: bytes, headers: Any, body: bytes) -> _Received:
+        """Return the first answer, or that of a replica that failed.
+
+        Raises:
+            UpstreamLost: a replica was lost.
+        """
+        found = await self._ask_all("answer_whole", RoutedCall(method, target, tuple(headers), body))
+        lost = [each for each in found if isinstance(each, BaseException)]
+        if lost or not found:
+            raise UpstreamLost(lost_by(lost[0]) if lost else "there is no replica")
+        answers: list[WholeAnswer] = found
+        return _Received(next((each for each in answers if each.head.status >= 400), answers[0]))
+
+
+class _Received:
+    """An answer that has arrived.
+
+    Args:
+        answer: the answer.
+    """
+
+    def __init__(self, answer: WholeAnswer) -> None:
+        head: AnswerHead = answer.head
+        self.status, self.headers, self.replica = head.status, list(head.headers), head.replica
+        self._body = answer.body
+
+    def header(self, name: bytes) -> bytes:
+        """Return the value of a header, empty where it is not there."""
+        return next((value for each, value in self.headers if each == name), b"")
+
+    async def parts(self) -> AsyncIterator[bytes]:
+        """Yield the body."""
+        yield self._body
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def _json(body: Mapping[str, Any], status: int = 200) -> Response:
+    return Response(json.dumps(body).encode(), status_code=status, media_type="application/json")

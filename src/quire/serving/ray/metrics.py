@@ -1,0 +1,56 @@
+"""The metrics of all replicas in one text, with a label that names the replica."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+
+logger = logging.getLogger(__name__)
+
+LABEL: Final = "replica"
+
+
+class _Merged(Collector):
+    """Families of several texts, each sample with the name of its replica.
+
+    Args:
+        texts: metrics of each replica, by its name.
+    """
+
+    def __init__(self, texts: Iterable[tuple[str, bytes]]) -> None:
+        self._families: dict[str, Metric] = {}
+        for replica, text in texts:
+            for family in text_string_to_metric_families(text.decode()):
+                merged = self._families.get(family.name)
+                if merged is None:
+                    merged = self._families[family.name] = Metric(family.name, family.documentation, family.type)
+                merged.samples += [
+                    Sample(sample.name, {**sample.labels, LABEL: replica}, sample.value) for sample in family.samples
+                ]
+
+    def describe(self) -> Iterator[Metric]:
+        """Yield nothing: the names are those of the texts."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the families."""
+        yield from self._families.values()
+
+
+def merge_metrics(found: Iterable[Any]) -> bytes:
+    """Return the metrics of all replicas in Prometheus' text format.
+
+    Args:
+        found: name and metrics of each replica; an exception for one that was lost, which is left out.
+    """
+    texts = [each for each in found if not isinstance(each, BaseException)]
+    registry = CollectorRegistry()
+    registry.register(_Merged(texts))
+    return generate_latest(registry)
