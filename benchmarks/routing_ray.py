@@ -28,10 +28,13 @@ from benchmarks.routing import NUM_REPLICAS, Figures, shapes, show
 from benchmarks.routing_served import NUM_BLOCKS, PATIENCE_S, serve_trace, trace_for
 from benchmarks.routing_traces import TraceShape
 
+# The public name of Ray's router of prefixes, in `ray.serve.llm`, can be imported with vLLM only; it adds nothing to
+# this class.
+PREFIX_AWARE = "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router.PrefixCacheAffinityRouter"
 ROUTERS = {
     "quire": "quire.serving.ray.request_router.CacheAwareRouter",
-    "ray, prefixes": "ray.serve.llm.request_router.PrefixCacheAffinityRouter",
-    "ray, default": "ray.serve._private.request_router:PowerOfTwoChoicesRequestRouter",
+    "ray, prefixes": PREFIX_AWARE,
+    "ray, default": "ray.serve._private.request_router.PowerOfTwoChoicesRequestRouter",
 }
 START_S = 300.0
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,16 @@ class RayApp:
                 return
             lines.append(line)
         raise AssertionError(f"the driver said {lines} and logged:\n{self._log.read_text()[-4000:]}")
+
+    def wait_until_up(self) -> None:
+        """Wait until Serve's proxy passes requests on."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            with suppress(httpx.ConnectError):
+                if self.http.get("/health").status_code == 200:
+                    return
+            assert time.monotonic() < deadline, "the application never answered"
+            time.sleep(0.2)
 
     def replicas(self) -> dict[str, dict[str, Any]]:
         """Return what the router knows of each replica, by its name."""
@@ -99,6 +109,7 @@ def ray_app(options: dict[str, Any], logs: Path) -> Iterator[RayApp]:
             app.expect("started")
             app.deploy(options)
             with app.http:
+                app.wait_until_up()
                 yield app
         finally:
             assert process.stdin is not None

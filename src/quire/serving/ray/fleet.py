@@ -252,8 +252,9 @@ def _reachable(endpoint: Any, publisher_ip: str, node_ip: str) -> str | None:
     """
     if not isinstance(endpoint, str):
         return None
-    if any(part in endpoint for part in LOOPBACK):
-        return endpoint if publisher_ip == node_ip else None
+    reachable: str = endpoint
+    if any(part in reachable for part in LOOPBACK):
+        return reachable if publisher_ip == node_ip else None
     for part in EVERYWHERE:
-        endpoint = endpoint.replace(part, f"//{publisher_ip}:")
-    return endpoint
+        reachable = reachable.replace(part, f"//{publisher_ip}:")
+    return reachable

@@ -23,7 +23,7 @@ from ray import serve
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.routing.router import RouteRequest
 from quire.server.auth import Guard, check_operator
@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 # Attempts to have one request answered.
 MAX_ATTEMPTS: Final = 8
 ASK_S: Final = 2.0
+START_S: Final = 5.0
 BROADCAST_S: Final = 120.0
 
 
@@ -75,7 +76,7 @@ class IngressReplica:
                 allow_headers=("*",),
                 expose_headers=exposed,
             )
-        return app
+        return _without_request_id(app)
 
 
 class Ingress:
@@ -233,7 +234,7 @@ class Ingress:
             answer = await exchange.send_to(requester)
         except UpstreamLost as error:
             raise unavailable(f"a replica was lost, others have done it: {error}", "replica_lost") from error
-        await exchange.relay(answer, answer.replica)  # type: ignore[attr-defined]
+        await exchange.relay(answer, requester.replica)
 
     async def _live(self, receive: Receive, send: Send) -> None:
         """Answer ASGI's lifespan. At the start, the handle learns of the replicas, and its router of their caches."""
@@ -241,7 +242,7 @@ class Ingress:
             kind = (await receive())["type"]
             if kind == "lifespan.startup":
                 with suppress(UpstreamLost):  # the engine may start later
-                    await self._ask_all("check_health")
+                    await self._ask_all("check_health", timeout_s=START_S)
             await send({"type": f"{kind}.complete"})
             if kind == "lifespan.shutdown":
                 return
@@ -263,7 +264,7 @@ class Ingress:
             ticket.end()
         return b"".join(parts) if answer.status == 200 else None
 
-    async def _ask_all(self, method: str, *args: Any) -> list[Any]:
+    async def _ask_all(self, method: str, *args: Any, timeout_s: float = BROADCAST_S) -> list[Any]:
         """Return what a method of every replica returns; an exception for one that fails.
 
         Raises:
@@ -271,7 +272,7 @@ class Ingress:
         """
         try:
             response = self._engine.broadcast(method, *args)
-            async with asyncio.timeout(BROADCAST_S):
+            async with asyncio.timeout(timeout_s):
                 return list(await response.results_async(return_exceptions=True))
         except Exception as error:
             raise UpstreamLost(lost_by(error)) from error
@@ -282,10 +283,14 @@ class _Broadcast:
 
     Args:
         ask_all: function that returns what a method of every replica returns.
+
+    Attributes:
+        replica: replica whose answer is the answer.
     """
 
     def __init__(self, ask_all: Callable[..., Awaitable[list[Any]]]) -> None:
         self._ask_all = ask_all
+        self.replica = ""
 
     async def request(self, method: str, target: bytes, headers: Any, body: bytes) -> _Received:
         """Return the first answer, or that of a replica that failed.
@@ -298,7 +303,9 @@ class _Broadcast:
         if lost or not found:
             raise UpstreamLost(lost_by(lost[0]) if lost else "there is no replica")
         answers: list[WholeAnswer] = found
-        return _Received(next((each for each in answers if each.head.status >= 400), answers[0]))
+        chosen = next((each for each in answers if each.head.status >= 400), answers[0])
+        self.replica = chosen.head.replica
+        return _Received(chosen)
 
 
 class _Received:
@@ -310,7 +317,7 @@ class _Received:
 
     def __init__(self, answer: WholeAnswer) -> None:
         head: AnswerHead = answer.head
-        self.status, self.headers, self.replica = head.status, list(head.headers), head.replica
+        self.status, self.headers = head.status, list(head.headers)
         self._body = answer.body
 
     def header(self, name: bytes) -> bytes:
@@ -323,6 +330,20 @@ class _Received:
 
     def close(self) -> None:
         """Do nothing."""
+
+
+def _without_request_id(app: ASGIApp) -> ASGIApp:
+    """Return an application without the header `x-request-id` in its answers: Serve's proxy adds it by itself."""
+
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_rest(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [each for each in message["headers"] if each[0].lower() != b"x-request-id"]
+            await send(message)
+
+        await app(scope, receive, send_rest)
+
+    return call
 
 
 def _json(body: Mapping[str, Any], status: int = 200) -> Response:
