@@ -92,6 +92,10 @@ def ray_app(options: dict[str, Any], logs: Path) -> Iterator[RayApp]:
         "RAY_AUTH_MODE": "disabled",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_raylet_start_wait_time_s": str(PATIENCE_S),
+        "RAY_worker_niceness": "0",
+        # A choice is given up where a replica does not tell its queue in this time.
+        "RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "30",
+        "RAY_SERVE_MAX_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "30",
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     }
     with socket.socket() as free:

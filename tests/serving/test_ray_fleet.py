@@ -140,6 +140,18 @@ def test_requests_of_other_routers_count_for_a_while() -> None:
     fleet.on_queue_len("none", 3, 0.0)
 
 
+def test_a_call_without_a_prompt_is_this_routers_own() -> None:
+    fleet = fleet_of("a", "b")
+    ticket = Ticket()
+    name = fleet.rank(ticket, 0.0)[0]
+    fleet.on_queue_len(name, 1, 0.0)  # as Serve calls it: before it says that the request is routed
+    assert fleet.router.queue_s(name) == 0
+    fleet.on_routed(ticket, name, 0.0)
+    fleet.end(ticket)
+    fleet.on_queue_len(name, 1, 0.0)
+    assert fleet.router.queue_s(name) > 0
+
+
 def test_a_replica_that_ends_is_forgotten_with_its_work() -> None:
     fleet = fleet_of("a", "b")
     tickets = [ticket_of([number] * 50) for number in range(4)]

@@ -25,7 +25,7 @@ class ReplicaLoad:
         num_streams: requests whose answer has begun.
         num_requests: requests so far.
         computed_tokens: tokens of prompts that were given to it and that it was not expected to have.
-        other_tokens: what requests of other routers add to its queue.
+        other_tokens: tokens that requests of other routers add to its queue.
         is_available: False while it takes no requests.
         version: rises with each change.
     """

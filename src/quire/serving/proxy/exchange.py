@@ -48,7 +48,7 @@ class Answer(Protocol):
 
 
 class Requester(Protocol):
-    """What takes a request to a server."""
+    """Sender of requests to one server, or to one of several."""
 
     async def request(self, method: str, target: bytes, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> Answer:
         """Send a request and return its answer; raises `UpstreamLost` where there is none."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-# What a replica reports: tokens of prompts that are not computed, and sequences that run.
+# Metrics of a replica: tokens of prompts that are not computed, and sequences that run.
 QUEUED_TOKENS: Final = "queued_tokens"
 RUNNING: Final = "running_sequences"
 

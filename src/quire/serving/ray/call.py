@@ -1,4 +1,4 @@
-"""What goes from the ingress to a replica of the engine, and what the router needs to know of it."""
+"""Messages between the ingress and a replica of the engine, and the ticket by which the router knows a request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Ticket:
     The ingress and the router run on different event loops: each writes attributes of its own.
 
     Args:
-        request: what decides where it goes; None for a request without a prompt.
+        request: the part of the request that decides where it goes; None for a request without a prompt.
         tried: names of replicas that could not take it.
         is_pinned: True to send it to the first replica, with the others of its kind.
 
@@ -28,12 +28,14 @@ class Ticket:
         num_hit: tokens of its prompt that were expected in the replica's cache.
         fleet: fleet that counts it; None before it was ranked.
         routes: its routes by replica, as they were ranked.
+        counted: replica at which it counts; None for none.
         begun: route that counts as work of its replica; None without one.
         is_ended: True once the ingress has ended it.
     """
 
     __slots__ = (
         "begun",
+        "counted",
         "fleet",
         "is_ended",
         "is_pinned",
@@ -56,6 +58,7 @@ class Ticket:
         self.num_hit = 0
         self.fleet: ReplicaFleet | None = None
         self.routes: dict[str, Route] = {}
+        self.counted: str | None = None
         self.begun: Route | None = None
         self.is_ended = False
 

@@ -15,7 +15,7 @@ from quire.server.settings import ServerConfig
 
 # As in `quire serve`: offline the queue is the user's own and unlimited; a server's is limited.
 DEFAULT_MAX_QUEUE_LEN: Final = 1024
-# What Serve's own proxies decide, by `http_options` of its configuration.
+# Options that Serve's own proxies decide, by `http_options` of its configuration.
 OF_SERVE: Final = frozenset(
     {
         *("host", "port", "uds", "ssl_certfile", "ssl_keyfile", "max_connections", "api_server_count", "watch"),

@@ -43,7 +43,7 @@ class ReplicaFleet:
 
     Attributes:
         router: the router's core, which knows each replica by its unique id.
-        replicas: what each replica says of itself: `node_ip`, `pid`, and `kv_events`, where it publishes its events.
+        replicas: description of each replica: `node_ip`, `pid`, and `kv_events`, where it publishes its events.
     """
 
     def __init__(self, config: RouterConfig | None = None, node_ip: str = "") -> None:
@@ -81,7 +81,7 @@ class ReplicaFleet:
         """Take the present replicas.
 
         Args:
-            replicas: what each one's `record_replica_metadata` returned.
+            replicas: result of each one's `record_replica_metadata`.
         """
         self._loop = asyncio.get_running_loop()
         for name in self.replicas.keys() - replicas.keys():
@@ -125,8 +125,8 @@ class ReplicaFleet:
             ticket.routes = {route.replica: route for route in routes}
             names = list(ticket.routes)
             names += sorted(self.replicas.keys() - ticket.routes.keys(), key=self.router.queue_s)
-            if names:
-                self._begin(ticket, names[0], now_s)
+        if names:
+            self._begin(ticket, names[0], now_s)
         first = [name for name in names if name not in ticket.tried]
         if ticket.is_ended:  # it was ended before `fleet` was set
             self._end_begun(ticket)
@@ -135,7 +135,7 @@ class ReplicaFleet:
     def on_routed(self, ticket: Ticket, name: str, now_s: float | None = None) -> None:
         """Record that a replica has taken a request, which need not be the first one in the ranks."""
         now_s = time.monotonic() if now_s is None else now_s
-        if ticket.begun is not None and ticket.begun.replica != name:
+        if ticket.counted is not None and ticket.counted != name:
             self._end_begun(ticket)
             self._begin(ticket, name, now_s)
         ticket.num_hit = 0 if ticket.begun is None else ticket.begun.hit.num_tokens
@@ -168,21 +168,22 @@ class ReplicaFleet:
     # ---- parts ----
 
     def _begin(self, ticket: Ticket, name: str, now_s: float) -> None:
-        """Count a request with a prompt as work of a replica."""
-        route = ticket.routes.get(name)
-        if ticket.request is None or route is None or name not in self.replicas:
+        """Count a request at a replica; one with a prompt is its work, too."""
+        if name not in self.replicas:
             return
-        self.router.begin(route, ticket.request, now_s)
-        ticket.begun = route
+        ticket.counted = name
         self._num_own[name] += 1
+        route = ticket.routes.get(name)
+        if ticket.request is not None and route is not None:
+            self.router.begin(route, ticket.request, now_s)
+            ticket.begun = route
 
     def _end_begun(self, ticket: Ticket) -> None:
-        if ticket.begun is None:
-            return
-        self.router.end(ticket.begun)
-        if ticket.begun.replica in self._num_own:
-            self._num_own[ticket.begun.replica] -= 1
-        ticket.begun = None
+        if ticket.begun is not None:
+            self.router.end(ticket.begun)
+        if ticket.counted in self._num_own:
+            self._num_own[ticket.counted] -= 1
+        ticket.begun = ticket.counted = None
 
     def _follow(self, name: str, described: Mapping[str, Any]) -> None:
         """Follow a replica's KV events; without them, its queue and its sessions decide."""

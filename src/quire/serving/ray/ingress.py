@@ -172,7 +172,7 @@ class Ingress:
         tried: list[str] = []
         started_s = time.monotonic()
         for _ in range(MAX_ATTEMPTS):
-            # What pages ask for goes to the same replica: the parts of a page belong together.
+            # Requests of pages go to the same replica: the parts of a page belong together.
             ticket = Ticket(request, tuple(tried), is_pinned=request is None and exchange.method == "GET")
             end = "left"
             try:
