@@ -29,7 +29,7 @@ REPLICA = "x-quire-replica"
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
 NUM_REPLICAS = 2
 # What differs between two answers to one request.
-OWN = frozenset({"id", "created", "system_fingerprint"})
+OWN = frozenset({"id", "created", "modified_at", "system_fingerprint"})
 
 
 @pytest.fixture(scope="module")
@@ -81,12 +81,28 @@ def complete(app: RayApp, prompt: str, headers: dict[str, str] | None = None, **
 
 def content_of(answer: httpx.Response) -> Any:
     """Return what two answers to one request have in common."""
-    lines = [line.removeprefix("data: ") for line in answer.text.splitlines()]
-    found = [json.loads(line) if line.startswith("{") else line for line in lines if line]
-    for each in found:
-        for name in OWN & each.keys() if isinstance(each, dict) else ():
-            del each[name]
+    if answer.headers["content-type"].startswith("text/event-stream"):
+        return texts_of([line[6:] for line in answer.text.splitlines() if line.startswith("data: ")])
+    try:
+        found = answer.json()
+    except ValueError:
+        return answer.text
+    if isinstance(found, dict):
+        for name in OWN & found.keys():
+            del found[name]
+        for each in found.get("data") or ():  # of embeddings
+            each["embedding"] = [round(number, 4) for number in each["embedding"]]
+        if isinstance(found.get("usage"), dict):
+            found["usage"].pop("prompt_tokens_details", None)  # each cache has what it was asked for before
     return found
+
+
+def texts_of(lines: list[str]) -> tuple[str, list[str], list[str]]:
+    """Return the text of a stream, whose chunks depend on time, its finish reasons, and what is no chunk."""
+    choices = [each for line in lines if line.startswith("{") for each in json.loads(line)["choices"]]
+    text = "".join(each.get("text") or each.get("delta", {}).get("content") or "" for each in choices)
+    reasons = [each["finish_reason"] for each in choices if each["finish_reason"]]
+    return text, reasons, [line for line in lines if not line.startswith("{")]
 
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Z"}], "temperature": 0, "max_tokens": 9}
