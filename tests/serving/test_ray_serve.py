@@ -157,10 +157,17 @@ def test_a_client_that_leaves_ends_its_request(idle: RayApp) -> None:
         next(response.iter_lines())
     state = idle.wait_until_idle(NUM_REPLICAS)
     deadline = time.monotonic() + PATIENCE_S
-    metric = f'vllm:num_requests_running{{model_name="tiny",replica="{name}"}} 0.0'
-    while metric not in idle.http.get("/metrics").text:
+    while num_running(idle, name):
         assert time.monotonic() < deadline, f"the engine runs it still: {state}"
         time.sleep(0.1)
+
+
+def num_running(app: RayApp, name: str) -> float:
+    """Return the number of sequences that a replica runs."""
+    for line in app.http.get("/metrics").text.splitlines():
+        if line.startswith("vllm:num_requests_running{") and f'replica="{name}"' in line:
+            return float(line.split()[-1])
+    raise AssertionError(f"there are no metrics of {name}")
 
 
 def test_a_conversation_goes_on_where_it_was_and_its_answers_count(idle: RayApp) -> None:
