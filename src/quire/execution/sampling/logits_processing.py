@@ -91,7 +91,7 @@ def adjust(
     Returns:
         For each row whose own processor or grammar failed, why.
     """
-    errors = _constrain(logits, rows, keep)
+    errors = constrain(logits, rows, keep)
     keep_only(logits, [(row, own.allowed_ids) for row, own, _ in rows if own.allowed_ids is not None])
     add_bias(logits, [(row, own.bias_ids, own.bias) for row, own, _ in rows if len(own.bias_ids)])
     forbid(logits, [(row, own.suppressed_ids) for row, own, position in rows if own.is_suppressing(position)])
@@ -115,11 +115,11 @@ def adjust(
     # A processor may return logits of its own making; what a grammar forbids stays forbidden.
     if any(own.grammar_state is not None for _, own, _ in processed):
         own_rows = {row for row, _, _ in processed}
-        _constrain(logits, [entry for entry in rows if entry[0] in own_rows], keep)
+        constrain(logits, [entry for entry in rows if entry[0] in own_rows], keep)
     return {row: error for row, error in errors.items() if error is not None}
 
 
-def _constrain(
+def constrain(
     logits: torch.Tensor, rows: Sequence[tuple[int, LogitsProcessing, int]], keep: KeepTokens
 ) -> dict[int, str | None]:
     """Forbid what the rows' grammars do not have next; return for each row with a grammar why that failed, or None."""

@@ -1,0 +1,122 @@
+"""The tokens that sequences have used, counted on the device, for penalties that need nothing of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.execution.sampling.token_history import TokenHistory
+
+
+class RowPenalties(NamedTuple):
+    """The penalties of rows; see `SamplingParams`.
+
+    Args:
+        rows: int64 [n], rows of the logits.
+        slots: int64 [n], places of their sequences in `DeviceCounts`.
+        repetition, frequency, presence: float32 [n].
+    """
+
+    rows: Tensor
+    slots: Tensor
+    repetition: Tensor
+    frequency: Tensor
+    presence: Tensor
+
+
+class DeviceCounts:
+    """The counts of each sequence's tokens, a row of a table for each.
+
+    Args:
+        device: device of the logits.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # Tokens that are in the prompt, and counts of those in the output; [slots, V].
+        self._in_prompt = torch.empty(0, 0, dtype=torch.bool, device=device)
+        self._output = torch.empty(0, 0, dtype=torch.int32, device=device)
+        self._slots: dict[int, int] = {}
+        self._lengths: dict[int, int] = {}
+        self._free: list[int] = []
+
+    def close(self, seq_id: int) -> None:
+        """Forget a sequence."""
+        slot = self._slots.pop(seq_id, None)
+        self._lengths.pop(seq_id, None)
+        if slot is not None:
+            self._free.append(slot)
+
+    def sync(self, known: Sequence[tuple[int, int, Sequence[int], TokenHistory, int]], vocab_size: int) -> Tensor:
+        """Bring the counts of sequences up to date.
+
+        Args:
+            known: their ids, starts and tokens in this step, histories with them, and lengths of their prompts.
+            vocab_size: V.
+
+        Returns:
+            Their slots, int64 [n].
+        """
+        added: list[tuple[int, int]] = []
+        slots = []
+        for seq_id, start, token_ids, history, num_prompt in known:
+            slot = self._slots.get(seq_id)
+            if slot is not None and len(token_ids) == 1 and start >= num_prompt and self._lengths[seq_id] == start:
+                added.append((slot, token_ids[0]))
+            else:
+                slot = self._take(seq_id, vocab_size)
+                self._fill(slot, history)
+            self._lengths[seq_id] = start + len(token_ids)
+            slots.append(slot)
+        if added:
+            where = self._placed(added)
+            ones = torch.ones(len(added), dtype=torch.int32, device=self._device)
+            self._output.index_put_((where[:, 0], where[:, 1]), ones, accumulate=True)
+        return self._placed(slots)
+
+    def penalize(self, logits: Tensor, penalties: RowPenalties) -> None:
+        """Change logits, float32 [R, V], as `penalties.penalize_tokens` does."""
+        values, output = logits[penalties.rows], self._output[penalties.slots]
+        repetition = penalties.repetition[:, None]
+        is_used = output > 0
+        scaled = torch.where(values > 0, values / repetition, values * repetition)
+        values = torch.where(is_used | self._in_prompt[penalties.slots], scaled, values)
+        values -= penalties.frequency[:, None] * output
+        values -= penalties.presence[:, None] * is_used
+        logits[penalties.rows] = values
+
+    def _take(self, seq_id: int, vocab_size: int) -> int:
+        """Return the slot of a sequence; a new one where it has none."""
+        slot = self._slots.get(seq_id)
+        if slot is not None:
+            return slot
+        if not self._free:
+            count = len(self._output)
+            shape = max(2 * count, 8), vocab_size
+            in_prompt, output = self._in_prompt.new_zeros(shape), self._output.new_zeros(shape)
+            if count:
+                in_prompt[:count], output[:count] = self._in_prompt, self._output
+            self._in_prompt, self._output = in_prompt, output
+            self._free = list(range(shape[0] - 1, count - 1, -1))
+        slot = self._slots[seq_id] = self._free.pop()
+        return slot
+
+    def _fill(self, slot: int, history: TokenHistory) -> None:
+        """Count the tokens of a sequence anew."""
+        ids, seen, output = history.counts()
+        ids = ids.to(self._device)
+        self._output[slot] = 0
+        self._output[slot, ids] = output.to(self._device)
+        self._in_prompt[slot] = False
+        self._in_prompt[slot, ids] = (seen > output).to(self._device)
+
+    def _placed(self, values: Sequence[int] | Sequence[tuple[int, int]]) -> Tensor:
+        return placed(torch.tensor(values, dtype=torch.int64), self._device)
+
+
+def placed(numbers: Tensor, device: torch.device) -> Tensor:
+    """Return numbers of the host on a device: one copy, which the host does not wait for."""
+    return numbers if device.type == "cpu" else numbers.pin_memory().to(device, non_blocking=True)

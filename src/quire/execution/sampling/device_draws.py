@@ -1,0 +1,135 @@
+"""Draws that the host waits for nowhere: the tokens of `quire.execution.sampling.sampling`, by operators that can be
+queued on a GPU one after the other, whatever the numbers are.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.execution.sampling.sampling import invert_cdf
+
+# The most tokens that are looked at where `top_k` is no greater; elsewhere it is the whole vocabulary.
+NARROW: Final = 256
+_FIRST, _SECOND, _STEP = (
+    number - (1 << 64) if number >> 63 else number
+    for number in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0x9E3779B97F4A7C15)
+)
+
+
+def uniform_numbers(seeds: Tensor, sample_idxs: Tensor, positions: Tensor) -> Tensor:
+    """Return the numbers in [0, 1) that decide draws, float64 [R]: those of `sampling.uniform`, bit for bit.
+
+    Args:
+        seeds: int64 [R], seeds as two's complement.
+        sample_idxs: int64 [R].
+        positions: int64 [R].
+    """
+    value = _mixed(seeds)
+    value = _mixed(value ^ sample_idxs)
+    value = _mixed(value ^ positions)
+    return _shifted(value, 11).double() * 2.0**-53
+
+
+def _mixed(value: Tensor) -> Tensor:
+    value = value + _STEP
+    value = (value ^ _shifted(value, 30)) * _FIRST
+    value = (value ^ _shifted(value, 27)) * _SECOND
+    return value ^ _shifted(value, 31)
+
+
+def _shifted(value: Tensor, count: int) -> Tensor:
+    """Shift to the right as unsigned numbers are."""
+    return (value >> count) & ((1 << (64 - count)) - 1)
+
+
+def topk_in_order(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return what `sampling.stable_topk` does: the lower token id comes first among finite equals.
+
+    A tie that reaches past the cut is cut by counting equals along the vocabulary.
+
+    Args:
+        logits: float32 [R, V].
+        count: number of tokens, at most V.
+
+    Returns:
+        Values and token ids, both [R, count], best first.
+    """
+    num_rows, vocab_size = logits.shape
+    if count == vocab_size:
+        return torch.sort(logits, dim=-1, descending=True, stable=True)
+    values, ids = logits.topk(count)
+    edge = values[:, -1:]
+    places = torch.arange(count, device=logits.device).expand(num_rows, -1)
+    num_above = (values > edge).sum(-1, keepdim=True)
+    equals = (logits == edge).cumsum(-1, dtype=torch.int32)
+    at_edge = torch.searchsorted(equals, (places + 1).int().contiguous()).clamp_(max=vocab_size - 1)
+    at_edge = at_edge.gather(1, (places - num_above).clamp_(min=0))
+    ids = torch.where(places < num_above, ids, at_edge)
+    ids, order = ids.sort(dim=-1)
+    values, order = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
+    return values, ids.gather(1, order)
+
+
+class RowFilters(NamedTuple):
+    """The filters of rows; see `sampling.Filter`.
+
+    Args:
+        temperature: float32 [R], above 0.
+        top_k: int64 [R], V where there is none.
+        top_p: float64 [R].
+        min_p: float32 [R].
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+
+    def of(self, rows: Tensor) -> RowFilters:
+        """Return the filters of some rows, int64 [n]."""
+        return RowFilters(*(part[rows] for part in self))
+
+
+def cool(logits: Tensor, temperature: Tensor) -> Tensor:
+    """Subtract the greatest logit of each row [R, V] and divide by its temperature [R], in place."""
+    return logits.sub_(logits.amax(-1, keepdim=True)).div_(temperature[:, None])
+
+
+def draw_whole(logits: Tensor, points: Tensor) -> Tensor:
+    """Draw from all tokens.
+
+    Args:
+        logits: float32 [R, V], cooled, overwritten.
+        points: numbers in [0, 1), float64 [R].
+
+    Returns:
+        Token ids, int64 [R].
+    """
+    return invert_cdf(logits.exp_(), points[:, None])[:, 0]
+
+
+def draw_filtered(logits: Tensor, filters: RowFilters, points: Tensor, width: int) -> Tensor:
+    """Draw from what top_k, top_p and min_p keep, likeliest first.
+
+    Args:
+        logits: float32 [R, V], cooled.
+        filters: filters of the rows.
+        points: numbers in [0, 1), float64 [R].
+        width: number of the likeliest tokens that are looked at: V, or at least `top_k` of every row.
+
+    Returns:
+        Token ids, int64 [R].
+    """
+    values, ids = topk_in_order(logits, width)
+    weights = values.exp_()
+    ranks = torch.arange(width, device=logits.device)
+    is_dropped = (weights < filters.min_p[:, None]) | (ranks >= filters.top_k[:, None])
+    weights = weights.masked_fill(is_dropped, 0.0)
+    reached = weights.cumsum(-1, dtype=torch.float64)
+    # A token is kept while those before it fall short of top_p; so the likeliest always is.
+    last = torch.searchsorted(reached, filters.top_p[:, None] * reached[:, -1:])
+    weights = weights.masked_fill(ranks > last, 0.0)
+    return ids.gather(1, invert_cdf(weights, points[:, None]))[:, 0]
