@@ -13,6 +13,7 @@ from importlib import metadata
 from importlib.resources import files
 
 from quire import __version__
+from quire.cli.doctor_gpu import describe, find_gpu
 from quire.cli.options import Subparsers
 from quire.config import GIB
 
@@ -148,13 +149,12 @@ def check_kernels() -> Iterator[Finding]:
 
 def check_device() -> Iterator[Finding]:
     """Check the GPU."""
-    import torch
-
-    if not torch.cuda.is_available():
+    gpu = find_gpu()
+    if gpu is None:
         yield Finding("device", OK, "no CUDA GPU: models run on the CPU")
         return
-    properties = torch.cuda.get_device_properties(0)
-    yield Finding("device", OK, f"{properties.name}, {properties.total_memory / GIB:.1f} GiB")
+    for name, is_right, detail, advice in describe(gpu):
+        yield Finding(name, OK if is_right else WARN, detail, advice)
 
 
 def check_machine() -> Iterator[Finding]:

@@ -1,0 +1,74 @@
+"""The GPU for `quire doctor`: memory, dtypes, and the kernels that it would run."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from quire.config import GIB, CacheConfig
+
+
+class GPU(NamedTuple):
+    """A GPU as torch describes it.
+
+    Args:
+        name: name.
+        capability: compute capability.
+        num_processors: number of streaming multiprocessors.
+        total_bytes: all its memory.
+        free_bytes: memory that nobody has.
+        triton: version of Triton; None where it cannot be imported.
+        is_interpreted: whether Triton would interpret its kernels on the CPU.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    num_processors: int
+    total_bytes: int
+    free_bytes: int
+    triton: str | None = None
+    is_interpreted: bool = False
+
+
+def find_gpu() -> GPU | None:
+    """Return the GPU that models would run on; None where torch finds none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(0)
+    free_bytes, total_bytes = torch.cuda.mem_get_info(0)
+    capability = properties.major, properties.minor
+    shape = properties.name, capability, properties.multi_processor_count, total_bytes, free_bytes
+    try:
+        import triton
+    except ImportError:
+        return GPU(*shape)
+    return GPU(*shape, triton.__version__, bool(triton.knobs.runtime.interpret))
+
+
+def describe(gpu: GPU) -> list[tuple[str, bool, str, str]]:
+    """Return what was found: name, whether it is as it should be, description, and advice."""
+    major, minor = gpu.capability
+    has_bfloat16 = gpu.capability >= (8, 0)
+    share = CacheConfig().gpu_memory_utilization
+    free, total = gpu.free_bytes / GIB, gpu.total_bytes / GIB
+    is_free = gpu.free_bytes >= share * gpu.total_bytes
+    used = "" if is_free else "end the other processes on it, or give a smaller gpu_memory_utilization"
+    kernels = f"Triton {gpu.triton}: --kernels triton has captured decode steps"
+    if gpu.triton is None:
+        kernels = "torch only: Triton cannot be imported"
+    elif gpu.is_interpreted:
+        kernels = "Triton would interpret its kernels on the CPU, for TRITON_INTERPRET is set"
+    can_launch = gpu.triton is not None and not gpu.is_interpreted
+    advice = "" if can_launch else "unset TRITON_INTERPRET" if gpu.is_interpreted else "install quire[gpu]"
+    return [
+        ("device", True, f"{gpu.name}, compute capability {major}.{minor}, {gpu.num_processors} processors", ""),
+        ("GPU memory", is_free, f"{free:.1f} of {total:.1f} GiB free; an engine takes {share:g} of all", used),
+        (
+            "GPU dtypes",
+            has_bfloat16,
+            "bfloat16, float16" if has_bfloat16 else "float16; weights of bfloat16 are rounded to it",
+            "",
+        ),
+        ("GPU kernels", can_launch, kernels, advice),
+    ]
