@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.captured_correctness import captured_attention_error
 from benchmarks.gpu.memory import make_batch, make_memory, make_rotation, num_blocks_of
 from benchmarks.gpu.timing import Bench
 from quire.ops.interface import Activation, HeadNorms, Ops, StateBatch
@@ -121,6 +122,11 @@ def stored_case(ops: Ops, device: torch.device, form: WeightForm, num_rows: int)
     return compare(found, ReferenceOps().pack_linear(weight)(x, residual), 1e-5)
 
 
+def captured_case(ops: TritonOps, device: torch.device, **options: int) -> CaseResult:
+    """Replayed attention is that which is launched as it comes, bit for bit."""
+    return CaseResult(captured_attention_error(ops, device, **options), 0.0)
+
+
 class StatesMemory(NamedTuple):
     """Recurrent states of one layer; a `PagedStates`."""
 
@@ -164,6 +170,7 @@ def cases(ops: TritonOps, device: torch.device, is_rehearsal: bool) -> dict[str,
             "attention": partial(attention, fp32, fp32, **small, extras=True),
             "rows": partial(rows_case, ops, device, fp32),
             "stored int4, 2 rows": partial(stored_case, ops, device, FORMS["int4"], 2),
+            "captured attention": partial(captured_case, ops, device, head_dim=16),
         }
     found: dict[str, Callable[[], CaseResult]] = {}
     for dtype in (bf16, fp16, fp32):
@@ -177,6 +184,8 @@ def cases(ops: TritonOps, device: torch.device, is_rehearsal: bool) -> dict[str,
         found[f"attention, groups of {group}"] = partial(attention, bf16, bf16, group=group)
     found["attention, window of 33"] = partial(attention, bf16, bf16, window=33, extras=True)
     found["attention, chunks of 40"] = partial(attention, bf16, bf16, chunk=40)
+    for captured in ({}, {"window": 33}, {"chunk": 40}, {"head_dim": 64}):
+        found[f"captured attention {captured or ''}"] = partial(captured_case, ops, device, **captured)
     for name, form in FORMS.items():
         for num_rows in (1, 70):
             found[f"stored {name}, {num_rows} rows"] = partial(stored_case, ops, device, form, num_rows)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.captured import measure_captured
 from benchmarks.gpu.memory import BLOCK_SIZE, KVMemory, make_batch, make_memory, num_blocks_of
 from benchmarks.gpu.shapes import LLAMA_8B, QWEN_06B, REHEARSED, Shape, attention_flops, decode_floor, prompt_floor
 from benchmarks.gpu.timing import Bench
@@ -82,7 +85,10 @@ def make_decoder(shape: Shape, bench: Bench, ops: TritonOps) -> Decoder:
 
 
 def measure_model(bench: Bench, ops: TritonOps, shape: Shape) -> None:
-    """Measure whole steps, eager: decodes at 1,024 tokens, and a prompt of 8,192; logits and the likeliest included."""
+    """Measure whole steps: decodes at 1,024 tokens, launched one by one and captured, and a prompt of 8,192.
+
+    Logits are included, and the likeliest tokens of steps that are launched one by one.
+    """
     decoder = make_decoder(shape, bench, ops)
     context, prompt = (1024, 8192) if not bench.is_rehearsal else (20, 24)
 
@@ -111,6 +117,8 @@ def measure_model(bench: Bench, ops: TritonOps, shape: Shape) -> None:
             tokens_per_s=batch / seconds,
             share=decode_floor(shape, batch, context, bench.rates) / seconds,
         )
+        if bench.left_s() > 45:
+            measure_captured(bench, decoder, shape, batch, context)
     if bench.left_s() > 45 and prompt * shape.kv_bytes < bench.memory_left():
         run, num_rows = step([(0, prompt)])
         seconds = bench.seconds(run, repeats=5)
@@ -140,28 +148,50 @@ def measure_engine(bench: Bench) -> None:
     count, least, most = (3, 4, 9) if bench.is_rehearsal else (256, 100, 1024)
     prompts = [[rng.randrange(10, shape.vocab_size) for _ in range(rng.randint(least, most))] for _ in range(count)]
     params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=rng.randint(least, most)) for _ in prompts]
+    tokens = sum(each.max_tokens or 0 for each in params)
     with tempfile.TemporaryDirectory() as name:
         write(shape.config(), Path(name))
-        llm = LLM(
-            name,
-            skip_tokenizer_init=True,
-            kernels="triton",
-            device=bench.device.type,
-            dtype="bfloat16",
-            block_size=BLOCK_SIZE,
-            max_model_len=4096 if not bench.is_rehearsal else 64,
-            **({"num_kv_blocks": 40} if bench.is_rehearsal else {}),
-        )
+        options: dict[str, Any] = {
+            "skip_tokenizer_init": True,
+            "kernels": "triton",
+            "device": bench.device.type,
+            "dtype": "bfloat16",
+            "block_size": BLOCK_SIZE,
+            "max_model_len": 4096 if not bench.is_rehearsal else 64,
+        }
+        if bench.is_rehearsal:
+            options |= {"num_kv_blocks": 40}
+        captured: dict[str, Any] = {"cudagraph_capture_sizes": (1, 4)} if bench.is_rehearsal else {}
+        llm = LLM(name, **options, **captured)
         llm.generate(prompts[:1], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
-        started = time.perf_counter()
-        llm.generate(prompts, params, use_tqdm=False)
-        seconds = time.perf_counter() - started
+        seconds, steps = timed_generate(llm, prompts, params)
         bench.add(
-            "nano-vllm's benchmark", s=seconds, tokens_per_s=sum(each.max_tokens or 0 for each in params) / seconds
+            "nano-vllm's benchmark",
+            s=seconds,
+            tokens_per_s=tokens / seconds,
+            ms_a_step=seconds / steps * 1e3,
+            captured=str(llm.engine.config.cudagraph_capture_sizes[-1:]),
         )
         started = time.perf_counter()
         hits = llm.generate(prompts, SamplingParams(max_tokens=1, ignore_eos=True), use_tqdm=False)
-        seconds = time.perf_counter() - started
+        again = time.perf_counter() - started
         cached = sum(output.num_cached_tokens or 0 for output in hits)
-        bench.add("the same prompts again, from the cache", s=seconds, cached=cached / sum(map(len, prompts)))
+        bench.add("the same prompts again, from the cache", s=again, cached=cached / sum(map(len, prompts)))
+        llm.engine.close()
+        del llm
+        gc.collect()
+        if bench.left_s() > 60 + 4 * seconds:
+            llm = LLM(name, **options, enforce_eager=True)
+            llm.generate(prompts[:1], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+            seconds, steps = timed_generate(llm, prompts, params)
+            bench.add("nano-vllm's benchmark, nothing captured", s=seconds, tokens_per_s=tokens / seconds,
+                      ms_a_step=seconds / steps * 1e3)  # fmt: skip
+            llm.engine.close()
     return None
+
+
+def timed_generate(llm: Any, prompts: Sequence[Sequence[int]], params: Sequence[Any]) -> tuple[float, int]:
+    """Generate; return the seconds and the number of steps."""
+    before, started = llm.engine.num_steps, time.perf_counter()
+    llm.generate(prompts, params, use_tqdm=False)
+    return time.perf_counter() - started, llm.engine.num_steps - before

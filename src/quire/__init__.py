@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quire.config.cache import CacheConfig
+    from quire.config.cuda_graphs import CudaGraphConfig
     from quire.config.lora import LoRAConfig
     from quire.config.options import EngineConfig, ModelConfig, SchedulerConfig
     from quire.config.parallel import ParallelConfig
@@ -70,6 +71,7 @@ __all__ = [
     "CheckpointError",
     "CompletionOutput",
     "ConfigError",
+    "CudaGraphConfig",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
     "EngineClosed",
@@ -117,6 +119,7 @@ __all__ = [
 _EXPORTS = {
     "config.lora": ("LoRAConfig",),
     "config.cache": ("CacheConfig",),
+    "config.cuda_graphs": ("CudaGraphConfig",),
     "config.options": ("EngineConfig", "ModelConfig", "SchedulerConfig"),
     "config.parallel": ("ParallelConfig",),
     "config.speculative": ("SpeculativeConfig",),

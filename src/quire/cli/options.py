@@ -18,6 +18,7 @@ from typing import Any, Literal, NoReturn, TypeAlias, get_args, get_origin, get_
 from quire.cli.config_file import add_config_option
 from quire.config import (
     CacheConfig,
+    CudaGraphConfig,
     LoRAConfig,
     ModelConfig,
     ParallelConfig,
@@ -38,6 +39,8 @@ RENAMED = {("SamplingParams", "seed"): "request_seed"}
 SIZES = frozenset({"swap_space"})
 # Fields of one text or several.
 SEVERAL = frozenset({"served_model_name"})
+# Fields of whole numbers that are no token ids.
+COUNTS = frozenset({"cudagraph_capture_sizes"})
 # Other names of flags, from vLLM.
 ALIASES = {
     "num_kv_blocks": ("--num-gpu-blocks-override",),
@@ -56,6 +59,7 @@ GROUPS = {
     SpeculativeConfig: "speculative",
     LoRAConfig: "adapter",
     ParallelConfig: "parallel",
+    CudaGraphConfig: "CUDA graph",
 }
 
 
@@ -283,7 +287,7 @@ def _reader(flag: Flag) -> tuple[Callable[[str], Any], str]:
             "_dir"
         ) else "NAME"
     if flag.hint == tuple[int, ...]:
-        return integers, "ID,ID"
+        return integers, "N,N" if flag.field in COUNTS else "ID,ID"
     if flag.hint == Mapping[int, float]:
         return _bias, "ID=X,ID=X"
     if flag.hint == Mapping[str, Any]:

@@ -2,6 +2,7 @@
 
 from quire.config.cache import EVICTION_POLICIES, KV_CACHE_DTYPES, CacheConfig
 from quire.config.cache_dtypes import CACHE_DTYPES, CacheDtype
+from quire.config.cuda_graphs import CudaGraphConfig
 from quire.config.kv_events import KVEventsConfig
 from quire.config.lora import LoRAConfig
 from quire.config.options import (
@@ -36,6 +37,7 @@ __all__ = [
     "PREEMPTION_POLICIES",
     "CacheConfig",
     "CacheDtype",
+    "CudaGraphConfig",
     "EngineConfig",
     "KVEventsConfig",
     "LoRAConfig",

@@ -17,7 +17,7 @@ Foreign = tuple[Iterable[Any] | None, str]
 
 _FLAGS: Final = (False, True)
 _ONE_DEVICE: Final = "an engine runs on one device; tensor_parallel_size shares its model among several processes"
-_NO_GRAPHS: Final = "there are no CUDA graphs and no compilation to configure"
+_NO_GRAPHS: Final = "nothing is compiled; CUDA graphs have cudagraph_capture_sizes and enforce_eager"
 _CHUNKS: Final = "prompts are always computed in chunks; use max_num_batched_tokens and max_inter_token_ms"
 _NO_CODE: Final = "no code of a checkpoint is run; the architectures that run are built in"
 _GRAMMARS: Final = "llguidance compiles all structured outputs; use grammar_timeout_s and grammar_memory_bytes"
@@ -57,9 +57,7 @@ OPTION_HINTS: Final[Mapping[str, Foreign]] = {
     "response_role": (("assistant",), "answers have the role assistant"),
     "enable_auto_tool_choice": (_FLAGS, "calls are allowed wherever the model's template knows tools"),
     "exclude_tools_when_tool_choice_none": ((False,), "tools stay in the prompt, so that its prefix stays cached"),
-    "enforce_eager": (_FLAGS, _NO_GRAPHS),
     "compilation_config": (None, _NO_GRAPHS),
-    "cudagraph_capture_sizes": (None, _NO_GRAPHS),
     "max_seq_len_to_capture": (None, _NO_GRAPHS),
     "pipeline_parallel_size": ((1,), _ONE_DEVICE),
     "data_parallel_size": ((1,), _ONE_DEVICE),

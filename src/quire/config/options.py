@@ -17,6 +17,7 @@ from quire.config.checks import (
     put_path,
     put_size,
 )
+from quire.config.cuda_graphs import CudaGraphConfig
 from quire.config.hints import drop_neutral, hint_for
 from quire.config.lora import LoRAConfig
 from quire.config.parallel import ParallelConfig, check_served_by_ranks
@@ -189,6 +190,7 @@ PARTS: Final[Mapping[str, Any]] = {
     "speculative": SpeculativeConfig,
     "lora": LoRAConfig,
     "parallel": ParallelConfig,
+    "graphs": CudaGraphConfig,
 }
 
 
@@ -202,6 +204,7 @@ class EngineConfig:
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    graphs: CudaGraphConfig = field(default_factory=CudaGraphConfig)
 
     def __post_init__(self) -> None:
         if self.scheduler.preemption_mode == "swap" and not self.cache.swap_space:
@@ -210,6 +213,7 @@ class EngineConfig:
                 "'auto' or 'recompute'",
                 field="preemption_mode",
             )
+        self.graphs.check_kernels(self.model.kernels)
         check_served_by_ranks(self.to_options(), self.parallel.tensor_parallel_size)
         if self.lora.merged is not None:
             self._take_name_of(self.lora.merged[0])

@@ -46,6 +46,7 @@ class ResolvedConfig:
             None where it was not fitted.
         is_encoder: see `ModelFacts`.
         kv_transfer: hand-over of blocks between engines; None for none.
+        cudagraph_capture_sizes: sizes of captured decode steps, rising; none where steps are launched as they come.
     """
 
     device: str
@@ -84,6 +85,7 @@ class ResolvedConfig:
     fitted_from: int | None = None
     is_encoder: bool = False
     kv_transfer: KVTransferConfig | None = None
+    cudagraph_capture_sizes: tuple[int, ...] = ()
 
     @property
     def max_prompt_len(self) -> int:
@@ -174,6 +176,7 @@ def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> Resolv
         swap_space=cache.swap_space,
         host_bytes=cache.host_bytes,
         kv_transfer=cache.transfer,
+        cudagraph_capture_sizes=_capture_sizes(config, machine.device),
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=step_tokens(scheduler, machine.device),
         scheduling_policy=scheduler.scheduling_policy,
@@ -195,6 +198,13 @@ def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> Resolv
         num_speculative_tokens=config.speculative.num_tokens,
         is_encoder=facts.is_encoder,
     )
+
+
+def _capture_sizes(config: EngineConfig, device: str) -> tuple[int, ...]:
+    """Return the sizes of captured decode steps; none where ranks share the model, whose sums wait for each other."""
+    if config.parallel.tensor_parallel_size > 1:
+        return ()
+    return config.graphs.sizes(config.model.kernels, device, config.scheduler.max_num_seqs)
 
 
 def step_tokens(scheduler: SchedulerConfig, device: str) -> int:

@@ -68,6 +68,7 @@ class BatchBuilder:
 
     Attributes:
         use: use of the cache so far.
+        tables: block tables of the open sequences, one for each cache group.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class BatchBuilder:
         self._device = torch.device(device)
         self._is_cpu = self._device.type == "cpu"
         self._caches = tuple(cache)
-        self._tables: dict[int, tuple[BlockTable, ...]] = {}
+        self.tables: dict[int, tuple[BlockTable, ...]] = {}
         self.use = CacheUse(len(self._caches))
 
     def build(self, plan: StepPlan) -> Batch:
@@ -88,7 +89,7 @@ class BatchBuilder:
     def apply_plan(self, plan: StepPlan) -> None:
         """Forget what the plan closes, and apply its table changes."""
         for seq_id in plan.finished_ids:
-            self._tables.pop(seq_id, None)
+            self.tables.pop(seq_id, None)
         for item in plan.items:
             self._change_tables(item)
 
@@ -112,7 +113,7 @@ class BatchBuilder:
         groups: list[AttentionBatch | StateBatch] = []
         for group_idx in range(len(self._caches)) if groups_of is None else groups_of:
             cache = self._caches[group_idx]
-            tables = [self._tables[item.seq_id][group_idx] for item in items]
+            tables = [self.tables[item.seq_id][group_idx] for item in items]
             match cache:
                 case TokenCacheShape():
                     groups.append(self._attention(cache, tables, row_starts, starts, context_lens))
@@ -146,9 +147,9 @@ class BatchBuilder:
 
     def _change_tables(self, item: ScheduledSequence) -> None:
         if item.new_sequence is not None:
-            self._tables[item.seq_id] = tuple(BlockTable() for _ in self._caches)
+            self.tables[item.seq_id] = tuple(BlockTable() for _ in self._caches)
         if item.table_deltas:
-            tables = self._tables[item.seq_id]
+            tables = self.tables[item.seq_id]
             for delta in item.table_deltas:
                 tables[delta.group_idx].change(delta)
                 highest = self.use.highest_blocks
@@ -193,8 +194,7 @@ class BatchBuilder:
     def _states(
         self, tables: list[BlockTable], items: Sequence[ScheduledSequence], row_starts: list[int]
     ) -> StateBatch:
-        block_ids = [table.ids[-1] for table in tables]
-        return StateBatch(block_ids, row_starts, [item.start > 0 for item in items])
+        return StateBatch([table.ids[-1] for table in tables], row_starts, [item.start > 0 for item in items])
 
     def _placed(self, numbers: Iterable[int]) -> Tensor:
         """Return numbers as int64 on the device; the shortest way there is through an array."""

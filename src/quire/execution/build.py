@@ -7,12 +7,16 @@ from collections.abc import Sequence
 import torch
 
 from quire.execution.batch import BatchBuilder
+from quire.execution.captured_steps import CaptureOptions, make_ladder
 from quire.execution.embeddings import MultimodalEmbeddings
+from quire.execution.graph_runner import GraphRunner
 from quire.execution.kv_storage import make_storages
 from quire.execution.runner import ModelRunner
+from quire.execution.sampling.device_sampler import DeviceSampler
 from quire.execution.sampling.sampler import Sampler
 from quire.kvstore.disk_blocks import DiskBlocks
 from quire.models.decoder import Decoder
+from quire.ops.static_steps import MakesStaticSteps
 from quire.platform.host_probe import num_cores
 from quire.platform.prefault import Prefaulter
 from quire.structured.grammar_cache import GrammarCache
@@ -31,6 +35,7 @@ def build_runner(
     disk: DiskBlocks | None = None,
     draft: Decoder | None = None,
     grammars: GrammarCache | None = None,
+    captured: CaptureOptions | None = None,
 ) -> ModelRunner:
     """Give a loaded decoder its KV memory, and all else that a step takes.
 
@@ -45,6 +50,7 @@ def build_runner(
         disk: the tier below that, if there is one.
         draft: see `ModelRunner`, of the same dtype; its cache groups come last in `num_blocks`.
         grammars: compiled ones; None where no output can be constrained.
+        captured: decode steps to capture; None for none.
     """
     torch_device = torch.device(device)
     groups = (*decoder.cache_groups, *(() if draft is None else draft.cache_groups))
@@ -54,7 +60,13 @@ def build_runner(
     if grammars is not None:
         uses_thread = torch_device.type != "cpu" or torch.get_num_threads() < num_cores()
         grammar_states = GrammarStates(grammars, uses_thread=uses_thread)
-    sampler = Sampler(torch_device, grammar_states, decoder.ops.apply_token_bitmask)
+    # Where kernels are not the host's own, and where they are interpreted, the host waits for tokens only.
+    is_apart = torch_device.type != "cpu" or isinstance(decoder.ops, MakesStaticSteps)
+    sampler = (DeviceSampler if is_apart else Sampler)(torch_device, grammar_states, decoder.ops.apply_token_bitmask)
     prefaulter = Prefaulter.of([storage.data for storage in storages], builder.use)
     media = MultimodalEmbeddings(torch_device)
-    return ModelRunner(decoder, storages, builder, sampler, media, host_bytes, disk, draft, prefaulter)
+    if captured is None or draft is not None:
+        return ModelRunner(decoder, storages, builder, sampler, media, host_bytes, disk, draft, prefaulter)
+    runner = GraphRunner(decoder, storages, builder, sampler, media, host_bytes, disk, draft, prefaulter)
+    runner.ladder = make_ladder(decoder, storages, num_blocks, block_size, captured)
+    return runner

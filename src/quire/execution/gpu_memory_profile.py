@@ -18,6 +18,8 @@ from quire.sequences.params import SamplingParams
 
 # Everything that takes memory for each sampled row: filters that sort the vocabulary, penalties, log probabilities.
 HUNGRY = SamplingParams(top_p=0.9, top_k=50, typical_p=0.9, presence_penalty=0.1, logprobs=5, seed=0)
+# The same of rows whose tokens the host does not wait for: they sort the vocabulary, and count tokens on the GPU.
+SORTING = replace(HUNGRY, top_k=0, typical_p=1.0)
 # Tokens in the caches of decoding sequences, all together, of the two steps that are compared.
 CONTEXTS = (1 << 13, 1 << 15)
 
@@ -60,7 +62,11 @@ def measure_step_cost(
         stored: see `KVStorage`.
         draft: model for drafts that runs in the same steps; None for none.
     """
-    return step_cost(limits, lambda items: _peak_bytes(decoder, limits, dtype, stored, draft, items))
+
+    def peak_bytes(items: Items) -> int:
+        return max(_peak_bytes(decoder, limits, dtype, stored, draft, items, params) for params in (HUNGRY, SORTING))
+
+    return step_cost(limits, peak_bytes)
 
 
 def step_cost(limits: StepLimits, peak_bytes: Callable[[Items], int]) -> StepCost:
@@ -100,24 +106,32 @@ def _num_cached(items: Items) -> int:
     return sum(start + count for start, count in items)
 
 
-def plan_of(items: Items, limits: StepLimits, num_groups: int) -> StepPlan:
+def plan_of(items: Items, limits: StepLimits, num_groups: int, params: SamplingParams = HUNGRY) -> StepPlan:
     """Return a plan of sequences whose blocks are all block 1: what is computed has no meaning, only a size."""
-    return StepPlan(0, tuple(_plan_items(items, limits, num_groups)), NO_OPS, ())
+    return StepPlan(0, tuple(_plan_items(items, limits, num_groups, params)), NO_OPS, ())
 
 
-def _plan_items(items: Items, limits: StepLimits, num_groups: int) -> Iterator[ScheduledSequence]:
+def _plan_items(
+    items: Items, limits: StepLimits, num_groups: int, params: SamplingParams
+) -> Iterator[ScheduledSequence]:
     for seq_id, (start, count) in enumerate(items):
         table = (1,) * -(-(start + count) // limits.block_size)
         deltas = tuple(TableDelta(group_idx, 0, table) for group_idx in range(num_groups))
         # Rows that look at the tokens before them are drawn in turn, which takes less.
         num_draft = count - 1 if start else 0
-        params = replace(HUNGRY, presence_penalty=0.0) if num_draft else HUNGRY
-        new_sequence = NewSequence(params, 0, 0, start + count, (0,) * (start + count), ())
+        own = replace(params, presence_penalty=0.0) if num_draft else params
+        new_sequence = NewSequence(own, 0, 0, start + count, (0,) * (start + count), ())
         yield ScheduledSequence(seq_id, start, (0,) * count, deltas, 1, new_sequence, num_draft)
 
 
 def _peak_bytes(
-    decoder: Decoder, limits: StepLimits, dtype: torch.dtype, stored: str | None, draft: Decoder | None, items: Items
+    decoder: Decoder,
+    limits: StepLimits,
+    dtype: torch.dtype,
+    stored: str | None,
+    draft: Decoder | None,
+    items: Items,
+    params: SamplingParams,
 ) -> int:
     """Run one step over two blocks of KV memory, and return the most memory that it had at any moment beyond that."""
     device = torch.device("cuda")
@@ -135,7 +149,7 @@ def _peak_bytes(
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    runner.execute(plan_of(items, limits, num_groups))
+    runner.execute(plan_of(items, limits, num_groups, params))
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
     del runner

@@ -31,6 +31,7 @@ from quire.engine.kv.disk_prefetch import DiskPrefetcher
 from quire.engine.startup.adapters import load_adapters
 from quire.engine.startup.disk_cache import open_prefetch, open_stores
 from quire.engine.startup.encoders import encoder_config, open_encoder
+from quire.engine.startup.gpu_dtype import dtype_on
 from quire.engine.startup.kv_events import open_kv_events
 from quire.engine.startup.model_defaults import read_default_params, read_end_token_ids
 from quire.engine.startup.model_facts import cache_groups, model_facts, step_cost, stored_dtype
@@ -39,6 +40,7 @@ from quire.engine.startup.speculation import load_draft, make_speculation
 from quire.engine.startup.wrappers import Wrappers
 from quire.errors import ConfigError, RequestError
 from quire.execution.build import build_runner
+from quire.execution.captured_steps import CaptureOptions
 from quire.execution.encoder_runner import EncoderRunner
 from quire.execution.executor import Runner
 from quire.execution.runner import InProcessExecutor
@@ -123,7 +125,7 @@ def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None) -> LoadedMo
     options = config.model
     device, checkpoint = pick_device(options.device), Checkpoint.open(options.model, options.revision)
     tokenizer = _tokenizer(options, checkpoint)
-    dtype = choose_dtype(options.dtype, checkpoint)
+    dtype = dtype_on(device, choose_dtype(options.dtype, checkpoint), options.dtype)
     _prepare_process(options, ranks)
     model: Decoder | Encoder
     guide: Checkpoint | None = None
@@ -287,6 +289,7 @@ def _runner(
     """Return the runner of the model, with the KV memory of a decoder."""
     if isinstance(model, Encoder):
         return EncoderRunner(model)
+    sizes = resolved.cudagraph_capture_sizes
     return build_runner(
         model,
         num_blocks=[len(group.pool.ref_counts) for group in memory.groups],
@@ -298,6 +301,7 @@ def _runner(
         disk=disk,
         draft=draft,
         grammars=None if grammars is None else grammars.cache,
+        captured=CaptureOptions(sizes, resolved.max_model_len) if sizes else None,
     )
 
 

@@ -10,6 +10,8 @@ import torch
 from quire.capacity.pool_sizing import memory_concurrency, size_pool
 from quire.config import CACHE_DTYPES, EngineConfig, ModelFacts, StepCost, context_length, step_tokens
 from quire.errors import ConfigError
+from quire.execution.captured_steps import CaptureOptions
+from quire.execution.gpu_graph_profile import measure_graph_bytes
 from quire.execution.gpu_memory_profile import StepLimits, measure_step_cost
 from quire.memory.capacity.sizing import ArenaSizing, most_bytes, tokens_bytes
 from quire.memory.specs import KVCacheSpec
@@ -102,8 +104,18 @@ def step_cost(
         return measure_step_cost(model, limits, model.dtype, stored, draft)
     costs = [measure_step_cost(each, limits, each.dtype, stored) for each in (model, draft) if each]
     return StepCost(
-        fixed_bytes=max(cost.fixed_bytes for cost in costs), bytes_per_token=max(cost.bytes_per_token for cost in costs)
+        fixed_bytes=max(cost.fixed_bytes for cost in costs) + _graph_bytes(config, model, draft, limits, stored),
+        bytes_per_token=max(cost.bytes_per_token for cost in costs),
     )
+
+
+def _graph_bytes(config: EngineConfig, model: Decoder, draft: Decoder | None, limits: StepLimits, stored: str) -> int:
+    """Return the GPU memory of captured decode steps, which no other step can use."""
+    sizes = config.graphs.sizes(config.model.kernels, "cuda", limits.max_num_seqs)
+    if not sizes or draft is not None:
+        return 0
+    options = CaptureOptions(sizes, limits.max_model_len)
+    return measure_graph_bytes(model, options, limits.block_size, model.dtype, stored)
 
 
 def _longest_bytes(groups: Sequence[KVCacheSpec], max_model_len: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from itertools import chain
 from typing import NamedTuple
 
@@ -34,6 +35,29 @@ class PlacedWork(NamedTuple):
     numbers: Tensor
     decode: Tile
     prefill: Tile
+
+
+class PlacedItems(NamedTuple):
+    """The items of one launch on the device.
+
+    Args:
+        tile: tile of a program.
+        numbers: int32, the items.
+        num_items: number of items, or the most that there may be.
+        num_parts: number of partial results, or the most; 0 for none.
+        split_rows: int32, the rows whose tokens are in several items.
+        num_split: number of those rows, or the most.
+        counts: int32, the numbers of items and of split rows, where they are known on the device only; None where the
+            numbers above are exact.
+    """
+
+    tile: Tile
+    numbers: Tensor
+    num_items: int
+    num_parts: int
+    split_rows: Tensor
+    num_split: int
+    counts: Tensor | None
 
 
 class TritonStepAttention:
@@ -102,29 +126,38 @@ class TritonStepAttention:
         num_rows, num_heads, head_dim = q.shape
         output = q.new_empty(num_rows, num_heads * head_dim)
         group = num_heads // self._num_kv_heads
-        placed = self._placed.get(group) or self._place(group)
         q = q if q.stride(2) == 1 else q.contiguous()
-        work, start = placed.work, 0
-        for tile, items, is_split in (
-            (placed.decode, work.few, False),
-            (placed.decode, work.parts, True),
-            (placed.prefill, work.many, False),
-        ):
-            numbers = placed.numbers[start : start + 8 * len(items)]
-            start += 8 * len(items)
-            if not items:
-                continue
-            partial_sums = partial_softmax = output
-            if is_split:
-                shape = (len(items), self._num_kv_heads, tile.rows)
+        for items in self._launches(group, num_rows):
+            partial = output, output
+            if items.num_parts:
+                shape = (items.num_parts, self._num_kv_heads, items.tile.rows)
                 dim = power_of_2(head_dim, 16)
-                partial_sums = torch.empty(*shape, dim, dtype=torch.float32, device=q.device)
-                partial_softmax = torch.empty(*shape, 2, dtype=torch.float32, device=q.device)
-            partial = partial_sums, partial_softmax
-            self._launch(layer_idx, q, scale, sinks, output, partial, tile, numbers, is_split)
-            if is_split:
-                self._combine(placed, output, partial, sinks, group)
+                partial = (
+                    torch.empty(*shape, dim, dtype=torch.float32, device=q.device),
+                    torch.empty(*shape, 2, dtype=torch.float32, device=q.device),
+                )
+            self._launch(layer_idx, q, scale, sinks, output, partial, items)
+            if items.num_split:
+                self._combine(items, output, partial, sinks, group)
         return output
+
+    def _launches(self, group: int, num_rows: int) -> Iterator[PlacedItems]:  # noqa: ARG002 - static steps have sizes
+        """Yield the items of each kind, for layers with `group` query heads to a KV head."""
+        work, numbers, decode, prefill = self._placed.get(group) or self._place(group)
+        start = 0
+        for tile, items, is_split in (
+            (decode, work.few, False),
+            (decode, work.parts, True),
+            (prefill, work.many, False),
+        ):
+            end = start + 8 * len(items)
+            num_split = len(work.split_rows) if is_split else 0
+            split_rows = numbers[len(numbers) - 4 * num_split :]
+            if items:
+                yield PlacedItems(
+                    tile, numbers[start:end], len(items), len(items) * is_split, split_rows, num_split, None
+                )
+            start = end
 
     def _launch(
         self,
@@ -134,14 +167,12 @@ class TritonStepAttention:
         sinks: Tensor | None,
         output: Tensor,
         partial: tuple[Tensor, Tensor],
-        tile: Tile,
-        numbers: Tensor,
-        is_split: bool,
+        items: PlacedItems,
     ) -> None:
         """Let items of one kind attend."""
         keys, values = self._data[:, layer_idx, 0], self._data[:, layer_idx, 1]
-        batch = self._batch
-        attention.attend[len(numbers) // 8, self._num_kv_heads](
+        batch, counts = self._batch, items.counts
+        attention.attend[items.num_items, self._num_kv_heads](
             output,
             *partial,
             q,
@@ -150,7 +181,8 @@ class TritonStepAttention:
             self._scales[:, layer_idx, 0],
             self._scales[:, layer_idx, 1],
             batch.block_ids,
-            numbers,
+            items.numbers,
+            items.numbers if counts is None else counts,
             output if sinks is None else sinks,
             q.stride(0),
             q.stride(1),
@@ -165,42 +197,48 @@ class TritonStepAttention:
             DIM=power_of_2(self._head_dim, 16),
             BLOCK_SIZE=self._block_size,
             WIDTH=keys.shape[-1],
-            ROWS=tile.rows,
-            TOKENS=tile.tokens,
+            ROWS=items.tile.rows,
+            TOKENS=items.tile.tokens,
             STORED=self._stored,
             WINDOW=batch.window is not None,
             CHUNK=batch.chunk is not None,
             SINKS=sinks is not None,
-            SPLIT=is_split,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
+            SPLIT=items.num_parts > 0,
+            COUNTED=counts is not None,
+            num_warps=items.tile.num_warps,
+            num_stages=items.tile.num_stages,
         )
 
     def _combine(
-        self, placed: PlacedWork, output: Tensor, partial: tuple[Tensor, Tensor], sinks: Tensor | None, group: int
+        self, items: PlacedItems, output: Tensor, partial: tuple[Tensor, Tensor], sinks: Tensor | None, group: int
     ) -> None:
         """Add up what the splits of rows gave."""
-        num_split = len(placed.work.split_rows)
-        attention.combine[num_split, self._num_kv_heads](
+        attention.combine[items.num_split, self._num_kv_heads](
             output,
             *partial,
-            placed.numbers[len(placed.numbers) - 4 * num_split :],
+            items.split_rows,
+            items.split_rows if items.counts is None else items.counts,
             output if sinks is None else sinks,
             NUM_KV=self._num_kv_heads,
             GROUP=group,
             HEAD_DIM=self._head_dim,
             DIM=power_of_2(self._head_dim, 16),
-            ROWS=placed.decode.rows,
+            ROWS=items.tile.rows,
             SINKS=sinks is not None,
+            COUNTED=items.counts is not None,
             num_warps=4,
         )
 
-    def _place(self, group: int) -> PlacedWork:
-        """Plan the work for layers with `group` query heads to a KV head, and copy it to the device."""
+    def tiles(self, group: int) -> tuple[Tile, Tile]:
+        """Return the tiles of sequences with few rows and of others, for `group` query heads to a KV head."""
         element_bytes = self._dtype.itemsize
         is_int8 = self._data.dtype == torch.int8
         decode = decode_tile(self._head_dim, group, element_bytes, self._stored != 0)
-        prefill = prefill_tile(self._head_dim, group, element_bytes, self._device.capability, is_int8)
+        return decode, prefill_tile(self._head_dim, group, element_bytes, self._device.capability, is_int8)
+
+    def _place(self, group: int) -> PlacedWork:
+        """Plan the work for layers with `group` query heads to a KV head, and copy it to the device."""
+        decode, prefill = self.tiles(group)
         work = plan_work(self._batch, group, decode, prefill, self._num_kv_heads, self._device.num_processors)
         items = chain.from_iterable((*item, 0) for item in (*work.few, *work.parts, *work.many))
         numbers = self._device.numbers(chain(items, chain.from_iterable(work.split_rows)))

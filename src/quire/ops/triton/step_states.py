@@ -32,7 +32,12 @@ class TritonStepStates:
         )
         numbers = device.numbers(chain(batch.row_starts, batch.block_ids, map(int, batch.has_state), owners))
         sizes = (num_seqs + 1, num_seqs, num_seqs, self._num_rows)
-        self._row_starts, self._block_ids, self._has_state, self._row_sequences = numbers.split_with_sizes(sizes)
+        self.put_numbers(*numbers.split_with_sizes(sizes))
+
+    def put_numbers(self, row_starts: Tensor, block_ids: Tensor, has_state: Tensor, row_sequences: Tensor) -> None:
+        """Take the batch as it lies on the device, int32: [S + 1], [S], [S], and the sequence of each row [T]."""
+        self._row_starts, self._block_ids, self._has_state = row_starts, block_ids, has_state
+        self._row_sequences = row_sequences
 
     def causal_conv(
         self, layer_idx: int, x: Tensor, conv_weight: Tensor, conv_bias: Tensor | None, activation: bool

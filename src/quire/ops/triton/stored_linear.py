@@ -75,29 +75,33 @@ class TritonStoredLinear:
         weight: weight without plain parts.
         bias: [out], or None.
         device: device of the weight.
+
+    Attributes:
+        parts: columns by their form.
+        bias: the argument of this name.
     """
 
-    __slots__ = ("_bias", "_device", "_dtype", "_parts", "_tables")
+    __slots__ = ("_device", "_dtype", "_tables", "bias", "parts")
 
     def __init__(self, weight: StoredWeight, bias: Tensor | None, device: Device) -> None:
-        self._device, self._dtype, self._bias = device, weight.dtype, bias
-        self._parts = [pack(part, device.torch_device) for part in weight.quantized]
+        self._device, self._dtype, self.bias = device, weight.dtype, bias
+        self.parts = [pack(part, device.torch_device) for part in weight.quantized]
         self._tables = {
             part.form.levels: torch.tensor(part.form.levels, dtype=torch.int16, device=device.torch_device)
-            for part in self._parts
+            for part in self.parts
             if isinstance(part.form.levels, tuple)
         }
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Round the rows, multiply and add."""
         rounded = None
-        if any(part.form.levels != "e4m3" for part in self._parts):
-            rounded = self._round(x, max(len(part.scales) * part.form.group for part in self._parts))
+        if any(part.form.levels != "e4m3" for part in self.parts):
+            rounded = self.round_rows(x, max(len(part.scales) * part.form.group for part in self.parts))
         outputs, start = [], 0
-        for part in self._parts:
+        for part in self.parts:
             columns = slice(start, start + part.codes.shape[1])
             start = columns.stop
-            bias = None if self._bias is None else self._bias[columns]
+            bias = None if self.bias is None else self.bias[columns]
             added = None if residual is None else residual[:, columns].contiguous()
             outputs.append(self._multiply(part, x, None if part.form.levels == "e4m3" else rounded, bias, added))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
@@ -108,18 +112,31 @@ class TritonStoredLinear:
         Raises:
             IndexError: an id is not that of a row.
         """
-        output = torch.empty(len(ids), self._parts[0].width, dtype=self._dtype, device=ids.device)
-        start, num_found = 0, 0
-        for part in self._parts:
-            count = part.codes.shape[1]
-            (places,) = ((ids >= start) & (ids < start + count)).nonzero(as_tuple=True)
-            output[places] = part.rows(ids[places] - start).to(self._dtype)
-            start, num_found = start + count, num_found + len(places)
-        if num_found < len(ids):
-            raise IndexError(f"rows are from 0 to {start - 1}, got ids from {ids.min()} to {ids.max()}")
-        return output
+        try:
+            return self._look_up(ids)
+        except IndexError as error:  # a GPU says so by itself, later
+            end = sum(part.codes.shape[1] for part in self.parts)
+            raise IndexError(f"rows are from 0 to {end - 1}, got ids from {ids.min()} to {ids.max()}") from error
 
-    def _round(self, x: Tensor, padded: int) -> tuple[Tensor, Tensor]:
+    def _look_up(self, ids: Tensor) -> Tensor:
+        """Look up rows; what is no row stays out of range in one of the parts.
+
+        Every part is asked for all rows, and those of others are dropped: the host is not told which they are.
+        """
+        start, last = 0, len(self.parts) - 1
+        found: Tensor | None = None
+        for idx, part in enumerate(self.parts):
+            count, local = part.codes.shape[1], ids - start
+            if idx < last:
+                local = local.clamp(max=count - 1)
+            local = local.where(local >= 0, 0 if idx else count)
+            rows = part.rows(local).to(self._dtype)
+            found = rows if found is None else torch.where((ids >= start)[:, None], rows, found)
+            start += count
+        assert found is not None, "a weight has parts"
+        return found
+
+    def round_rows(self, x: Tensor, padded: int) -> tuple[Tensor, Tensor]:
         """Return rows rounded to whole numbers, as float16 with zeros behind them, and what one is worth."""
         num_rows, width = x.shape
         rows = torch.empty(num_rows, padded, dtype=torch.float16, device=x.device)
@@ -130,6 +147,11 @@ class TritonStoredLinear:
                 rows, scales, x, width, padded, x.stride(0), WIDTH=power_of_2(padded), num_warps=8
             )
         return rows, scales
+
+    def table_of(self, part: PackedCodes) -> Tensor | None:
+        """Return the levels of a part's codes, int16; None where a code is its own level."""
+        levels = part.form.levels
+        return self._tables[levels] if isinstance(levels, tuple) else None
 
     def _multiply(
         self,
@@ -151,7 +173,7 @@ class TritonStoredLinear:
         grid = -(-num_columns // COLUMNS), -(-num_rows // tile)
         num_parts = count_parts(num_steps, grid[0] * grid[1], self._device.num_processors)
         sums = torch.empty(num_parts, num_rows, num_columns, dtype=torch.float32, device=x.device)
-        table = self._tables[form.levels] if isinstance(form.levels, tuple) else None
+        table = self.table_of(part)
         kernels.multiply[(*grid, num_parts)](
             sums,
             rows,

@@ -26,11 +26,14 @@ from quire.ops.lora import TorchLoraLayer
 from quire.ops.quantized_weight import StoredWeight
 from quire.ops.recurrent_mixers import RecurrentMixers
 from quire.ops.reordered import ReorderedLinear
+from quire.ops.static_steps import StaticAttentionBatch, StaticLimits, StaticMemory, StaticStateBatch
 from quire.ops.torch_fallback import TorchFallback
 from quire.ops.triton.kernels import rows as row_kernels
 from quire.ops.triton.launches import Device
 from quire.ops.triton.plain_linear import TritonLinear
 from quire.ops.triton.routed_experts import TritonExperts, can_group
+from quire.ops.triton.static_attention import TritonStaticAttention, TritonStaticTokens
+from quire.ops.triton.static_states import TritonStaticStates, TritonStaticStepStates
 from quire.ops.triton.step_attention import TritonStepAttention
 from quire.ops.triton.step_states import TritonStepStates
 from quire.ops.triton.stored_linear import TritonStoredLinear
@@ -135,11 +138,27 @@ class TritonOps(TorchFallback):
         """Plan the work of a step once for all layers."""
         if kv.data.dtype == torch.int8 and kv.head_dim % 4:
             return self._torch.step_attention(batch, kv)  # scales that are not aligned
+        if isinstance(batch, StaticAttentionBatch):
+            return TritonStaticAttention(batch, kv, self.device)
         return TritonStepAttention(batch, kv, self.device)
 
     def step_states(self, batch: StateBatch, states: PagedStates) -> StepStates:
         """Copy the batch to the device once for all layers."""
+        if isinstance(batch, StaticStateBatch):
+            return RecurrentMixers(TritonStaticStepStates(batch, states), self)
         return RecurrentMixers(TritonStepStates(batch, states, self.device), self)
+
+    def static_tokens(
+        self, kv: PagedKV, window: int | None, chunk: int | None, memory: StaticMemory, limits: StaticLimits
+    ) -> TritonStaticTokens | None:
+        """Keep work items in static buffers, where attention is not torch's."""
+        if kv.data.dtype == torch.int8 and kv.head_dim % 4:
+            return None
+        return TritonStaticTokens(kv, window, chunk, memory, limits, self.device)
+
+    def static_states(self, memory: StaticMemory, limits: StaticLimits) -> TritonStaticStates:
+        """Keep the blocks of states in static buffers."""
+        return TritonStaticStates(memory, limits)
 
     def fuse_experts(self, experts: RoutedExperts) -> TritonExperts | None:
         """Run the experts of a layer by two launches, where their weights are plain."""

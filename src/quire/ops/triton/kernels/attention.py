@@ -107,24 +107,45 @@ def _with_sink(sums, peak, weight, sink):
 
 
 @triton.jit
+def _store_part(partial_sums, partial_softmax, sums, peak, weight, place, lanes, dims, DIM: tl.constexpr):
+    """Store sums that are not divided by the weights yet, [ROWS, DIM], and each row's peak and weight."""
+    lane = place.to(tl.int64) * lanes.shape[0] + lanes
+    tl.store(partial_sums + lane[:, None] * DIM + dims[None, :], sums)
+    tl.store(partial_softmax + lane * 2, peak)
+    tl.store(partial_softmax + lane * 2 + 1, weight)
+
+
+@triton.jit
+def _store_rows(output, sums, peak, weight, sinks, at, heads, dims, mask, NUM_HEADS: tl.constexpr,
+                HEAD_DIM: tl.constexpr, SINKS: tl.constexpr):  # fmt: skip
+    """Store what rows attend to, [ROWS, DIM]."""
+    if SINKS:
+        sums, weight = _with_sink(sums, peak, weight, tl.load(sinks + heads) * 1.4426950408889634)
+    where = output + (at[:, None] * NUM_HEADS + heads[:, None]) * HEAD_DIM + dims[None, :]
+    tl.store(where, rounded(sums / weight[:, None], output.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def attend(
-    output, partial_sums, partial_softmax, queries, keys, values, key_scales, value_scales, tables, items, sinks,
-    stride_row, stride_head, stride_block, stride_kv_head, score_scale, window, chunk,
+    output, partial_sums, partial_softmax, queries, keys, values, key_scales, value_scales, tables, items, counts,
+    sinks, stride_row, stride_head, stride_block, stride_kv_head, score_scale, window, chunk,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, STORED: tl.constexpr, WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr,
+    CHUNK: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     """Let the rows of an item attend with the query heads of one KV head; see the head of this file.
 
-    `score_scale` and `sinks` are for powers of 2. An item with SPLIT stores sums that are not divided by the weights
-    yet, [ROWS, DIM], and each row's peak and weight.
+    `score_scale` and `sinks` are for powers of 2. An item with SPLIT stores a partial result; with COUNTED it says so
+    by itself, and the first of `counts` is the number of items: there are programs for more.
     """
+    if COUNTED:  # noqa: SIM102 - the compiler decides the outer condition
+        if tl.program_id(0) >= tl.load(counts):
+            return
     item = items + tl.program_id(0) * ITEM
     kv_head = tl.program_id(1)
     first_row, num_rows, position = tl.load(item), tl.load(item + 1), tl.load(item + 2)
-    table, first, end, place = (
-        tables + tl.load(item + 3), tl.load(item + 4), tl.load(item + 5), tl.load(item + 6)
-    )  # fmt: skip
+    table, place = tables + tl.load(item + 3), tl.load(item + 6)
+    first, end = tl.load(item + 4), tl.load(item + 5)
     lanes = tl.arange(0, ROWS)
     rows, heads = lanes // GROUP, kv_head * GROUP + lanes % GROUP
     dims = tl.arange(0, DIM)
@@ -164,25 +185,27 @@ def attend(
         )  # fmt: skip
         ids = next_ids
 
-    if SPLIT:
-        lane = (place * NUM_KV + kv_head).to(tl.int64) * ROWS + lanes
-        tl.store(partial_sums + lane[:, None] * DIM + dims[None, :], sums)
-        tl.store(partial_softmax + lane * 2, peak)
-        tl.store(partial_softmax + lane * 2 + 1, weight)
+    if COUNTED:
+        if place >= 0:
+            _store_part(partial_sums, partial_softmax, sums, peak, weight, place * NUM_KV + kv_head, lanes, dims, DIM)
+        else:
+            _store_rows(output, sums, peak, weight, sinks, at, heads, dims, mask, NUM_KV * GROUP, HEAD_DIM, SINKS)
+    elif SPLIT:
+        _store_part(partial_sums, partial_softmax, sums, peak, weight, place * NUM_KV + kv_head, lanes, dims, DIM)
     else:
-        if SINKS:
-            sums, weight = _with_sink(sums, peak, weight, tl.load(sinks + heads) * 1.4426950408889634)
-        where = output + (at[:, None] * (NUM_KV * GROUP) + heads[:, None]) * HEAD_DIM + dims[None, :]
-        tl.store(where, rounded(sums / weight[:, None], output.dtype.element_ty), mask=mask)
+        _store_rows(output, sums, peak, weight, sinks, at, heads, dims, mask, NUM_KV * GROUP, HEAD_DIM, SINKS)
 
 
 @triton.jit
 def combine(
-    output, partial_sums, partial_softmax, split_rows, sinks,
+    output, partial_sums, partial_softmax, split_rows, counts, sinks,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
-    SINKS: tl.constexpr,
+    SINKS: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """Add up the partial results of rows, in the order of their tokens."""
+    """Add up the partial results of rows, in the order of their tokens; COUNTED: the second of `counts` of them."""
+    if COUNTED:  # noqa: SIM102 - the compiler decides the outer condition
+        if tl.program_id(0) >= tl.load(counts + 1):
+            return
     entry = split_rows + tl.program_id(0) * SPLIT_ROWS
     kv_head = tl.program_id(1)
     first_row, num_rows, place, count = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)

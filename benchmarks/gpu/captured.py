@@ -1,0 +1,124 @@
+"""Captured decode steps: time on the device, and of the host, beside steps that are launched kernel by kernel."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.gpu.memory import BLOCK_SIZE, make_memory, num_blocks_of
+from benchmarks.gpu.shapes import Shape, decode_floor
+from benchmarks.gpu.timing import Bench
+from quire.models.decoder import Decoder
+
+# Steps whose host time is measured, after as many that are not.
+STEPS = 30
+
+
+class Captured(NamedTuple):
+    """A captured decode step with everything that runs it.
+
+    Args:
+        run: runs the step, and returns its logits.
+        items: items of the step.
+        batch: number of sequences.
+        context: tokens of each.
+        error: largest difference of its logits from those of the step as it is launched without a capture.
+    """
+
+    run: Callable[[], torch.Tensor]
+    items: list[Any]
+    batch: int
+    context: int
+    error: float
+
+
+def measure_captured(bench: Bench, decoder: Decoder, shape: Shape, batch: int, context: int) -> None:
+    """Measure a captured step of decodes; what fails is a figure that says so, and nothing else ends."""
+    name = f"{shape.name}, captured decode, {batch} x {context}"
+    try:
+        captured = capture(bench, decoder, shape, batch, context)
+        seconds = bench.seconds(lambda _idx: captured.run())
+        host_s = host_seconds(bench, captured.run)
+        bench.add(
+            name,
+            ms=seconds * 1e3,
+            host_ms=host_s * 1e3,
+            tokens_per_s=batch / seconds,
+            share=decode_floor(shape, batch, context, bench.rates) / seconds,
+            error=captured.error,
+        )
+        for kind, options in (("greedy", {"temperature": 0.0}), ("top_p", {"temperature": 0.8, "top_p": 0.95})):
+            measure_sampler(bench, captured, shape, kind, options)
+    except Exception as error:  # a graph that fails is a result
+        bench.add(name, failed=f"{type(error).__name__}: {error}")
+
+
+def capture(bench: Bench, decoder: Decoder, shape: Shape, batch: int, context: int) -> Captured:
+    """Capture a step, and write one whose sequences lie in blocks of their own."""
+    from quire.execution.batch import BatchBuilder
+    from quire.execution.captured_steps import CaptureOptions, make_ladder
+    from quire.memory.results import NO_OPS, TableDelta
+    from quire.scheduling.plan import NewSequence, ScheduledSequence, StepPlan
+    from quire.sequences.params import SamplingParams
+
+    spans = [(context - 1, 1)] * batch
+    num_blocks = num_blocks_of(spans)
+    memory = make_memory(num_blocks, shape.num_layers, shape.num_kv_heads, shape.head_dim, bench.device)
+    options = CaptureOptions((batch,), context)
+    ladder = make_ladder(decoder, [memory], [num_blocks], BLOCK_SIZE, options)  # type: ignore[list-item]
+    if ladder is None:
+        raise RuntimeError("the step could not be captured")
+    builder = BatchBuilder(BLOCK_SIZE, bench.device, [group.cache for group in decoder.cache_groups])
+    each = -(-context // BLOCK_SIZE)
+    order = (1 + torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(1))).tolist()
+    params = SamplingParams(temperature=0.0)
+    items = []
+    for seq_id in range(batch):
+        deltas = (TableDelta(0, 0, tuple(order[seq_id * each : (seq_id + 1) * each])),)
+        new = NewSequence(params, seq_id, 0, 1, (5,), ())
+        items.append(ScheduledSequence(seq_id, context - 1, (5,), deltas, 1, new))
+    builder.apply_plan(StepPlan(0, tuple(items), NO_OPS, ()))
+    items = [item._replace(new_sequence=None, table_deltas=()) for item in items]
+    laid = builder.lay_out(items)
+    expected = decoder.logits(decoder(laid.input_ids, laid.positions, laid.groups, [memory]))
+    error = float((ladder.run(items, builder)[1] - expected).abs().max())
+    return Captured(lambda: ladder.run(items, builder)[1], items, batch, context, error)
+
+
+def host_seconds(bench: Bench, run: Callable[[], object]) -> float:
+    """Return the median time until a call returns, while the device has nothing to do."""
+    times = []
+    for _ in range(1 if bench.is_rehearsal else 2 * STEPS):
+        if not bench.is_rehearsal:
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - started)
+    return sorted(times[len(times) // 2 :])[len(times) // 4]
+
+
+def measure_sampler(bench: Bench, captured: Captured, shape: Shape, kind: str, options: dict[str, Any]) -> None:
+    """Measure the choice of tokens from the logits of a step, copies to the host included."""
+    name = f"{shape.name}, {kind} tokens of {captured.batch}"
+    try:
+        from quire.execution.sampling.device_sampler import DeviceSampler
+    except ImportError as error:
+        return bench.add(name, skipped=f"needs all that Quire depends on: {error}")
+    from quire.memory.results import NO_OPS
+    from quire.scheduling.plan import NewSequence, StepPlan
+    from quire.sequences.params import SamplingParams
+
+    sampler, params = DeviceSampler(bench.device), SamplingParams(**options)
+    opened = [item._replace(new_sequence=NewSequence(params, item.seq_id, 0, 1, (5,), ())) for item in captured.items]
+    sampler.begin_step(StepPlan(0, tuple(opened), NO_OPS, ()))
+    logits = torch.randn(captured.batch, shape.vocab_size, device=bench.device)
+    copy = torch.empty_like(logits)
+
+    def sample() -> None:
+        copy.copy_(logits)
+        sampler.sample(copy, captured.items)
+
+    return bench.add(name, ms=host_seconds(bench, sample) * 1e3)

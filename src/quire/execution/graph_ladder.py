@@ -1,0 +1,173 @@
+"""Captured decode steps for a ladder of batch sizes: a step of any number of rows replays the next larger one."""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from bisect import bisect_left
+from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from quire.execution.batch import BatchBuilder
+from quire.execution.kv_storage import StateStorage, Storage
+from quire.execution.step_capture import CapturedCall, StepCapture
+from quire.models.decoder import Decoder
+from quire.models.spec import TokenCacheShape
+from quire.ops.static_steps import MakesStaticSteps, StaticLimits, StaticMemory, StaticStates, StaticTokens
+from quire.scheduling.plan import ScheduledSequence
+
+logger = logging.getLogger(__name__)
+
+# Block tables have room for this many times the blocks of a pool: what sequences share is in the tables of all.
+TABLES_PER_POOL: Final = 4
+
+
+class CapturedStep:
+    """A captured decode step of one size: from token ids and block tables to logits, all in static memory.
+
+    Args:
+        size: number of rows.
+        call: the captured call.
+    """
+
+    __slots__ = ("_call", "size")
+
+    def __init__(self, size: int, call: CapturedCall) -> None:
+        self.size, self._call = size, call
+
+    def replay(self) -> None:
+        """Compute the step that lies in static memory."""
+        self._call.replay()
+
+
+class GraphLadder:
+    """The captured steps of a model over its KV memory.
+
+    ```
+     rows   | a step's sequences, n of them | padding: token 0 at position 0, in the null block |   n <= size
+    ```
+
+    Args:
+        decoder: the model, whose backend makes static steps.
+        storages: memory of its cache groups.
+        sizes: numbers of rows to capture, rising.
+        limits: the largest step.
+        block_size: N.
+        capture: captures calls.
+
+    Raises:
+        RuntimeError: a step cannot be captured.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        storages: Sequence[Storage],
+        sizes: Sequence[int],
+        limits: StaticLimits,
+        block_size: int,
+        capture: StepCapture,
+    ) -> None:
+        self._decoder, self._storages, self._block_size = decoder, storages, block_size
+        self._memory = memory = StaticMemory(decoder.device)
+        num_rows = limits.num_rows
+        self._ids, self._positions = (memory.take(num_rows, torch.int64) for _ in range(2))
+        self._groups = [
+            _static_group(decoder, shape.cache, storage, memory, limits)
+            for shape, storage in zip(decoder.cache_groups, storages, strict=True)
+        ]
+        spec, device = decoder.spec, decoder.device
+        self._hidden = torch.zeros(num_rows, spec.width, dtype=decoder.dtype, device=device)
+        self._logits = torch.zeros(num_rows, spec.vocab_size, device=device)
+        self._limits = limits
+        self._sizes = list(sizes)
+        # The largest comes first: the others find room in its memory.
+        self._steps = [self._capture(size, capture) for size in reversed(self._sizes)][::-1]
+        logger.info("Captured decode steps of %s sequences", ", ".join(map(str, self._sizes)))
+
+    def _capture(self, size: int, capture: StepCapture) -> CapturedStep:
+        """Capture a step of padding: its work is for no more rows than it has."""
+        self._write((), None, size)
+        self._memory.upload()
+        return CapturedStep(size, capture.capture(partial(self._compute, size)))
+
+    def _compute(self, size: int) -> None:
+        """Compute the step that lies in static memory, as one of `size` rows."""
+        batches = [group.batch(size) for group in self._groups]
+        hidden = self._decoder(self._ids.device[:size], self._positions.device[:size], batches, self._storages)
+        self._hidden[:size].copy_(hidden)
+        self._logits[:size].copy_(self._decoder.logits(hidden))
+
+    def takes(self, items: Sequence[ScheduledSequence]) -> bool:
+        """Say whether items, of one token each, fit into a captured step."""
+        if not 0 < len(items) <= self._sizes[-1]:
+            return False
+        return sum(item.start // self._block_size + 1 for item in items) <= self._limits.num_blocks
+
+    def run(self, items: Sequence[ScheduledSequence], builder: BatchBuilder) -> tuple[Tensor, Tensor]:
+        """Compute a step.
+
+        Args:
+            items: items that it takes; see `takes`.
+            builder: has their block tables, with a slot for the token of each.
+
+        Returns:
+            Hidden states before the last norm, [n, E], and logits, [n, V] of float32: both until the next step.
+        """
+        count = len(items)
+        step = self._steps[bisect_left(self._sizes, count)]
+        self._write(items, builder, step.size)
+        self._memory.upload()
+        step.replay()
+        return self._hidden[:count], self._logits[:count]
+
+    def _write(self, items: Sequence[ScheduledSequence], builder: BatchBuilder | None, size: int) -> None:
+        """Write a step and its padding into static memory, on the host's side."""
+        count, starts = len(items), [item.start for item in items]
+        positions = torch.tensor(starts, dtype=torch.int64)
+        self._ids.host[:count] = torch.tensor([item.token_ids[0] for item in items], dtype=torch.int64)
+        self._positions.host[:count] = positions
+        for numbers in (self._ids, self._positions):
+            numbers.host[count:size] = 0
+        for idx, group in enumerate(self._groups):
+            tables = [] if builder is None else [builder.tables[item.seq_id][idx].ids for item in items]
+            if isinstance(group, StaticStates):
+                group.write_states([ids[-1] for ids in tables], [start > 0 for start in starts], size)
+                continue
+            num_blocks = [start // self._block_size + 1 for start in starts]
+            block_ids = array("q")
+            for ids, number in zip(tables, num_blocks, strict=True):
+                block_ids += ids if len(ids) == number else ids[:number]
+            block_ids.append(0)  # the null block of the padding
+            block_starts = torch.tensor([*accumulate(num_blocks, initial=0)][:-1], dtype=torch.int64)
+            group.write_tokens(positions, torch.frombuffer(block_ids, dtype=torch.int64), block_starts, size)
+
+
+def _static_group(
+    decoder: Decoder, cache: object, storage: Storage, memory: StaticMemory, limits: StaticLimits
+) -> StaticTokens | StaticStates:
+    """Return the static buffers of a cache group.
+
+    Raises:
+        RuntimeError: the backend has none for it.
+    """
+    ops = decoder.ops
+    assert isinstance(ops, MakesStaticSteps), "the backend has no static steps"
+    if isinstance(storage, StateStorage):
+        return ops.static_states(memory, limits)
+    assert isinstance(cache, TokenCacheShape)
+    group = ops.static_tokens(storage, cache.window, cache.chunk, memory, limits)
+    if group is None:
+        raise RuntimeError(f"kernels cannot take a cache of {storage.data.dtype} with heads of {storage.head_dim}")
+    return group
+
+
+def limits_of(sizes: Sequence[int], num_blocks: Sequence[int], max_model_len: int, block_size: int) -> StaticLimits:
+    """Return the largest step: all rows at full length, if the tables of a full pool are not smaller."""
+    longest = sizes[-1] * -(-max_model_len // block_size)
+    return StaticLimits(sizes[-1], min(longest, TABLES_PER_POOL * max(num_blocks) + sizes[-1]))

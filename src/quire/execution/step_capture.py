@@ -1,0 +1,61 @@
+"""Captured calls: launches that were recorded once, and are made again without the program that made them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+
+class CapturedCall(NamedTuple):
+    """A captured call.
+
+    Args:
+        replay: makes its launches again, on the same memory; the host does not wait for them.
+    """
+
+    replay: Callable[[], None]
+
+
+class StepCapture(Protocol):
+    """Captures calls: CUDA graphs on a GPU, and on a CPU their twin."""
+
+    def capture(self, run: Callable[[], None]) -> CapturedCall:
+        """Capture what a call launches.
+
+        Args:
+            run: reads and writes static memory only, launches the same whatever is in it, and waits for nothing. It is
+                called more than once: what it launches for the first time is compiled.
+
+        Raises:
+            RuntimeError: the call waits for the device, or does something else that cannot be captured.
+        """
+
+
+class CudaCapture:
+    """Captures calls as CUDA graphs, which share their memory: replay them one after the other, on one stream.
+
+    Args:
+        device: device of the graphs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool: Any = None
+
+    def capture(self, run: Callable[[], None]) -> CapturedCall:
+        """Run the call twice, so that all it needs is compiled and allocated, then capture it."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            run()
+            run()
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may allocate pinned memory meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            run()
+        self._pool = graph.pool()
+        torch.cuda.synchronize(self._device)
+        return CapturedCall(graph.replay)

@@ -1,0 +1,119 @@
+"""The twin of CUDA graphs on a CPU: a tape of operators and kernels, which replays exactly what was captured.
+
+Like a graph it keeps the memory of every tensor, the sizes of every launch and every number of the host as they were,
+and does not run the program again. So what a program reads from the host at each step, and not from static memory,
+stays as it was at capture, and gives wrong results. What would make a capture fail on a GPU fails here too, as far as
+operators show it: waiting for a value, shapes that depend on one, and tensors made of the host's numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from quire.execution.step_capture import CapturedCall
+
+# Context in which each launch of a kernel is given to a function; see `seen_launches`.
+SeenLaunches = Callable[[Callable[[Callable[[], None]], None]], AbstractContextManager[None]]
+
+# Operators by which the host learns something from the device, or that need it for their shapes.
+WAITING: Final = frozenset(
+    {
+        "_local_scalar_dense",
+        "bincount",
+        "equal",
+        "is_nonzero",
+        "item",
+        "masked_select",
+        "nonzero",
+        "unique_consecutive",
+        "_unique2",
+        "_assert_async",
+    }
+)
+# Operators that give memory with anything in it.
+UNWRITTEN: Final = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
+# Operators that take numbers of the host to the device.
+FROM_HOST: Final = frozenset({"lift_fresh", "lift_fresh_copy", "lift", "pin_memory", "_pin_memory"})
+
+
+class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs operators, and appends what makes each of them again to a tape."""
+
+    def __init__(self, tape: list[Callable[[], None]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tape = tape
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        if name in WAITING or _is_by_mask(name, args):
+            raise RuntimeError(f"a captured call waits for the device ({func})")
+        if name in FROM_HOST:
+            raise RuntimeError(f"a captured call takes numbers of the host ({func})")
+        results = func(*args, **kwargs)
+        self._tape.extend(_again(func, args, kwargs, results))
+        return results
+
+
+def _is_by_mask(name: str, args: tuple[Any, ...]) -> bool:
+    """Say whether an operator looks up or stores by a mask, whose shape depends on it."""
+    if name not in ("index", "index_put", "index_put_", "_index_put_impl_"):
+        return False
+    return any(isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8) for each in args[1])
+
+
+def _again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: Any) -> list[Callable[[], None]]:
+    """Return what makes an operator again: nothing for a view, and for memory that is not written yet."""
+    given = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+    kept = [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor)]
+    is_own = [leaf.untyped_storage().data_ptr() not in given for leaf in kept]
+    changes = any(each.alias_info is not None and each.alias_info.is_write for each in func._schema.arguments)
+    if func.overloadpacket.__name__ in UNWRITTEN or (not changes and not any(is_own)):
+        return []
+
+    def again() -> None:
+        found = [leaf for leaf in tree_leaves(func(*args, **kwargs)) if isinstance(leaf, Tensor)]
+        for target, source, owns in zip(kept, found, is_own, strict=True):
+            if owns:
+                target.copy_(source)
+
+    return [again]
+
+
+class TapeCapture:
+    """Captures calls on a CPU.
+
+    Args:
+        seen_launches: shows the launches of kernels that are no operators.
+    """
+
+    def __init__(self, seen_launches: SeenLaunches) -> None:
+        self._seen_launches = seen_launches
+
+    def capture(self, run: Callable[[], None]) -> CapturedCall:
+        """Record the call."""
+        run()
+        tape: list[Callable[[], None]] = []
+
+        def see(launch: Callable[[], None]) -> None:
+            with _disable_current_modes():
+                launch()
+            tape.append(launch)
+
+        with self._seen_launches(see), _Recording(tape):
+            run()
+
+        def replay() -> None:
+            for again in tape:
+                again()
+
+        return CapturedCall(replay)

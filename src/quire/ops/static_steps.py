@@ -1,0 +1,174 @@
+"""Decode steps whose inputs lie in static buffers, for backends whose kernels can be captured and replayed.
+
+All that differs between two decode steps of the same number of rows lies in buffers on the device, whose addresses stay
+the same, and what the host knows of a step is only written there. So the launches of one step, replayed, compute
+another.
+
+```
+ StaticMemory   | ids | positions | slots | work items | ...   <- written on the host, copied together before a step
+                | block tables |
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from quire.ops.interface import AttentionBatch, PagedKV, StateBatch
+
+CHUNK_BYTES: Final = 1 << 20
+# Addresses of vectors that kernels load together.
+ALIGNMENT: Final = 16
+
+
+class StaticNumbers(NamedTuple):
+    """Numbers that the host writes and kernels read; equal shapes.
+
+    Args:
+        host: numbers as they were written last.
+        device: numbers as of the last `StaticMemory.upload`.
+    """
+
+    host: Tensor
+    device: Tensor
+
+
+class _Chunk:
+    """Bytes on the host and on the device, taken from the front on."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        is_gpu = device.type == "cuda"
+        self.host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_gpu)
+        self.device = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self.used = 0
+
+
+class StaticMemory:
+    """Static buffers on a device, and what is to be copied to them; all that was taken is copied together.
+
+    Args:
+        device: device of the buffers.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._chunks: list[_Chunk] = []
+        self._apart: list[_Chunk] = []
+
+    def take(self, count: int, dtype: torch.dtype) -> StaticNumbers:
+        """Return zeros that are copied whole with each upload."""
+        num_bytes = -(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        if not self._chunks or self._chunks[-1].used + num_bytes > len(self._chunks[-1].host):
+            self._chunks.append(_Chunk(max(num_bytes, CHUNK_BYTES), self._device))
+        chunk = self._chunks[-1]
+        part = slice(chunk.used, chunk.used + count * dtype.itemsize)
+        chunk.used += num_bytes
+        return StaticNumbers(chunk.host[part].view(dtype), chunk.device[part].view(dtype))
+
+    def take_table(self, count: int, dtype: torch.dtype) -> StaticTable:
+        """Return zeros of which an upload copies as many as are used."""
+        chunk = _Chunk(count * dtype.itemsize, self._device)
+        self._apart.append(chunk)
+        return StaticTable(chunk, dtype)
+
+    def upload(self) -> None:
+        """Copy to the device what the host has written; the host does not wait."""
+        for chunk in (*self._chunks, *self._apart):
+            if chunk.used:
+                chunk.device[: chunk.used].copy_(chunk.host[: chunk.used], non_blocking=True)
+
+
+class StaticTable:
+    """Numbers of which only the first ones are used in a step."""
+
+    def __init__(self, chunk: _Chunk, dtype: torch.dtype) -> None:
+        self._chunk, self._host = chunk, chunk.host.view(dtype)
+        self.device = chunk.device.view(dtype)
+
+    def __len__(self) -> int:
+        return len(self._host)
+
+    def write(self, numbers: Tensor) -> None:
+        """Replace the numbers; they are copied with the next upload."""
+        self._host[: len(numbers)] = numbers
+        self._chunk.used = numbers.nbytes
+
+
+class StaticTokens(Protocol):
+    """Decodes over one cache group of keys and values: one row a sequence."""
+
+    def batch(self, num_rows: int) -> AttentionBatch:
+        """Return what `Ops.step_attention` takes for a step of some rows; its numbers are in static buffers."""
+
+    def write_tokens(self, positions: Tensor, block_ids: Tensor, block_starts: Tensor, num_rows: int) -> None:
+        """Write a step of n rows, and rows after them that look at the null block only.
+
+        Args:
+            positions: int64 [n], position of each row in its sequence; on the host, as all here.
+            block_ids: int64, block tables of the sequences, one behind the other, and 0 for the null block.
+            block_starts: int64 [n], where each table starts.
+            num_rows: number of rows with those after them.
+        """
+
+
+@runtime_checkable
+class StaticStates(Protocol):
+    """Decodes over one cache group of states: one row a sequence."""
+
+    def batch(self, num_rows: int) -> StateBatch:
+        """Return what `Ops.step_states` takes for a step of some rows; its numbers are in static buffers."""
+
+    def write_states(self, block_ids: Sequence[int], has_state: Sequence[bool], num_rows: int) -> None:
+        """Write a step of n rows, and rows after them on the null block; see `StateBatch`."""
+
+
+class StaticLimits(NamedTuple):
+    """The largest step that static buffers hold.
+
+    Args:
+        num_rows: number of rows.
+        num_blocks: entries of all block tables of a cache group together.
+    """
+
+    num_rows: int
+    num_blocks: int
+
+
+@runtime_checkable
+class MakesStaticSteps(Protocol):
+    """A backend whose kernels take decodes from static buffers."""
+
+    def static_tokens(
+        self, kv: PagedKV, window: int | None, chunk: int | None, memory: StaticMemory, limits: StaticLimits
+    ) -> StaticTokens | None:
+        """Return buffers for a cache group of keys and values; None where its kernels cannot take them."""
+
+    def static_states(self, memory: StaticMemory, limits: StaticLimits) -> StaticStates:
+        """Return buffers for a cache group of states."""
+
+
+@dataclass(frozen=True, slots=True)
+class StaticAttentionBatch(AttentionBatch):
+    """Decodes in static buffers: the fields of the base class that are numbers of the host have no meaning.
+
+    Args:
+        source: buffers of the cache group.
+    """
+
+    source: StaticTokens | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StaticStateBatch(StateBatch):
+    """Decodes in static buffers: the fields of the base class that are numbers of the host have no meaning.
+
+    Args:
+        source: buffers of the cache group.
+    """
+
+    source: StaticStates | None = None

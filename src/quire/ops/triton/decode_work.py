@@ -1,0 +1,91 @@
+"""The work of attention in a step of decodes, planned for all rows at once, and the most of it that there can be.
+
+`work_items.py` has the same work row by row, for all kinds of steps: it is the slow twin.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.ops.triton.work_items import MIN_SPLIT, PROGRAMS_PER_PROCESSOR
+
+# Numbers of an item and of a split row; see kernels/attention.py.
+ITEM: Final = 8
+SPLIT_ROWS: Final = 4
+
+
+class MostWork(NamedTuple):
+    """The most work that decodes of a number of rows can be.
+
+    Args:
+        num_items: items.
+        num_parts: partial results.
+        num_split: rows whose tokens are in several items.
+    """
+
+    num_items: int
+    num_parts: int
+    num_split: int
+
+    @classmethod
+    def of(cls, num_rows: int, tile_tokens: int, num_kv_heads: int, num_processors: int) -> MostWork:
+        """Return the bounds: no step of so many rows has more work, whatever its contexts are.
+
+        A split has at least a share of all tokens, and `MIN_SPLIT` of them; a first split may begin in the middle of a
+        tile, so that a row counts up to a tile more.
+        """
+        whole = -(-PROGRAMS_PER_PROCESSOR * num_processors // num_kv_heads)
+        whole += -(-num_rows * max(0, tile_tokens - 1) // MIN_SPLIT)
+        num_split = min(num_rows, whole)
+        return cls(num_rows + whole, whole + num_split, num_split)
+
+
+class DecodeWork(NamedTuple):
+    """The items of decodes, on the host.
+
+    Args:
+        items: int64 [M, 8]; see `WorkItem`, with a zero at the end.
+        split_rows: int64 [S, 4]; see `SplitRows`.
+    """
+
+    items: Tensor
+    split_rows: Tensor
+
+
+def plan_decodes(
+    positions: Tensor, firsts: Tensor, block_starts: Tensor, num_real: int, tile_tokens: int, length: int
+) -> DecodeWork:
+    """Cut decodes into items as `plan_work` does, by operations on all rows at once.
+
+    Args:
+        positions: int64 [n], position of each row.
+        firsts: int64 [n], first token that each row sees.
+        block_starts: int64 [n], index of each row's first block in the block tables.
+        num_real: number of rows that may be split, from the first on.
+        tile_tokens: number of tokens of a tile.
+        length: number of tokens of a split.
+    """
+    ends = positions + 1
+    starts = firsts // tile_tokens * tile_tokens
+    counts = (ends - starts + (length - 1)) // length
+    counts[num_real:] = 1
+    is_split = counts > 1
+    num_places = counts * is_split
+    places = num_places.cumsum(0) - num_places
+    owners = torch.repeat_interleave(counts)
+    part = torch.arange(len(owners)) - (counts.cumsum(0) - counts)[owners]
+    begin = starts[owners] + part * length
+    items = torch.zeros(len(owners), ITEM, dtype=torch.int64)
+    items[:, 0] = owners
+    items[:, 1] = 1
+    items[:, 2] = positions[owners]
+    items[:, 3] = block_starts[owners]
+    torch.maximum(begin, firsts[owners], out=items[:, 4])
+    torch.minimum(begin + length, ends[owners], out=items[:, 5])
+    items[:, 6] = torch.where(is_split[owners], places[owners] + part, -1)
+    split = is_split.nonzero()[:, 0]
+    split_rows = torch.stack((split, torch.ones_like(split), places[split], counts[split]), 1)
+    return DecodeWork(items, split_rows)

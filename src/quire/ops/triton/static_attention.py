@@ -1,0 +1,153 @@
+"""Attention of decodes whose work items lie in static buffers: launches of one size serve every step of that size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.ops.interface import PagedKV
+from quire.ops.static_steps import StaticAttentionBatch, StaticLimits, StaticMemory, StaticNumbers, StaticTable
+from quire.ops.triton.decode_work import ITEM, SPLIT_ROWS, MostWork, plan_decodes
+from quire.ops.triton.launches import Device
+from quire.ops.triton.step_attention import PlacedItems, TritonStepAttention
+from quire.ops.triton.tiles import Tile
+from quire.ops.triton.work_items import split_length
+
+# Numbers in front of the items: how many items and split rows there are, then zeros.
+HEADER: Final = 8
+
+
+class PlannedGroup(NamedTuple):
+    """The work of layers with one number of query heads to a KV head.
+
+    Args:
+        tile: tile of a program.
+        most: bounds of the largest step.
+        numbers: int32: a header, then items, then split rows.
+    """
+
+    tile: Tile
+    most: MostWork
+    numbers: StaticNumbers
+
+
+class TritonStaticTokens:
+    """Decodes over one cache group; see `StaticTokens`.
+
+    Args:
+        kv: memory of the cache group.
+        window, chunk: see `AttentionBatch`.
+        memory: gives the buffers.
+        limits: the largest step.
+        device: the backend's.
+    """
+
+    def __init__(
+        self,
+        kv: PagedKV,
+        window: int | None,
+        chunk: int | None,
+        memory: StaticMemory,
+        limits: StaticLimits,
+        device: Device,
+    ) -> None:
+        self._window, self._chunk, self._memory, self._limits = window, chunk, memory, limits
+        self._num_kv_heads, self._block_size = kv.data.shape[3:5]
+        self._num_processors = device.num_processors
+        self._slots = memory.take(limits.num_rows, torch.int64)
+        self._block_ids: StaticTable = memory.take_table(limits.num_blocks + 1, torch.int64)
+        self._planned: dict[int, PlannedGroup] = {}
+        self._written: tuple[Tensor, Tensor, Tensor, int] | None = None
+
+    def batch(self, num_rows: int) -> StaticAttentionBatch:
+        """Return the batch of a step of some rows."""
+        return StaticAttentionBatch(
+            self._slots.device[:num_rows],
+            range(num_rows + 1),
+            (1,) * num_rows,
+            self._block_ids.device,
+            range(num_rows + 1),
+            self._window,
+            self._chunk,
+            self,
+        )
+
+    def write_tokens(self, positions: Tensor, block_ids: Tensor, block_starts: Tensor, num_rows: int) -> None:
+        """Write slots, tables and items."""
+        num_real, size = len(positions), self._block_size
+        slots = self._slots.host
+        slots[:num_real] = block_ids[block_starts + positions // size] * size + positions % size
+        slots[num_real:num_rows] = 0
+        self._block_ids.write(block_ids)
+        padding = num_rows - num_real
+        if padding:  # the last entry of the tables is the null block
+            positions = torch.cat((positions, positions.new_zeros(padding)))
+            block_starts = torch.cat((block_starts, block_starts.new_full((padding,), len(block_ids) - 1)))
+        firsts = torch.zeros_like(positions)
+        if self._chunk is not None:
+            firsts = positions // self._chunk * self._chunk
+        elif self._window is not None:
+            firsts = (positions + (1 - self._window)).clamp_(min=0)
+        self._written = positions, firsts, block_starts, num_real
+        for planned in self._planned.values():
+            self._plan(planned)
+
+    def _plan(self, planned: PlannedGroup) -> None:
+        """Write the items of the step that was written last."""
+        assert self._written is not None, "a step comes before its work"
+        positions, firsts, block_starts, num_real = self._written
+        num_tokens = int((positions[:num_real] + 1 - firsts[:num_real]).sum())
+        length = split_length(num_tokens, self._num_kv_heads, self._num_processors, planned.tile.tokens)
+        work = plan_decodes(positions, firsts, block_starts, num_real, planned.tile.tokens, length)
+        num_items, num_split, most = len(work.items), len(work.split_rows), planned.most
+        assert num_items <= most.num_items, f"{num_items} items, and there is room for {most.num_items}"
+        assert num_split <= most.num_split, f"{num_split} split rows, and there is room for {most.num_split}"
+        numbers = planned.numbers.host
+        numbers[0], numbers[1] = num_items, num_split
+        numbers[HEADER : HEADER + ITEM * num_items].view(-1, ITEM)[:] = work.items
+        start = HEADER + ITEM * most.num_items
+        numbers[start : start + SPLIT_ROWS * num_split].view(-1, SPLIT_ROWS)[:] = work.split_rows
+
+    def launch(self, group: int, num_rows: int, tile: Tile) -> PlacedItems:
+        """Return the items of a launch for steps of some rows.
+
+        Args:
+            group: number of query heads to a KV head.
+            num_rows: number of rows.
+            tile: tile of a program for such heads.
+        """
+        planned = self._planned.get(group)
+        if planned is None:
+            most = self._most(self._limits.num_rows, tile)
+            count = HEADER + ITEM * most.num_items + SPLIT_ROWS * most.num_split
+            planned = self._planned[group] = PlannedGroup(tile, most, self._memory.take(count, torch.int32))
+            self._plan(planned)
+            self._memory.upload()
+        numbers, (num_items, num_parts, num_split) = planned.numbers.device, self._most(num_rows, tile)
+        split_rows = numbers[HEADER + ITEM * planned.most.num_items :]
+        return PlacedItems(tile, numbers[HEADER:], num_items, num_parts, split_rows, num_split, numbers)
+
+    def _most(self, num_rows: int, tile: Tile) -> MostWork:
+        return MostWork.of(num_rows, tile.tokens, self._num_kv_heads, self._num_processors)
+
+
+class TritonStaticAttention(TritonStepAttention):
+    """Attention of decodes over one cache group: one launch for all rows, and one that adds up those that are split.
+
+    Args:
+        batch: batch of a `TritonStaticTokens`.
+        kv: memory of the cache group.
+        device: the backend's.
+    """
+
+    def __init__(self, batch: StaticAttentionBatch, kv: PagedKV, device: Device) -> None:
+        super().__init__(batch, kv, device)
+        assert isinstance(batch.source, TritonStaticTokens), "a batch of another backend"
+        self._source = batch.source
+
+    def _launches(self, group: int, num_rows: int) -> Iterator[PlacedItems]:
+        """Yield the one kind of items that there is."""
+        yield self._source.launch(group, num_rows, self.tiles(group)[0])

@@ -1,0 +1,63 @@
+"""Recurrence of decodes whose sequences are named in static buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from quire.ops.interface import PagedStates
+from quire.ops.static_steps import StaticLimits, StaticMemory, StaticStateBatch
+from quire.ops.triton.step_states import TritonStepStates
+
+
+class TritonStaticStates:
+    """Decodes over one cache group of states; see `StaticStates`.
+
+    Args:
+        memory: gives the buffers.
+        limits: the largest step.
+    """
+
+    def __init__(self, memory: StaticMemory, limits: StaticLimits) -> None:
+        num_rows = limits.num_rows
+        self._block_ids = memory.take(num_rows, torch.int32)
+        self._has_state = memory.take(num_rows, torch.int32)
+        # One row a sequence: both never change.
+        self._row_starts = memory.take(num_rows + 1, torch.int32)
+        torch.arange(num_rows + 1, dtype=torch.int32, out=self._row_starts.host)
+
+    def batch(self, num_rows: int) -> StaticStateBatch:
+        """Return the batch of a step of some rows."""
+        return StaticStateBatch((), range(num_rows + 1), (), self)
+
+    def write_states(self, block_ids: Sequence[int], has_state: Sequence[bool], num_rows: int) -> None:
+        """Write a step."""
+        num_real = len(block_ids)
+        for numbers, values in ((self._block_ids, block_ids), (self._has_state, has_state)):
+            numbers.host[:num_real] = torch.tensor(values, dtype=torch.int32)
+            numbers.host[num_real:num_rows] = 0
+
+    def put_into(self, step: TritonStaticStepStates, num_rows: int) -> None:
+        """Let a step read the buffers."""
+        step.put_numbers(
+            self._row_starts.device[: num_rows + 1],
+            self._block_ids.device[:num_rows],
+            self._has_state.device[:num_rows],
+            self._row_starts.device[:num_rows],
+        )
+
+
+class TritonStaticStepStates(TritonStepStates):
+    """Recurrence of decodes over one cache group.
+
+    Args:
+        batch: batch of a `TritonStaticStates`.
+        states: memory of the cache group.
+    """
+
+    def __init__(self, batch: StaticStateBatch, states: PagedStates) -> None:
+        assert isinstance(batch.source, TritonStaticStates), "a batch of another backend"
+        self._states = states
+        self._num_seqs = self._num_rows = batch.row_starts[-1]
+        batch.source.put_into(self, self._num_rows)

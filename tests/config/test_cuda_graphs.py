@@ -1,0 +1,46 @@
+"""Sizes of captured decode steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quire.config import CudaGraphConfig, EngineConfig
+from quire.errors import ConfigError
+
+
+def test_the_default_ladder_ends_at_the_most_sequences() -> None:
+    config = CudaGraphConfig()
+    assert config.sizes("triton", "cuda", 20) == (1, 2, 4, 8, 16, 20)
+    assert config.sizes("triton", "cuda", 1) == (1,)
+    ladder = config.sizes("triton", "cuda", 4096)
+    assert ladder[-2:] == (496, 512)
+    assert list(ladder) == sorted(set(ladder))
+
+
+def test_nothing_is_captured_by_default_on_a_cpu_or_by_other_kernels() -> None:
+    assert CudaGraphConfig().sizes("triton", "cpu", 20) == ()
+    assert CudaGraphConfig().sizes("auto", "cuda", 20) == ()
+    assert CudaGraphConfig(enforce_eager=True).sizes("triton", "cuda", 20) == ()
+
+
+def test_given_sizes_are_sorted_and_bounded() -> None:
+    config = CudaGraphConfig(cudagraph_capture_sizes=[4, 1, 4, 64])  # type: ignore[arg-type]
+    assert config.cudagraph_capture_sizes == (1, 4, 64)
+    assert config.sizes("triton", "cpu", 20) == (1, 4)
+    assert CudaGraphConfig(cudagraph_capture_sizes=(64,)).sizes("triton", "cuda", 20) == (20,)
+
+
+@pytest.mark.parametrize("sizes", [(), (0,), "8", 8, (1, True), (2.0,)])
+def test_other_sizes_are_refused(sizes: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.from_options(kernels="triton", cudagraph_capture_sizes=sizes)
+    assert caught.value.field == "cudagraph_capture_sizes"
+
+
+def test_sizes_that_nothing_would_capture_are_refused() -> None:
+    for options in ({}, {"kernels": "native"}, {"kernels": "triton", "enforce_eager": True}):
+        with pytest.raises(ConfigError) as caught:
+            EngineConfig.from_options(cudagraph_capture_sizes=[1], **options)
+        assert caught.value.field == "cudagraph_capture_sizes"

@@ -1,0 +1,59 @@
+"""Decisions at start on a GPU that need none: dtypes, memory of captured steps, and what `quire doctor` says."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from quire.cli.doctor_gpu import GPU, describe
+from quire.engine.startup.gpu_dtype import dtype_for, dtype_on
+from quire.errors import ConfigError
+from quire.execution.gpu_graph_profile import GraphMemory, graph_bytes
+
+BF16, FP16 = torch.bfloat16, torch.float16
+OLD, NEW = (7, 5), (8, 0)
+
+
+def test_bfloat16_becomes_float16_where_a_gpu_has_none(caplog: pytest.LogCaptureFixture) -> None:
+    assert dtype_for(NEW, BF16, "auto") == BF16
+    assert dtype_for(OLD, torch.float32, "auto") == torch.float32
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING):
+        assert dtype_for(OLD, BF16, "auto") == FP16
+    assert "compute capability 7.5" in caplog.text
+    assert dtype_on("cpu", BF16, "auto") == BF16
+
+
+def test_bfloat16_that_was_asked_for_is_refused_there() -> None:
+    with pytest.raises(ConfigError, match="compute capability") as caught:
+        dtype_for(OLD, BF16, "bfloat16")
+    assert caught.value.field == "dtype"
+    assert dtype_for(NEW, BF16, "bfloat16") == BF16
+
+
+def test_captured_steps_take_the_largest_and_what_the_driver_has_for_each() -> None:
+    before, after = GraphMemory(free=1000, reserved=100), GraphMemory(free=800, reserved=280)
+    assert graph_bytes(before, after, 10) == 180 + 20 * 10
+    assert graph_bytes(before, before, 10) == 0
+    # What torch had already from the driver is no new memory.
+    assert graph_bytes(before, GraphMemory(free=1000, reserved=150), 10) == 50
+
+
+@pytest.mark.parametrize(
+    ("gpu", "wrong"),
+    [
+        (GPU("H100", (9, 0), 132, 80 << 30, 79 << 30, "3.9.0"), set()),
+        (GPU("H100", (9, 0), 132, 80 << 30, 20 << 30, "3.9.0"), {"GPU memory"}),
+        (GPU("T4", (7, 5), 40, 16 << 30, 15 << 30, None), {"GPU dtypes", "GPU kernels"}),
+        (GPU("H100", (9, 0), 132, 80 << 30, 79 << 30, "3.9.0", True), {"GPU kernels"}),
+    ],
+)
+def test_what_doctor_says(gpu: GPU, wrong: set[str]) -> None:
+    found = describe(gpu)
+    assert {name for name, is_right, _, _ in found if not is_right} == wrong
+    assert found[0][2].startswith(f"{gpu.name}, compute capability {gpu.capability[0]}")
+    kernels = found[-1]
+    assert ("captured" in kernels[2]) == ("GPU kernels" not in wrong)
+    assert bool(kernels[3]) == ("GPU kernels" in wrong)

@@ -1,0 +1,144 @@
+"""Captured decode steps: the twin of CUDA graphs, attention on static buffers, and whole engines on both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from quire import SamplingParams
+from quire.execution.graph_runner import GraphRunner
+from quire.memory import check
+from tests.conformance.conftest import REPRESENTATIVES, make_reference
+from tests.ops.triton.interpreted import MARKS, make_ops
+from tests.ops.triton.test_engine import GREEDY, NUM_TOKENS, load
+from tests.ops.world import World, assert_near
+
+from quire.execution.tape_capture import TapeCapture  # isort: skip - the modules above skip where Triton is missing
+from quire.ops.static_steps import StaticLimits, StaticMemory  # isort: skip
+from quire.ops.triton.interpreted_launches import seen_launches  # isort: skip
+
+
+class TestTwin:
+    """What a CUDA graph would not see, the twin does not see either."""
+
+    pytestmark = MARKS
+
+    def test_it_replays_operators_on_the_same_memory(self) -> None:
+        x, out = torch.zeros(3), torch.zeros(3)
+        call = TapeCapture(seen_launches).capture(lambda: out.copy_((x + 1).view(1, 3)[0] * 2))
+        x += 4
+        call.replay()
+        assert out.tolist() == [10.0] * 3
+
+    def test_numbers_of_the_host_stay_those_of_the_capture(self) -> None:
+        host, out = [1.0], torch.zeros(2)
+        call = TapeCapture(seen_launches).capture(lambda: out.fill_(host[0]))
+        host[0] = 7.0
+        out.zero_()
+        call.replay()
+        assert out.tolist() == [1.0, 1.0]
+
+    def test_kernels_are_launched_again(self) -> None:
+        ops, x, out = make_ops(), torch.randn(2, 8), torch.zeros(2, 8)
+        call = TapeCapture(seen_launches).capture(lambda: out.copy_(ops.rms_norm(x, torch.ones(8), 1e-5)))
+        x.copy_(torch.randn(2, 8))
+        call.replay()
+        torch.testing.assert_close(out, torch.rms_norm(x, (8,), None, 1e-5))
+
+    @pytest.mark.parametrize(
+        "run",
+        [
+            lambda x: x.sum().item(),
+            lambda x: x.nonzero(),
+            lambda x: x[x > 0],
+            lambda x: x + torch.tensor([1.0, 2.0, 3.0]),
+            lambda x: x.long().bincount(),
+        ],
+    )
+    def test_what_waits_or_takes_numbers_of_the_host_is_refused(self, run: Any) -> None:
+        with pytest.raises(RuntimeError, match="a captured call"):
+            TapeCapture(seen_launches).capture(lambda: run(torch.ones(3)))
+
+
+class TestAttention:
+    pytestmark = MARKS
+
+    @pytest.mark.parametrize(
+        "options",
+        [{}, {"window": 33}, {"chunk": 40}, {"has_sinks": True}, {"stored": "int8"}, {"stored": "fp8"}],
+        ids=str,
+    )
+    def test_one_capture_serves_other_steps(self, options: dict[str, Any]) -> None:
+        """Captured on other rows; with one row of padding; contexts in splits, and whole."""
+        with torch.inference_mode():
+            ops = make_ops()
+            for spans in ([(15, 1), (600, 1), (0, 1)], [(30, 1), (31, 1), (32, 1)]):
+                world = World(spans, head_dim=16, **options)
+                world.run(ops)
+                kept = world.kv.data.clone()
+                q = torch.randn(4, 4, 16)
+                expected = ops.step_attention(world.batch, world.kv).attend(1, q[:3], world.scale, world.sinks)
+                memory = StaticMemory(torch.device("cpu"))
+                limits = StaticLimits(4, 200)
+                window, chunk = options.get("window"), options.get("chunk")
+                static = ops.static_tokens(world.kv, window, chunk, memory, limits)
+                assert static is not None
+                nothing = torch.zeros(0, dtype=torch.int64)
+                static.write_tokens(nothing, torch.zeros(1, dtype=torch.int64), nothing, 4)
+                memory.upload()
+                out = torch.zeros(4, 64)
+
+                def attend(static: Any = static, world: World = world, q: torch.Tensor = q, out: Any = out) -> None:
+                    step = ops.step_attention(static.batch(4), world.kv)
+                    out.copy_(step.attend(1, q, world.scale, world.sinks))
+
+                call = TapeCapture(seen_launches).capture(attend)
+                world.kv.data.copy_(kept)
+                world.kv.data[0].zero_()  # the padding looks at its first slot
+                positions = torch.tensor([history for history, _ in spans])
+                ids = torch.cat((world.batch.block_ids, torch.zeros(1, dtype=torch.int64)))
+                static.write_tokens(positions, ids, torch.tensor(world.batch.block_starts[:-1]), 4)
+                memory.upload()
+                call.replay()
+                assert torch.equal(out[:3], expected)
+                assert out.isfinite().all()
+                assert torch.equal(static.batch(4).slot_mapping[:3], world.batch.slot_mapping)
+                assert_near(out[:3], expected)
+
+
+class TestEngine:
+    pytestmark = MARKS
+
+    @pytest.mark.parametrize("name", sorted(REPRESENTATIVES))
+    def test_greedy_tokens(self, name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+        """Steps of three, two and one sequences replay those of four and one; outputs are as without captures."""
+        reference = make_reference(name, tmp_path_factory)
+        sizes = (1, 4)
+        llm = load(str(reference.folder), reference.pool_factor, cudagraph_capture_sizes=sizes)
+        runner = llm.engine.executor._runner  # type: ignore[attr-defined]
+        assert isinstance(runner, GraphRunner)
+        assert runner.ladder is not None
+        params = [
+            SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+            for count in (NUM_TOKENS, NUM_TOKENS - 2, NUM_TOKENS - 1)
+        ]
+        for _ in range(2):
+            found = [
+                output.outputs[0].token_ids for output in llm.generate(reference.prompts[:3], params, use_tqdm=False)
+            ]
+            for tokens, expected in zip(found, reference.outputs, strict=False):
+                known = min(len(tokens), len(expected))
+                assert list(tokens[:known]) == list(expected[:known])
+        assert runner.num_replayed >= 2 * (NUM_TOKENS - 1)
+        check(llm.engine.scheduler.memory)
+
+    def test_more_sequences_than_the_largest_size(self, tmp_path_factory: pytest.TempPathFactory) -> None:
+        reference = make_reference("llama3", tmp_path_factory)
+        llm = load(str(reference.folder), cudagraph_capture_sizes=[2])
+        found = llm.generate(reference.prompts[:3], GREEDY, use_tqdm=False)
+        for output, expected in zip(found, reference.outputs, strict=False):
+            tokens = output.outputs[0].token_ids
+            known = min(len(tokens), len(expected))
+            assert list(tokens[:known]) == list(expected[:known])
