@@ -53,7 +53,8 @@ def waiting(scenario: Callable[[StreamMerger, list[Delta]], Any]) -> None:
     """Run a scenario while a task waits for the deltas of a merger."""
 
     async def run() -> None:
-        merger, got = StreamMerger(60), []
+        merger = StreamMerger(60)
+        got: list[Delta] = []
         task = asyncio.create_task(read(merger, [Source()], never, got))
         async with asyncio.timeout(PATIENCE_S):
             while not merger.is_waiting:

@@ -21,7 +21,7 @@ class CapturedCall(NamedTuple):
 class StepCapture(Protocol):
     """Captures calls: CUDA graphs on a GPU, and on a CPU their twin."""
 
-    def capture(self, run: Callable[[], None]) -> CapturedCall:
+    def capture(self, run: Callable[[], object]) -> CapturedCall:
         """Capture what a call launches.
 
         Args:
@@ -45,7 +45,7 @@ class CudaCapture:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool: Any = None
 
-    def capture(self, run: Callable[[], None]) -> CapturedCall:
+    def capture(self, run: Callable[[], object]) -> CapturedCall:
         """Run the call twice, so that all it needs is compiled and allocated, then capture it."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):

@@ -99,7 +99,7 @@ class TapeCapture:
     def __init__(self, seen_launches: SeenLaunches) -> None:
         self._seen_launches = seen_launches
 
-    def capture(self, run: Callable[[], None]) -> CapturedCall:
+    def capture(self, run: Callable[[], object]) -> CapturedCall:
         """Record the call."""
         run()
         tape: list[Callable[[], None]] = []

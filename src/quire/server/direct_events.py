@@ -80,7 +80,8 @@ class DirectEvents:
             if frame is not None:
                 before, after = frame
                 return f"{before}{json.dumps(output.text)}{after}" if output.text else ""
-        form, parts = self._reply.stream_format, []
+        form = self._reply.stream_format
+        parts: list[str] = []
         for chunk in self._reply.chunks(prompt_idx, delta, self._count):
             parts += form.framed(chunk, self._json)
         return "".join(parts)

@@ -53,6 +53,10 @@ class PooledReply:
         """Return nothing."""
         return ()
 
+    def text_chunk(self, prompt_idx: int, sample_idx: int, text: str) -> None:  # noqa: ARG002
+        """Return nothing."""
+        return
+
     def last_chunk(self) -> dict[str, Any]:
         """Return nothing."""
         return {}

@@ -158,13 +158,11 @@ def test_tools_are_called(server: ServerProcess, trusted: ssl.SSLContext) -> Non
     assert names_and_arguments(joined(chunks)) == CALLS
     assert (text_of(chunks), reasons(chunks)) == ("I look.", ["tool_calls"])
     tools: Any = ASK["tools"]
-    with (
-        httpx.Client(verify=trusted) as http,
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key=OPERATOR, max_retries=0, http_client=http) as client,
-    ):
+    trusting: Any = httpx.Client(verify=trusted)
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=OPERATOR, max_retries=0, http_client=trusting) as client:
         messages: Any = USER
         answer = client.chat.completions.create(model="tiny", messages=messages, tools=tools, temperature=0)
-    (call,) = answer.choices[0].message.tool_calls or ()
+    (call,) = answer.choices[0].message.tool_calls or []
     assert call.type == "function"
     assert (call.function.name, call.function.arguments) == CALLS[0]
 
