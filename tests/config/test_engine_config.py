@@ -46,6 +46,7 @@ def test_the_preemption_policies_are_those_of_the_scheduler() -> None:
 NEEDED: dict[str, dict[str, Any]] = {
     "enable_expert_parallel": {"tensor_parallel_size": 2},
     "cpu_bind": {"tensor_parallel_size": 2},
+    "cudagraph_capture_sizes": {"kernels": "triton"},
     "num_speculative_tokens": {"speculative_method": "ngram"},
     "prompt_lookup_min": {"speculative_method": "suffix"},
     "prompt_lookup_max": {"speculative_method": "ngram"},
@@ -119,6 +120,8 @@ NEEDED: dict[str, dict[str, Any]] = {
         ("all_reduce_backend", ["auto", "shared_memory", "gloo"], ["nccl", "", None]),
         ("enable_expert_parallel", [True, False], [1, None, "yes"]),
         ("cpu_bind", ["auto", "none", "0-3|4-7", "1,3|0"], ["cores", "0-3|3", "0|1|2", "5-4|1", "0|", 3, None]),
+        ("enforce_eager", [True, False], [1, None, "no"]),
+        ("cudagraph_capture_sizes", [None, (1, 4)], [(), "8", 8]),
         ("distributed_timeout_s", [60, 0.5], [0, -1.0, math.inf, "60", None, True]),
         ("kv_events_config", [None], ["{", 3, "[]"]),
         ("kv_events_format", ["map", "array"], ["maps", "", None]),
