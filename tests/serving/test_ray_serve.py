@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -195,6 +196,17 @@ def wait_until_settled(app: RayApp) -> dict[str, dict[str, Any]]:
         time.sleep(1.5)  # more than the silence after which the router asks for batches that it has not seen
 
 
+def make_level(app: RayApp) -> None:
+    """Send prompts until all replicas have been given as many tokens: equal ones are then used in turn."""
+    for number in itertools.count(20):
+        totals = [each["computed_tokens"] for each in wait_until_settled(app).values()]
+        behind = max(totals) - min(totals)
+        if not behind:
+            return
+        body = {"prompt": [number] * min(behind, 1000), "max_tokens": 1}
+        assert app.http.post("/v1/completions", json=body).status_code == 200
+
+
 def test_the_router_decides_as_the_core_does_with_the_same_events(idle: RayApp) -> None:
     """A twin of the core follows the same publishers, and is told of the same requests."""
     import asyncio
@@ -204,6 +216,7 @@ def test_the_router_decides_as_the_core_does_with_the_same_events(idle: RayApp) 
 
     async def run() -> None:
         twin = Router()
+        await asyncio.to_thread(make_level, idle)
         # Totals count where replicas are equal otherwise: the twin starts with those of the router.
         state = await asyncio.to_thread(wait_until_settled, idle)
         tasks = []
