@@ -364,7 +364,29 @@ def test_a_replica_of_several_ranks_is_replaced_when_a_rank_dies(idle: RayApp, o
     (name,) = idle.wait_until_idle(1)
     assert complete(idle, "ranks Z").json()["choices"][0]["text"] == wanted
     pid = idle.replicas()[name]["pid"]
-    (rank,) = [each for each in children_of(pid) if b"quire" in Path(f"/proc/{each}/cmdline").read_bytes()]
+    (rank,) = [each for each in children_of(pid) if b"rank_process" in Path(f"/proc/{each}/cmdline").read_bytes()]
     os.kill(rank, signal.SIGKILL)
     idle.wait_until(lambda state: len(state) == 1 and name not in state)
     assert complete(idle, "ranks Z").json()["choices"][0]["text"] == wanted
+
+
+def test_sequences_that_run_start_another_replica(app: RayApp, options: dict[str, Any]) -> None:
+    app.deploy({**options, "num_replicas": 1, "max_replicas": 2, "target_running": 1})
+    is_over = threading.Event()
+
+    def ask(number: int) -> None:
+        for turn in itertools.count(5):
+            if is_over.is_set():
+                return
+            body = {**GREEDY, "prompt": [number + 5, turn % 50] * 20, "max_tokens": 1000}
+            assert httpx.post(f"{app.url}/v1/completions", json=body, timeout=PATIENCE_S).status_code == 200
+
+    (name,) = app.wait_until_idle(1)
+    with in_threads(ask, 4) as wrong:
+        try:
+            state = app.wait_until(lambda state: bool(wrong) or len(state) == 2)
+            app.wait_until(lambda state: bool(wrong) or all(each["computed_tokens"] for each in state.values()))
+        finally:
+            is_over.set()
+    assert not wrong
+    assert name in state
