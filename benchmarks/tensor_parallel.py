@@ -128,9 +128,9 @@ def rows(num_rows: int) -> torch.Tensor:
     return torch.ones(num_rows, SUM_WIDTH, dtype=torch.bfloat16)
 
 
-def sum_rank(rank: int, size: int, connection: int, memory: int) -> None:
+def sum_rank(rank: int, connection: int, memory: int) -> None:
     """Take part in the sums of rank 0."""
-    ranks, _ = join_ranks(rank, size, connection, memory)
+    ranks, _ = join_ranks(rank, connection, memory)
     for num_rows in SUM_ROWS:
         x = rows(num_rows)
         for _ in range(NUM_SUMS):

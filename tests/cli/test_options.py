@@ -159,27 +159,27 @@ def test_the_help_is_there_without_docstrings() -> None:
     assert 'order in which idle blocks are evicted: "lru"' in words
 
 
-@pytest.mark.parametrize("flags", [["--pipeline-parallel-size", "2"], ["--pipeline-parallel-size=2"], ["-pp", "2"]])
+@pytest.mark.parametrize("flags", [["--data-parallel-size", "2"], ["--data-parallel-size=2"], ["-dp", "2"]])
 def test_a_flag_that_only_vllm_has_is_refused_with_a_hint(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    hint = OPTION_HINTS["pipeline_parallel_size"][1]
+    hint = OPTION_HINTS["data_parallel_size"][1]
     assert main(["generate", "--prompt", "Hello", *flags]) == 2
-    assert capsys.readouterr().err == f"quire: error: pipeline_parallel_size must be 1 or absent, got 2: {hint}\n"
+    assert capsys.readouterr().err == f"quire: error: data_parallel_size must be 1 or absent, got 2: {hint}\n"
     # Commands with some of the options know their names too.
     with pytest.raises(SystemExit) as exit_:
         parse_args(["plan", *flags])
     assert exit_.value.code == 2
-    assert ("-pp" in flags) or f"; --pipeline-parallel-size: {hint}" in capsys.readouterr().err
+    assert ("-dp" in flags) or f"; --data-parallel-size: {hint}" in capsys.readouterr().err
 
 
 def test_flags_of_vllm_that_change_nothing_are_taken(caplog: pytest.LogCaptureFixture) -> None:
-    flags = "--enforce-eager --load-format auto --disable-log-requests -pp 1 --no-enable-eplb --max-logprobs 20"
+    flags = "--enforce-eager --load-format auto --disable-log-requests -dp 1 --no-enable-eplb --max-logprobs 20"
     args = parse_args(["serve", "--model", "some/model", *flags.split(), "--limit-mm-per-prompt", '{"image": 0}'])
     config = EngineConfig.from_options(**engine_options(args))
     assert config == EngineConfig.from_options(model="some/model", enforce_eager=True)
     assert parse_args(["serve", "--enforce-eager", "some/model"]).model == "some/model"
     (record,) = caplog.records
     assert record.getMessage().endswith(
-        "disable_log_requests, enable_eplb, limit_mm_per_prompt, load_format, max_logprobs, pipeline_parallel_size"
+        "data_parallel_size, disable_log_requests, enable_eplb, limit_mm_per_prompt, load_format, max_logprobs"
     )
 
 

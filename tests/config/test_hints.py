@@ -29,12 +29,12 @@ def test_a_well_known_option_is_refused_with_its_hint_unless_its_value_is_neutra
 
 def test_one_warning_names_all_neutral_options(caplog: pytest.LogCaptureFixture) -> None:
     config = EngineConfig.from_options(
-        pipeline_parallel_size=1, trust_remote_code=True, hf_overrides=None, load_format="auto", dtype="half"
+        data_parallel_size=1, trust_remote_code=True, hf_overrides=None, load_format="auto", dtype="half"
     )
     assert config.model.dtype == "float16"
     (record,) = caplog.records
-    assert record.getMessage().endswith("here: hf_overrides, load_format, pipeline_parallel_size, trust_remote_code")
-    for name, value in (("pipeline_parallel_size", 2), ("pipeline_parallel_size", True), ("enable_eplb", True)):
+    assert record.getMessage().endswith("here: data_parallel_size, hf_overrides, load_format, trust_remote_code")
+    for name, value in (("data_parallel_size", 2), ("data_parallel_size", True), ("enable_eplb", True)):
         with pytest.raises(ConfigError, match=f"{name} must be (1|False) or absent, got {value}"):
             EngineConfig.from_options(**{name: value})
 

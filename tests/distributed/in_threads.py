@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import pytest
@@ -15,6 +15,7 @@ from quire.distributed.shared_memory import SharedMemoryTransport, has_shared_me
 from quire.ops.native_library import NativeLibrary, find_library
 
 T = TypeVar("T")
+G = TypeVar("G", bound=RankGroup)
 TIMEOUT_S = 60.0
 
 
@@ -40,21 +41,30 @@ def make_transports(size: int, timeout_s: float = TIMEOUT_S) -> list[SharedMemor
 
 
 def run_ranks(size: int, body: Callable[[RankGroup], T], transports: Any = None) -> list[T]:
+    """Run a function on each rank, in a thread each; see `run_groups`."""
+    return run_groups([RankGroup(transport) for transport in transports or make_transports(size)], body)
+
+
+def run_groups(groups: Sequence[G], body: Callable[[G], T]) -> list[T]:
     """Run a function on each rank, in a thread each; return the results by rank.
 
     The first error of any rank ends the waits of the others, and is raised.
+
+    Args:
+        groups: the group as each rank has it.
+        body: the function.
     """
-    groups = [RankGroup(transport) for transport in transports or make_transports(size)]
     results: dict[int, T] = {}
     errors: list[BaseException] = []
 
-    def work(group: RankGroup) -> None:
+    def work(group: G) -> None:
         try:
             with torch.inference_mode():
                 results[group.rank] = body(group)
         except BaseException as error:
             errors.append(error)
-            group.transport.fail(group.rank)
+            for each in groups:
+                each.fail(group.rank)
 
     threads = [threading.Thread(target=work, args=(group,)) for group in groups]
     for thread in threads:
@@ -63,4 +73,4 @@ def run_ranks(size: int, body: Callable[[RankGroup], T], transports: Any = None)
         thread.join(2 * TIMEOUT_S)
     if errors:
         raise errors[0]
-    return [results[rank] for rank in range(size)]
+    return [results[rank] for rank in range(len(groups))]

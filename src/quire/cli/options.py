@@ -46,12 +46,13 @@ ALIASES = {
     "num_kv_blocks": ("--num-gpu-blocks-override",),
     "tensor_parallel_size": ("-tp",),
     "enable_expert_parallel": ("--expert-parallel",),
+    "pipeline_parallel_size": ("-pp",),
     "distributed_timeout_s": ("--distributed-timeout-seconds",),
 }
 # Beginning of the parsed names of options that only vLLM has: a command may have one of the same name.
 FOREIGN = "foreign_"
 # Short forms of vLLM's flags.
-FOREIGN_SHORT = {"pipeline_parallel_size": ("-pp",), "data_parallel_size": ("-dp",)}
+FOREIGN_SHORT = {"data_parallel_size": ("-dp",)}
 GROUPS = {
     ModelConfig: "model",
     CacheConfig: "cache",

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
             field="allow_runtime_lora_updating",
         )
     check_files(engine_config)
-    if engine_config.parallel.tensor_parallel_size > 1:
+    if engine_config.parallel.num_ranks > 1:
         from quire.distributed.torchrun import torchrun_place
 
         place = torchrun_place(engine_config.parallel)

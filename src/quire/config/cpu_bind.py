@@ -29,7 +29,7 @@ def check_cpu_bind(value: object, num_ranks: int) -> None:
         return
     if num_ranks == 1:
         raise ConfigError(
-            f"cpu_bind is for ranks: with tensor_parallel_size 1 it must be {AUTO!r} or {NONE!r}, got {shown(value)}; "
+            f"cpu_bind is for ranks: for a model in one process it must be {AUTO!r} or {NONE!r}, got {shown(value)}; "
             "taskset binds one process",
             field="cpu_bind",
         )

@@ -59,7 +59,6 @@ OPTION_HINTS: Final[Mapping[str, Foreign]] = {
     "exclude_tools_when_tool_choice_none": ((False,), "tools stay in the prompt, so that its prefix stays cached"),
     "compilation_config": (None, _NO_GRAPHS),
     "max_seq_len_to_capture": (None, _NO_GRAPHS),
-    "pipeline_parallel_size": ((1,), _ONE_DEVICE),
     "data_parallel_size": ((1,), _ONE_DEVICE),
     "decode_context_parallel_size": ((1,), _ONE_DEVICE),
     "prefill_context_parallel_size": ((1,), _ONE_DEVICE),

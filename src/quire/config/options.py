@@ -20,7 +20,8 @@ from quire.config.checks import (
 from quire.config.cuda_graphs import CudaGraphConfig
 from quire.config.hints import drop_neutral, hint_for
 from quire.config.lora import LoRAConfig
-from quire.config.parallel import ParallelConfig, check_served_by_ranks
+from quire.config.parallel import ParallelConfig, check_num_threads, check_served_by_ranks
+from quire.config.pipeline import check_served_by_stages
 from quire.config.speculative import SpeculativeConfig, flatten
 from quire.errors import ConfigError, shown
 
@@ -214,7 +215,10 @@ class EngineConfig:
                 field="preemption_mode",
             )
         self.graphs.check_kernels(self.model.kernels)
-        check_served_by_ranks(self.to_options(), self.parallel.tensor_parallel_size)
+        options = self.to_options()
+        check_num_threads(options)
+        check_served_by_ranks(options, self.parallel.tensor_parallel_size)
+        check_served_by_stages(options, self.parallel.pipeline_parallel_size)
         if self.lora.merged is not None:
             self._take_name_of(self.lora.merged[0])
 

@@ -15,11 +15,15 @@ ALL_REDUCE_BACKENDS: Final = ("auto", "shared_memory", "gloo")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """Tensor parallelism: several processes (ranks), each with a part of every layer.
+    """Several processes (ranks) that share a model: each has a part of every layer, or some layers.
 
     Args:
-        tensor_parallel_size: number of ranks that share the model, 1 to 64. Quire starts them on this host, unless
-            torchrun has started this process as one of them.
+        tensor_parallel_size: number of ranks that have a part of every layer each, 1 to 64. Quire starts them on this
+            host, unless torchrun has started this process as one of them.
+        pipeline_parallel_size: number of ranks that have consecutive layers each (stages), 1 to 64; they start in the
+            same way. Not together with `tensor_parallel_size` above 1.
+        pipeline_microbatches: number of batches, of different requests, that are in the stages at the same time, 1 to
+            64; None for one a stage.
         all_reduce_backend: way in which ranks sum their parts: "shared_memory" (one host, native kernels) or "gloo"
             (sockets); "auto" takes shared memory where all ranks have it.
         distributed_timeout_s: seconds within which each rank must take part in a sum of a step; one that does not, or
@@ -33,6 +37,8 @@ class ParallelConfig:
     tensor_parallel_size: int = 1
     all_reduce_backend: str = field(default="auto", metadata={"choices": ALL_REDUCE_BACKENDS})
     distributed_timeout_s: float = 60.0
+    pipeline_parallel_size: int = 1
+    pipeline_microbatches: int | None = None
     enable_expert_parallel: bool = False
     cpu_bind: str = AUTO
 
@@ -40,13 +46,52 @@ class ParallelConfig:
         check_choices(self)
         check_whole("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_RANKS)
         check_positive("distributed_timeout_s", self.distributed_timeout_s)
-        check_cpu_bind(self.cpu_bind, self.tensor_parallel_size)
+        check_whole("pipeline_parallel_size", self.pipeline_parallel_size, 1, MAX_RANKS)
+        if self.pipeline_microbatches is not None:
+            check_whole("pipeline_microbatches", self.pipeline_microbatches, 1, MAX_RANKS)
+        if self.tensor_parallel_size > 1 and self.pipeline_parallel_size > 1:
+            raise ConfigError(
+                f"pipeline_parallel_size must be 1 with tensor_parallel_size above 1, got {self.pipeline_parallel_size}"
+                f" with {self.tensor_parallel_size}: layers of a stage are not divided further",
+                field="pipeline_parallel_size",
+            )
+        check_cpu_bind(self.cpu_bind, self.num_ranks)
         check_flag("enable_expert_parallel", self.enable_expert_parallel)
         if self.enable_expert_parallel and self.tensor_parallel_size == 1:
             raise ConfigError(
                 "enable_expert_parallel divides experts among ranks: tensor_parallel_size must be above 1, got 1",
                 field="enable_expert_parallel",
             )
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of processes that share the model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def num_microbatches(self) -> int:
+        """Number of batches that are in the stages at the same time; 1 without stages."""
+        if self.pipeline_parallel_size == 1:
+            return 1
+        return self.pipeline_microbatches or self.pipeline_parallel_size
+
+
+def check_num_threads(options: dict[str, Any]) -> None:
+    """Refuse more threads than there are cores for a rank.
+
+    Args:
+        options: checked values of the options `cpu_bind` and `num_threads`.
+
+    Raises:
+        ConfigError: `num_threads` is larger than a list of `cpu_bind` is long.
+    """
+    fewest = min(map(len, cpu_lists(options["cpu_bind"]) or ()), default=MAX_CPU)
+    if (options["num_threads"] or 1) > fewest:
+        raise ConfigError(
+            f"num_threads must be at most the number of cores of each rank in cpu_bind, which is {fewest}, got "
+            f"{options['num_threads']}",
+            field="num_threads",
+        )
 
 
 def check_served_by_ranks(options: dict[str, Any], size: int) -> None:
@@ -61,13 +106,6 @@ def check_served_by_ranks(options: dict[str, Any], size: int) -> None:
     """
     if size == 1:
         return
-    fewest = min(map(len, cpu_lists(options["cpu_bind"]) or ()), default=MAX_CPU)
-    if (options["num_threads"] or 1) > fewest:
-        raise ConfigError(
-            f"num_threads must be at most the number of cores of each rank in cpu_bind, which is {fewest}, got "
-            f"{options['num_threads']}",
-            field="num_threads",
-        )
     for name, (served, why) in _SERVED.items():
         if options[name] not in served:
             words = " or ".join(repr(each) for each in served)

@@ -201,8 +201,8 @@ def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> Resolv
 
 
 def _capture_sizes(config: EngineConfig, device: str) -> tuple[int, ...]:
-    """Return the sizes of captured decode steps; none where ranks share the model, whose sums wait for each other."""
-    if config.parallel.tensor_parallel_size > 1:
+    """Return the sizes of captured decode steps; none where ranks share the model, which wait for each other."""
+    if config.parallel.num_ranks > 1:
         return ()
     return config.graphs.sizes(config.model.kernels, device, config.scheduler.max_num_seqs)
 

@@ -34,11 +34,7 @@ class GlooTransport:
 
     def __init__(self, store: Any, rank: int, size: int, timeout_s: float, hostname: str | None = None) -> None:
         self.rank, self.size = rank, size
-        options = dist.ProcessGroupGloo._Options()
-        options._timeout = timedelta(seconds=timeout_s)
-        device = {} if hostname is None else {"hostname": hostname}
-        options._devices = [dist.ProcessGroupGloo.create_device(**device) if device else _default_device()]
-        self._group = dist.ProcessGroupGloo(store, rank, size, options)
+        self._group = make_group(store, rank, size, timeout_s, hostname)
 
     def all_reduce(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """See `Transport`; parts are gathered and added in order, as in shared memory, so that bits are equal."""
@@ -98,6 +94,15 @@ class GlooTransport:
 
     def close(self) -> None:
         """Do nothing: connections are closed with this object."""
+
+
+def make_group(store: Any, rank: int, size: int, timeout_s: float, hostname: str | None) -> Any:
+    """Return a group of processes; see `GlooTransport`."""
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    device = {} if hostname is None else {"hostname": hostname}
+    options._devices = [dist.ProcessGroupGloo.create_device(**device) if device else _default_device()]
+    return dist.ProcessGroupGloo(store, rank, size, options)
 
 
 def _default_device() -> Any:

@@ -12,22 +12,24 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
 from quire.config import ParallelConfig
 from quire.distributed.cpu_sets import CpuSets
 from quire.distributed.links import LEADER, RankLinks
+from quire.distributed.pipeline import links_bytes, share_links
 from quire.distributed.rank_group import RankGroup
 from quire.distributed.ranks import Ranks
 from quire.distributed.shared_memory import SharedMemoryTransport, has_shared_memory, make_memory
-from quire.distributed.transport import Transport
 from quire.errors import ConfigError, WorkerError
 from quire.ops.native_library import NativeLibrary, find_library
 from quire.platform.host_probe import num_cores
 
 # Imports take seconds, on a busy machine a minute.
 START_TIMEOUT_S: Final = 300.0
+LOCAL: Final = "127.0.0.1"
 BOOT: Final = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from importlib import import_module; "
     "module, _, function = sys.argv[2].partition(':'); "
@@ -41,17 +43,17 @@ def start_ranks(config: ParallelConfig, options: dict[str, Any], program: str) -
     Args:
         config: options of the ranks.
         options: a JSON value for the other ranks.
-        program: function of the other ranks as "module:function"; its arguments are its rank, the number of ranks, and
-            the descriptors of its connection and of shared memory, -1 for none.
+        program: function of the other ranks as "module:function"; its arguments are its rank, and the
+            descriptors of its connection and of shared memory, -1 for none.
 
     Raises:
         ConfigError: the ranks cannot share memory, which was asked for, or cannot have the cores of `cpu_bind`.
         WorkerError: a process does not start.
     """
-    size = config.tensor_parallel_size
+    size = config.num_ranks
     cpus = CpuSets.of(config.cpu_bind, size)
     library = pick_library(config.all_reduce_backend)
-    memory = -1 if library is None else make_memory(library.ranks.page_bytes, size)
+    memory = -1 if library is None else make_shared(library, config)
     with ExitStack() as stack:
         if memory >= 0:
             stack.callback(os.close, memory)
@@ -63,26 +65,20 @@ def start_ranks(config: ParallelConfig, options: dict[str, Any], program: str) -
             for rank in range(1, size):
                 sockets[rank], theirs = socket.socketpair()
                 with theirs:
-                    processes.append(_start(program, rank, size, theirs.fileno(), memory))
+                    processes.append(_start(program, rank, theirs.fileno(), memory))
         except OSError as error:
             _kill(processes)
             raise WorkerError(f"a rank does not start: {error.strerror or error}") from error
         links = RankLinks(LEADER, sockets, lambda rank: describe_end(processes[rank - 1]))
         try:
             store = str(Path(folder) / "store")
-            setup = {
-                "options": options,
-                "timeout_s": config.distributed_timeout_s,
-                "store": store,
-                "divides_experts": config.enable_expert_parallel,
-                "cpus": cpus,
-            }
+            setup = {"options": options, "parallel": asdict(config), "store": store, "cpus": cpus}
             for rank in sockets:
                 links.send_fact(rank, setup)
             # Ranks answer when their imports are done: what comes before the first sum may take long.
             for rank in sockets:
                 links.receive_fact(rank, START_TIMEOUT_S)
-            transport = make_transport(library, memory, LEADER, size, config.distributed_timeout_s, store)
+            group = make_group(library, memory, LEADER, config, store)
             # They may still read the store, which is removed now.
             for rank in sockets:
                 links.receive_fact(rank, START_TIMEOUT_S)
@@ -90,10 +86,10 @@ def start_ranks(config: ParallelConfig, options: dict[str, Any], program: str) -
             links.close()
             _kill(processes)
             raise
-    return Ranks(make_group(transport, config), links, cpus, LEADER, processes)
+    return Ranks(group, links, cpus, LEADER, processes)
 
 
-def join_ranks(rank: int, size: int, connection: int, memory: int) -> tuple[Ranks, dict[str, Any]]:
+def join_ranks(rank: int, connection: int, memory: int) -> tuple[Ranks, dict[str, Any]]:
     """Connect a process that `start_ranks` has started; return the ranks, and what rank 0 tells."""
     links = RankLinks(rank, {LEADER: socket.socket(fileno=connection)})
     setup = links.receive_fact(LEADER, START_TIMEOUT_S)
@@ -101,16 +97,10 @@ def join_ranks(rank: int, size: int, connection: int, memory: int) -> tuple[Rank
     if isinstance(library, str):
         raise WorkerError(f"rank {rank} has no native kernels: {library}")
     links.send_fact(LEADER, "started")
-    transport = make_transport(library, memory, rank, size, setup["timeout_s"], setup["store"])
+    group = make_group(library, memory, rank, ParallelConfig(**setup["parallel"]), setup["store"])
     links.send_fact(LEADER, "connected")
-    group = RankGroup(transport, divides_experts=setup["divides_experts"])
     shares, *others = setup["cpus"]
     return Ranks(group, links, CpuSets(tuple(map(tuple, shares)), *others), rank), setup["options"]
-
-
-def make_group(transport: Transport, config: ParallelConfig) -> RankGroup:
-    """Return the group of a transport, which divides a model as the options say."""
-    return RankGroup(transport, divides_experts=config.enable_expert_parallel)
 
 
 def pick_library(backend: str) -> NativeLibrary | None:
@@ -131,18 +121,49 @@ def pick_library(backend: str) -> NativeLibrary | None:
     return None
 
 
-def make_transport(
-    library: NativeLibrary | None, memory: int, rank: int, size: int, timeout_s: float, store: str
-) -> Transport:
-    """Return the transport of a rank of this host; gloo without a library."""
+def make_shared(library: NativeLibrary, config: ParallelConfig) -> int:
+    """Return the descriptor of new memory for the ranks of this host."""
+    page_bytes, size = library.ranks.page_bytes, config.num_ranks
+    is_pipeline = config.pipeline_parallel_size > 1
+    return make_memory(page_bytes, size, links_bytes(page_bytes, size, config.num_microbatches) if is_pipeline else 0)
+
+
+def make_group(
+    library: NativeLibrary | None,
+    memory: int,
+    rank: int,
+    config: ParallelConfig,
+    store: Any,
+    hostname: str | None = LOCAL,
+) -> RankGroup:
+    """Return the group of a rank: in shared memory, or without a library by gloo.
+
+    Args:
+        library: compiled kernels.
+        memory: memory of `make_shared`; -1 for none.
+        rank: number of the rank.
+        config: options of the ranks.
+        store: store through which ranks find each other by gloo, or the path of a file for one.
+        hostname: see `GlooTransport`.
+    """
+    size, timeout_s, is_pipeline = config.num_ranks, config.distributed_timeout_s, config.pipeline_parallel_size > 1
     if library is not None:
-        return SharedMemoryTransport(library, os.dup(memory), rank, size, timeout_s, num_cores())
+        shared = SharedMemoryTransport(library, os.dup(memory), rank, size, timeout_s, num_cores())
+        if not is_pipeline:
+            return RankGroup(shared, divides_experts=config.enable_expert_parallel)
+        return share_links(library, memory, shared, config.num_microbatches, timeout_s, num_cores())
     import torch.distributed
 
     from quire.distributed.gloo import GlooTransport
+    from quire.distributed.gloo_links import connect_links
 
     dist: Any = torch.distributed  # its types leave out what some builds lack
-    return GlooTransport(dist.FileStore(store, size), rank, size, timeout_s, "127.0.0.1")
+    if isinstance(store, str):
+        store = dist.FileStore(store, size)
+    transport = GlooTransport(store, rank, size, timeout_s, hostname)
+    if is_pipeline:
+        return connect_links(transport, store, timeout_s, hostname)
+    return RankGroup(transport, divides_experts=config.enable_expert_parallel)
 
 
 def describe_end(process: subprocess.Popen[bytes]) -> str:
@@ -156,8 +177,8 @@ def describe_end(process: subprocess.Popen[bytes]) -> str:
     return f"(process {process.pid}) has ended with exit status {code}"
 
 
-def _start(program: str, rank: int, size: int, connection: int, memory: int) -> subprocess.Popen[bytes]:
-    numbers = map(str, (rank, size, connection, memory))
+def _start(program: str, rank: int, connection: int, memory: int) -> subprocess.Popen[bytes]:
+    numbers = map(str, (rank, connection, memory))
     descriptors: Sequence[int] = [each for each in (connection, memory) if each >= 0]
     # A session of its own, since rank 0 alone handles signals of the terminal.
     return subprocess.Popen(

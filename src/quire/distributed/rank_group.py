@@ -38,6 +38,10 @@ class RankGroup:
         """Return the sum of `x` over the ranks, and of `residual`; see `Transport`. `x` may be overwritten."""
         return self.transport.all_reduce(x.contiguous(), None if residual is None else residual.contiguous())
 
+    def fail(self, rank: int) -> None:
+        """End the waits of this rank because a rank has failed; see `Transport`."""
+        self.transport.fail(rank)
+
     # ---- the output head, whose columns are divided ----
 
     def head(self, hidden: Tensor, product: Callable[[Tensor], Tensor], widths: Sequence[int]) -> Tensor:

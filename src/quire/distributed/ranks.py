@@ -159,7 +159,7 @@ class Ranks:
 
     def _fail_group(self, error: WorkerError | ConfigError) -> None:
         logger.error("%s", error)
-        self.group.transport.fail(error.rank if isinstance(error, RankFailed) else self.rank)
+        self.group.fail(error.rank if isinstance(error, RankFailed) else self.rank)
         if self._on_failure is not None:
             self._on_failure(error)
 

@@ -18,6 +18,7 @@ from quire.ops.native_ranks import RankGroupCall
 
 # Bytes of a slot. More than the rows of a decode step, and few enough that a prompt's rows stay in the cache meanwhile.
 SLOT_BYTES: Final = 1 << 22
+REGION_ALIGNMENT: Final = 1 << 16
 MAX_RANKS: Final = 64
 # Polling before a wait sleeps. Ranks that have a core each arrive within some microseconds of each other.
 SPIN_US: Final = 300
@@ -30,10 +31,15 @@ def has_shared_memory() -> bool:
     return sys.platform == "linux" and hasattr(os, "memfd_create")
 
 
-def make_memory(kernels_page_bytes: int, size: int) -> int:
+def region_bytes(page_bytes: int, size: int, slot_bytes: int = SLOT_BYTES) -> int:
+    """Return the bytes of memory of a group of ranks, whole pages of any system."""
+    return -(-(page_bytes + size * 2 * slot_bytes) // REGION_ALIGNMENT) * REGION_ALIGNMENT
+
+
+def make_memory(page_bytes: int, size: int, more_bytes: int = 0) -> int:
     """Return the descriptor of new memory for a group of ranks; it is all zeros, and takes room as it is used."""
     descriptor = os.memfd_create("quire-ranks", os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, kernels_page_bytes + size * 2 * SLOT_BYTES)
+    os.ftruncate(descriptor, region_bytes(page_bytes, size) + more_bytes)
     return descriptor
 
 
@@ -47,6 +53,8 @@ class SharedMemoryTransport:
         size: number of ranks.
         timeout_s: time within which a rank that lives must take part in an operation.
         num_cores: number of cores of this host; ranks that have none of their own do not poll.
+        offset: place of the group in the memory, in bytes.
+        slot_bytes: bytes of a slot.
 
     Attributes:
         call: the group as native calls take it.
@@ -55,12 +63,21 @@ class SharedMemoryTransport:
     name = "shared memory"
 
     def __init__(
-        self, library: NativeLibrary, descriptor: int, rank: int, size: int, timeout_s: float, num_cores: int
+        self,
+        library: NativeLibrary,
+        descriptor: int,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        num_cores: int,
+        *,
+        offset: int = 0,
+        slot_bytes: int = SLOT_BYTES,
     ) -> None:
         self.rank, self.size = rank, size
         self._kernels = library.ranks
-        length = self._kernels.page_bytes + size * 2 * SLOT_BYTES
-        self._memory = mmap.mmap(descriptor, length)
+        length = region_bytes(self._kernels.page_bytes, size, slot_bytes)
+        self._memory = mmap.mmap(descriptor, length, offset=offset)
         os.close(descriptor)
         # The buffer keeps the memory mapped.
         self._buffer = (ctypes.c_char * length).from_buffer(self._memory)
@@ -70,7 +87,7 @@ class SharedMemoryTransport:
             slots=address + self._kernels.page_bytes,
             rank=rank,
             size=size,
-            slot_bytes=SLOT_BYTES,
+            slot_bytes=slot_bytes,
             turn=0,
             spin_us=SPIN_US if size <= num_cores else 0,
             timeout_us=int(timeout_s * 1e6),

@@ -14,13 +14,11 @@ from typing import Any, Final, NamedTuple
 
 from quire.config import ParallelConfig
 from quire.distributed.cpu_sets import CpuSets
-from quire.distributed.launch import make_group, pick_library
+from quire.distributed.launch import LOCAL, make_group, make_shared, pick_library
 from quire.distributed.links import LEADER, RankLinks
+from quire.distributed.rank_group import RankGroup
 from quire.distributed.ranks import Ranks
-from quire.distributed.shared_memory import SharedMemoryTransport, make_memory
-from quire.distributed.transport import Transport
 from quire.errors import ConfigError, RankFailed, WorkerError
-from quire.platform.host_probe import num_cores
 
 # Time for all ranks to find each other.
 RENDEZVOUS_TIMEOUT_S: Final = 300.0
@@ -70,12 +68,12 @@ def torchrun_place(config: ParallelConfig) -> TorchrunPlace | None:
     Raises:
         ConfigError: torchrun has started another number of processes than the model has ranks.
     """
-    place = TorchrunPlace.of(os.environ) if config.tensor_parallel_size > 1 else None
-    if place is not None and place.size != config.tensor_parallel_size:
+    place = TorchrunPlace.of(os.environ) if config.num_ranks > 1 else None
+    if place is not None and place.size != config.num_ranks:
+        name = "pipeline_parallel_size" if config.pipeline_parallel_size > 1 else "tensor_parallel_size"
         raise ConfigError(
-            f"tensor_parallel_size must be the number of processes that torchrun has started ({place.size}), got "
-            f"{config.tensor_parallel_size}",
-            field="tensor_parallel_size",
+            f"{name} must be the number of processes that torchrun has started ({place.size}), got {config.num_ranks}",
+            field=name,
         )
     return place
 
@@ -97,8 +95,8 @@ def join_torchrun(config: ParallelConfig, place: TorchrunPlace) -> Ranks:
         links = _lead(store, place) if place.rank == LEADER else _follow(store, place)
     except RuntimeError as error:
         raise WorkerError(f"rank {place.rank} finds no store at {place.address}: {error}") from error
-    transport = _make_transport(config, place, store, links)
-    return Ranks(make_group(transport, config), links, cpus, place.local_rank)
+    group = _make_group(config, place, store, links)
+    return Ranks(group, links, cpus, place.local_rank)
 
 
 def _lead(store: Any, place: TorchrunPlace) -> RankLinks:
@@ -159,9 +157,9 @@ def _keep_alive(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def _make_transport(config: ParallelConfig, place: TorchrunPlace, store: Any, links: RankLinks) -> Transport:
-    """Return the transport that all ranks can have: shared memory where all are on one host, else gloo."""
-    rank, size, timeout_s = place.rank, place.size, config.distributed_timeout_s
+def _make_group(config: ParallelConfig, place: TorchrunPlace, store: Any, links: RankLinks) -> RankGroup:
+    """Return the group that all ranks can have: in shared memory where all are on one host, else by gloo."""
+    rank, size = place.rank, place.size
     library = pick_library(config.all_reduce_backend)
     can_share = library is not None and place.num_local == size
     memory = -1
@@ -171,7 +169,7 @@ def _make_transport(config: ParallelConfig, place: TorchrunPlace, store: Any, li
         can_share = all(facts) and can_share
         if can_share:
             assert library is not None
-            memory = make_memory(library.ranks.page_bytes, size)
+            memory = make_shared(library, config)
         path = f"/proc/{os.getpid()}/fd/{memory}" if can_share else None
         for each in others:
             links.send_fact(each, path)
@@ -187,14 +185,12 @@ def _make_transport(config: ParallelConfig, place: TorchrunPlace, store: Any, li
                 memory = os.open(Path(path), os.O_RDWR | os.O_CLOEXEC)
         links.send_fact(LEADER, memory >= 0)
         can_share = links.receive_fact(LEADER, RENDEZVOUS_TIMEOUT_S)
-    if can_share:
-        assert library is not None
-        return SharedMemoryTransport(library, memory, rank, size, timeout_s, num_cores())
-    if memory >= 0:
-        os.close(memory)
+    try:
+        if can_share:
+            return make_group(library, memory, rank, config, store)
+    finally:
+        if memory >= 0:
+            os.close(memory)
     if config.all_reduce_backend == "shared_memory":
         raise ConfigError("all_reduce_backend 'shared_memory' needs all ranks on one host", field="all_reduce_backend")
-    from quire.distributed.gloo import GlooTransport
-
-    hostname = "127.0.0.1" if place.num_local == size else None
-    return GlooTransport(store, rank, size, timeout_s, hostname)
+    return make_group(None, -1, rank, config, store, LOCAL if place.num_local == size else None)

@@ -296,7 +296,7 @@ class Engine:
     def _mark_scheduled(self, plan: StepPlan) -> None:
         """Record the time at which a plan schedules requests for the first time."""
         for item in plan.items:
-            if item.new_sequence is not None:
+            if item.new_sequence is not None and item.seq_id in self.scheduler.sequences:
                 request = self.scheduler.sequences[item.seq_id].request
                 if self._outputs.mark_scheduled(request.request_id):
                     self._stats.prompt_tokens += request.num_prompt

@@ -70,11 +70,11 @@ class Decoder:
         new_norm = partial(Norm, width=spec.width, ops=ops, dtype=dtype, device=device)
         self._norm = new_norm(spec.norm)
         slots = {"embedding.weight": self._embedding.slot}
-        self._per_layer_inputs: PerLayerEmbedding | None = None
+        self._per_layer_inputs: Callable[[Tensor, Tensor], Tensor] | None = None
         if spec.per_layer_inputs is not None:
-            shape = len(spec.layers), spec.width
-            self._per_layer_inputs = PerLayerEmbedding(spec.per_layer_inputs, *shape, ops, dtype, device, ranks)
-            slots |= nested(per_layer_inputs=self._per_layer_inputs.slots)
+            made = PerLayerEmbedding(spec.per_layer_inputs, len(spec.layers), spec.width, ops, dtype, device, ranks)
+            self._per_layer_inputs = made
+            slots |= nested(per_layer_inputs=made.slots)
         self._layers = LayerStack(spec, new_norm, ops, dtype, device, ranks)
         slots |= self._layers.slots
         self._fused: FusedLayers | None = None

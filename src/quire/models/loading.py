@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from quire.config import Quantization
+from quire.distributed.pipeline import PipelineGroup
 from quire.distributed.rank_group import RankGroup
 from quire.errors import ConfigError
 from quire.models.adapters.merging import read_merged
@@ -21,6 +22,9 @@ from quire.models.families.encoders import build_encoder
 from quire.models.quantization_config import without_quantization
 from quire.models.sharding import shard_spec, share_of, splits_of
 from quire.models.sizes import check_sizes
+from quire.models.spec import ModelSpec, WeightMap
+from quire.models.stage_spec import divide, stage_spec, stage_weights
+from quire.models.stages import StageDecoder
 from quire.models.tensor_reader import TensorReader
 from quire.models.weights import load_weights
 from quire.ops import make_ops
@@ -75,6 +79,8 @@ def load_decoder(
     if wrap_ops is not None:
         ops = wrap_ops(ops)
     splits = None
+    if isinstance(ranks, PipelineGroup):
+        return _load_stage(checkpoint, spec, weight_map, ops, dtype, torch_device, ranks)
     if ranks is not None:
         share = share_of(ranks)
         splits, spec = splits_of(spec, share), shard_spec(spec, share)
@@ -85,6 +91,24 @@ def load_decoder(
         merged = read_merged(adapter, checkpoint, slots, weight_map, row_count, max_lora_rank, splits)
         decoder.merged_adapter = merged.digest
     load_weights(checkpoint, weight_map, decoder, splits, merged)
+    return decoder
+
+
+def _load_stage(
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    weight_map: WeightMap,
+    ops: Ops,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: PipelineGroup,
+) -> StageDecoder:
+    """Return the decoder of this rank's stage, with its weights."""
+    stages = divide(spec, group.size)
+    stage = stages[group.stage]
+    decoder = StageDecoder(stage_spec(spec, stages, stage.idx), stage, ops=ops, dtype=dtype, device=device, group=group)
+    own_map, splits = stage_weights(spec, stage, weight_map)
+    load_weights(checkpoint, own_map, decoder, splits)
     return decoder
 
 

@@ -76,7 +76,7 @@ class ParameterCounts(NamedTuple):
 def estimate_parameters(spec: ModelSpec) -> ParameterCounts:
     """Estimate the parameters of a model."""
     embedding = 0 if spec.is_mtp else spec.vocab_size * spec.width
-    tables, projections = embedding, sum(_layer(layer, spec.width) for layer in spec.layers)
+    tables, projections = embedding, sum(layer_parameters(layer, spec.width) for layer in spec.layers)
     if spec.is_mtp:
         projections += 2 * spec.width**2
     if spec.per_layer_inputs is not None:
@@ -89,7 +89,8 @@ def estimate_parameters(spec: ModelSpec) -> ParameterCounts:
     return ParameterCounts(tables, embedding, spec.tied_head, projections, experts)
 
 
-def _layer(layer: LayerSpec, width: int) -> int:
+def layer_parameters(layer: LayerSpec, width: int) -> int:
+    """Return the parameters of a layer of a model of some width."""
     return sum(_mixer(part, width) for part in layer.parts) + _ffn(layer.ffn, width)
 
 

@@ -73,6 +73,9 @@ class Admission:
             False.
         order: order of the requests, which decides about preemptions by priority.
         whole_prompts: True where a sequence waits for a step that has the budget for all its tokens.
+
+    Attributes:
+        limit: number of sequences of a step, up to which more are admitted to it; 0 for none.
     """
 
     def __init__(
@@ -97,6 +100,12 @@ class Admission:
         self._prefetch = prefetch
         self._order = order
         self._whole_prompts = whole_prompts
+        self.limit = max_num_seqs
+
+    @property
+    def _has_running(self) -> bool:
+        """True while sequences run whose end may free memory."""
+        return bool(self._queues.running or self._queues.held)
 
     def preempt_lower_priority(self) -> bool:
         """Preempt running sequences of a lower priority where the first sequence that does not run lacks memory.
@@ -107,7 +116,7 @@ class Admission:
             True where some were preempted. A step with a token of the budget left, in which running sequences get no
             more blocks than those for the tokens that they have, then admits the first sequence.
         """
-        first = self._queues.first_not_running() if self._order.has_priorities else None
+        first = self._queues.first_not_running() if self._order.has_priorities and self.limit else None
         has_preempted = False
         while first is not None:
             lower = [s for s in self._queues.running if self._order.outranks(first.request, s.request)]
@@ -147,6 +156,8 @@ class Admission:
             num_tokens: number of tokens left in the budget, at least one.
         """
         budget = self._budget_left(scheduled, num_tokens)
+        if self.limit < self._max_num_seqs:
+            budget.num_slots = min(budget.num_slots, self.limit - sum(map(slots_needed, self._queues.running)))
         while budget.num_tokens > 0:
             first = self._queues.first_not_running()
             if first is None:
@@ -163,7 +174,7 @@ class Admission:
             min_pending: number of pending tokens from which on a running sequence still needs blocks: 2 once all
                 decoding sequences have their slots, 1 before.
         """
-        running = self._queues.running
+        running = [*self._queues.running, *self._queues.held]
         num_slots = self._max_num_seqs - sum(map(slots_needed, running))
         budget = StepBudget(scheduled, num_tokens, num_slots, [0] * len(self._memory.groups))
         for sequence in running:
@@ -181,7 +192,7 @@ class Admission:
         hit = memory.match_prefix(sequence.chain, sequence.request.hit_limit)
         step = self._max_num_batched_tokens
         status = self._allocate_status(sequence, hit, budget)
-        if status.verdict is Verdict.LATER and not self._queues.running:
+        if status.verdict is Verdict.LATER and not self._has_running:
             # Without running sequences, the memory of the shortest possible steps suffices.
             step = 1
             status = memory.capacity.can_allocate(num_tokens, hit, step)
@@ -207,12 +218,12 @@ class Admission:
         their own) are recomputed, from the last one on, until the rest fits. So some sample, or the prompt of a search,
         is always resumed.
         """
-        memory, queues = self._memory, self._queues
+        memory = self._memory
         siblings = self._swapped_siblings(first)
         if sum(map(slots_needed, siblings)) > budget.num_slots:
             return False
         while self._swap_in_status(siblings, budget).verdict is not Verdict.OK:
-            if queues.running:
+            if self._has_running:
                 return False
             self._preemption.preempt_by_recompute(siblings[-1])
             siblings = self._swapped_siblings(first)
@@ -242,7 +253,7 @@ class Admission:
     def _swap_in_status(self, siblings: list[Sequence], budget: StepBudget) -> AllocStatus:
         """Return whether siblings fit together with the running sequences; without any, with their shortest steps."""
         seq_ids, lengths = [sequence.seq_id for sequence in siblings], [len(sequence.tokens) for sequence in siblings]
-        step = self._max_num_batched_tokens if self._queues.running else 1
+        step = self._max_num_batched_tokens if self._has_running else 1
         return self._memory.capacity.can_swap_in(seq_ids, lengths, step, budget.reserved)
 
     def _enter(self, sequence: Sequence, count: int, budget: StepBudget) -> None:

@@ -37,6 +37,7 @@ from quire.decoding.speculation import AdaptiveDrafter
 from quire.errors import LockstepDrift
 from quire.scheduling.edits import SequenceEvent
 from quire.scheduling.logged_memory import LoggedMemory, repeat_pin
+from quire.scheduling.microbatches import MicrobatchScheduler
 from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, ScheduledSequence, StepPlan
 from quire.scheduling.preemption import TransferRates
 from quire.scheduling.scheduler import Scheduler
@@ -237,7 +238,7 @@ class CommandReplay:
         self._plan: StepPlan | None = None
 
     def apply(self, commands: bytes) -> Iterator[StepPlan]:
-        """Repeat commands, and yield each plan that has items; it is to be executed before the next one.
+        """Repeat commands, and yield each new plan that has items; it is to be executed before the next one.
 
         Raises:
             LockstepDrift: a plan, or the block tables, are not those of the log.
@@ -247,7 +248,9 @@ class CommandReplay:
             match name:
                 case "plan":
                     plan = self._plan = scheduler.plan(given[0])
-                    if plan.items:
+                    if isinstance(scheduler, MicrobatchScheduler):
+                        yield from scheduler.new_plans
+                    elif plan.items:
                         yield plan
                 case "digest":
                     self._check(*given)

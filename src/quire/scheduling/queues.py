@@ -18,17 +18,20 @@ class Queues:
         waiting: sequences without memory, new or preempted.
         running: sequences with memory on the device.
         swapped: sequences with memory on the host; the data plane still knows them.
+        held: running sequences that the present plan leaves alone, which are not in `running` meanwhile; see
+            `MicrobatchScheduler`. Empty between plans.
         finished_ids: ids of the sequences that the data plane forgets with the next executed plan.
 
     Invariants: S1 (one queue), S5 (legal changes), S6 (each queue in order).
     """
 
-    __slots__ = ("_by_status", "finished_ids", "running", "swapped", "waiting")
+    __slots__ = ("_by_status", "finished_ids", "held", "running", "swapped", "waiting")
 
     def __init__(self) -> None:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.swapped: list[Sequence] = []
+        self.held: list[Sequence] = []
         self.finished_ids: list[int] = []
         self._by_status = {
             SequenceStatus.WAITING: self.waiting,
@@ -51,6 +54,12 @@ class Queues:
         old.remove(sequence)
         if status is not SequenceStatus.FINISHED:
             self.enter(sequence)
+
+    def release_held(self) -> None:
+        """Return the held sequences to the running ones."""
+        for sequence in self.held:
+            self.enter(sequence)
+        self.held = []
 
     def close(self, sequence: Sequence) -> None:
         """Mark a sequence to be forgotten by the data plane, if it is known there."""

@@ -155,7 +155,7 @@ class Scheduler:
         if not scheduled and self.running:
             # Siblings were swapped in, and no block is left for a next token: the first of them preempts the others.
             scheduled, _ = self._schedule_running()
-            if not scheduled:
+            if not scheduled and not self._queues.held:
                 raise InvariantViolation("S3", "no running sequence can grow")
         if not scheduled:
             # Finished ids and copies wait for a plan that is executed.

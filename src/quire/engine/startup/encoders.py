@@ -33,6 +33,7 @@ NEUTRAL: dict[str, Any] = {
     "enable_lora": False,
     "merge_lora": False,
     "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
 }
 
 

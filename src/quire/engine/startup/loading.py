@@ -35,7 +35,7 @@ from quire.engine.startup.gpu_dtype import dtype_on
 from quire.engine.startup.kv_events import open_kv_events
 from quire.engine.startup.model_defaults import read_default_params, read_end_token_ids
 from quire.engine.startup.model_facts import cache_groups, model_facts, step_cost, stored_dtype
-from quire.engine.startup.ranks import lead, start
+from quire.engine.startup.ranks import lead, scheduler_type, start
 from quire.engine.startup.speculation import load_draft, make_speculation
 from quire.engine.startup.wrappers import Wrappers
 from quire.errors import ConfigError, RequestError
@@ -57,6 +57,7 @@ from quire.models.encoder import Encoder
 from quire.models.families.encoders import find_encoder
 from quire.models.loading import load_decoder
 from quire.models.pooling_config import PoolingConfig, read_pooling
+from quire.models.stages import StageDecoder
 from quire.models.weights import choose_dtype
 from quire.ops.interface import Ops
 from quire.platform.host_probe import num_cores, pick_device, probe
@@ -160,7 +161,7 @@ def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None) -> LoadedMo
             runner = _runner(model, draft, memory, resolved, dtype=dtype, stored=stored, disk=disk, grammars=grammars)
         disk_prefetch, hand_over = open_prefetch(memory, disk, config.cache, resolved, groups, stack, ranks)
         speculation = make_speculation(config.speculative)
-        scheduler = _scheduler(resolved, memory, disk_prefetch, speculation)
+        scheduler = _scheduler(resolved, memory, disk_prefetch, speculation, scheduler_type(config.parallel))
         scheduler, executor = lead(ranks, scheduler, InProcessExecutor(runner), resolved.num_threads, disk_prefetch)
         engine = Engine(
             resolved,
@@ -272,6 +273,8 @@ def _resolve(
     if not isinstance(model, Encoder):
         config, limit = fit_context(config, groups, machine, model.spec.max_position, step)
     resolved = resolve(config, machine, model_facts(config, model, groups, step, device))
+    if isinstance(model, StageDecoder):
+        model.check_step(resolved.max_num_batched_tokens)
     return config, replace(resolved, fitted_from=limit)
 
 
@@ -367,8 +370,9 @@ def _scheduler(
     memory: KVCacheManager,
     disk_prefetch: DiskPrefetcher | None,
     drafter: Drafter | None,
+    make: Callable[..., Scheduler],
 ) -> Scheduler:
-    return Scheduler(
+    return make(
         memory,
         max_num_seqs=resolved.max_num_seqs,
         max_num_batched_tokens=resolved.max_num_batched_tokens,

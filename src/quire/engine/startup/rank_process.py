@@ -32,10 +32,10 @@ OF_LEADER: dict[str, Any] = {
 EXIT_TIMEOUT_S = 3.0
 
 
-def main(rank: int, size: int, connection: int, memory: int) -> None:
+def main(rank: int, connection: int, memory: int) -> None:
     """Run a rank that `start` has started, until rank 0 closes or a rank fails."""
     logging.basicConfig(level=logging.WARNING, format=f"%(asctime)s %(levelname)s rank {rank}: %(message)s")
-    ranks, options = join_ranks(rank, size, connection, memory)
+    ranks, options = join_ranks(rank, connection, memory)
     os._exit(run(ranks, EngineConfig.from_options(**options)))
 
 

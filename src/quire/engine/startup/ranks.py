@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from typing import Final, cast
 
-from quire.config import EngineConfig
+from quire.config import EngineConfig, ParallelConfig
 from quire.distributed.launch import start_ranks
 from quire.distributed.ranks import Ranks
 from quire.distributed.torchrun import join_torchrun, torchrun_place
@@ -20,7 +22,9 @@ from quire.models.families.encoders import find_encoder
 from quire.models.quantization_config import without_quantization
 from quire.models.sharding import Share, shard_spec
 from quire.models.spec import experts_of
+from quire.models.stage_spec import divide
 from quire.scheduling.command_log import LoggedScheduler
+from quire.scheduling.microbatches import MicrobatchScheduler
 from quire.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -38,7 +42,7 @@ def start(config: EngineConfig) -> Ranks | None:
         ConfigError: the ranks cannot be had as the options say.
         WorkerError: a rank does not start.
     """
-    if config.parallel.tensor_parallel_size == 1:
+    if config.parallel.num_ranks == 1:
         return None
     check_shared(config)
     place = torchrun_place(config.parallel)
@@ -63,6 +67,14 @@ def check_shared(config: EngineConfig) -> None:
                 f"enable_expert_parallel divides experts, and {config.model.model} has none: leave it out",
                 field="enable_expert_parallel",
             )
+        divide(spec, parallel.pipeline_parallel_size)
+
+
+def scheduler_type(parallel: ParallelConfig) -> Callable[..., Scheduler]:
+    """Return the function that makes a rank's scheduler, or that of one process, of the arguments of `Scheduler`."""
+    if parallel.pipeline_parallel_size == 1:
+        return Scheduler
+    return partial(MicrobatchScheduler, num_microbatches=parallel.num_microbatches)
 
 
 def lead(

@@ -55,7 +55,7 @@ def engine_deployment(config: AppConfig) -> dict[str, Any]:
         "request_router_config": RequestRouterConfig(request_router_class=replicas.request_router),
         "ray_actor_options": {"num_cpus": replicas.num_cpus, "num_gpus": replicas.num_gpus},
     }
-    num_ranks = config.engine.parallel.tensor_parallel_size
+    num_ranks = config.engine.parallel.num_ranks
     if num_ranks > 1 and replicas.num_cpus:
         # The ranks are processes of the replica, so all their cores must be on its node.
         options["placement_group_bundles"] = [{"CPU": replicas.num_cpus}] * num_ranks

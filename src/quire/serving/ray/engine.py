@@ -127,7 +127,8 @@ class EngineReplica:
 
 def _events(engine_options: dict[str, Any], host: str) -> dict[str, Any]:
     """Return the options of the KV events that the router follows; none where the user has set or cannot have them."""
-    if engine_options.get("kv_events_config") is not None or engine_options.get("tensor_parallel_size", 1) > 1:
+    has_ranks = any(engine_options.get(f"{kind}_parallel_size", 1) > 1 for kind in ("tensor", "pipeline"))
+    if engine_options.get("kv_events_config") is not None or has_ranks:
         return {}
     if find_spec("msgspec") is None or find_spec("zmq") is None:
         logger.warning("requests are routed without KV events: pip install 'quire[ray]' has what they need")

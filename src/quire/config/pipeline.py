@@ -1,0 +1,43 @@
+"""Options that a model in stages does not serve."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from quire.errors import ConfigError
+
+# Options with the values that stages serve, and the reason why they do not serve others.
+_SERVED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
+    "speculative_method": (("off", "ngram", "suffix"), "models that make drafts are not divided into stages"),
+    "enable_lora": ((False,), "adapters are not divided into stages"),
+    "merge_lora": ((False,), "adapters are merged into whole models"),
+    "prefix_cache_dir": ((None,), "stages do not store blocks on disk"),
+    **dict.fromkeys(
+        ("prefix_cache_url", "kv_transfer_config"),
+        ((None,), "blocks from elsewhere would be loaded at other times on each rank"),
+    ),
+    "kv_events_config": ((None,), "stages do not publish events"),
+    "max_inter_token_ms": ((None,), "a step is one of several between two tokens of a request"),
+    "pin_limit": ((0.0,), "stages do not pin prefixes"),
+    "device": (("auto", "cpu"), "stages exchange hidden states between CPUs"),
+}
+
+
+def check_served_by_stages(options: dict[str, Any], size: int) -> None:
+    """Refuse options that a model in stages does not serve.
+
+    Args:
+        options: values of the options of the names above.
+        size: number of stages.
+
+    Raises:
+        ConfigError: an option has another value than one that stages serve; the message names both.
+    """
+    if size == 1:
+        return
+    for name, (served, why) in _SERVED.items():
+        if options[name] not in served:
+            words = " or ".join(repr(each) for each in served)
+            raise ConfigError(
+                f"{name} must be {words} with pipeline_parallel_size above 1, got {options[name]!r}: {why}", field=name
+            )

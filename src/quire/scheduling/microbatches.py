@@ -1,0 +1,135 @@
+"""Microbatches: plans of different requests that are in the stages of a pipeline at the same time.
+
+```
+ stage 0    A   B   A'  B'  ...        A' is planned when the results of A are there
+ stage 1        A   B   A'  B' ...
+```
+
+Every rank executes plans in the order in which they were made, so what a later plan does with blocks happens after what
+an earlier one does. Only the results of an earlier one may not be there yet. A request with a sequence in a plan whose
+results are not there is *in flight*: it is in no other plan, keeps its memory, and counts for the limits.
+
+The requests that run are divided evenly: a plan takes no more sequences than there are for each microbatch. It passes
+over those that are in flight, and otherwise keeps to the order of the policy. With one microbatch it is a `Scheduler`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any
+
+from quire.memory.manager import KVCacheManager
+from quire.memory.results import NO_OPS
+from quire.scheduling.beam_groups import slots_needed
+from quire.scheduling.plan import StepPlan
+from quire.scheduling.scheduler import Scheduler
+from quire.sequences.sequence import Request, Sequence
+
+
+class MicrobatchScheduler(Scheduler):
+    """A scheduler that plans ahead of results.
+
+    Args:
+        memory: see `Scheduler`, as for all other arguments.
+        num_microbatches: number of plans that may be in flight.
+
+    Attributes:
+        new_plans: plans that the last call of `plan` has made, in the order in which all ranks execute them.
+    """
+
+    def __init__(self, memory: KVCacheManager, *, num_microbatches: int, **options: Any) -> None:
+        super().__init__(memory, **options)
+        self.new_plans: list[StepPlan] = []
+        self._num_microbatches = num_microbatches
+        self._in_flight: deque[StepPlan] = deque()
+        self._num_planned = 0
+
+    def plan(self, tick: int) -> StepPlan:
+        """Fill the pipeline, and return the oldest plan in flight: its results are to be applied before the next call.
+
+        The ids of sequences in it may be those of sequences that have ended since it was made.
+
+        Args:
+            tick: number that the plan is returned with.
+        """
+        self.new_plans = []
+        while len(self._in_flight) < self._num_microbatches:
+            plan = self._plan_next()
+            if not plan.items:
+                break
+            self._num_planned += 1
+            self._in_flight.append(plan)
+            self.new_plans.append(plan)
+        if not self._in_flight:
+            return StepPlan(tick, (), NO_OPS, ())
+        return self._in_flight.popleft()._replace(tick=tick)
+
+    def _plan_next(self) -> StepPlan:
+        """Plan a microbatch of requests that are not in flight; it may be empty while others are."""
+        in_flight = self._requests_in_flight()
+        if self._num_microbatches > 1:
+            # Sequences that wait may not fit: those that run are divided by their own number.
+            running = self._share(self.running)
+            plan = self._plan_within(in_flight, running, self._share(chain(self.running, self.swapped, self.waiting)))
+            if plan.items or self._in_flight:
+                return plan
+        # Alone, the first in order can always go on: it may take the memory of all others.
+        return self._plan_within(in_flight, self.max_num_seqs, self.max_num_seqs)
+
+    def _plan_within(self, in_flight: set[Request], num_running: int, num_admitted: int) -> StepPlan:
+        """Plan a step of other requests than those in flight; at least one whole request.
+
+        Args:
+            in_flight: requests in flight.
+            num_running: number of running sequences that the step takes at most.
+            num_admitted: number of sequences up to which more are admitted, the first of which may exceed it; none are
+                while running ones are left out.
+        """
+        queues, running = self._queues, self.running
+        free = [sequence for sequence in running if sequence.request not in in_flight]
+        end = _end_of_requests(free, num_running)
+        held = [sequence for sequence in running if sequence.request in in_flight] + free[end:]
+        one_more = sum(map(slots_needed, free)) + self._slots_of_first()
+        self._admission.limit = 0 if free[end:] else max(num_admitted, one_more)
+        running[:] = free[:end]
+        queues.held = held
+        try:
+            return super().plan(self._num_planned)
+        finally:
+            queues.release_held()
+
+    def _slots_of_first(self) -> int:
+        """Return the slots that the first sequence that does not run needs, with those that are swapped in with it."""
+        first = self._queues.first_not_running()
+        if first is None:
+            return 0
+        siblings = [sequence for sequence in self.swapped if sequence.request is first.request]
+        return sum(map(slots_needed, siblings)) or slots_needed(first)
+
+    def _requests_in_flight(self) -> set[Request]:
+        """Return the requests that have sequences in plans whose results are not there."""
+        seq_ids = (item.seq_id for plan in self._in_flight for item in plan.items)
+        return {self.sequences[seq_id].request for seq_id in seq_ids if seq_id in self.sequences}
+
+    def _share(self, sequences: Iterable[Sequence]) -> int:
+        """Return the number of sequences of a microbatch where these are divided evenly."""
+        count = 0
+        for sequence in sequences:
+            count += slots_needed(sequence)
+            if count >= self.max_num_seqs:  # the queue may be long
+                count = self.max_num_seqs
+                break
+        return max(1, -(-count // self._num_microbatches))
+
+
+def _end_of_requests(sequences: list[Sequence], limit: int) -> int:
+    """Return the number of leading sequences that are at most `limit` and those of whole requests, of one at least."""
+    end = 0
+    for idx, sequence in enumerate(sequences, 1):
+        if idx == len(sequences) or sequences[idx].request is not sequence.request:
+            if idx > limit and end:
+                break
+            end = idx
+    return end
