@@ -117,6 +117,8 @@ NEEDED: dict[str, dict[str, Any]] = {
         ("lora_modules", [(), ("a=/b", "c=/d")], [None, 5, "=b", True]),
         ("merge_lora", [False], [None, 1, "yes"]),
         ("tensor_parallel_size", [1, 2, 64], [0, 65, None, "2", True]),
+        ("pipeline_parallel_size", [1, 2, 64], [0, 65, None, "2", True]),
+        ("pipeline_microbatches", [None, 1, 64], [0, 65, 2.0, "2", True]),
         ("all_reduce_backend", ["auto", "shared_memory", "gloo"], ["nccl", "", None]),
         ("enable_expert_parallel", [True, False], [1, None, "yes"]),
         ("cpu_bind", ["auto", "none", "0-3|4-7", "1,3|0"], ["cores", "0-3|3", "0|1|2", "5-4|1", "0|", 3, None]),

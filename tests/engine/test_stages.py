@@ -41,14 +41,22 @@ def pair() -> Iterator[tuple[LLM, LLM]]:
 @pytest.mark.parametrize(
     "params",
     [
-        GREEDY,
-        SamplingParams(temperature=1.0, seed=5, n=3, max_tokens=40, repetition_penalty=1.2, logprobs=2, top_p=0.9),
-        SamplingParams(beam_width=3, n=2, max_tokens=12),
-        SamplingParams(temperature=0.0, max_tokens=20, structured_outputs=StructuredOutputs(regex="[a-c]{3} [0-9]{4}")),
-        SamplingParams(temperature=0.0, max_tokens=60, stop=("the", ".")),
-        SamplingParams(temperature=0.0, max_tokens=5, prompt_logprobs=1, min_tokens=3),
+        pytest.param(GREEDY, id="greedy"),
+        pytest.param(SamplingParams(temperature=0.0, max_tokens=5, prompt_logprobs=1, min_tokens=3), id="logprobs"),
+        *(
+            pytest.param(params, id=name, marks=pytest.mark.slow)
+            for name, params in {
+                "samples": SamplingParams(
+                    temperature=1.0, seed=5, n=3, max_tokens=40, repetition_penalty=1.2, logprobs=2, top_p=0.9
+                ),
+                "beams": SamplingParams(beam_width=3, n=2, max_tokens=12),
+                "grammar": SamplingParams(
+                    temperature=0.0, max_tokens=20, structured_outputs=StructuredOutputs(regex="[a-c]{3} [0-9]{4}")
+                ),
+                "stop strings": SamplingParams(temperature=0.0, max_tokens=60, stop=("the", ".")),
+            }.items()
+        ),
     ],
-    ids=["greedy", "samples", "beams", "grammar", "stop strings", "prompt logprobs"],
 )
 def test_two_stages_give_what_one_process_gives(params: SamplingParams, pair: tuple[LLM, LLM]) -> None:
     one, two = pair
@@ -114,6 +122,11 @@ def test_three_stages(backend: str, microbatches: int) -> None:
         ({"speculative_config": {"method": "mtp"}}, "speculative_method"),
         ({"enable_lora": True}, "enable_lora"),
         ({"prefix_cache_dir": "/folder"}, "prefix_cache_dir"),
+        ({"prefix_cache_url": "http://host:8000"}, "prefix_cache_url"),
+        ({"kv_events_config": {"enable_kv_cache_events": True}}, "kv_events_config"),
+        ({"enable_expert_parallel": True}, "enable_expert_parallel"),
+        ({"cpu_bind": "0|1|2"}, "cpu_bind"),
+        ({"cpu_bind": "0|1", "num_threads": 2}, "num_threads"),
         ({"pin_limit": 0.1}, "pin_limit"),
         ({"device": "cuda"}, "device"),
         ({"max_inter_token_ms": 50.0}, "max_inter_token_ms"),

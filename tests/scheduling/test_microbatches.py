@@ -99,7 +99,7 @@ def run_pipelined(arriving: list[Job], setting: Setting, num_microbatches: int) 
     return harness
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(arriving=st.lists(jobs, min_size=1, max_size=7), setting=narrow_settings(), count=st.integers(1, 4))
 def test_tokens_are_those_of_step_by_step(arriving: list[Job], setting: Setting, count: int) -> None:
     harness = run_pipelined(arriving, setting, count)
@@ -114,7 +114,7 @@ def test_tokens_are_those_of_step_by_step_in_many_runs(arriving: list[Job], sett
     test_tokens_are_those_of_step_by_step.hypothesis.inner_test(arriving, setting, count)  # type: ignore[attr-defined]
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(arriving=st.lists(jobs, min_size=1, max_size=7), setting=narrow_settings())
 def test_one_microbatch_is_planned_as_a_step(arriving: list[Job], setting: Setting) -> None:
     """The twin: a scheduler that plans the next step when the results of the last one are there."""
@@ -167,7 +167,7 @@ def test_the_first_in_order_goes_on_where_others_hold_all_memory() -> None:
     assert harness.scheduler.stats.num_preemptions > 0
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     arriving=st.lists(jobs, min_size=1, max_size=7),
     setting=narrow_settings(),
