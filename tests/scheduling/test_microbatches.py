@@ -15,7 +15,7 @@ from quire.scheduling.command_log import CommandReplay, LoggedScheduler
 from quire.scheduling.microbatches import MicrobatchScheduler
 from quire.sequences import Request
 from tests.scheduling.harness import NEVER, Guesser, Harness, Job, Setting, outputs_of
-from tests.scheduling.test_random_runs import agrees, jobs, narrow_settings, undisturbed
+from tests.scheduling.random_jobs import agrees, jobs, narrow_settings, undisturbed
 
 
 class PipelinedHarness(Harness):
