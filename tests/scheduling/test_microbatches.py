@@ -99,7 +99,7 @@ def run_pipelined(arriving: list[Job], setting: Setting, num_microbatches: int) 
     return harness
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(arriving=st.lists(jobs, min_size=1, max_size=7), setting=narrow_settings(), count=st.integers(1, 4))
 def test_tokens_are_those_of_step_by_step(arriving: list[Job], setting: Setting, count: int) -> None:
     harness = run_pipelined(arriving, setting, count)
