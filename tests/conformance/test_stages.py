@@ -38,7 +38,8 @@ def test_stages_under_every_history(name: str, references: Callable[[str], Refer
             assert outputs_of(llm, reference.prompts) == reference.outputs
             # Again: from cached prefixes, where those were not evicted.
             assert outputs_of(llm, reference.prompts) == reference.outputs
-            if options.get("pipeline_microbatches") == 1:
+            # In the larger pool of a model with states, all sequences fit.
+            if options.get("pipeline_microbatches") == 1 and name not in SMALLEST_POOL:
                 assert llm.stats.num_swaps > 0
 
 
