@@ -11,10 +11,13 @@ from quire.errors import ConfigError
 from quire.models.checkpoint import Checkpoint
 from quire.models.families import build
 from quire.models.stage_spec import most_stages
-from tests.conformance.conftest import NAMES, Reference
+from tests.conformance.conftest import Reference
 from tests.conformance.test_histories import load, outputs_of
 from tests.conformance.test_ranks import FIT_IN_CHUNKS, SMALLEST_POOL
 from tests.distributed.in_threads import native_library
+
+# One family of each kind of cache and of layer; `tests/models/test_stages.py` compares the bits of all families.
+NAMES = ("bundled", "falcon-h1", "gemma4", "gpt-oss", "granite4-moe", "lfm2", "llama3", "llama4", "qwen3.5")
 
 
 # Processes take seconds to start. The default run has two stages beside one process in `tests/engine/test_stages.py`.
