@@ -29,7 +29,7 @@ EVENT = re.compile(rb"data: (\{.*?\})\n\n")
 START_TIMEOUT_S, END_TIMEOUT_S = 180.0, 20.0
 
 
-class Answer(NamedTuple):
+class StreamedAnswer(NamedTuple):
     """The answer to one request.
 
     Args:
@@ -48,7 +48,7 @@ class Answer(NamedTuple):
     num_new: int
 
 
-class Exchange(asyncio.Protocol):
+class StreamExchange(asyncio.Protocol):
     """One request on a connection of its own.
 
     While answers arrive it only keeps the bytes with their times, since it shares the machine with the server.
@@ -81,7 +81,7 @@ class Exchange(asyncio.Protocol):
         if not self._done.done():
             self._done.set_result(None)
 
-    def answer(self) -> Answer:
+    def answer(self) -> StreamedAnswer:
         """Return what has arrived."""
         head, _, _ = b"".join(self._reads[:4]).partition(b"\r\n\r\n")
         status = re.match(rb"HTTP/1.1 (\d+)", head)
@@ -94,7 +94,7 @@ class Exchange(asyncio.Protocol):
                 pieces.append(self._times[bisect_left(ends, match.end())])
             if event.get("usage"):
                 num_new = event["usage"]["completion_tokens"]
-        return Answer(
+        return StreamedAnswer(
             status=int(status[1]) if status else 0,
             retry_after=retry_after[1].decode() if retry_after else None,
             sent_s=self._sent_s,
@@ -116,7 +116,7 @@ class Server:
         self.process = process
         self.port = port
 
-    def send_all(self, requests: Sequence[BenchRequest], timeout_s: float) -> list[Answer]:
+    def send_all(self, requests: Sequence[BenchRequest], timeout_s: float) -> list[StreamedAnswer]:
         """Send all requests at once and return their answers.
 
         Raises:
@@ -145,11 +145,11 @@ class Server:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         return [child for child in children if b"front_process" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
-    async def _send_all(self, requests: Sequence[bytes], timeout_s: float) -> list[Answer]:
+    async def _send_all(self, requests: Sequence[bytes], timeout_s: float) -> list[StreamedAnswer]:
         loop = asyncio.get_running_loop()
         waits: list[asyncio.Future[None]] = [loop.create_future() for _ in requests]
         pairs = zip(requests, waits, strict=True)
-        exchanges = [Exchange(request, done) for request, done in pairs]
+        exchanges = [StreamExchange(request, done) for request, done in pairs]
         opening = [loop.create_connection(lambda each=each: each, "127.0.0.1", self.port) for each in exchanges]  # type: ignore[misc]
         async with asyncio.timeout(timeout_s):
             await asyncio.gather(*opening)

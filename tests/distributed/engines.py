@@ -33,11 +33,13 @@ def llm_of_threads(
         options: options of the engine.
     """
     threads: list[threading.Thread] = []
+    ended: list[RankLinks] = []
     found: list[BaseException] = [] if errors is None else errors
 
     def start(config: EngineConfig) -> Ranks:
         check_shared(config)
         leader, *others = make_ranks(size, divides_experts=config.parallel.enable_expert_parallel)
+        ended.append(leader.links)
 
         def work(ranks: Ranks) -> None:
             try:
@@ -45,6 +47,8 @@ def llm_of_threads(
             except BaseException as error:
                 found.append(error)
                 ranks.links.report(error)
+            finally:
+                ended.append(ranks.links)
 
         threads.extend(threading.Thread(target=work, args=(ranks,)) for ranks in others)
         for thread in threads:
@@ -60,6 +64,8 @@ def llm_of_threads(
     finally:
         for thread in threads:
             thread.join(2 * TIMEOUT_S)
+        for links in ended:
+            links.close()
         assert not any(thread.is_alive() for thread in threads)
     assert errors is not None or not found, found
 

@@ -202,7 +202,7 @@ def test_steps_of_the_real_data_plane_fail_at_random_copies(has_disk: bool, tmp_
         # The runner knows nobody once the next plan has told it who ended.
         failures.end()
         llm.generate("x", SamplingParams(max_tokens=1), use_tqdm=False)
-        assert len(executor._runner._builder._tables) == 1  # type: ignore[attr-defined]
+        assert len(executor._runner._builder.tables) == 1  # type: ignore[attr-defined]
     with log.open(encoding="utf-8") as lines:
         report = replay(lines, check_every=50)
     assert report.fault is None

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from quire.engine.outputs.outputs import RequestOutput
 from quire.server.json_stream import JsonWriter
@@ -19,11 +19,28 @@ from quire.server.stream_merge import StreamMerger
 from quire.server.usage import TokenCount
 
 if TYPE_CHECKING:
-    from quire.server.generation import Reply
     from quire.server.transport import BodyWriter
 
 # Longer texts, of clients that were behind, are written in pieces by the stream's task.
 MAX_CHARS: Final = 4096
+
+
+class Framing(Protocol):
+    """Form of a stream; see `sse.StreamFormat`."""
+
+    def framed(self, chunk: Mapping[str, Any], writer: JsonWriter) -> Iterable[str]:
+        """Return the event of a chunk."""
+
+
+class StreamReply(Protocol):
+    """What makes the chunks of a stream; see `generation.Reply`."""
+
+    @property
+    def stream_format(self) -> Framing:
+        """Form of its streams."""
+
+    def chunks(self, prompt_idx: int, delta: RequestOutput, count: TokenCount) -> Iterable[dict[str, Any]]:
+        """Yield the chunks of a delta, whose tokens are counted already."""
 
 
 class DirectEvents:
@@ -43,7 +60,7 @@ class DirectEvents:
 
     def __init__(
         self,
-        reply: Reply,
+        reply: StreamReply,
         count: TokenCount,
         merger: StreamMerger,
         text_chunk: Callable[[int, int, str], dict[str, Any] | None] | None = None,

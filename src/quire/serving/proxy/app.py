@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 from quire.routing.router import Route, RouteRequest
 from quire.server.auth import check_operator
 from quire.server.errors import ApiError, unavailable
-from quire.serving.proxy.exchange import Answer, Bodies, Exchange, fields_of
+from quire.serving.proxy.exchange import Answer, BodyBudget, Exchange, fields_of
 from quire.serving.proxy.fleet import Fleet
 from quire.serving.proxy.metrics import ProxyMetrics
 from quire.serving.proxy.prompts import PATHS, RoutedPrompts
@@ -59,7 +59,7 @@ class Proxy:
         self, fleet: Fleet, max_body_bytes: int, tenant_header: str | None = None, *, has_operators: bool = False
     ) -> None:
         self._fleet = fleet
-        self._bodies = Bodies(max_body_bytes)
+        self._bodies = BodyBudget(max_body_bytes)
         self._tenant_header = tenant_header
         self._has_operators = has_operators
         self._prompts = RoutedPrompts(fleet.ask_for_tokens)

@@ -22,7 +22,7 @@ HOP_BY_HOP: Final = frozenset(
     }
 )
 REPLICA_HEADER: Final = b"x-quire-replica"
-# Bodies of all requests together.
+# All bodies of requests together.
 MAX_BODY_BYTES: Final = 1 << 30
 
 
@@ -54,7 +54,7 @@ class Requester(Protocol):
         """Send a request and return its answer; raises `UpstreamLost` where there is none."""
 
 
-class Bodies:
+class BodyBudget:
     """The bodies of requests on their way, which have a limit together.
 
     Args:

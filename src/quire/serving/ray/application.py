@@ -9,7 +9,7 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from quire.serving.ray.config import AppConfig, without_origins
-from quire.serving.ray.engine import EngineReplica, options_of
+from quire.serving.ray.engine import ServedReplica, options_of
 from quire.serving.ray.ingress import IngressReplica
 
 POLICY: Final = "quire.serving.ray.autoscaling:QueuedTokensPolicy"
@@ -30,7 +30,7 @@ def build(args: Mapping[str, Any]) -> Any:
         ConfigError: an option is not known, or its value is not allowed.
     """
     config = AppConfig.read(args)
-    engine = serve.deployment(EngineReplica, name="Engine").options(**engine_deployment(config))
+    engine = serve.deployment(ServedReplica, name="Engine").options(**engine_deployment(config))
     ingress = serve.deployment(serve.ingress()(IngressReplica), name="Ingress").options(
         num_replicas=config.replicas.num_ingress,
         max_ongoing_requests=MAX_INGRESS_REQUESTS,

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 from quire.routing.router import Route, RouteRequest
 
-if TYPE_CHECKING:
-    from quire.serving.ray.fleet import ReplicaFleet
-
 RawHeaders = tuple[tuple[bytes, bytes], ...]
+
+
+class TicketCounter(Protocol):
+    """What counts a ticket; see `fleet.ReplicaFleet`."""
+
+    def soon(self, function: Callable[..., Any], *args: Any) -> None:
+        """Call a function on the event loop of the router."""
+
+    def on_first_token(self, ticket: Ticket, now_s: float | None = None) -> None:
+        """Record that a stream has begun."""
+
+    def end(self, ticket: Ticket) -> None:
+        """Record that an attempt has ended, whole or not."""
 
 
 class Ticket:
@@ -56,7 +67,7 @@ class Ticket:
         self.replica: str | None = None
         self.routed_s = 0.0
         self.num_hit = 0
-        self.fleet: ReplicaFleet | None = None
+        self.fleet: TicketCounter | None = None
         self.routes: dict[str, Route] = {}
         self.counted: str | None = None
         self.begun: Route | None = None

@@ -33,7 +33,7 @@ from quire.serving.ray.call import AnswerHead, RoutedCall, WholeAnswer
 logger = logging.getLogger(__name__)
 
 
-class EngineReplica:
+class ServedReplica:
     """One replica of the model, in an actor of its own.
 
     Args:

@@ -1,7 +1,7 @@
 """The deployment of the ingress: the whole HTTP surface, with each request on the replica that the router chooses.
 
 ```
- client -> Serve's proxy -> Ingress: key, body, tokens of the prompt -> handle, CacheAwareRouter -> EngineReplica
+ client -> Serve's proxy -> Ingress: key, body, tokens of the prompt -> handle, CacheAwareRouter -> ServedReplica
  a prompt           as the router says; before the first byte, another replica where the first fails or is busy
  all replicas' state every replica: adapters, pins, resets; the answer is the first one's, or that of one that failed
  all others         one replica
@@ -30,7 +30,7 @@ from quire.server.auth import Guard, check_operator
 from quire.server.errors import ApiError, unavailable
 from quire.server.settings import ServerConfig
 from quire.serving.proxy.app import BROADCAST, BUSY, SESSION_HEADER
-from quire.serving.proxy.exchange import Answer, Bodies, Exchange, fields_of
+from quire.serving.proxy.exchange import Answer, BodyBudget, Exchange, fields_of
 from quire.serving.proxy.metrics import ProxyMetrics
 from quire.serving.proxy.prompts import PATHS, RoutedPrompts
 from quire.serving.proxy.streams import EventCutter
@@ -96,7 +96,7 @@ class Ingress:
         self._has_operators = config.operator_key is not None
         key = config.operator_key or config.api_key
         self._headers: RawHeaders = () if key is None else ((b"authorization", f"Bearer {key}".encode()),)
-        self._bodies = Bodies(config.max_body_bytes)
+        self._bodies = BodyBudget(config.max_body_bytes)
         self._prompts = RoutedPrompts(self._ask_for_tokens)
         self._states: dict[str, dict[str, Any]] = {}
         self._metrics = ProxyMetrics(lambda: self._states)
