@@ -31,7 +31,9 @@ NORM = RMSNorm(1e-6)
 NAMES = [pytest.param(name, marks=[] if name in REPRESENTATIVES else pytest.mark.slow) for name in sorted(FAMILIES)]
 # Layers that read other layers' caches and have inputs of their own, and recurrent ones.
 RUN = ("gemma4", "qwen3.5")
-RUN_NAMES = [pytest.param(name, marks=[] if name in RUN else pytest.mark.slow) for name in sorted(FAMILIES)]
+# The tiny checkpoint of this family cannot be cut: a layer reads the cache of one before.
+UNCUT = {"gemma4-moe"}
+RUN_NAMES = [pytest.param(name, marks=[] if name in RUN else pytest.mark.slow) for name in sorted({*FAMILIES} - UNCUT)]
 
 
 @pytest.fixture(scope="module")
