@@ -33,7 +33,7 @@ class Framing(Protocol):
 
 
 class StreamReply(Protocol):
-    """What makes the chunks of a stream; see `generation.Reply`."""
+    """Maker of the chunks of a stream; see `generation.Reply`."""
 
     @property
     def stream_format(self) -> Framing:

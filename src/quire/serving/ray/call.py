@@ -11,7 +11,7 @@ RawHeaders = tuple[tuple[bytes, bytes], ...]
 
 
 class TicketCounter(Protocol):
-    """What counts a ticket; see `fleet.ReplicaFleet`."""
+    """Counter of tickets; see `fleet.ReplicaFleet`."""
 
     def soon(self, function: Callable[..., Any], *args: Any) -> None:
         """Call a function on the event loop of the router."""
