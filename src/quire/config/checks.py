@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import field, fields
 from math import inf
 from typing import Any, Final
@@ -70,6 +71,23 @@ def check_choices(config: Any) -> None:
         if allowed is not None and value not in allowed and not (value is None is item.default):
             words = f"one of {', '.join(allowed)}" + (" or None" if item.default is None else "")
             raise ConfigError(f"{item.name} must be {words}, got {shown(value)}", field=item.name)
+
+
+def check_served(options: Mapping[str, Any], served: Mapping[str, tuple[tuple[Any, ...], str]], where: str) -> None:
+    """Refuse options that something does not serve.
+
+    Args:
+        options: values of the options.
+        served: by option, the values that are served, and the reason why others are not.
+        where: circumstance in which the other values are refused, such as "tensor_parallel_size above 1".
+
+    Raises:
+        ConfigError: an option has another value than one that is served; the message names both.
+    """
+    for name, (values, why) in served.items():
+        if options[name] not in values:
+            words = " or ".join(repr(each) for each in values)
+            raise ConfigError(f"{name} must be {words} with {where}, got {options[name]!r}: {why}", field=name)
 
 
 def parse_size(text: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from quire.config.checks import check_choices, check_flag, check_positive, check_whole
+from quire.config.checks import check_choices, check_flag, check_positive, check_served, check_whole
 from quire.config.cpu_bind import AUTO, MAX_CPU, check_cpu_bind, cpu_lists
 from quire.errors import ConfigError
 
@@ -104,14 +104,8 @@ def check_served_by_ranks(options: dict[str, Any], size: int) -> None:
     Raises:
         ConfigError: an option has another value than one that ranks serve; the message names both.
     """
-    if size == 1:
-        return
-    for name, (served, why) in _SERVED.items():
-        if options[name] not in served:
-            words = " or ".join(repr(each) for each in served)
-            raise ConfigError(
-                f"{name} must be {words} with tensor_parallel_size above 1, got {options[name]!r}: {why}", field=name
-            )
+    if size > 1:
+        check_served(options, _SERVED, "tensor_parallel_size above 1")
 
 
 # Options with the values that ranks serve, and the reason why they do not serve others.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from quire.errors import ConfigError
+from quire.config.checks import check_served
 
 # Options with the values that stages serve, and the reason why they do not serve others.
 _SERVED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
@@ -33,11 +33,5 @@ def check_served_by_stages(options: dict[str, Any], size: int) -> None:
     Raises:
         ConfigError: an option has another value than one that stages serve; the message names both.
     """
-    if size == 1:
-        return
-    for name, (served, why) in _SERVED.items():
-        if options[name] not in served:
-            words = " or ".join(repr(each) for each in served)
-            raise ConfigError(
-                f"{name} must be {words} with pipeline_parallel_size above 1, got {options[name]!r}: {why}", field=name
-            )
+    if size > 1:
+        check_served(options, _SERVED, "pipeline_parallel_size above 1")
