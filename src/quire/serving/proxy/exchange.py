@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, Final, Protocol
 
 from starlette.datastructures import Headers
@@ -61,7 +62,7 @@ class BodyBudget:
         max_body_bytes: longest body of one request.
 
     Attributes:
-        num_bytes: bytes of all bodies that were read and not given back; callers count them.
+        num_bytes: bytes of the bodies of all exchanges that are open.
     """
 
     def __init__(self, max_body_bytes: int) -> None:
@@ -89,6 +90,18 @@ class BodyBudget:
         if self.num_bytes + num_bytes > MAX_BODY_BYTES:
             raise unavailable("too many long bodies are on their way", "too_many_uploads")
         return b"".join(parts)
+
+    @asynccontextmanager
+    async def open(self, scope: Scope, receive: Receive, send: Send) -> AsyncIterator[Exchange]:
+        """Read the body of a request, and count it while the exchange is open; see `read`."""
+        body = await self.read(scope, receive)
+        self.num_bytes += len(body)
+        exchange = Exchange(scope, body, receive, send)
+        try:
+            yield exchange
+        finally:
+            exchange.close()
+            self.num_bytes -= len(body)
 
 
 class Exchange:

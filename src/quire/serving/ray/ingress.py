@@ -116,19 +116,13 @@ class Ingress:
         if path in ("/health", "/ping", "/metrics") or path.startswith("/router/"):
             await (await self._own(scope))(scope, receive, send)
             return
-        body = await self._bodies.read(scope, receive)
-        self._bodies.num_bytes += len(body)
-        exchange = Exchange(scope, body, receive, send)
-        try:
+        async with self._bodies.open(scope, receive, send) as exchange:
             if path in BROADCAST and scope["method"] == "POST":
                 await self._broadcast(exchange)
             elif path in PATHS and scope["method"] == "POST":
                 await self._route(exchange)
             else:
                 await self._send(exchange, None)
-        finally:
-            exchange.close()
-            self._bodies.num_bytes -= len(body)
 
     # ---- the ingress's own routes ----
 
