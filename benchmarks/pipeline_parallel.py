@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import time
 from itertools import chain
 from typing import Any
@@ -20,9 +18,8 @@ import torch
 
 from benchmarks import machine
 from benchmarks.make_model import ensure
-from benchmarks.tensor_parallel import WORKLOADS, serve
+from benchmarks.tensor_parallel import WORKLOADS, in_process, serve_workloads
 from quire import LLM
-from quire.bench.workloads import workload
 from quire.config import ParallelConfig
 from quire.distributed.launch import join_ranks, start_ranks
 from quire.distributed.pipeline import PipelineGroup
@@ -41,19 +38,7 @@ def run_contender(model: str, size: int, num_threads: int, microbatches: int, ru
     options: dict[str, Any] = {"skip_tokenizer_init": True, "enable_prefix_caching": False, "max_num_seqs": 16}
     options |= {"num_threads": num_threads, "num_kv_blocks": 1200, "max_model_len": 2048}
     with LLM(model, pipeline_parallel_size=size, pipeline_microbatches=microbatches, **options) as llm:
-        ids = range(256, min(128000, llm.resolved.vocab_size))
-        found: dict[str, list[float]] = {}
-        for name in WORKLOADS:
-            serve(llm, workload(name, 0, ids).requests)
-            found[name] = [serve(llm, workload(name, run, ids).requests) for run in range(1, runs + 1)]
-    return found
-
-
-def in_process(arguments: list[str]) -> Any:
-    """Run this module in a process of its own and return what it prints last, a line of JSON."""
-    command = [sys.executable, "-m", "benchmarks.pipeline_parallel", *arguments]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+        return serve_workloads(llm, runs)
 
 
 def rows(num_rows: int) -> torch.Tensor:
@@ -98,7 +83,9 @@ def compare(model: str, runs: int, rounds: int) -> dict[str, Any]:
     found: dict[str, list[Any]] = {name: [] for name in CONTENDERS}
     for _ in range(rounds):
         for name, numbers in CONTENDERS.items():
-            found[name].append(in_process(["--contender", model, *map(str, numbers), str(runs)]))
+            found[name].append(
+                in_process(["--contender", model, *map(str, numbers), str(runs)], "benchmarks.pipeline_parallel")
+            )
     shown: dict[str, Any] = {
         name: {each: statistics.median(chain.from_iterable(result[each] for result in results)) for each in WORKLOADS}
         for name, results in found.items()

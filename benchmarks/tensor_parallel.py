@@ -59,6 +59,16 @@ def private_bytes(llm: LLM) -> int:
     return total
 
 
+def serve_workloads(llm: LLM, runs: int) -> dict[str, list[float]]:
+    """Serve each workload some times after a warm-up, and return the seconds."""
+    ids = range(256, min(128000, llm.resolved.vocab_size))
+    found: dict[str, list[float]] = {}
+    for name in WORKLOADS:
+        serve(llm, workload(name, 0, ids).requests)
+        found[name] = [serve(llm, workload(name, run, ids).requests) for run in range(1, runs + 1)]
+    return found
+
+
 def run_contender(model: str, size: int, num_threads: int, runs: int) -> dict[str, Any]:
     """Load a model, serve each workload some times after a warm-up, and return the seconds and the memory."""
     options: dict[str, Any] = {"skip_tokenizer_init": True, "enable_prefix_caching": False, "max_num_seqs": 16}
@@ -66,17 +76,12 @@ def run_contender(model: str, size: int, num_threads: int, runs: int) -> dict[st
     num_blocks, length = (1200, 2048) if runs else (4, 64)
     options |= {"num_threads": num_threads, "num_kv_blocks": num_blocks, "max_model_len": length}
     with LLM(model, tensor_parallel_size=size, **options) as llm:
-        ids = range(256, min(128000, llm.resolved.vocab_size))
-        found: dict[str, Any] = {} if runs else {"private_bytes": private_bytes(llm)}
-        for name in WORKLOADS if runs else ():
-            serve(llm, workload(name, 0, ids).requests)
-            found[name] = [serve(llm, workload(name, run, ids).requests) for run in range(1, runs + 1)]
-    return found
+        return serve_workloads(llm, runs) if runs else {"private_bytes": private_bytes(llm)}
 
 
-def in_process(arguments: list[str]) -> Any:
-    """Run this module in a process of its own and return what it prints last, a line of JSON."""
-    command = [sys.executable, "-m", "benchmarks.tensor_parallel", *arguments]
+def in_process(arguments: list[str], module: str = "benchmarks.tensor_parallel") -> Any:
+    """Run a module in a process of its own and return what it prints last, a line of JSON."""
+    command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
