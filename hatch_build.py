@@ -95,17 +95,25 @@ def build(folder: Path, compiler: Compiler | None, levels: Sequence[Level]) -> l
         return replace_libraries(folder, [])
     record, digest = folder / RECORD, digest_of(folder, compiler, levels)
     if record.exists():
-        recorded, *names = record.read_text(encoding="utf-8").split()
+        (recorded, *names), _ = read_record(record)
         libraries = [folder / name for name in names]
         if recorded == digest and all(library.exists() for library in libraries):
             return libraries
     say(f"compiling {', '.join(level.name for level in levels)} with {shlex.join(compiler.command)}")
     # In the same folder, so that a finished library takes its place in one move: a running process keeps the old one.
     with tempfile.TemporaryDirectory(prefix=".build-", dir=folder) as scratch:
-        libraries = replace_libraries(folder, compile_levels(folder, compiler, levels, Path(scratch)))
+        built, messages = compile_levels(folder, compiler, levels, Path(scratch))
+        libraries = replace_libraries(folder, built)
     if libraries:  # nothing built is no result to keep: the next build tries again
-        record.write_text("\n".join([digest, *(library.name for library in libraries)]) + "\n", encoding="utf-8")
+        lines = [digest, *(library.name for library in libraries), "", messages]
+        record.write_text("\n".join(lines), encoding="utf-8")
     return libraries
+
+
+def read_record(record: Path) -> tuple[list[str], str]:
+    """Read what a build recorded: the digest and the names of its libraries, and the compiler's messages."""
+    head, _, messages = record.read_text(encoding="utf-8").partition("\n\n")
+    return head.split(), messages
 
 
 def digest_of(folder: Path, compiler: Compiler, levels: Sequence[Level]) -> str:
@@ -114,8 +122,11 @@ def digest_of(folder: Path, compiler: Compiler, levels: Sequence[Level]) -> str:
     return hashlib.sha256(repr((sources, FLAGS, levels, compiler)).encode()).hexdigest()
 
 
-def compile_levels(folder: Path, compiler: Compiler, levels: Sequence[Level], target: Path) -> list[Path]:
-    """Compile all sources of a folder for each level, side by side; return what the compiler made and say the rest."""
+def compile_levels(folder: Path, compiler: Compiler, levels: Sequence[Level], target: Path) -> tuple[list[Path], str]:
+    """Compile all sources of a folder for each level, side by side; return the libraries, and the compiler's messages.
+
+    The messages, and the levels that the compiler refuses, are printed too.
+    """
     sources = [str(path) for path in sorted(folder.glob("*.cpp"))]
     libraries = [target / f"libquire_{level.name}.so" for level in levels]
     commands = [
@@ -131,9 +142,9 @@ def compile_levels(folder: Path, compiler: Compiler, levels: Sequence[Level], ta
     refused = [level.name for level, ok in zip(levels, is_built, strict=True) if not ok]
     if refused:
         say(f"left out, because the compiler refuses them: {', '.join(refused)}")
-    for words in dict.fromkeys(done.stderr for done in results):  # most levels have the same to say
-        sys.stderr.write(words)
-    return [library for library, ok in zip(libraries, is_built, strict=True) if ok]
+    messages = "".join(dict.fromkeys(done.stderr for done in results))  # most levels have the same
+    sys.stderr.write(messages)
+    return [library for library, ok in zip(libraries, is_built, strict=True) if ok], messages
 
 
 def replace_libraries(folder: Path, built: Sequence[Path]) -> list[Path]:
