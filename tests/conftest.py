@@ -120,7 +120,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)  # before marks select what is run
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests that need a GPU where there is none; of tests marked `pairwise`, mark all but a cover slow."""
+    """Skip tests that need a GPU where there is none; of tests marked `pairwise`, mark all but a cover slow.
+
+    Exhaustive tests are slow ones.
+    """
     wanting = [item for item in items if item.get_closest_marker("gpu")]
     if wanting:
         import torch
@@ -129,6 +132,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             for item in wanting:
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
     mark_beyond_pairs(items)
+    for item in items:
+        if item.get_closest_marker("exhaustive"):
+            item.add_marker(pytest.mark.slow)
 
 
 def mark_beyond_pairs(items: list[pytest.Item]) -> None:

@@ -2,48 +2,43 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
-import pytest
-
 HEAVY = ("torch", "numpy", "transformers", "tokenizers", "starlette", "rich")
-
-
-def heavy_modules_after(statement: str) -> list[str]:
-    """Return which heavy modules a new interpreter holds after one statement."""
-    code = f"{statement}\nimport sys\nprint(*[name for name in {HEAVY!r} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return done.stdout.split()
-
-
-@pytest.mark.parametrize(
-    "module",
-    [
-        "quire",
-        "quire.capacity.planner",
-        "quire.config",
-        "quire.decoding",
-        "quire.errors",
-        "quire.memory",
-        "quire.memory.manager",
-        "quire.scheduling.plan",
-        "quire.scheduling.scheduler",
-        "quire.sequences.params",
-        "quire.simulation",
-    ],
+# In one interpreter, which starts once: what an import brings in shows after it, and after all that follow.
+LIGHT = (
+    "import quire",
+    "import quire.errors",
+    "from quire import SamplingParams",
+    "import quire.sequences.params",
+    "import quire.decoding",
+    "import quire.memory",
+    "import quire.memory.manager",
+    "import quire.scheduling.plan",
+    "import quire.scheduling.scheduler",
+    "import quire.config",
+    "import quire.capacity.planner",
+    "import quire.simulation",
 )
-def test_the_control_plane_brings_in_the_standard_library_only(module: str) -> None:
-    assert heavy_modules_after(f"import {module}") == []
 
 
-def test_the_probe_sees_a_heavy_module() -> None:
-    assert heavy_modules_after("import numpy") == ["numpy"]
+def heavy_modules_after(*statements: str) -> dict[str, list[str]]:
+    """Return which heavy modules a new interpreter holds after each of its statements."""
+    code = "import json, sys\nfound = {}\n"
+    for statement in statements:
+        code += f"{statement}\nfound[{statement!r}] = [name for name in {HEAVY!r} if name in sys.modules]\n"
+    done = subprocess.run([sys.executable, "-c", f"{code}print(json.dumps(found))"], capture_output=True, check=True)
+    found: dict[str, list[str]] = json.loads(done.stdout)
+    return found
+
+
+def test_the_control_plane_brings_in_the_standard_library_only() -> None:
+    assert heavy_modules_after(*LIGHT) == {statement: [] for statement in LIGHT}
 
 
 def test_a_public_name_is_loaded_when_it_is_asked_for() -> None:
-    assert "torch" in heavy_modules_after("from quire import LLM")
-
-
-def test_sampling_params_need_no_torch() -> None:
-    assert heavy_modules_after("from quire import SamplingParams") == []
+    before, after = heavy_modules_after("import quire", "from quire import LLM").values()
+    assert before == []
+    assert "torch" in after

@@ -40,7 +40,8 @@ def continued(copier: Path, prompt: list[int], **options: Any) -> tuple[list[int
     return llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids, llm
 
 
-@pytest.mark.parametrize("start", [130, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [130, 0])
 def test_it_goes_on_where_the_last_three_tokens_stood_before(copier: Path, text: list[int], start: int) -> None:
     prompt = [*text, 5, *text[start : start + 4]]
     expected = text[start + 4 : start + 4 + NUM_NEW]

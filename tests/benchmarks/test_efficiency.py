@@ -141,7 +141,7 @@ def test_a_leaked_block_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(KVCacheManager, "free", free_all_but_one)
     with pytest.raises(RuntimeError, match="1 blocks are used after all requests have finished"):
-        measure(FillRun("simulated", "Alpaca", 16, 1, 300))
+        measure(FillRun("simulated", "Alpaca", 16, 1, 120))
 
 
 def test_a_pool_that_never_fills_says_nothing() -> None:

@@ -8,51 +8,50 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import quire
 
 BUNDLED = Path(quire.__file__).parent / "bundled"
+# All commands in one interpreter, which starts once: none of them may have imported torch.
 SCRIPT = """
-import sys
+import contextlib, io, json, sys
 from quire.cli.main import main
-try:
-    code = main(sys.argv[1:])
-except SystemExit as end:
-    code = end.code
-print(code, "torch" in sys.modules)
+
+found = []
+for command in json.loads(sys.argv[1]):
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        try:
+            code = main(command)
+        except SystemExit as end:
+            code = end.code
+    found.append([code, "torch" in sys.modules, errors.getvalue().strip().splitlines()[-1]])
+print(json.dumps(found))
 """
-
-
-def run(*flags: str) -> tuple[str, str]:
-    done = subprocess.run([sys.executable, "-c", SCRIPT, *flags], capture_output=True, text=True, check=True)
-    return done.stdout.strip(), done.stderr.strip().splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["serve", "/no/such/folder"], "model '/no/such/folder' does not exist: name a folder"),
-        (["serve", "--speculative-method", "draft", "--draft-model", "./none"], "model './none' does not exist"),
-        (["serve", "--prefix-cache-dir", f"{__file__}/folder"], "is no folder that can be written"),
-        (["serve", "--port", "70000"], "port must be from 0 to 65535"),
-        (["serve", "--port", "TAKEN"], "cannot listen on 127.0.0.1 port"),
-        (["serve", "--merge-lora", "--lora-modules", "a=/b", "--allow-runtime-lora-updating"], "leaves no model"),
-        (["generate", "--prompt", "a", "--merge-lora"], "exactly one adapter in lora_modules, got 0"),
-        (["serve", "gpt-oss-20b"], "could not be fetched from the hub: the hub cannot be reached"),
-        (["serve", "EMPTY"], "has neither model.safetensors nor"),
-        (["generate", "--prompt", "a", "--dtype", "int3"], "dtype must be one of"),
-        (["bench", "FOLDER"], "the architecture 'Other' is not implemented"),
-        (["chat", "FOLDER", "--enable-eplb"], "enable_eplb must be False or absent, got True"),
-    ],
+MISTAKES = (
+    (["serve", "/no/such/folder"], "model '/no/such/folder' does not exist: name a folder"),
+    (["serve", "--speculative-method", "draft", "--draft-model", "./none"], "model './none' does not exist"),
+    (["serve", "--prefix-cache-dir", f"{__file__}/folder"], "is no folder that can be written"),
+    (["serve", "--port", "70000"], "port must be from 0 to 65535"),
+    (["serve", "--port", "TAKEN"], "cannot listen on 127.0.0.1 port"),
+    (["serve", "--merge-lora", "--lora-modules", "a=/b", "--allow-runtime-lora-updating"], "leaves no model"),
+    (["generate", "--prompt", "a", "--merge-lora"], "exactly one adapter in lora_modules, got 0"),
+    (["serve", "gpt-oss-20b"], "could not be fetched from the hub: the hub cannot be reached"),
+    (["serve", "EMPTY"], "has neither model.safetensors nor"),
+    (["generate", "--prompt", "a", "--dtype", "int3"], "dtype must be one of"),
+    (["bench", "FOLDER"], "the architecture 'Other' is not implemented"),
+    (["chat", "FOLDER", "--enable-eplb"], "enable_eplb must be False or absent, got True"),
 )
-def test_a_mistake_is_reported_without_torch(flags: list[str], words: str, tmp_path: Path) -> None:
+
+
+def test_mistakes_are_reported_without_torch(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Other"]}))
     empty = tmp_path / "empty"
     empty.mkdir()
     (empty / "config.json").write_bytes((BUNDLED / "config.json").read_bytes())
     with socket.create_server(("127.0.0.1", 0)) as taken:
         values = {"FOLDER": str(tmp_path), "EMPTY": str(empty), "TAKEN": str(taken.getsockname()[1])}
-        end, error = run(*(values.get(flag, flag) for flag in flags))
-    assert end == "2 False"
-    assert words in error
+        commands = [[values.get(flag, flag) for flag in flags] for flags, _ in MISTAKES]
+        command = [sys.executable, "-c", SCRIPT, json.dumps(commands)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    for (flags, words), (code, has_torch, error) in zip(MISTAKES, json.loads(done.stdout), strict=True):
+        assert (code, has_torch) == (2, False), flags
+        assert words in error

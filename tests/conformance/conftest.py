@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -29,8 +29,10 @@ STORY = "Once upon a time, a small fox found a red kite in the forest. The fox w
 # the default run has the histories of these, the slow run those of every family. (`tests/models` compares the logits of
 # every family in the default run.)
 REPRESENTATIVES = frozenset({"llama3", "gemma4", "llama4", "qwen3.5", "falcon-h1"})
-# What other modules than the histories run by default: tokens alone, tokens beside windows, tokens beside states.
-CORE = frozenset({"llama3", "gemma4", "qwen3.5"})
+# What other modules than the histories run by default: tokens beside states, the kind that has most to go wrong.
+CORE = frozenset({"qwen3.5"})
+# And in the slow run of CI: a family of each kind of cache and of each kind of layers.
+KINDS = CORE | {"llama3", "gemma4", "gemma4-moe", "gpt-oss", "llama4", "mistral-window", "falcon-h1", "lfm2-moe"}
 NAMES = (*sorted(FAMILIES), "bundled")
 
 
@@ -68,19 +70,30 @@ def make_reference(name: str, tmp_path_factory: pytest.TempPathFactory) -> Refer
     return Reference(folder, prompts, outputs, POOL_FACTORS.get(name, 1))
 
 
-def of_each(default: frozenset[str]) -> Callable[..., Callable[..., Reference]]:
-    """Make a fixture: the reference of each family, and of the bundled model; slow but for the default ones."""
-    params = [pytest.param(name, marks=[] if name in default else pytest.mark.slow) for name in NAMES]
-    return pytest.fixture(scope="session", params=params)
+def of_each(default: frozenset[str], slow: frozenset[str]) -> Callable[..., Callable[..., Reference]]:
+    """Make a fixture: the reference of each family, and of the bundled model.
+
+    Args:
+        default: those of the default run.
+        slow: those of CI's slow run; all others are marked exhaustive.
+    """
+
+    marks = {name: [] if name in default else slow_or_exhaustive(name, slow) for name in NAMES}
+    return pytest.fixture(scope="session", params=[pytest.param(name, marks=marks[name]) for name in NAMES])
 
 
-@of_each(REPRESENTATIVES)
+def slow_or_exhaustive(name: str, slow: Set[str] = KINDS) -> list[pytest.MarkDecorator]:
+    """Return the mark of a family's tests that CI runs for some families, and of all others'."""
+    return [pytest.mark.slow if name in slow else pytest.mark.exhaustive]
+
+
+@of_each(REPRESENTATIVES, frozenset(NAMES))
 def reference(request: pytest.FixtureRequest, references: Callable[[str], Reference]) -> Reference:
     """Return the reference of a kind of cache; of every family and the bundled model in the slow run."""
     return references(request.param)
 
 
-@of_each(CORE)
+@of_each(CORE, KINDS)
 def core_reference(request: pytest.FixtureRequest, references: Callable[[str], Reference]) -> Reference:
-    """Return the same, of fewer kinds in the default run."""
+    """Return the same, of fewer families in the default run and in that of CI."""
     return references(request.param)

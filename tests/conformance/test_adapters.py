@@ -1,7 +1,7 @@
 """Adapters equal the model of transformers with their products added to its weights, alone and under every history.
 
-The default run has one family of each kind of layers, the slow run all of them. PEFT itself says what its folders mean
-in `tests/models/adapters/test_peft.py`.
+The default run has one family of each kind of layers, the slow run all of them (and ranks of some). PEFT itself says
+what its folders mean in `tests/models/adapters/test_peft.py`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import transformers
 from quire import LLM, LoRARequest, SamplingParams
 from quire.memory import check
 from tests.conformance.checkpoints import FAMILIES, ragged_prompts, save_checkpoint
+from tests.conformance.conftest import slow_or_exhaustive
 from tests.distributed.in_threads import native_library
 from tests.models.adapters.folders import linear_widths, merge, random_matrices, write_adapter
 
@@ -105,8 +106,7 @@ def test_log_probabilities_of_a_batch_with_several_adapters(adapted: Any, family
         assert not torch.allclose(case.expected["one"][0], case.expected[""][0], atol=0.1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [pytest.param(name, marks=slow_or_exhaustive(name)) for name in FAMILIES])
 def test_two_ranks_have_the_tokens_of_one_process(adapted: Any, family: str) -> None:
     native_library()
     case = adapted(family)

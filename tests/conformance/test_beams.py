@@ -81,7 +81,7 @@ def ends_of(reference: Reference) -> list[int]:
 
 @pytest.fixture(scope="module")
 def reference(core_reference: Reference) -> Reference:
-    """Return the reference of one kind of cache of the three that differ most."""
+    """Return a family's reference."""
     return core_reference
 
 

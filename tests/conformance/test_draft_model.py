@@ -22,7 +22,7 @@ from tests.conformance.test_histories import load, outputs_of
 
 @pytest.fixture(scope="module")
 def reference(core_reference: Reference) -> Reference:
-    """Return the reference of one kind of cache of the three that differ most."""
+    """Return a family's reference."""
     return core_reference
 
 

@@ -48,7 +48,7 @@ class Oracle:
 
 @pytest.fixture(scope="module")
 def reference(core_reference: Reference) -> Reference:
-    """Return the reference of one kind of cache of the three that differ most."""
+    """Return a family's reference."""
     return core_reference
 
 

@@ -6,7 +6,8 @@ compared bit by bit, and so is all memory after the step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -92,19 +93,20 @@ def net(monkeypatch: pytest.MonkeyPatch) -> Net:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return the checkpoint of every family."""
-    made = {name: save_checkpoint(name, tmp_path_factory.mktemp(name)) for name in FAMILIES}
-    return made | {"bundled": locate("bundled")}
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function from the name of a family to its checkpoint, which is made once."""
+    return cache(
+        lambda name: locate(name) if name == "bundled" else save_checkpoint(name, tmp_path_factory.mktemp(name))
+    )
 
 
-def cases(families: Sequence[str]) -> list[Any]:
-    return [pytest.param(name, marks=[] if name in REPRESENTATIVES else pytest.mark.slow) for name in families]
+def cases(families: Sequence[str], default: Sequence[str] = REPRESENTATIVES) -> list[Any]:
+    return [pytest.param(name, marks=[] if name in default else pytest.mark.slow) for name in families]
 
 
 @pytest.fixture(params=cases(FUSED))
-def folder(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Path:
-    return folders[request.param]
+def folder(request: pytest.FixtureRequest, folders: Callable[[str], Path]) -> Path:
+    return folders(request.param)
 
 
 @pytest.fixture
@@ -121,9 +123,9 @@ def load(folder: Path, **options: Any) -> LLM:
     return LLM(str(folder), **defaults | {"block_size": 8, "num_kv_blocks": 200} | options)
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "bundled"])
-def test_which_families_are_fused(folders: dict[str, Path], net: Net, name: str) -> None:
-    llm = load(folders[name], num_kv_blocks=1000)
+@pytest.mark.parametrize("name", cases([*FAMILIES, "bundled"], [*REPRESENTATIVES, "gemma4"]))
+def test_which_families_are_fused(folders: Callable[[str], Path], net: Net, name: str) -> None:
+    llm = load(folders(name), num_kv_blocks=1000)
     llm.generate(ragged_prompts()[:2], GREEDY, use_tqdm=False)
     assert bool(net.fused) == (name in FUSED)
 
@@ -225,12 +227,12 @@ def test_log_probabilities_of_prompts(folder: Path, net: Net) -> None:
     ],
     ids=lambda options: "-".join(map(str, options.values())),
 )
-def test_every_form_of_weights_and_cache(folders: dict[str, Path], net: Net, options: dict[str, Any]) -> None:
+def test_every_form_of_weights_and_cache(folders: Callable[[str], Path], net: Net, options: dict[str, Any]) -> None:
     library = find_library()
     if options.get("dtype") == "float16" and (isinstance(library, str) or torch.float16 not in library.packed_types):
         pytest.skip("torch multiplies float16 here")
     for name in ("qwen3", "qwen2-window"):
-        llm = load(folders[name], **options)
+        llm = load(folders(name), **options)
         prompts = ragged_prompts()
         tokens = net.run(llm, prompts)
         if "deterministic" in options:
@@ -238,8 +240,8 @@ def test_every_form_of_weights_and_cache(folders: dict[str, Path], net: Net, opt
 
 
 @pytest.mark.parametrize("options", [{"dtype": "float32"}, {"kv_cache_dtype": "fp8"}], ids=["products", "attention"])
-def test_what_torch_computes_is_not_fused(folders: dict[str, Path], net: Net, options: dict[str, Any]) -> None:
-    llm = load(folders["qwen3"], **options)
+def test_what_torch_computes_is_not_fused(folders: Callable[[str], Path], net: Net, options: dict[str, Any]) -> None:
+    llm = load(folders("qwen3"), **options)
     llm.generate(ragged_prompts(), GREEDY, use_tqdm=False)
     assert net.seen
     assert not net.fused

@@ -25,10 +25,8 @@ from tests.conformance.checkpoints import (
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0)
 # One of each kind of cache; a scale of embeddings, and a multiplier, which transformers applies to given ones too.
 NAMES = (
-    "llama3",
-    "gemma3",
     "granite4",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral-window", "lfm2")),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama3", "gemma3", "mistral-window", "lfm2")),
 )
 WIDTH = 64
 # With windows alone, little is held.

@@ -16,16 +16,12 @@ from tests.mutants.mutants_tiers import TIERS
 from tests.mutants.table import Checker, Mutant
 
 MUTANTS = (*POOL, *TABLES, *PREFIX, *TIERS, *SCHEDULING)
-HONEST = (
-    checkers.media_run,
-    checkers.scheduler_run,
-    checkers.audited_run,
-    checkers.beam_run,
-    checkers.beam_reference,
-)
+HONEST = (checkers.media_run, checkers.scheduler_run, checkers.beam_run)
 # The default run has other walks, complete searches and references on honest code: test_million.py,
 # test_small_worlds.py and test_state_machine.py.
 HONEST_SLOW = (
+    checkers.audited_run,
+    checkers.beam_reference,
     checkers.walk_read_back,
     checkers.host_read_back,
     checkers.media_read_back,
@@ -38,6 +34,20 @@ HONEST_SLOW = (
     checkers.state_world,
     checkers.host_world,
     checkers.media_world,
+)
+# Mutants that fail late in a walk, so that each takes a second or more.
+LATE = frozenset(
+    {
+        "blocks_out_of_window_loaded",
+        "demoted_after_reuse",
+        "loaded_bytes_permuted",
+        "loads_evict_one_another",
+        "moved_host_blocks_keep_old_ids",
+        "older_snapshots_keep_priority",
+        "pin_ignores_media",
+        "renewed_hint_keeps_its_age",
+        "tiers_ignored_by_loads",
+    }
 )
 
 
@@ -53,7 +63,7 @@ def named(checkers: tuple[Checker, ...], *marks: pytest.MarkDecorator) -> list[A
             mutant,
             checker,
             id=f"{mutant.name} - {checker.__name__}",
-            marks=[] if checker is mutant.checkers[0] else pytest.mark.slow,
+            marks=[] if checker is mutant.checkers[0] and mutant.name not in LATE else pytest.mark.slow,
         )
         for mutant in MUTANTS
         for checker in mutant.checkers
@@ -81,3 +91,4 @@ def test_mutants_patch_public_seams() -> None:
     names = [f"{seam.owner.__name__}.{seam.name}" for mutant in MUTANTS for seam in mutant.seams]
     assert [name for name in names if "._" in name] == []
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
+    assert {mutant.name for mutant in MUTANTS} > LATE

@@ -294,11 +294,13 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 # More than there are cores, too: threads that are not there when something is shared are not waited for. Two threads
-# wait for each other, for long where other processes have the cores: one format by default.
+# wait for each other, for long where other processes have the cores: few formats by default.
 @pytest.mark.parametrize(
     ("weights", "threads"),
     [
-        pytest.param(weights, threads, marks=pytest.mark.slow if threads == 2 and weights != "int4" else [])
+        pytest.param(
+            weights, threads, marks=[] if (weights, threads) in (("int4", 2), ("plain", 16)) else pytest.mark.slow
+        )
         for weights in FORMATS
         for threads in (2, 3, 16)
     ],

@@ -79,7 +79,9 @@ def present(folder: Path) -> set[str]:
 
 
 @pytest.mark.slow
-def test_the_kernels_of_this_tree_were_built_at_every_level_without_a_warning(compiler: Compiler) -> None:
+def test_the_kernels_of_this_tree_were_built_at_every_level_without_a_warning(
+    compiler: Compiler, tmp_path: Path
+) -> None:
     folder = ROOT / hatch_build.FOLDER
     (digest, *names), messages = hatch_build.read_record(folder / hatch_build.RECORD)
     if digest != hatch_build.digest_of(folder, compiler, LEVELS):
@@ -87,7 +89,7 @@ def test_the_kernels_of_this_tree_were_built_at_every_level_without_a_warning(co
     assert names == NAMES
     assert messages == ""
     # Only this one runs on every processor. That it loads shows that no name in it is left undefined.
-    loaded(folder / "libquire_portable.so")
+    ctypes.CDLL(str(shutil.copy(folder / "libquire_portable.so", tmp_path)))
 
 
 def test_what_the_compiler_says_is_printed_and_recorded(
