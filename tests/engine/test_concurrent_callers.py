@@ -14,7 +14,7 @@ from quire.memory.recording.replay import replay
 from tests.engine.test_llm import STORIES
 
 NUM_CALLERS = 6
-NUM_REQUESTS = 12
+NUM_REQUESTS = 6
 MAX_TOKENS = 40
 SALTS = (None, "tenant")
 

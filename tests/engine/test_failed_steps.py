@@ -144,7 +144,9 @@ def run_world(name: str, seed: int, num_requests: int) -> tuple[int, int, int]:
     return len(asked) - len(failed), failures.count, failures.num_lost_copies
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if "host" in name else pytest.mark.slow) for name in WORLDS]
+)
 def test_random_steps_fail_and_no_later_request_has_other_tokens(name: str) -> None:
     num_good, num_failures, num_lost = run_worlds(name, range(5))
     assert num_good > 40

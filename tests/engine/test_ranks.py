@@ -58,7 +58,7 @@ def pair() -> Iterator[tuple[LLM, LLM]]:
     "params",
     [
         GREEDY,
-        SamplingParams(temperature=1.0, seed=5, n=3, max_tokens=40, repetition_penalty=1.2, logprobs=2, top_p=0.9),
+        SamplingParams(temperature=1.0, seed=5, n=3, max_tokens=20, repetition_penalty=1.2, logprobs=2, top_p=0.9),
         SamplingParams(beam_width=3, n=2, max_tokens=12),
         SamplingParams(temperature=0.0, max_tokens=20, structured_outputs=StructuredOutputs(regex="[a-c]{3} [0-9]{4}")),
         SamplingParams(temperature=0.0, max_tokens=60, stop=("the", ".")),

@@ -112,7 +112,7 @@ def forget(llm: LLM) -> None:
     serve(llm, [[number] * 150 for number in range(50, 58)])
 
 
-@pytest.mark.parametrize("policy", ["write_back", "write_through"])
+@pytest.mark.parametrize("policy", ["write_back", pytest.param("write_through", marks=pytest.mark.slow)])
 def test_each_rank_keeps_its_part_over_a_restart(policy: str, tmp_path: Path) -> None:
     options = disk_options(tmp_path, prefix_cache_write_policy=policy)
     with LLM("bundled", **OPTIONS) as one:

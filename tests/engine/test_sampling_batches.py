@@ -57,7 +57,9 @@ def quiet() -> Iterator[LLM]:
     llm.close()
 
 
-@pytest.fixture(scope="module", params=ENGINES)
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=[] if name == "tight" else pytest.mark.slow) for name in ENGINES]
+)
 def busy(request: pytest.FixtureRequest) -> Iterator[LLM]:
     llm = load(**ENGINES[request.param])
     yield llm

@@ -142,7 +142,7 @@ def test_an_undisturbed_search_finds_what_the_slow_twin_finds(job: Job, seed: in
         "a pool smaller than a chunk, swap",
     ],
 )
-@pytest.mark.parametrize("drafts", ["", "guesser", "model"])
+@pytest.mark.parametrize("drafts", ["", "guesser", pytest.param("model", marks=pytest.mark.slow)])
 def test_long_runs(seed: int, setting: Setting, drafts: str) -> None:
     jobs = random_jobs(random.Random(seed), 20)
     outcome = run(jobs, replace(setting, drafts=drafts))
@@ -153,7 +153,7 @@ def test_long_runs(seed: int, setting: Setting, drafts: str) -> None:
 @pytest.mark.pairwise
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
 @pytest.mark.parametrize("specs", [FULL, (*FULL, WINDOW), (*FULL, STATE)], ids=["full", "full and window", "states"])
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("mode", [pytest.param("recompute", marks=pytest.mark.slow), "swap"])
 def test_long_runs_with_media(seed: int, specs: tuple[KVCacheSpec, ...], mode: str) -> None:
     jobs = with_media(random_jobs(random.Random(seed), 40))
     setting = Setting(
@@ -206,13 +206,15 @@ def test_long_runs_with_beams(seed: int, setting: Setting) -> None:
         assert agrees(job, found, expected)
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("policy", ["last", "least_waste"])
+@pytest.mark.parametrize("policy", ["last", pytest.param("least_waste", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("host_blocks", [0, 20, pytest.param(90, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("specs", "num_blocks"),
-    [(FULL, 36), ((*FULL, WINDOW), 26), ((*FULL, STATE), 20)],
-    ids=["full", "full and window", "full and states"],
+    [
+        pytest.param(FULL, 36, id="full"),
+        pytest.param((*FULL, WINDOW), 26, id="full and window", marks=pytest.mark.slow),
+        pytest.param((*FULL, STATE), 20, id="full and states", marks=pytest.mark.slow),
+    ],
 )
 def test_searches_that_crowd_each_other(
     specs: tuple[KVCacheSpec, ...], num_blocks: int, host_blocks: int, policy: str

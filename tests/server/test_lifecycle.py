@@ -123,7 +123,7 @@ def test_the_log_says_what_was_resolved_and_what_was_done(server: ServerProcess)
 
 
 def test_a_signal_lets_what_runs_finish_and_takes_nothing_new(folder: Path, tmp_path: Path) -> None:
-    with running(folder, tmp_path / "log", *FLAGS, "--drain-timeout", "600") as server:
+    with running(folder, tmp_path / "log", *FLAGS, "--drain-timeout", "600", module="quire") as server:
         body = {**LONG, "max_tokens": 1000}
         with server.http.stream("POST", "/v1/completions", json=body) as response:
             first, lines = begun(response)
@@ -253,7 +253,7 @@ def test_a_hangup_stops_the_server_like_a_signal(folder: Path, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_a_server_that_was_started_to_outlive_its_terminal_does(folder: Path, tmp_path: Path) -> None:
-    with hangups(signal.SIG_IGN), running(folder, tmp_path / "log", *FLAGS) as server:
+    with hangups(signal.SIG_IGN), running(folder, tmp_path / "log", *FLAGS, module="quire") as server:
         os.kill(server.process.pid, signal.SIGHUP)
         assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
         assert server.http.get("/health").json()["status"] == "ok"

@@ -111,7 +111,12 @@ LOADS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "router"), [*((name, "least_loaded") for name in LOADS), *(("preemption", name) for name in ROUTERS)]
+    ("name", "router"),
+    [
+        *((name, "least_loaded") for name in LOADS),
+        ("preemption", "kv_events"),
+        *(pytest.param("preemption", name, marks=pytest.mark.slow) for name in ROUTERS if name != "kv_events"),
+    ],
 )
 def test_leaps_give_what_steps_give(name: str, router: str) -> None:
     requests = list(random_requests(50, 15.0, seed=len(name), shared=100))

@@ -79,7 +79,7 @@ LOADS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("rate", [3.0, 12.0])
+@pytest.mark.parametrize("rate", [pytest.param(3.0, marks=pytest.mark.slow), 12.0])
 @pytest.mark.parametrize("name", LOADS)
 def test_leaps_give_what_steps_give(name: str, rate: float) -> None:
     requests = list(random_requests(40, rate, seed=len(name), shared=100, priorities=3))
