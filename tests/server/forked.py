@@ -1,4 +1,4 @@
-"""Commands of Quire in processes that are forked from one which has imported it: imports are most of a server's start."""
+"""Commands of Quire in processes forked from one that has imported it: imports are most of the start of a server."""
 
 from __future__ import annotations
 
