@@ -82,7 +82,8 @@ def test_recording_changes_no_token(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "num_kv_blocks"), [pytest.param("gemma3", 32, marks=pytest.mark.slow), ("lfm2", 40)]
+    ("family", "num_kv_blocks"),
+    [pytest.param("gemma3", 32, marks=pytest.mark.slow), pytest.param("lfm2", 40, marks=pytest.mark.slow)],
 )
 def test_several_cache_groups_run_again(family: str, num_kv_blocks: int, tmp_path: Path) -> None:
     path = tmp_path / "memory.log"

@@ -313,7 +313,7 @@ def test_samples_of_like_requests_keep_to_their_own_parameters(llm: LLM) -> None
 # ---- beside drafts and beams ----
 
 
-@pytest.mark.parametrize("method", ["ngram", pytest.param("suffix", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", [pytest.param(name, marks=pytest.mark.slow) for name in ("ngram", "suffix")])
 def test_drafts_change_nothing(llm: LLM, method: str) -> None:
     several = {"json": {"type": "array", "items": SCHEMA, "minItems": 2, "maxItems": 3}}
     kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.6}, {"temperature": 0.6, "logprobs": 1}]

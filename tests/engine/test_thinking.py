@@ -61,7 +61,7 @@ def in_plenty(llm: LLM) -> list[list[list[int]]]:
     return ids(run(llm, [thinking(budget, n=1 + idx % 2) for idx, budget in enumerate(BUDGETS * 2)]))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.8])
 def test_a_budget_forces_the_end_and_changes_nothing_before_it(llm: LLM, temperature: float) -> None:
     (free,) = run(llm, [thinking(None, temperature=temperature)])
     for budget in BUDGETS:

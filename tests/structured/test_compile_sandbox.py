@@ -168,6 +168,7 @@ def test_a_process_that_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPat
         CompileSandbox(TEXT, NUM_IDS, (0,), 1 << 29)
 
 
+@pytest.mark.slow
 def test_without_the_package_the_extra_is_named() -> None:
     script = (
         "import sys; sys.modules['llguidance'] = None\n"

@@ -90,9 +90,7 @@ def counting(tokenizer: Tokenizer) -> list[int]:
     return lengths
 
 
-@pytest.mark.parametrize(
-    "name", ["llama3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "llama2"))]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in ("llama3", "gpt2", "llama2")])
 def test_a_text_of_a_million_characters_goes_in_pieces_of_like_size(name: str) -> None:
     tokenizer = Tokenizer(kind(name))
     lengths = counting(tokenizer)
