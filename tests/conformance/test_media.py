@@ -26,7 +26,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True,
 # One of each kind of cache; a scale of embeddings, and a multiplier, which transformers applies to given ones too.
 NAMES = (
     "granite4",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama3", "gemma3", "mistral-window", "lfm2")),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3", "mistral-window")),
+    *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("llama3", "lfm2")),
 )
 WIDTH = 64
 # With windows alone, little is held.

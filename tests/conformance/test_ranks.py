@@ -11,7 +11,7 @@ import pytest
 from quire import LLM
 from quire.errors import ConfigError
 from tests.conformance.checkpoints import EOS_TOKEN_ID, generate_with_transformers, ragged_prompts, save_checkpoint
-from tests.conformance.conftest import NAMES, Reference
+from tests.conformance.conftest import NAMES, Reference, slow_or_exhaustive
 from tests.conformance.test_draft_model import noisy_copy, with_model
 from tests.conformance.test_histories import load, outputs_of
 from tests.distributed.in_threads import native_library
@@ -28,8 +28,7 @@ FIT_IN_CHUNKS = MORE_RANKS_THAN_GROUPS | {
 
 
 # Processes take seconds to start. The default run has two ranks beside one process in `tests/engine/test_ranks.py`.
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=slow_or_exhaustive(name)) for name in NAMES])
 def test_two_ranks_under_every_history(name: str, references: Callable[[str], Reference]) -> None:
     native_library()
     reference = references(name)
