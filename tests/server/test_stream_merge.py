@@ -134,6 +134,30 @@ def test_a_disconnect_closes_every_stream() -> None:
     asyncio.run(scenario())
 
 
+def test_outputs_that_come_with_the_disconnect_are_for_nobody() -> None:
+    async def scenario() -> None:
+        source, has_left = Source(), asyncio.Event()
+        source.items.put_nowait(output("a"))
+        merger = StreamMerger(60)
+        got: list[Delta] = []
+
+        async def receive() -> Any:
+            await has_left.wait()
+            return {"type": "http.disconnect"}
+
+        def leave() -> None:
+            assert not merger.has_client_left
+            source.items.put_nowait(output("b"))
+            has_left.set()
+
+        with pytest.raises(ClientGone):
+            await read(merger, [source], receive, got, leave)
+        assert merger.has_client_left
+        assert [item.request_id for _, item in got] == ["a"]
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("is_from_outside", [False, True])
 def test_an_error_comes_after_the_outputs_before_it(is_from_outside: bool) -> None:
     async def scenario() -> None:

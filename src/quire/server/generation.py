@@ -317,6 +317,8 @@ async def _events(
                 if rest is not None:
                     async with aclosing(further_pieces(rest, state.writing)) as pieces:
                         async for piece in pieces:
+                            if tracked.merger.has_client_left:
+                                return
                             yield piece
                             has_begun = True
         for chunk in reply.last_chunks(count):

@@ -52,6 +52,11 @@ class StreamMerger:
         """True while the reader of `deltas` waits, and nothing has happened yet that ends its wait."""
         return self._is_reader_waiting and not self._has_happened.is_set()
 
+    @property
+    def has_client_left(self) -> bool:
+        """True once the connection was closed: what is still being written is for nobody."""
+        return isinstance(self._error, ClientGone)
+
     def touch(self) -> None:
         """Note that the client was sent something that did not come from `deltas`."""
         self._happened_s = asyncio.get_running_loop().time()
@@ -92,6 +97,8 @@ class StreamMerger:
                 deltas, self._pending = list(self._pending.items()), {}
                 error, is_over = self._error, self._num_ended == len(streams)
                 is_idle, self._is_idle = self._is_idle, False
+                if error is not None and self.has_client_left:
+                    raise error
                 if deltas or (is_idle and not is_over and error is None):
                     yield deltas
                 if error is not None:
