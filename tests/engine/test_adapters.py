@@ -105,7 +105,8 @@ def test_ranks_load_and_unload_adapters_as_one_process_does(world: World, tmp_pa
         return found
 
     native_library()
-    with world.load("one", max_cpu_loras=3) as one, world.load("one", max_cpu_loras=3, tensor_parallel_size=2) as two:
+    options: dict[str, Any] = {"max_cpu_loras": 3, "pin_limit": 0.2}
+    with world.load("one", **options) as one, world.load("one", **options, tensor_parallel_size=2) as two:
         vars(two.engine.scheduler)["_digest_interval"] = 1
         assert serve(two) == serve(one)
         assert two.pin_prefix("p", {"prompt_token_ids": PROMPT}, lora_request=LoRARequest("two")) == 40
