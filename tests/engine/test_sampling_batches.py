@@ -188,8 +188,10 @@ def test_a_defect_of_the_sampler_ends_the_requests_that_show_it(
     assert busy.usage().used == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 104))
+@pytest.mark.parametrize(
+    "seed",
+    [pytest.param(seed, marks=pytest.mark.slow if seed == 100 else pytest.mark.exhaustive) for seed in range(100, 104)],
+)
 def test_any_parameters_in_any_company_at_length(quiet: LLM, busy: LLM, seed: int) -> None:
     random = Random(seed)
     for _ in range(20):

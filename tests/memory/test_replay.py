@@ -247,7 +247,9 @@ def test_a_broken_invariant_is_named(sound: list[str], monkeypatch: pytest.Monke
     assert (fault.line, fault.detail[:13]) == (idx + 1, "invariant M1:")
 
 
-@pytest.mark.parametrize("step", [37, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "step", [37, pytest.param(7, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.exhaustive)]
+)
 def test_a_last_line_that_is_cut_off_is_not_run(sound: list[str], step: int) -> None:
     text = "".join(sound)
     whole = play(text)
