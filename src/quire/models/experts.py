@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -14,8 +13,11 @@ from quire.models.blocks import GatedMLPBlock
 from quire.models.norms import Norm
 from quire.models.projections import Projection, ResidualAdd
 from quire.models.weight_slots import WeightSlot, WeightSlots, nested
+from quire.ops.adapted_experts import ExpertAdapters, ExpertPairs, group_pairs
+from quire.ops.adapted_linear import StepAdapters
 from quire.ops.fused_layers import FusedExperts, FusesExperts, RoutedExperts
 from quire.ops.interface import Activation, Linear, Ops
+from quire.ops.lora import LoraRows
 from quire.ops.quantized_weight import StoredWeight
 
 
@@ -123,26 +125,39 @@ class ExpertsBlock:
         experts, routed = self._experts, x if routed is None else routed
         if self._router_norm is not None:
             routed = self._router_norm(routed)
-        if self.fused is not None and not self._is_adapted:
+        adapted = self._gate_up.adapted_rows(len(x)) or self._down.adapted_rows(len(x))
+        if self.fused is not None and adapted is None and not self._is_adapted:
             return self.fused(x, routed, start)
         chosen, scores = choose(self._router.run(routed), experts, self._choice_bias, self._expert_scales)
         # In float32 and always in the order of the experts: a row gets the same, whatever rows are beside it.
         total = self._begin(x, start)
-        order = chosen.flatten().argsort(stable=True)
-        rows, weights = order // experts.num_chosen, scores.flatten()[order][:, None]
+        pairs = group_pairs(chosen, experts.bounds, experts.num_experts, adapted)
+        rows, weights = pairs.places // experts.num_chosen, scores.flatten()[pairs.places][:, None]
         seen = x[rows]
         if experts.scaled_input:
             seen.mul_(weights)
-        counts = torch.bincount(chosen.flatten(), minlength=experts.num_experts).tolist()
-        for idx, (start_row, end_row) in enumerate(pairwise(accumulate(counts, initial=0))):
-            if start_row == end_row or not self._first <= idx < self._end:
-                continue
-            local_idx = idx - self._first
-            given = self._down.runs[local_idx](self._gate_up.runs[local_idx](seen[start_row:end_row])).float()
+        for span, product in self._products(seen, pairs):
+            given = product.float()
             if not experts.scaled_input:
-                given.mul_(weights[start_row:end_row])
-            total.index_add_(0, rows[start_row:end_row], given)
+                given.mul_(weights[span])
+            total.index_add_(0, rows[span], given)
         return total.to(x.dtype)
+
+    def _products(self, seen: Tensor, pairs: ExpertPairs) -> Iterator[tuple[slice, Tensor]]:
+        """Yield what experts make of the pairs that go through them, with the range of these.
+
+        What adapters add is computed for all experts together, before the products of each.
+        """
+        gate_up, down = self._gate_up, self._down
+        if pairs.adapted is None:
+            for idx, span in pairs.spans:
+                yield span, down.runs[idx](gate_up.runs[idx](seen[span]))
+            return
+        added = gate_up.added(seen, pairs.adapted)
+        inner = torch.cat([gate_up.runs[idx](seen[span], None if added is None else added[span]) for idx, span in pairs.spans])
+        added = down.added(inner, pairs.adapted)
+        for idx, span in pairs.spans:
+            yield span, down.runs[idx](inner[span], None if added is None else added[span])
 
     @property
     def _is_adapted(self) -> bool:
@@ -232,7 +247,7 @@ class ExpertProjections:
         slots: "bias", if there is one, which is filled before "weight".
     """
 
-    __slots__ = ("_biases", "_is_transposed", "_order", "_pack", "_shape", "runs", "slots")
+    __slots__ = ("_adapters", "_biases", "_bounds", "_is_transposed", "_order", "_pack", "_shape", "runs", "slots")
 
     runs: list[Linear]
 
@@ -241,7 +256,7 @@ class ExpertProjections:
     ) -> None:
         self._pack = partial(ops.pack_linear, gate=gate)
         self._is_transposed = experts.transposed
-        num_experts = experts.num_local
+        num_experts, self._bounds = experts.num_local, experts.bounds
         self._shape = num_experts, out_width, in_width
         shape: tuple[int, ...] = (num_experts * out_width, in_width)
         if experts.transposed:
@@ -251,11 +266,25 @@ class ExpertProjections:
         if gate is not None and experts.interleaved:
             self._order = torch.arange(out_width).view(-1, 2).T.flatten()
         self._biases: Sequence[Tensor | None] = [None] * num_experts
+        self._adapters: ExpertAdapters | None = None
         self.slots: WeightSlots = {}
         if experts.bias:
             self.slots["bias"] = WeightSlot((num_experts * out_width,), self._fill_biases)
         fill_stored = None if experts.transposed else self._fill_stored
-        self.slots["weight"] = WeightSlot(shape, self._fill, fill_stored)
+        self.slots["weight"] = WeightSlot(shape, self._fill, fill_stored, experts=self)
+
+    def adapt(self, ops: Ops, step: StepAdapters) -> ExpertAdapters:
+        """Let the layers take adapters, of which there are none yet."""
+        self._adapters = ExpertAdapters(ops.make_lora(self._shape[1]), self._bounds, step)
+        return self._adapters
+
+    def adapted_rows(self, num_rows: int) -> LoraRows | None:
+        """Return the rows, of so many of the present step, to which adapters may add; None for no such row."""
+        return None if self._adapters is None else self._adapters.rows(num_rows)
+
+    def added(self, x: Tensor, pairs: LoraRows) -> Tensor | None:
+        """Return what adapters add to the products of `x` [P, in], [P, out]; None where that is nothing."""
+        return None if self._adapters is None else self._adapters(x, pairs)
 
     def _fill_biases(self, tensor: Tensor) -> None:
         biases = tensor.view(self._shape[:2])

@@ -11,6 +11,7 @@ from quire.config import Quantization
 from quire.distributed.pipeline import PipelineGroup
 from quire.distributed.rank_group import RankGroup
 from quire.errors import ConfigError
+from quire.models.adapters.expert_layers import ExpertLayers
 from quire.models.adapters.merging import read_merged
 from quire.models.adapters.slots import AdapterSlots
 from quire.models.checkpoint import Checkpoint
@@ -81,6 +82,7 @@ def load_decoder(
     splits = None
     if isinstance(ranks, PipelineGroup):
         return _load_stage(checkpoint, spec, weight_map, ops, dtype, torch_device, ranks)
+    experts = ExpertLayers(spec, weight_map)
     if ranks is not None:
         share = share_of(ranks)
         splits, spec = splits_of(spec, share), shard_spec(spec, share)
@@ -88,7 +90,7 @@ def load_decoder(
     merged = None
     if adapter is not None:
         slots, row_count = decoder.weights.slots, _row_counter(checkpoint)
-        merged = read_merged(adapter, checkpoint, slots, weight_map, row_count, max_lora_rank, splits)
+        merged = read_merged(adapter, checkpoint, slots, weight_map, row_count, experts, max_lora_rank, splits)
         decoder.merged_adapter = merged.digest
     load_weights(checkpoint, weight_map, decoder, splits, merged)
     return decoder
@@ -154,7 +156,8 @@ def make_adapter_slots(
     """
     spec, weight_map = build(without_quantization(checkpoint.config))
     splits = None if ranks is None else splits_of(spec, share_of(ranks))
-    return AdapterSlots(decoder, weight_map, _row_counter(checkpoint), max_rank, splits)
+    experts = ExpertLayers(spec, weight_map)
+    return AdapterSlots(decoder, weight_map, _row_counter(checkpoint), max_rank, experts, splits)
 
 
 def _row_counter(checkpoint: Checkpoint) -> Callable[[str], int]:

@@ -135,6 +135,8 @@ class Experts:
         logit_scale: factor of the router's logits.
         bias: whether the router and the projections of experts add a learned bias.
         interleaved: gate and up alternate in what is stored of an expert's first projection.
+        parameters: layout of an expert in the parameters that transformers has of all, whatever the checkpoint has:
+            "rows" [out, in], "columns" [in, out], or "alternating" [in, out], where gate and up take turns.
         local: first expert that this rank computes, and the one after the last; None for all.
 
     Source: sparsely gated experts, arXiv 1701.06538.
@@ -158,6 +160,7 @@ class Experts:
     logit_scale: float = 1.0
     bias: bool = False
     interleaved: bool = False
+    parameters: Literal["rows", "columns", "alternating"] = "rows"
     local: tuple[int, int] | None = None
 
     @property

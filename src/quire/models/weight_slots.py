@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from quire.errors import CheckpointError
-from quire.ops.interface import Linear
+from quire.ops.adapted_experts import ExpertAdapters
+from quire.ops.adapted_linear import StepAdapters
+from quire.ops.interface import Linear, Ops
 from quire.ops.quantized_weight import StoredWeight
 
 
@@ -18,6 +20,12 @@ class TakesAdapters(Protocol):
 
     run: Linear
     slots: WeightSlots
+
+
+class TakesExpertAdapters(Protocol):
+    """The same linear layer of all experts of a layer; see `quire.models.experts.ExpertProjections`."""
+
+    def adapt(self, ops: Ops, step: StepAdapters) -> ExpertAdapters: ...
 
 
 class AdaptedRows(NamedTuple):
@@ -41,6 +49,7 @@ class WeightSlot(NamedTuple):
         fill_stored: the same for a weight that is stored quantised; None where a tensor is needed.
         dtype: dtype of the tensor; None for the model's.
         adapted: linear layers that the weight becomes; empty where none takes adapters.
+        experts: layers of experts that the weight becomes; None where it becomes none.
     """
 
     shape: tuple[int, ...]
@@ -48,6 +57,7 @@ class WeightSlot(NamedTuple):
     fill_stored: Callable[[StoredWeight], object] | None = None
     dtype: torch.dtype | None = None
     adapted: tuple[AdaptedRows, ...] = ()
+    experts: TakesExpertAdapters | None = None
 
 
 # Name of a weight within its block -> where it goes.

@@ -60,12 +60,19 @@ class LoraRows:
     __slots__ = ("call", "num_rows", "rows", "slots", "starts")
 
     def __init__(self, num_rows: int, by_slot: dict[int, list[int]]) -> None:
-        self.num_rows = num_rows
-        self.slots = array("q", by_slot)
-        self.starts = array("q", accumulate(map(len, by_slot.values()), initial=0))
-        self.rows = array("q", (row for rows in by_slot.values() for row in rows))
-        addresses = (part.buffer_info()[0] for part in (self.slots, self.starts, self.rows))
-        self.call = array("q", (len(by_slot), *addresses))
+        starts = array("q", accumulate(map(len, by_slot.values()), initial=0))
+        self._set(num_rows, array("q", by_slot), starts, array("q", (row for rows in by_slot.values() for row in rows)))
+
+    def _set(self, num_rows: int, slots: array[int], starts: array[int], rows: array[int]) -> None:
+        self.num_rows, self.slots, self.starts, self.rows = num_rows, slots, starts, rows
+        self.call = array("q", (len(slots), *(part.buffer_info()[0] for part in (slots, starts, rows))))
+
+    @classmethod
+    def of_groups(cls, num_rows: int, slots: array[int], starts: array[int], rows: array[int]) -> LoraRows:
+        """Return rows that are grouped already; for the arguments, see the attributes."""
+        made = cls.__new__(cls)
+        made._set(num_rows, slots, starts, rows)
+        return made
 
     @classmethod
     def of(cls, slots: Iterable[int | None], counts: Sequence[int]) -> LoraRows | None:

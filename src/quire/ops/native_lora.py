@@ -79,8 +79,9 @@ class NativeLoraLayer:
         self._packed.pop(slot, None)
         if packed is not None:
             self._packed[slot] = packed
-        known = (self._packed.get(each) for each in range(max(self._packed, default=-1) + 1))
-        self._weights = array("q", (0 if each is None else each.call.buffer_info()[0] for each in known))
+        # In place: the experts of a layer have many slots, which are set one after the other.
+        self._weights.extend([0] * (slot + 1 - len(self._weights)))
+        self._weights[slot] = 0 if packed is None else packed.call.buffer_info()[0]
         self._table[0], self._table[1] = self._weights.buffer_info()
 
     def as_call(self, linear: LinearCall, step: StepAdapters) -> LinearCall:

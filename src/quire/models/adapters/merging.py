@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from quire.errors import CheckpointError, ConfigError, shown
-from quire.models.adapters.peft_folder import Matrices, ModuleShape, PeftAdapter, module_key, read_peft
+from quire.models.adapters.expert_layers import ExpertLayers, ExpertSource
+from quire.models.adapters.names import module_key
+from quire.models.adapters.peft_folder import ModuleShape, PeftAdapter, read_peft
 from quire.models.adapters.slots import HEAD
 from quire.models.checkpoint import Checkpoint
 from quire.models.quantization_config import read_quantization_config
@@ -27,32 +29,39 @@ class MergedAdapter:
 
     Args:
         adapter: the adapter that was read.
+        experts: the weights of single experts, by their names in the checkpoint.
         folder: folder of the adapter, for messages.
 
     Attributes:
         digest: digest of what the adapter computes.
     """
 
-    def __init__(self, adapter: PeftAdapter, folder: Path) -> None:
-        self.digest = adapter.digest
-        self._matrices: dict[str, Matrices] = adapter.matrices
-        self._folder = folder
+    def __init__(self, adapter: PeftAdapter, experts: Mapping[str, ExpertSource], folder: Path) -> None:
+        self.digest, self._matrices, self._of_experts = adapter
+        self._experts, self._folder = experts, folder
 
     def add_to(self, name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a weight of the family with what the adapter adds to it; itself where that is nothing.
 
         Args:
             name: name of the weight in the checkpoint.
-            weight: [out, in], as it is stored.
+            weight: [out, in], as it is stored; of all experts of a layer, [X * out, in] or [X, in, out].
             dtype: dtype of the model.
 
         Raises:
             CheckpointError: a sum is no finite number of the dtype.
         """
-        found = self._matrices.get(module_key(name.removesuffix(WEIGHT))) if name.endswith(WEIGHT) else None
-        if found is None:
+        if name in self._experts:
+            source = self._experts[name]
+            of_experts = self._of_experts.get(source.layer.weight, {})
+            merged = source.merged(weight, of_experts, dtype)
+        else:
+            found = self._matrices.get(module_key(name.removesuffix(WEIGHT))) if name.endswith(WEIGHT) else None
+            if found is None:
+                return weight
+            merged = (weight.float() + found.scale * (found.b.float() @ found.a.float())).to(dtype)
+        if merged is None:
             return weight
-        merged = (weight.float() + found.scale * (found.b.float() @ found.a.float())).to(dtype)
         if not bool(merged.isfinite().all()):
             raise CheckpointError(
                 f"the adapter {self._folder} gives {shown(name)} values that {dtype} cannot represent",
@@ -67,6 +76,7 @@ def read_merged(
     slots: WeightSlots,
     weight_map: WeightMap,
     row_count: Callable[[str], int],
+    experts: ExpertLayers,
     max_rank: int,
     splits: Mapping[str, Split] | None = None,
 ) -> MergedAdapter:
@@ -78,6 +88,7 @@ def read_merged(
         slots: slots of the model's weights.
         weight_map: parameter name -> names of the family's tensors.
         row_count: function that returns the number of rows of a tensor of the family, given its name.
+        experts: layers of single experts of the whole model.
         max_rank: largest rank that is accepted.
         splits: parts of weights that the slots take; None where all are whole.
 
@@ -92,7 +103,8 @@ def read_merged(
             "adapter beside the model, with enable_lora in place of merge_lora",
             field="merge_lora",
         )
-    return MergedAdapter(read_peft(folder, _shapes(slots, weight_map, row_count, splits or {}), max_rank), folder)
+    adapter = read_peft(folder, _shapes(slots, weight_map, row_count, splits or {}), experts, max_rank)
+    return MergedAdapter(adapter, experts.sources(weight_map), folder)
 
 
 def _stored_method(checkpoint: Checkpoint) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from quire.bounded.patterns import match_names
@@ -20,7 +20,6 @@ REFUSED: Final[Mapping[str, str]] = {
     "layer_replication": "the layers of the model are not repeated",
     "alora_invocation_tokens": "an adapter is for all tokens of a request",
     "trainable_token_indices": "embeddings take no adapters",
-    "target_parameters": "adapters are for linear layers, not for parameters such as stacked experts",
     "fan_in_fan_out": "weights are stored [out, in]",
     "use_qalora": "inputs are not pooled in groups",
     "use_bdlora": "matrices are whole, not block-diagonal",
@@ -34,12 +33,15 @@ IGNORED: Final = frozenset(
         *("eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "ensure_weight_tying"),
         *("exclude_modules", "layers_to_transform", "layers_pattern"),
         *("r", "lora_alpha", "target_modules", "bias", "use_rslora", "init_lora_weights"),
-        *("rank_pattern", "alpha_pattern"),
+        *("rank_pattern", "alpha_pattern", "target_parameters"),
     }
 )
 # Initial values that leave the weights of the model as they are; others (PiSSA, OLoRA, CorDA, LoftQ) change them.
 PLAIN_INITS: Final = (True, False, None, "gaussian", "eva", "orthogonal")
+# In place of names, all linear layers.
+ALL: Final = "all-linear"
 _LITERAL = re.compile(r"[A-Za-z0-9_.-]+")
+_VERSION = re.compile(r"([0-9]{1,4})\.([0-9]{1,4})(?:\.([0-9]{1,4}))?")
 
 
 class ModuleScale(NamedTuple):
@@ -79,59 +81,97 @@ class PeftConfig:
         self._check("use_rslora", isinstance(self._is_rank_stabilised, bool), "true or false")
         self._ranks = self._pattern("rank_pattern", self._whole)
         self._alphas = self._pattern("alpha_pattern", self._number)
+        self._parameters = self._read_parameters()
         self._targets = values.get("target_modules")
+        if self._targets is None and self._parameters:
+            self._targets = []
         is_names = isinstance(self._targets, list) and all(isinstance(each, str) for each in self._targets)
         self._check("target_modules", is_names or isinstance(self._targets, str), "a list of names, or a text")
 
-    def scales(self, modules: Sequence[str]) -> dict[str, ModuleScale]:
+    @property
+    def version(self) -> tuple[int, ...] | None:
+        """Version of PEFT that wrote the adapter; None for none that was released, or where the file does not say."""
+        stated = self._values.get("peft_version")
+        match = _VERSION.fullmatch(stated) if isinstance(stated, str) else None
+        return None if match is None else tuple(int(part or 0) for part in match.groups())
+
+    def scales(self, modules: Sequence[str], parameters: Mapping[str, str] | None = None) -> dict[str, ModuleScale]:
         """Return rank and scale in each of the modules that the adapter has tensors for.
 
+        Args:
+            modules: names of modules, as the adapter's tensors have them.
+            parameters: name of the parameter that the adapter is for, by module, where that is no linear layer.
+
         Raises:
-            CheckpointError: a module is not among `target_modules`, or a pattern cannot be matched.
+            CheckpointError: neither `target_modules` nor `target_parameters` names a module, or a pattern cannot be
+                matched.
         """
-        is_target = self._matcher("target_modules", modules)
+        targets = self._named(modules, parameters or {})
+        names = list(targets.values())
+        rank_of = self._reader("rank_pattern", self._ranks, self._rank, names)
+        alpha_of = self._reader("alpha_pattern", self._alphas, self._alpha, names)
+        return {module: self._scale(rank_of(name), alpha_of(name)) for module, name in targets.items()}
+
+    def _named(self, modules: Sequence[str], parameters: Mapping[str, str]) -> dict[str, str]:
+        """Return the name by which PEFT finds the rank of each module: its own, or that of its parameter."""
+        assert self._targets is not None
+        keys_of = self._matcher("target_modules", self._targets, modules)
+        targets: dict[str, str] = {}
         for module in modules:
-            if not is_target(self._targets, module):
+            is_module, parameter = module not in parameters, parameters.get(module, f"{module}.weight")
+            if is_module and keys_of(module):
+                targets[module] = module
+            elif any(ending in self._parameters for ending in _endings(parameter)):
+                targets[module] = parameter
+            else:
+                what = f"module {shown(module)}" if is_module else f"parameter {shown(parameter)}"
+                field = "target_modules" if is_module else "target_parameters"
                 raise CheckpointError(
-                    f"{self._place}: the adapter has tensors for the module {shown(module)}, which target_modules does "
-                    "not name",
-                    field="target_modules",
+                    f"{self._place}: the adapter has tensors for the {what}, which {field} does not name", field=field
                 )
-        ranks, alphas = (self._matcher(name, modules) for name in ("rank_pattern", "alpha_pattern"))
-        return {
-            module: self._scale(
-                next((rank for key, rank in self._ranks.items() if ranks(key, module)), self._rank),
-                next((alpha for key, alpha in self._alphas.items() if alphas(key, module)), self._alpha),
-            )
-            for module in modules
-        }
+        return targets
+
+    def _reader(self, field: str, values: dict[str, Any], default: Any, names: Sequence[str]) -> Callable[[str], Any]:
+        """Return a function from a name to the value of the first key that names it."""
+        keys_of = self._matcher(field, values, names)
+        order = {key: idx for idx, key in enumerate(values)}
+
+        def value_of(name: str) -> Any:
+            first = min(keys_of(name), key=order.__getitem__, default=None)
+            return default if first is None else values[first]
+
+        return value_of
+
+    def _read_parameters(self) -> frozenset[str]:
+        names = self._values.get("target_parameters") or []
+        is_names = isinstance(names, list) and all(isinstance(each, str) for each in names)
+        self._check("target_parameters", is_names, "a list of names")
+        return frozenset(names)
 
     def _scale(self, rank: int, alpha: float) -> ModuleScale:
         return ModuleScale(rank, alpha / (math.sqrt(rank) if self._is_rank_stabilised else rank))
 
-    def _matcher(self, field: str, modules: Sequence[str]) -> Callable[[Any, str], bool]:
-        """Return a function that says whether a key, or a list of them, names a module: its last parts, or by pattern.
+    def _matcher(self, field: str, keys: str | Collection[str], names: Sequence[str]) -> Callable[[str], list[str]]:
+        """Return a function from one of the names to the keys that name it: its last parts, or by pattern.
 
-        A text of `target_modules` is a pattern of the whole name.
+        A text in place of keys is a pattern of the whole name, or "all-linear".
         """
-        value = self._values.get(field)
-        if field == "target_modules" and isinstance(value, str):
-            patterns = {} if value == "all-linear" else {value: rf"(?:{value})\Z"}
+        if isinstance(keys, str):
+            patterns = {} if keys == ALL else {keys: rf"(?:{keys})\Z"}
         else:
-            patterns = {key: rf"(?:.*\.)?(?:{key})\Z" for key in value or () if not _LITERAL.fullmatch(key)}
+            patterns = {key: rf"(?:.*\.)?(?:{key})\Z" for key in keys if not _LITERAL.fullmatch(key)}
         try:
-            matches = match_names(patterns.values(), modules)
+            matches = match_names(patterns.values(), names)
         except ValueError as error:
             raise CheckpointError(f"{self._place}: {field}: {error}", field=field) from error
+        # Sets, since an adapter of experts may have many thousands of either.
+        literals = frozenset() if isinstance(keys, str) else frozenset(keys) - patterns.keys()
 
-        def is_named(key: Any, module: str) -> bool:
-            if isinstance(key, list):
-                return any(is_named(each, module) for each in key)
-            if key in patterns:
-                return module in matches[patterns[key]]
-            return key == "all-linear" or module == key or module.endswith(f".{key}")
+        def keys_of(name: str) -> list[str]:
+            found = [key for key, pattern in patterns.items() if name in matches[pattern]]
+            return [ALL] if keys == ALL else found + [ending for ending in _endings(name) if ending in literals]
 
-        return is_named
+        return keys_of
 
     def _pattern(self, field: str, read: Callable[[str, Any], Any]) -> dict[str, Any]:
         value = self._values.get(field) or {}
@@ -157,3 +197,11 @@ class PeftConfig:
         raise CheckpointError(
             f"{self._place}: {shown(field)} is not supported, got {shown(self._values[field])}: {why}", field=field
         )
+
+
+def _endings(name: str) -> Iterator[str]:
+    """Yield a dotted name, then what is behind each of its dots."""
+    yield name
+    while "." in name:
+        name = name.partition(".")[2]
+        yield name

@@ -16,16 +16,26 @@ from torch import Tensor
 
 from quire.bounded.files import read_file
 from quire.errors import CheckpointError, shown
+from quire.models.adapters.expert_layers import (
+    AdaptedExperts,
+    ExpertLayer,
+    ExpertLayers,
+    ExpertMatrices,
+    LinearPlace,
+    is_first_of_inputs,
+    parameter_name,
+    split_by_expert,
+)
+from quire.models.adapters.names import module_key
 from quire.models.adapters.peft_config import CONFIG_FILE, PeftConfig
 from quire.models.checkpoint import read_object
 
 TENSORS_FILE: Final = "adapter_model.safetensors"
 DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
-# The header of a file, which is read besides its matrices.
+# The header of a file, which is read besides its matrices; and of an adapter of single experts, for each of these.
 MAX_HEADER_BYTES: Final = 8 << 20
+HEADER_BYTES_OF_EXPERT: Final = 1 << 10
 _MATRIX = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<which>[AB])(?:\.default)?\.weight")
-# Parts of names that say where in a model of several parts the language model lies.
-_OUTER = frozenset({"base_model", "model", "language_model"})
 
 
 class ModuleShape(NamedTuple):
@@ -55,25 +65,26 @@ class PeftAdapter(NamedTuple):
     Args:
         digest: digest of all that it computes.
         matrices: matrices by the name of the module, as `module_key` returns it.
+        experts: matrices of single experts.
     """
 
     digest: str
     matrices: dict[str, Matrices]
+    experts: AdaptedExperts
 
 
-def module_key(name: str) -> str:
-    """Return a module's name within the language model: checkpoints and models in memory differ in what is before."""
-    parts = name.split(".")
-    start = next((idx for idx, part in enumerate(parts) if part not in _OUTER), 0)
-    return ".".join(parts[start:])
+# What the two matrices of a name are for: a linear layer, one of an expert, or one of all experts.
+_Target = ModuleShape | LinearPlace | ExpertLayer
+_Pair = tuple[Tensor, Tensor]
 
 
-def read_peft(folder: Path, shapes: Mapping[str, ModuleShape], max_rank: int) -> PeftAdapter:
+def read_peft(folder: Path, shapes: Mapping[str, ModuleShape], experts: ExpertLayers, max_rank: int) -> PeftAdapter:
     """Read an adapter.
 
     Args:
         folder: folder of the two files.
         shapes: widths of the modules that take adapters, by `module_key`.
+        experts: layers of single experts.
         max_rank: largest rank that is accepted.
 
     Raises:
@@ -84,13 +95,19 @@ def read_peft(folder: Path, shapes: Mapping[str, ModuleShape], max_rank: int) ->
         raise CheckpointError(f"the adapter {folder} is no folder; one with {CONFIG_FILE} and {TENSORS_FILE} is needed")
     config = PeftConfig(read_object(folder / CONFIG_FILE), folder / CONFIG_FILE)
     path = folder / TENSORS_FILE
-    pairs = _pairs(path, _tensors(path, shapes, max_rank), shapes)
-    scales = config.scales(list(pairs))
+    pairs = _pairs(path, _tensors(path, shapes, experts, max_rank))
+    targets = {module: _target(path, module, pair, shapes, experts) for module, pair in pairs.items()}
+    parameters = {
+        module: parameter_name(module, target) for module, target in targets.items() if isinstance(target, ExpertLayer)
+    }
+    scales = config.scales(list(pairs), parameters)
     matrices: dict[str, Matrices] = {}
+    of_experts: AdaptedExperts = {}
     digest = blake2b(digest_size=16)
     for module, (a, b) in sorted(pairs.items()):
         rank, scale = scales[module]
-        _check_shapes(path, module, a, b, shapes[module_key(module)], rank)
+        target, key = targets[module], module_key(module)
+        is_straight = _check(path, module, (a, b), target, rank, config.version)
         if rank > max_rank:
             raise CheckpointError(
                 f"{path}: the adapter has rank {rank} in {shown(module)}, above max_lora_rank, which is {max_rank}",
@@ -99,18 +116,30 @@ def read_peft(folder: Path, shapes: Mapping[str, ModuleShape], max_rank: int) ->
         for name, tensor in (("A", a), ("B", b)):
             if not bool(tensor.isfinite().all()):
                 raise CheckpointError(f"{path}: lora_{name} of {shown(module)} holds values that are no finite numbers")
-            digest.update(repr((module_key(module), name, tensor.dtype, tuple(tensor.shape), scale)).encode())
+            identity = (target.weight, is_straight) if isinstance(target, ExpertLayer) else key
+            digest.update(repr((identity, name, tensor.dtype, tuple(tensor.shape), scale)).encode())
             whole = tensor.contiguous()
             digest.update((ctypes.c_char * whole.nbytes).from_address(whole.data_ptr()))
-        if module_key(module) in matrices:
+        is_new = True
+        if isinstance(target, ExpertLayer):
+            split = split_by_expert(target, a, b, scale, is_straight=is_straight)
+            is_new = all([_add(of_experts, target, idx, each) for idx, each in split.items()])
+        elif isinstance(target, LinearPlace):
+            is_new = _add(of_experts, target.layer, target.expert, ExpertMatrices(target.first_row, a, b, scale))
+        else:
+            is_new = key not in matrices
+            matrices[key] = Matrices(a, b, scale)
+        if not is_new:
             raise CheckpointError(f"{path} has two adapters for the module {shown(module)}")
-        matrices[module_key(module)] = Matrices(a, b, scale)
-    return PeftAdapter(digest.hexdigest(), matrices)
+    return PeftAdapter(digest.hexdigest(), matrices, of_experts)
 
 
-def _tensors(path: Path, shapes: Mapping[str, ModuleShape], max_rank: int) -> dict[str, Tensor]:
+def _tensors(
+    path: Path, shapes: Mapping[str, ModuleShape], experts: ExpertLayers, max_rank: int
+) -> dict[str, Tensor]:
     """Return the tensors of a file, which is no longer than the largest adapter of the model."""
-    most = 4 * max_rank * sum(each.in_width + each.out_width for each in shapes.values()) + MAX_HEADER_BYTES
+    values = sum(each.in_width + each.out_width for each in shapes.values()) + experts.num_values_per_rank
+    most = 4 * max_rank * values + MAX_HEADER_BYTES + HEADER_BYTES_OF_EXPERT * experts.num_linears
     try:
         return load(read_file(path, most))
     except FileNotFoundError:
@@ -123,13 +152,11 @@ def _tensors(path: Path, shapes: Mapping[str, ModuleShape], max_rank: int) -> di
         raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
 
 
-def _pairs(
-    path: Path, tensors: Mapping[str, Tensor], shapes: Mapping[str, ModuleShape]
-) -> dict[str, tuple[Tensor, Tensor]]:
+def _pairs(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, _Pair]:
     """Return the two matrices of each module, by the module's name in the file.
 
     Raises:
-        CheckpointError: a tensor is no such matrix, or is for something that takes no adapter.
+        CheckpointError: a tensor is no such matrix.
     """
     found: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
@@ -137,12 +164,6 @@ def _pairs(
         if match is None:
             raise CheckpointError(
                 f"{path} holds tensor {shown(name)}, which is not lora_A.weight or lora_B.weight of a module"
-            )
-        if module_key(match["module"]) not in shapes:
-            raise CheckpointError(
-                f"{path} has an adapter for {shown(match['module'])}, which is no linear layer of the model's layers "
-                "that takes adapters (embeddings, the output head and single experts take none)",
-                field="target_modules",
             )
         if tensor.dtype not in DTYPES:
             raise CheckpointError(f"{path} holds tensor {shown(name)} as {tensor.dtype}; use float32 or 16 bits")
@@ -155,9 +176,71 @@ def _pairs(
     return {module: (pair["A"], pair["B"]) for module, pair in found.items()}
 
 
-def _check_shapes(path: Path, module: str, a: Tensor, b: Tensor, shape: ModuleShape, rank: int) -> None:
-    for name, tensor, wanted in (("A", a, (rank, shape.in_width)), ("B", b, (shape.out_width, rank))):
+def _target(
+    path: Path, module: str, pair: _Pair, shapes: Mapping[str, ModuleShape], experts: ExpertLayers
+) -> _Target:
+    """Return what the two matrices of a module are for.
+
+    Raises:
+        CheckpointError: the module takes no adapter, or the matrices fit none of the parameters of all experts.
+    """
+    key = module_key(module)
+    linear = shapes.get(key) or experts.linear(key)
+    if linear is not None:
+        return linear
+    of_all = experts.parameters(key)
+    if not of_all:
+        raise CheckpointError(
+            f"{path} has an adapter for {shown(module)}, which is no linear layer of the model's layers, or of an "
+            "expert, that takes adapters (embeddings and the output head take none)",
+            field="target_modules",
+        )
+    a, b = pair
+    # The widths of a layer's parameters differ, whatever wrapper is around the other.
+    widths = {a.shape[-1], b.shape[0]} if a.dim() == b.dim() == 2 else set()
+    for layer in of_all:
+        if widths == {layer.in_width, layer.out_width}:
+            return layer
+    wanted = " or ".join(f"{each.in_width} and {each.out_width} ({each.parameter})" for each in of_all)
+    raise CheckpointError(
+        f"{path}: lora_A and lora_B of {shown(module)} must have the widths {wanted}, got the shapes {list(a.shape)} "
+        f"and {list(b.shape)}",
+        field="target_parameters",
+    )
+
+
+def _check(
+    path: Path, module: str, pair: _Pair, target: _Target, rank: int, version: tuple[int, ...] | None
+) -> bool:
+    """Check the shapes of two matrices, and return whether the first of them multiplies the layer's inputs."""
+    a, b = pair
+    is_straight: bool | None = True
+    num_ranks, in_width, out_width = rank, a.shape[-1], b.shape[0]
+    if isinstance(target, ExpertLayer):
+        num_ranks = rank * target.num_experts
+        is_straight = is_first_of_inputs(target, in_width, version)
+    elif isinstance(target, LinearPlace):
+        in_width, out_width = target.layer.in_width, target.num_rows
+    else:
+        in_width, out_width = target
+    for name, tensor, wanted in (("A", a, (num_ranks, in_width)), ("B", b, (out_width, num_ranks))):
         if tuple(tensor.shape) != wanted:
             raise CheckpointError(
                 f"{path}: lora_{name} of {shown(module)} must be of shape {list(wanted)}, got {list(tensor.shape)}"
             )
+    if is_straight is None:
+        raise CheckpointError(
+            f"{path}: peft_version must say which of the matrices of {shown(module)} multiplies the inputs, as both "
+            f"have the width {in_width}: PEFT 0.19.1 and later have another order than before",
+            field="peft_version",
+        )
+    return is_straight
+
+
+def _add(experts: AdaptedExperts, layer: ExpertLayer, expert: int, matrices: ExpertMatrices) -> bool:
+    """Add matrices of some rows of an expert; return whether these rows had none."""
+    known = experts.setdefault(layer.weight, {}).setdefault(expert, [])
+    first, end = matrices.first_row, matrices.first_row + len(matrices.b)
+    is_new = all(end <= each.first_row or each.first_row + len(each.b) <= first for each in known)
+    known.append(matrices)
+    return is_new

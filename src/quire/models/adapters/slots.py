@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 
 from quire.errors import CheckpointError
-from quire.models.adapters.peft_folder import Matrices, ModuleShape, module_key, read_peft
+from quire.models.adapters.expert_layers import DOWN, ExpertLayer, ExpertLayers, ExpertMatrices
+from quire.models.adapters.names import module_key
+from quire.models.adapters.peft_folder import Matrices, ModuleShape, read_peft
 from quire.models.decoder import Decoder
 from quire.models.sharding import Range, Split
 from quire.models.spec import WeightMap
 from quire.models.tensor_reader import WEIGHT
 from quire.models.weight_slots import AdaptedRows
+from quire.ops.adapted_experts import ExpertAdapters
 from quire.ops.adapted_linear import AdaptedLinear
 from quire.ops.lora import LoraPart, LoraWeight
 from quire.ops.weight_memory import WeightMemory
@@ -48,12 +51,28 @@ class Adapter(NamedTuple):
     Args:
         digest: digest of what it computes.
         packed: matrices by the index of their linear layer.
+        experts: matrices of single experts, by the weight of their layer in the decoder, and by expert.
         folder: folder that it was read from.
     """
 
     digest: str
     packed: dict[int, Any]
+    experts: dict[str, dict[int, Any]]
     folder: Path
+
+
+class _AdaptedExperts(NamedTuple):
+    """A layer of all experts in a decoder.
+
+    Args:
+        layer: layer of the whole model.
+        adapters: its adapters.
+        columns: gated columns of each expert that this rank has; None for all.
+    """
+
+    layer: ExpertLayer
+    adapters: ExpertAdapters
+    columns: Range | None
 
 
 class AdapterSlots:
@@ -68,6 +87,7 @@ class AdapterSlots:
         weight_map: parameter name -> names of the family's tensors.
         row_count: function that returns the number of rows of a tensor of the family, given its name.
         max_rank: largest rank of an adapter.
+        experts: layers of single experts of the whole model.
         splits: parts of weights that the decoder has; all others are whole, as all are where this is None.
     """
 
@@ -77,10 +97,13 @@ class AdapterSlots:
         weight_map: WeightMap,
         row_count: Callable[[str], int],
         max_rank: int,
+        experts: ExpertLayers,
         splits: Mapping[str, Split] | None = None,
     ) -> None:
         self._dtype, self._device, self._max_rank = decoder.dtype, decoder.device, max_rank
         self._linears: list[AdaptedLinear] = []
+        self._experts = experts
+        self._adapted_experts = self._adapt_experts(decoder, splits or {})
         self._places: dict[str, list[Place]] = {}
         self._shapes: dict[str, ModuleShape] = {}
         for name, slot in decoder.weights.slots.items():
@@ -100,6 +123,17 @@ class AdapterSlots:
                 start += num_rows
         decoder.fuse_adapted()
 
+    def _adapt_experts(self, decoder: Decoder, splits: Mapping[str, Split]) -> dict[str, _AdaptedExperts]:
+        """Let the layers of single experts take adapters, and return them by the name of their weight."""
+        adapted = {}
+        for name, layer in self._experts.layers.items():
+            taker = decoder.weights.slots[name].experts
+            assert taker is not None, "layers of experts take adapters"
+            down = splits.get(name.replace(".gate_up.", ".down."))
+            columns = down.ranges[0] if down is not None and down.dim == 1 else None
+            adapted[name] = _AdaptedExperts(layer, taker.adapt(decoder.ops, decoder.step_adapters), columns)
+        return adapted
+
     def _wrap(self, decoder: Decoder, adapted: AdaptedRows) -> int:
         """Wrap a linear layer, and return its index."""
         projection = adapted.projection
@@ -114,7 +148,7 @@ class AdapterSlots:
         Raises:
             CheckpointError: see `read_peft`.
         """
-        digest, matrices = read_peft(folder, self._shapes, self._max_rank)
+        digest, matrices, of_experts = read_peft(folder, self._shapes, self._experts, self._max_rank)
         parts: dict[int, list[tuple[Matrices, Place]]] = {}
         for module, each in matrices.items():
             for place in self._places[module]:
@@ -124,7 +158,32 @@ class AdapterSlots:
             idx: self._linears[idx].layer.pack(self._weight(of_linear), memory)
             for idx, of_linear in sorted(parts.items())
         }
-        return Adapter(digest, packed, folder)
+        experts = {name: self._pack_experts(self._adapted_experts[name], of_experts[name], memory) for name in of_experts}
+        return Adapter(digest, packed, experts, folder)
+
+    def _pack_experts(
+        self, adapted: _AdaptedExperts, of_experts: Mapping[int, list[ExpertMatrices]], memory: WeightMemory
+    ) -> dict[int, Any]:
+        """Lay out an adapter of single experts for the kernels, by expert of those of this rank."""
+        layer, adapters, columns = adapted
+        rows = inputs = None
+        if columns is not None and layer.parameter == DOWN:
+            inputs = columns
+        elif columns is not None:
+            gates = torch.arange(*columns)
+            rows = torch.cat([gates, gates + layer.out_width // 2])
+        weights = {
+            idx: self._weight(
+                [
+                    (Matrices(a, b, scale), place)
+                    for first_row, a, b, scale in sorted(parts, key=lambda part: part.first_row)
+                    for place in _places(0, rows, first_row, len(b), inputs)
+                ]
+            )
+            for idx, parts in of_experts.items()
+            if adapters.bounds[0] <= idx < adapters.bounds[1]
+        }
+        return adapters.pack(weights, memory)
 
     def _weight(self, parts: list[tuple[Matrices, Place]]) -> LoraWeight:
         """Return the matrices of a layer, of the dtype of its rows."""
@@ -148,6 +207,8 @@ class AdapterSlots:
         """Set the adapter of a slot, None for none; between two steps."""
         for idx, linear in enumerate(self._linears):
             linear.layer.put(slot, None if adapter is None else adapter.packed.get(idx))
+        for name, adapted in self._adapted_experts.items():
+            adapted.adapters.put(slot, None if adapter is None else adapter.experts.get(name))
 
 
 def _whole_rows(rows: Tensor | None, split: Split | None) -> Tensor | None:

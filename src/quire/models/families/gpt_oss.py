@@ -61,6 +61,7 @@ def gpt_oss(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
         transposed=not (is_linear or is_in_blocks),
         bias=True,
         interleaved=not is_linear,
+        parameters="alternating",
     )
     spec = ModelSpec(
         vocab_size=config.integer("vocab_size"),

@@ -77,6 +77,7 @@ def llama4(config: HFConfig) -> tuple[ModelSpec, WeightMap]:
         shared_width=width,
         activation=activation,
         transposed=not config.flag(LINEAR_EXPERTS, False),
+        parameters="columns",
     )
     mlp = GatedMLP(config.integer("intermediate_size_mlp"), activation=activation)
     with_experts, mixers = read_expert_layers(config), _read_mixers(config)

@@ -1,0 +1,274 @@
+"""The layers of single experts: how checkpoints and adapters name them, and where matrices of an adapter belong.
+
+PEFT has two forms. Where each expert is made of linear layers, as in transformers 4, an adapter has two matrices for
+each of them. Where all experts of a layer are one parameter [X, out, in], as in transformers 5, it wraps the module of
+all experts once for each parameter (`target_parameters`), and one matrix has the ranks of all experts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.models.adapters.names import module_key
+from quire.models.spec import Experts, ModelSpec, WeightMap, experts_of
+
+GATE_UP: Final = "gate_up_proj"
+DOWN: Final = "down_proj"
+# Names of an expert's linear layers: which of its gate, up and down they are.
+_PARTS: Final = {"gate_proj": 0, "up_proj": 1, "down_proj": 2, "w1": 0, "w3": 1, "w2": 2}
+_LINEAR = re.compile(rf"(?P<experts>.+)\.(?P<number>0|[1-9][0-9]{{0,6}})\.(?P<part>{'|'.join(_PARTS)})")
+# Modules that some versions of transformers have for the parameter `weight` of all experts of a Granite model.
+_OLDER_MODULES: Final = {"input_linear": GATE_UP, "output_linear": DOWN}
+_WRAPPER: Final = ".base_layer"
+
+
+class ExpertLayer(NamedTuple):
+    """One linear layer of all experts of a layer.
+
+    Args:
+        weight: name of its weight in the decoder.
+        parameter: name of the parameter in transformers, `GATE_UP` or `DOWN`.
+        num_experts: number of experts, of all ranks.
+        in_width, out_width: widths of each expert, of all ranks; of `GATE_UP`, the outputs are all gates, then all ups.
+        layout: see `Experts.parameters`.
+        is_transposed, is_interleaved: see `Experts` for how the checkpoint stores all experts in one tensor.
+    """
+
+    weight: str
+    parameter: str
+    num_experts: int
+    in_width: int
+    out_width: int
+    layout: str
+    is_transposed: bool
+    is_interleaved: bool
+
+    def by_layout(self, rows: Tensor) -> Tensor:
+        """Return values in the order of the outputs, given those of [..., out, r] in the order of the parameter."""
+        if self.layout != "alternating" or self.parameter != GATE_UP:
+            return rows
+        return rows.unflatten(-2, (-1, 2)).transpose(-3, -2).flatten(-3, -2)
+
+
+class LinearPlace(NamedTuple):
+    """A linear layer of one expert, as rows of an `ExpertLayer`."""
+
+    layer: ExpertLayer
+    expert: int
+    first_row: int
+    num_rows: int
+
+
+class ExpertLayers:
+    """The layers of single experts of a model.
+
+    Args:
+        spec: specification of the whole model, whatever part of it a rank has.
+        weight_map: parameter name -> names of the family's tensors.
+
+    Attributes:
+        layers: layers by the name of their weight in the decoder.
+    """
+
+    def __init__(self, spec: ModelSpec, weight_map: WeightMap) -> None:
+        self.layers: dict[str, ExpertLayer] = {}
+        self._by_module: dict[str, tuple[ExpertLayer, ...]] = {}
+        for ours, experts in _experts(spec):
+            pair = tuple(_layers(ours, experts, spec.width))
+            self.layers |= {layer.weight: layer for layer in pair}
+            source = weight_map[pair[0].weight][0]
+            head = source.partition(".experts.")[0] if ".experts." in source else source.rsplit(".", 2)[0]
+            self._by_module[module_key(f"{head}.experts")] = pair
+            for older, parameter in _OLDER_MODULES.items():
+                of_parameter = tuple(each for each in pair if each.parameter == parameter)
+                self._by_module[module_key(f"{head}.{older}")] = of_parameter
+
+    @property
+    def num_values_per_rank(self) -> int:
+        """Number of values of an adapter of rank 1 on all linear layers of all experts."""
+        return sum(each.num_experts * (2 * each.in_width + each.out_width) for each in self.layers.values())
+
+    @property
+    def num_linears(self) -> int:
+        """Number of linear layers of all experts."""
+        return sum(each.num_experts * (2 if each.parameter == GATE_UP else 1) for each in self.layers.values())
+
+    def sources(self, weight_map: WeightMap) -> dict[str, ExpertSource]:
+        """Return what the tensors of the layers hold, by their names.
+
+        Args:
+            weight_map: parameter name -> names of the family's tensors.
+        """
+        found = {}
+        for name, layer in self.layers.items():
+            num_parts = 2 if layer.parameter == GATE_UP else 1
+            num_rows = layer.out_width // num_parts
+            for idx, source in enumerate(weight_map[name]):
+                place = LinearPlace(layer, idx // num_parts, idx % num_parts * num_rows, num_rows)
+                found[source] = ExpertSource(layer, place if len(weight_map[name]) > 1 else None)
+        return found
+
+    def linear(self, key: str) -> LinearPlace | None:
+        """Return the place of an expert's linear layer, by `module_key`; None for another module."""
+        match = _LINEAR.fullmatch(key)
+        if match is None:
+            return None
+        part, number = _PARTS[match["part"]], int(match["number"])
+        for layer in self._by_module.get(match["experts"], ()):
+            if (layer.parameter == DOWN) == (part == 2) and number < layer.num_experts:
+                num_rows = layer.out_width if part == 2 else layer.out_width // 2
+                return LinearPlace(layer, number, num_rows if part == 1 else 0, num_rows)
+        return None
+
+    def parameters(self, key: str) -> tuple[ExpertLayer, ...]:
+        """Return the layers, one of which an adapter of a module of all experts may be for, by `module_key`."""
+        return self._by_module.get(without_wrappers(key), ())
+
+
+def without_wrappers(name: str) -> str:
+    """Return the name of a module without those of PEFT's wrappers of its parameters, one around the other."""
+    while name.endswith(_WRAPPER):
+        name = name.removesuffix(_WRAPPER)
+    return name
+
+
+def parameter_name(module: str, layer: ExpertLayer) -> str:
+    """Return the name of the parameter that an adapter of a module of all experts is for, as the file names it."""
+    module = without_wrappers(module)
+    return f"{module}.{'weight' if module.rpartition('.')[2] in _OLDER_MODULES else layer.parameter}"
+
+
+def _experts(spec: ModelSpec) -> Iterator[tuple[str, Experts]]:
+    """Yield the experts of each layer that has any, with their name in the decoder."""
+    for idx, layer in enumerate(spec.layers):
+        experts = experts_of(layer.ffn)
+        if experts is not None:
+            yield f"layers.{idx}.ffn" if layer.ffn is experts else f"layers.{idx}.ffn.experts", experts
+
+
+def _layers(ours: str, experts: Experts, width: int) -> Iterator[ExpertLayer]:
+    for slot, parameter, widths in (
+        ("gate_up", GATE_UP, (width, 2 * experts.width)),
+        ("down", DOWN, (experts.width, width)),
+    ):
+        stored = experts.transposed, experts.interleaved
+        yield ExpertLayer(
+            f"{ours}.{slot}.weight", parameter, experts.num_experts, *widths, experts.parameters, *stored
+        )
+
+
+class ExpertMatrices(NamedTuple):
+    """An adapter's matrices of some rows of one expert, of their stored dtypes.
+
+    Args:
+        first_row: index of the first output among those of the expert.
+        a: [r, in].
+        b: [n, r].
+        scale: factor of their product.
+    """
+
+    first_row: int
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+# Matrices by the weight of their layer in the decoder, and by expert.
+AdaptedExperts = dict[str, dict[int, list[ExpertMatrices]]]
+
+
+class ExpertSource(NamedTuple):
+    """A tensor of a checkpoint that holds weights of a layer of experts.
+
+    Args:
+        layer: the layer.
+        place: linear layer of the expert that it is; None where it holds all experts.
+    """
+
+    layer: ExpertLayer
+    place: LinearPlace | None
+
+    def merged(
+        self, weight: Tensor, experts: Mapping[int, list[ExpertMatrices]], dtype: torch.dtype
+    ) -> Tensor | None:
+        """Return the tensor with what an adapter adds to it, computed in float32; None where that is nothing.
+
+        Args:
+            weight: its values: [n, in] of one expert, [X * out, in] or, transposed, [X, in, out] of all.
+            experts: matrices by expert.
+            dtype: dtype of the result.
+        """
+        layer, place = self
+        if place is not None:
+            if place.expert not in experts:
+                return None
+            rows = slice(place.first_row, place.first_row + place.num_rows)
+            return (weight.float() + _delta(layer, experts[place.expert])[rows]).to(dtype)
+        if not experts:
+            return None
+        merged = weight.to(dtype, copy=True)
+        of_experts = zip(*(each.unflatten(0, (layer.num_experts, -1)) for each in (weight, merged)), strict=True)
+        for idx, (before, after) in enumerate(of_experts):
+            if idx in experts:
+                delta = _delta(layer, experts[idx])
+                if layer.is_interleaved and layer.parameter == GATE_UP:
+                    delta = delta.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
+                delta = delta.mT if layer.is_transposed else delta
+                after.copy_(before.float() + delta.reshape(before.shape))
+        return merged
+
+
+def _delta(layer: ExpertLayer, parts: list[ExpertMatrices]) -> Tensor:
+    """Return what an adapter adds to the weight of one expert, [out, in] of float32."""
+    delta = torch.zeros(layer.out_width, layer.in_width)
+    for first_row, a, b, scale in parts:
+        delta[first_row : first_row + len(b)] = scale * (b.float() @ a.float())
+    return delta
+
+
+def is_first_of_inputs(layer: ExpertLayer, width: int, version: tuple[int, ...] | None) -> bool | None:
+    """Return whether `lora_A` multiplies the inputs of a layer, and not `lora_B`; None where that cannot be known.
+
+    PEFT calls one dimension of a parameter [X, d1, d2] the inputs, without knowledge of the model: d1 until 0.18; then
+    d2 where transformers does not say that the parameter is transposed, as it says of gpt-oss only; 0.19.0 had the two
+    cases the wrong way round. Widths tell which it was, unless d1 = d2.
+
+    Args:
+        layer: layer that the matrices are for.
+        width: number of columns of `lora_A`.
+        version: version of PEFT that wrote the adapter; None for an unknown one.
+    """
+    if layer.in_width != layer.out_width:
+        return width == layer.in_width
+    if version is None:
+        return None
+    is_marked = layer.layout == "alternating"
+    is_swapped = False if version < (0, 19) else is_marked if version < (0, 19, 1) else not is_marked
+    return is_swapped == (layer.layout == "rows")
+
+
+def split_by_expert(
+    layer: ExpertLayer, a: Tensor, b: Tensor, scale: float, *, is_straight: bool
+) -> Mapping[int, ExpertMatrices]:
+    """Return the matrices of each expert, given those of all.
+
+    Args:
+        layer: layer that they are for.
+        a: [X * r, n], the ranks of an expert together.
+        b: [m, r * X], the experts of a rank together.
+        scale: factor of their product.
+        is_straight: `a` multiplies the inputs, and not `b`.
+    """
+    firsts = a.unflatten(0, (layer.num_experts, -1))
+    seconds = b.unflatten(1, (-1, layer.num_experts)).permute(2, 0, 1)
+    if not is_straight:
+        firsts, seconds = seconds.mT, firsts.mT
+    seconds = layer.by_layout(seconds)
+    return {
+        idx: ExpertMatrices(0, *pair, scale) for idx, pair in enumerate(zip(firsts.unbind(), seconds.unbind(), strict=True))
+    }

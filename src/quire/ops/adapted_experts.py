@@ -1,0 +1,135 @@
+"""The experts of a layer with the adapters of a step's rows.
+
+Each pair of a row and an expert that it goes through is one row for the experts' products. Pairs are brought together by
+expert, and by adapter within an expert, so that what the adapters add to a layer of all experts is one call of the
+backend, for which a pair of an adapter and an expert is a slot.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.ops.adapted_linear import StepAdapters
+from quire.ops.lora import LoraLayer, LoraRows, LoraWeight
+from quire.ops.weight_memory import WeightMemory
+
+
+class ExpertAdapters:
+    """The adapters of one linear layer of each expert.
+
+    Args:
+        layer: adapters in the layout of the backend.
+        bounds: first expert that is here, and the one after the last.
+        step: adapters of the present step's rows.
+
+    Attributes:
+        bounds: the argument.
+    """
+
+    def __init__(self, layer: LoraLayer, bounds: tuple[int, int], step: StepAdapters) -> None:
+        self.bounds = bounds
+        self._num_experts = bounds[1] - bounds[0]
+        self._layer, self._step = layer, step
+        self._slots: set[int] = set()
+
+    def pack(self, weights: Mapping[int, LoraWeight], memory: WeightMemory) -> dict[int, Any]:
+        """Return an adapter's weights in the layout of the backend, by expert; thread-safe."""
+        return {idx: self._layer.pack(weight, memory) for idx, weight in sorted(weights.items())}
+
+    def put(self, slot: int, packed: Mapping[int, Any] | None) -> None:
+        """Set the adapter of a slot, None for none; between two steps."""
+        if packed is None and slot not in self._slots:
+            return
+        for local_idx, idx in enumerate(range(*self.bounds)):
+            self._layer.put(slot * self._num_experts + local_idx, None if packed is None else packed.get(idx))
+        self._slots.discard(slot)
+        if packed is not None:
+            self._slots.add(slot)
+
+    def rows(self, num_rows: int) -> LoraRows | None:
+        """Return the rows with an adapter, of so many of the step; None where none of the adapters has a part here."""
+        rows = self._step.rows(num_rows)
+        return None if rows is None or self._slots.isdisjoint(rows.slots) else rows
+
+    def __call__(self, x: Tensor, pairs: LoraRows) -> Tensor | None:
+        """Return what the adapters add to the products of pairs, [P, in] to [P, out]; None where that is nothing."""
+        slots = {slot // self._num_experts for slot in pairs.slots}
+        return None if self._slots.isdisjoint(slots) else self._layer(x, pairs, None)
+
+
+class ExpertPairs(NamedTuple):
+    """The pairs of rows and experts of a step, in the order of the experts that are here.
+
+    Args:
+        places: int64 [P], index of each pair among all: row * C + number of the choice.
+        spans: experts that a row goes through, each with the range of its pairs.
+        adapted: pairs with an adapter, by adapter and expert; None where there is none.
+    """
+
+    places: Tensor
+    spans: Sequence[tuple[int, slice]]
+    adapted: LoraRows | None
+
+
+def group_pairs(chosen: Tensor, bounds: tuple[int, int], num_experts: int, rows: LoraRows | None) -> ExpertPairs:
+    """Group the pairs of rows and experts.
+
+    Args:
+        chosen: int64 [T, C], experts of each row.
+        bounds: first expert that is here, and the one after the last.
+        num_experts: number of all experts.
+        rows: rows with an adapter; None for no such row.
+    """
+    first, end = bounds
+    flat = chosen.flatten()
+    starts = [*accumulate(torch.bincount(flat, minlength=num_experts).tolist(), initial=0)]
+    here = slice(starts[first], starts[end])
+    spans = [
+        (idx, slice(begin - here.start, stop - here.start))
+        for idx, (begin, stop) in enumerate(pairwise(starts[first : end + 1]))
+        if begin < stop
+    ]
+    if rows is None:
+        return ExpertPairs(flat.argsort(stable=True)[here], spans, None)
+    num_groups = len(rows.slots)
+    groups = _groups_of_rows(rows, flat.device)
+    keys = flat * (num_groups + 1) + groups.repeat_interleave(chosen.shape[1])
+    keys, order = keys.sort(stable=True)
+    return ExpertPairs(order[here], spans, _adapted_pairs(keys[here], rows, first, end - first))
+
+
+def _groups_of_rows(rows: LoraRows, device: torch.device) -> Tensor:
+    """Return the number of each row's group, [T]; the number of groups for rows without an adapter."""
+    groups = torch.full((rows.num_rows,), len(rows.slots))
+    for idx, (start, end) in enumerate(pairwise(rows.starts)):
+        groups[torch.tensor(rows.rows[start:end])] = idx
+    return groups.to(device)
+
+
+def _adapted_pairs(keys: Tensor, rows: LoraRows, first: int, num_local: int) -> LoraRows | None:
+    """Return the pairs that have an adapter.
+
+    Args:
+        keys: [P], rising: expert * (number of groups + 1) + number of the group.
+        rows: rows with an adapter.
+        first: first expert that is here.
+        num_local: number of experts that are here.
+    """
+    num_groups = len(rows.slots)
+    slots, starts, places = array("q"), array("q", [0]), array("q")
+    found, counts = keys.unique_consecutive(return_counts=True)
+    at = 0
+    for key, count in zip(found.tolist(), counts.tolist(), strict=True):
+        expert, group = divmod(key, num_groups + 1)
+        if group < num_groups:
+            slots.append(rows.slots[group] * num_local + expert - first)
+            places.extend(range(at, at + count))
+            starts.append(len(places))
+        at += count
+    return LoraRows.of_groups(len(keys), slots, starts, places) if slots else None
