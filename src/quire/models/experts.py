@@ -154,10 +154,10 @@ class ExpertsBlock:
                 yield span, down.runs[idx](gate_up.runs[idx](seen[span]))
             return
         added = gate_up.added(seen, pairs.adapted)
-        inner = torch.cat([gate_up.runs[idx](seen[span], None if added is None else added[span]) for idx, span in pairs.spans])
+        inner = torch.cat([gate_up.run(idx, seen, span, added) for idx, span in pairs.spans])
         added = down.added(inner, pairs.adapted)
         for idx, span in pairs.spans:
-            yield span, down.runs[idx](inner[span], None if added is None else added[span])
+            yield span, down.run(idx, inner, span, added)
 
     @property
     def _is_adapted(self) -> bool:
@@ -285,6 +285,10 @@ class ExpertProjections:
     def added(self, x: Tensor, pairs: LoraRows) -> Tensor | None:
         """Return what adapters add to the products of `x` [P, in], [P, out]; None where that is nothing."""
         return None if self._adapters is None else self._adapters(x, pairs)
+
+    def run(self, idx: int, x: Tensor, rows: slice, added: Tensor | None) -> Tensor:
+        """Return the product of some rows of `x` with an expert's weight, with what is added to it."""
+        return self.runs[idx](x[rows], None if added is None else added[rows])
 
     def _fill_biases(self, tensor: Tensor) -> None:
         biases = tensor.view(self._shape[:2])

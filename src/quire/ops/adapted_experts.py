@@ -1,7 +1,7 @@
 """The experts of a layer with the adapters of a step's rows.
 
-Each pair of a row and an expert that it goes through is one row for the experts' products. Pairs are brought together by
-expert, and by adapter within an expert, so that what the adapters add to a layer of all experts is one call of the
+Each pair of a row and an expert that it goes through is one row for the experts' products. Pairs are brought together
+by expert, and by adapter within an expert, so that what the adapters add to a layer of all experts is one call of the
 backend, for which a pair of an adapter and an expert is a slot.
 """
 
@@ -123,13 +123,14 @@ def _adapted_pairs(keys: Tensor, rows: LoraRows, first: int, num_local: int) -> 
     """
     num_groups = len(rows.slots)
     slots, starts, places = array("q"), array("q", [0]), array("q")
-    found, counts = keys.unique_consecutive(return_counts=True)
-    at = 0
-    for key, count in zip(found.tolist(), counts.tolist(), strict=True):
+    if not len(keys):
+        return None
+    bounds = [0, *((keys[1:] != keys[:-1]).nonzero().flatten() + 1).tolist(), len(keys)]
+    firsts = keys[torch.tensor(bounds[:-1], device=keys.device)].tolist()
+    for key, (start, end) in zip(firsts, pairwise(bounds), strict=True):
         expert, group = divmod(key, num_groups + 1)
         if group < num_groups:
             slots.append(rows.slots[group] * num_local + expert - first)
-            places.extend(range(at, at + count))
+            places.extend(range(start, end))
             starts.append(len(places))
-        at += count
     return LoraRows.of_groups(len(keys), slots, starts, places) if slots else None

@@ -52,7 +52,7 @@ class ExpertLayer(NamedTuple):
         """Return values in the order of the outputs, given those of [..., out, r] in the order of the parameter."""
         if self.layout != "alternating" or self.parameter != GATE_UP:
             return rows
-        return rows.unflatten(-2, (-1, 2)).transpose(-3, -2).flatten(-3, -2)
+        return torch.cat([rows[..., ::2, :], rows[..., 1::2, :]], -2)
 
 
 class LinearPlace(NamedTuple):
@@ -157,9 +157,7 @@ def _layers(ours: str, experts: Experts, width: int) -> Iterator[ExpertLayer]:
         ("down", DOWN, (experts.width, width)),
     ):
         stored = experts.transposed, experts.interleaved
-        yield ExpertLayer(
-            f"{ours}.{slot}.weight", parameter, experts.num_experts, *widths, experts.parameters, *stored
-        )
+        yield ExpertLayer(f"{ours}.{slot}.weight", parameter, experts.num_experts, *widths, experts.parameters, *stored)
 
 
 class ExpertMatrices(NamedTuple):
@@ -193,9 +191,7 @@ class ExpertSource(NamedTuple):
     layer: ExpertLayer
     place: LinearPlace | None
 
-    def merged(
-        self, weight: Tensor, experts: Mapping[int, list[ExpertMatrices]], dtype: torch.dtype
-    ) -> Tensor | None:
+    def merged(self, weight: Tensor, experts: Mapping[int, list[ExpertMatrices]], dtype: torch.dtype) -> Tensor | None:
         """Return the tensor with what an adapter adds to it, computed in float32; None where that is nothing.
 
         Args:
@@ -212,12 +208,12 @@ class ExpertSource(NamedTuple):
         if not experts:
             return None
         merged = weight.to(dtype, copy=True)
-        of_experts = zip(*(each.unflatten(0, (layer.num_experts, -1)) for each in (weight, merged)), strict=True)
+        of_experts = zip(*(each.chunk(layer.num_experts) for each in (weight, merged)), strict=True)
         for idx, (before, after) in enumerate(of_experts):
             if idx in experts:
                 delta = _delta(layer, experts[idx])
                 if layer.is_interleaved and layer.parameter == GATE_UP:
-                    delta = delta.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
+                    delta = torch.stack(delta.chunk(2), 1).flatten(0, 1)
                 delta = delta.mT if layer.is_transposed else delta
                 after.copy_(before.float() + delta.reshape(before.shape))
         return merged
@@ -264,11 +260,12 @@ def split_by_expert(
         scale: factor of their product.
         is_straight: `a` multiplies the inputs, and not `b`.
     """
-    firsts = a.unflatten(0, (layer.num_experts, -1))
-    seconds = b.unflatten(1, (-1, layer.num_experts)).permute(2, 0, 1)
+    firsts = a.reshape(layer.num_experts, -1, a.shape[1])
+    seconds = b.reshape(len(b), -1, layer.num_experts).permute(2, 0, 1)
     if not is_straight:
         firsts, seconds = seconds.mT, firsts.mT
     seconds = layer.by_layout(seconds)
     return {
-        idx: ExpertMatrices(0, *pair, scale) for idx, pair in enumerate(zip(firsts.unbind(), seconds.unbind(), strict=True))
+        idx: ExpertMatrices(0, *pair, scale)
+        for idx, pair in enumerate(zip(firsts.unbind(), seconds.unbind(), strict=True))
     }

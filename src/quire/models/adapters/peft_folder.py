@@ -95,7 +95,7 @@ def read_peft(folder: Path, shapes: Mapping[str, ModuleShape], experts: ExpertLa
         raise CheckpointError(f"the adapter {folder} is no folder; one with {CONFIG_FILE} and {TENSORS_FILE} is needed")
     config = PeftConfig(read_object(folder / CONFIG_FILE), folder / CONFIG_FILE)
     path = folder / TENSORS_FILE
-    pairs = _pairs(path, _tensors(path, shapes, experts, max_rank))
+    pairs = _pairs(path, _tensors(path, shapes, experts, max_rank), shapes, experts)
     targets = {module: _target(path, module, pair, shapes, experts) for module, pair in pairs.items()}
     parameters = {
         module: parameter_name(module, target) for module, target in targets.items() if isinstance(target, ExpertLayer)
@@ -123,7 +123,7 @@ def read_peft(folder: Path, shapes: Mapping[str, ModuleShape], experts: ExpertLa
         is_new = True
         if isinstance(target, ExpertLayer):
             split = split_by_expert(target, a, b, scale, is_straight=is_straight)
-            is_new = all([_add(of_experts, target, idx, each) for idx, each in split.items()])
+            is_new = all(_add(of_experts, target, idx, each) for idx, each in split.items())
         elif isinstance(target, LinearPlace):
             is_new = _add(of_experts, target.layer, target.expert, ExpertMatrices(target.first_row, a, b, scale))
         else:
@@ -134,9 +134,7 @@ def read_peft(folder: Path, shapes: Mapping[str, ModuleShape], experts: ExpertLa
     return PeftAdapter(digest.hexdigest(), matrices, of_experts)
 
 
-def _tensors(
-    path: Path, shapes: Mapping[str, ModuleShape], experts: ExpertLayers, max_rank: int
-) -> dict[str, Tensor]:
+def _tensors(path: Path, shapes: Mapping[str, ModuleShape], experts: ExpertLayers, max_rank: int) -> dict[str, Tensor]:
     """Return the tensors of a file, which is no longer than the largest adapter of the model."""
     values = sum(each.in_width + each.out_width for each in shapes.values()) + experts.num_values_per_rank
     most = 4 * max_rank * values + MAX_HEADER_BYTES + HEADER_BYTES_OF_EXPERT * experts.num_linears
@@ -152,11 +150,13 @@ def _tensors(
         raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
 
 
-def _pairs(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, _Pair]:
+def _pairs(
+    path: Path, tensors: Mapping[str, Tensor], shapes: Mapping[str, ModuleShape], experts: ExpertLayers
+) -> dict[str, _Pair]:
     """Return the two matrices of each module, by the module's name in the file.
 
     Raises:
-        CheckpointError: a tensor is no such matrix.
+        CheckpointError: a tensor is no such matrix, or is for something that takes no adapter.
     """
     found: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
@@ -164,6 +164,13 @@ def _pairs(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, _Pair]:
         if match is None:
             raise CheckpointError(
                 f"{path} holds tensor {shown(name)}, which is not lora_A.weight or lora_B.weight of a module"
+            )
+        key = module_key(match["module"])
+        if not (key in shapes or experts.linear(key) or experts.parameters(key)):
+            raise CheckpointError(
+                f"{path} has an adapter for {shown(match['module'])}, which is no linear layer of the model's layers, "
+                "or of an expert, that takes adapters (embeddings and the output head take none)",
+                field="target_modules",
             )
         if tensor.dtype not in DTYPES:
             raise CheckpointError(f"{path} holds tensor {shown(name)} as {tensor.dtype}; use float32 or 16 bits")
@@ -176,25 +183,17 @@ def _pairs(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, _Pair]:
     return {module: (pair["A"], pair["B"]) for module, pair in found.items()}
 
 
-def _target(
-    path: Path, module: str, pair: _Pair, shapes: Mapping[str, ModuleShape], experts: ExpertLayers
-) -> _Target:
+def _target(path: Path, module: str, pair: _Pair, shapes: Mapping[str, ModuleShape], experts: ExpertLayers) -> _Target:
     """Return what the two matrices of a module are for.
 
     Raises:
-        CheckpointError: the module takes no adapter, or the matrices fit none of the parameters of all experts.
+        CheckpointError: the matrices fit none of the parameters of all experts.
     """
     key = module_key(module)
     linear = shapes.get(key) or experts.linear(key)
     if linear is not None:
         return linear
     of_all = experts.parameters(key)
-    if not of_all:
-        raise CheckpointError(
-            f"{path} has an adapter for {shown(module)}, which is no linear layer of the model's layers, or of an "
-            "expert, that takes adapters (embeddings and the output head take none)",
-            field="target_modules",
-        )
     a, b = pair
     # The widths of a layer's parameters differ, whatever wrapper is around the other.
     widths = {a.shape[-1], b.shape[0]} if a.dim() == b.dim() == 2 else set()
@@ -209,9 +208,7 @@ def _target(
     )
 
 
-def _check(
-    path: Path, module: str, pair: _Pair, target: _Target, rank: int, version: tuple[int, ...] | None
-) -> bool:
+def _check(path: Path, module: str, pair: _Pair, target: _Target, rank: int, version: tuple[int, ...] | None) -> bool:
     """Check the shapes of two matrices, and return whether the first of them multiplies the layer's inputs."""
     a, b = pair
     is_straight: bool | None = True

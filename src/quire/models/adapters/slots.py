@@ -158,7 +158,9 @@ class AdapterSlots:
             idx: self._linears[idx].layer.pack(self._weight(of_linear), memory)
             for idx, of_linear in sorted(parts.items())
         }
-        experts = {name: self._pack_experts(self._adapted_experts[name], of_experts[name], memory) for name in of_experts}
+        experts = {
+            name: self._pack_experts(self._adapted_experts[name], of_experts[name], memory) for name in of_experts
+        }
         return Adapter(digest, packed, experts, folder)
 
     def _pack_experts(
