@@ -1,8 +1,8 @@
 """Time a layer of experts with adapters beside the same layer without: `python -m benchmarks.lora_experts`.
 
 The experts of granite-4.0-h-tiny (64 of 512 columns, of which a token goes through 6, hidden states of 1536 values)
-with random weights in plain bfloat16, adapters of rank 16 in all of them. Steps of 16 rows with one adapter and with eight,
-and a prompt of 512 rows with one; in turns, as a machine changes between them.
+with random weights in plain bfloat16, adapters of rank 16 in all of them. Steps of 16 rows with one adapter and with
+eight, and a prompt of 512 rows with one; in turns, as a machine changes between them.
 """
 
 from __future__ import annotations

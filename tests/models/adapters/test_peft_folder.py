@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from quire.bounded.patterns import match_names
 from quire.errors import CheckpointError
-from quire.models.adapters.expert_layers import ExpertLayers
+from quire.models.adapters.expert_layers import ExpertLayers, is_first_of_inputs
 from quire.models.adapters.names import module_key
 from quire.models.adapters.peft_folder import ModuleShape, PeftAdapter, read_peft
 from quire.models.spec import Attention, Experts, LayerSpec, ModelSpec, RMSNorm
@@ -253,6 +253,20 @@ def test_the_version_tells_which_matrix_is_of_the_inputs(version: str, is_straig
     expected = b[:, ::3] @ a[:2]
     found = delta(read(folder), "layers.2.ffn.gate_up.weight", 0)
     torch.testing.assert_close(found, expected if is_straight else expected.T)
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        ("rows", (False, False, True, None)),
+        ("columns", (True, True, False, None)),
+        ("alternating", (True, False, True, True)),
+    ],
+)
+def test_the_order_depends_on_the_model_too(layout: str, expected: tuple[bool | None, ...]) -> None:
+    layer = EXPERTS.layers["layers.2.ffn.gate_up.weight"]._replace(layout=layout)
+    versions = ((0, 18, 1), (0, 19, 0), (0, 19, 1), None)
+    assert tuple(is_first_of_inputs(layer, 6, version) for version in versions) == expected
 
 
 @pytest.mark.parametrize("version", [None, "0.21.0.dev0", 7])

@@ -237,13 +237,14 @@ def is_first_of_inputs(layer: ExpertLayer, width: int, version: tuple[int, ...] 
     Args:
         layer: layer that the matrices are for.
         width: number of columns of `lora_A`.
-        version: version of PEFT that wrote the adapter; None for an unknown one.
+        version: version of PEFT that wrote the adapter; None for an unknown one, as 0.17 is.
     """
     if layer.in_width != layer.out_width:
         return width == layer.in_width
-    if version is None:
-        return None
     is_marked = layer.layout == "alternating"
+    if version is None:
+        # The first versions, which did not write their number, and the latest ones agree there.
+        return True if is_marked else None
     is_swapped = False if version < (0, 19) else is_marked if version < (0, 19, 1) else not is_marked
     return is_swapped == (layer.layout == "rows")
 

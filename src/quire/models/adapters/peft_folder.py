@@ -73,7 +73,7 @@ class PeftAdapter(NamedTuple):
     experts: AdaptedExperts
 
 
-# What the two matrices of a name are for: a linear layer, one of an expert, or one of all experts.
+# The target of two matrices: a linear layer, one of an expert, or one of all experts.
 _Target = ModuleShape | LinearPlace | ExpertLayer
 _Pair = tuple[Tensor, Tensor]
 
