@@ -23,6 +23,7 @@ from quire.models.projections import ResidualAdd
 from quire.models.spec import Experts
 from quire.ops import make_ops
 from quire.ops.adapted_linear import StepAdapters
+from quire.ops.fused_layers import FusesExperts
 from quire.ops.lora import LoraPart, LoraRows, LoraWeight
 from quire.ops.weight_memory import WeightMemory
 
@@ -41,6 +42,7 @@ def make_block() -> tuple[ExpertsBlock, StepAdapters]:
     )
     for slot in block.slots.values():
         slot.fill((torch.randn(slot.shape) * 0.02).to(DTYPE))
+    assert isinstance(ops, FusesExperts), "native kernels are measured"
     block.fuse(ops)
     memory = WeightMemory(64 << 20)
     for name, (in_width, out_width) in (

@@ -76,9 +76,9 @@ class ExpertsBlock:
     def _fill(self, name: str, tensor: Tensor) -> None:
         setattr(self, name, tensor.clone())
 
-    def fuse(self, ops: FusesExperts) -> None:
-        """Let `ops` run the block by one call, if it does; all weights are there."""
-        self.fused = ops.fuse_experts(self._routed)
+    def fuse(self, ops: FusesExperts | None) -> None:
+        """Let `ops` run the block by one call, if it does; all weights are there. None for no such call any more."""
+        self.fused = None if ops is None else ops.fuse_experts(self._routed)
 
     @property
     def packed(self) -> RoutedExperts | None:

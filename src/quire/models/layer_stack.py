@@ -79,8 +79,8 @@ class LayerStack:
         transport = self._ranks.transport
         return ops.fuse_layers(layers, transport) if isinstance(transport, SharedMemoryRanks) else None
 
-    def fuse_experts(self, ops: FusesExperts) -> None:
-        """Have the backend run the experts of each layer by one call where it can."""
+    def fuse_experts(self, ops: FusesExperts | None) -> None:
+        """Have the backend run the experts of each layer by one call where it can; None for no such call any more."""
         for layer in self._layers:
             if not isinstance(layer.ffn, GatedMLPBlock):
                 layer.ffn.fuse(ops)
