@@ -76,22 +76,24 @@ def main() -> None:
             number: LoraRows(num_rows, {slot: [*range(slot, num_rows, number)] for slot in range(number)})
             for number in numbers
         }
-        seconds: dict[int, list[float]] = {number: [] for number in cases}
+        clocks = {"s": time.perf_counter, "cpu_s": time.process_time}
+        spent: dict[str, dict[int, list[float]]] = {clock: {number: [] for number in cases} for clock in clocks}
         with torch.inference_mode():
-            for idx in range(args.rounds + 2):
+            for idx in range(args.rounds + 1):
                 x = torch.randn(num_rows, WIDTH).to(DTYPE)
                 for number, rows in cases.items():
                     step.begin(None if rows is None else (rows, None))
-                    start = time.perf_counter()
+                    starts = {clock: now() for clock, now in clocks.items()}
                     block(x, x)
-                    if idx >= 2:  # the first rounds warm up
-                        seconds[number].append(time.perf_counter() - start)
-        for number, measured in seconds.items():
-            ratios = [own / none for own, none in zip(measured, seconds[0], strict=True)]
-            shown[f"{name}, {number} adapters"] = {
-                "ms": 1e3 * statistics.median(measured),
-                "ratio": statistics.median(ratios),
-            }
+                    for clock, now in clocks.items() if idx else ():  # the first round warms up
+                        spent[clock][number].append(now() - starts[clock])
+        for number in cases:
+            of_case = shown[f"{name}, {number} adapters"] = {}
+            for clock in clocks:
+                ratios = [own / none for own, none in zip(spent[clock][number], spent[clock][0], strict=True)]
+                of_case[clock] = statistics.median(spent[clock][number])
+                of_case[f"{clock}_ratio"] = statistics.median(ratios)
+            print(name, number, of_case, flush=True)
     print(json.dumps(shown, indent=1))
     if args.output:
         result = {"machine": facts(), "threads": args.threads, "rounds": args.rounds, "medians": shown}
