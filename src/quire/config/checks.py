@@ -78,7 +78,7 @@ def check_served(options: Mapping[str, Any], served: Mapping[str, tuple[tuple[An
 
     Args:
         options: values of the options.
-        served: by option, the values that are served, and the reason why others are not.
+        served: served values of each option, and the reason why other values are refused.
         where: circumstance in which the other values are refused, such as "tensor_parallel_size above 1".
 
     Raises:
