@@ -38,6 +38,15 @@ ENGINES: dict[str, dict[str, Any]] = {
         "scheduling_policy": "priority",
     },
     "drafts": {"speculative_method": "suffix", "num_speculative_tokens": 5},
+    # Small and with priorities, since those of plenty show less: plans are made ahead of results.
+    "ahead": {
+        "async_scheduling": True,
+        "num_kv_blocks": 60,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 40,
+        "swap_space": 1 << 22,
+        "scheduling_policy": "priority",
+    },
 }
 Refusal = tuple[str, str]
 # Of each request, by its identity: itself, and its output alone. Several engines are compared with it.

@@ -95,7 +95,6 @@ OPTION_HINTS: Final[Mapping[str, Foreign]] = {
     "max_long_partial_prefills": (None, _CHUNKS),
     "long_prefill_token_threshold": ((0,), _CHUNKS),
     "disable_chunked_mm_input": ((False,), _CHUNKS),
-    "async_scheduling": (_FLAGS, "steps are planned one after the other"),
     "scheduler_cls": ((), "use scheduling_policy"),
     "stream_interval": ((1,), "each step's tokens are sent at once"),
     "max_logprobs": (range(65), "a request may ask for 64; the server's --max-request-logprobs bounds an answer"),

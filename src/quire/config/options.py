@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, Literal, get_args
 
+from quire.config.async_scheduling import check_served_async
 from quire.config.cache import CacheConfig
 from quire.config.checks import (
     check_choices,
@@ -151,6 +152,8 @@ class SchedulerConfig:
             number offline, and 1,024 in `quire serve`.
         max_inter_token_ms: target for the longest wait for a stream's next token: while sequences decode, prompts are
             computed in smaller chunks, by measured step times, of at least 16 tokens. None sets no target.
+        async_scheduling: plan and launch the next step while one runs, before its tokens are read. None does so on a
+            GPU, where the other options allow it.
         grammar_timeout_s: time limit of compiling a request's grammar or schema, in seconds.
         grammar_memory_bytes: memory limit of that.
     """
@@ -163,6 +166,7 @@ class SchedulerConfig:
     preemption_mode: str = choice("auto", PREEMPTION_MODES)
     max_queue_len: int | None = None
     max_inter_token_ms: float | None = None
+    async_scheduling: bool | None = None
     grammar_timeout_s: float = 5.0
     grammar_memory_bytes: int = 1 << 29
 
@@ -173,6 +177,8 @@ class SchedulerConfig:
         check_whole("priority_aging", self.priority_aging, 1)
         check_whole("max_queue_len", self.max_queue_len, 1, optional=True)
         check_positive("max_inter_token_ms", self.max_inter_token_ms, optional=True)
+        if self.async_scheduling is not None:
+            check_flag("async_scheduling", self.async_scheduling)
         check_positive("grammar_timeout_s", self.grammar_timeout_s)
         put_size(self, "grammar_memory_bytes", 1 << 24)
         budget = self.max_num_batched_tokens
@@ -219,6 +225,7 @@ class EngineConfig:
         check_num_threads(options)
         check_served_by_ranks(options, self.parallel.tensor_parallel_size)
         check_served_by_stages(options, self.parallel.pipeline_parallel_size)
+        check_served_async(options)
         if self.lora.merged is not None:
             self._take_name_of(self.lora.merged[0])
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quire.config.async_scheduling import is_async
 from quire.config.cache import CacheConfig
 from quire.config.kv_transfer import KVTransferConfig
 from quire.config.options import EngineConfig, Quantization, SchedulerConfig
@@ -47,6 +48,7 @@ class ResolvedConfig:
         is_encoder: see `ModelFacts`.
         kv_transfer: hand-over of blocks between engines; None for none.
         cudagraph_capture_sizes: sizes of captured decode steps, rising; none where steps are launched as they come.
+        async_scheduling: True where the next step is launched before the tokens of the present one are read.
     """
 
     device: str
@@ -86,6 +88,7 @@ class ResolvedConfig:
     is_encoder: bool = False
     kv_transfer: KVTransferConfig | None = None
     cudagraph_capture_sizes: tuple[int, ...] = ()
+    async_scheduling: bool = False
 
     @property
     def max_prompt_len(self) -> int:
@@ -134,6 +137,7 @@ class ResolvedConfig:
             *self.notices(),
             *(swap if self.swap_space else ()),
             *(drafts if self.num_speculative_tokens else ()),
+            *(("Asynchronous scheduling: a step is launched while the one before it runs",) * self.async_scheduling),
         )
 
 
@@ -177,6 +181,7 @@ def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> Resolv
         host_bytes=cache.host_bytes,
         kv_transfer=cache.transfer,
         cudagraph_capture_sizes=_capture_sizes(config, machine.device),
+        async_scheduling=is_async(config.to_options(), machine.device, is_encoder=facts.is_encoder),
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=step_tokens(scheduler, machine.device),
         scheduling_policy=scheduler.scheduling_policy,

@@ -145,6 +145,9 @@ class BatchBuilder:
         batch = self.lay_out(ends, groups_of)
         return OutputRows(self._placed(rows), batch.positions, batch.groups)
 
+    def put_drawn(self, input_ids: Tensor, items: Sequence[ScheduledSequence]) -> None:
+        """Replace placeholders among the tokens of decodes, int64 [R] on the device; here there are none."""
+
     def _change_tables(self, item: ScheduledSequence) -> None:
         if item.new_sequence is not None:
             self.tables[item.seq_id] = tuple(BlockTable() for _ in self._caches)
@@ -202,7 +205,10 @@ class BatchBuilder:
         if not values:
             return torch.empty(0, dtype=torch.int64, device=self._device)
         tensor = torch.frombuffer(values, dtype=torch.int64)
-        return tensor if self._is_cpu else tensor.to(self._device)
+        return tensor if self._is_cpu else self._to_device(tensor)
+
+    def _to_device(self, numbers: Tensor) -> Tensor:
+        return numbers.to(self._device)
 
 
 def end_rows(items: Iterable[ScheduledSequence], counts: Iterable[int]) -> list[int]:

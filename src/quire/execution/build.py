@@ -8,10 +8,12 @@ import torch
 
 from quire.execution.batch import BatchBuilder
 from quire.execution.captured_steps import CaptureOptions, make_ladder
+from quire.execution.deferred_tokens import AheadBatchBuilder, DeferredTokens
 from quire.execution.embeddings import MultimodalEmbeddings
 from quire.execution.graph_runner import GraphRunner
 from quire.execution.kv_storage import make_storages
 from quire.execution.runner import ModelRunner
+from quire.execution.sampling.deferred_sampler import DeferredSampler
 from quire.execution.sampling.device_sampler import DeviceSampler
 from quire.execution.sampling.sampler import Sampler
 from quire.kvstore.disk_blocks import DiskBlocks
@@ -36,6 +38,7 @@ def build_runner(
     draft: Decoder | None = None,
     grammars: GrammarCache | None = None,
     captured: CaptureOptions | None = None,
+    deferred: DeferredTokens | None = None,
 ) -> ModelRunner:
     """Give a loaded decoder its KV memory, and all else that a step takes.
 
@@ -51,18 +54,28 @@ def build_runner(
         draft: see `ModelRunner`, of the same dtype; its cache groups come last in `num_blocks`.
         grammars: compiled ones; None where no output can be constrained.
         captured: decode steps to capture; None for none.
+        deferred: keeps the tokens of steps whose tokens are read after the next step was launched; None to read them
+            with each step.
     """
     torch_device = torch.device(device)
     groups = (*decoder.cache_groups, *(() if draft is None else draft.cache_groups))
     storages = make_storages(groups, num_blocks, block_size, dtype, torch_device, stored)
-    builder = BatchBuilder(block_size, torch_device, [group.cache for group in groups])
+    caches = [group.cache for group in groups]
     grammar_states = None
     if grammars is not None:
         uses_thread = torch_device.type != "cpu" or torch.get_num_threads() < num_cores()
         grammar_states = GrammarStates(grammars, uses_thread=uses_thread)
-    # Where kernels are not the host's own, and where they are interpreted, the host waits for tokens only.
-    is_apart = torch_device.type != "cpu" or isinstance(decoder.ops, MakesStaticSteps)
-    sampler = (DeviceSampler if is_apart else Sampler)(torch_device, grammar_states, decoder.ops.apply_token_bitmask)
+    keep = decoder.ops.apply_token_bitmask
+    builder: BatchBuilder
+    sampler: Sampler
+    if deferred is not None:
+        builder = AheadBatchBuilder(block_size, torch_device, caches, deferred)
+        sampler = DeferredSampler(torch_device, grammar_states, keep, deferred)
+    else:
+        builder = BatchBuilder(block_size, torch_device, caches)
+        # Where kernels are not the host's own, and where they are interpreted, the host waits for tokens only.
+        is_apart = torch_device.type != "cpu" or isinstance(decoder.ops, MakesStaticSteps)
+        sampler = (DeviceSampler if is_apart else Sampler)(torch_device, grammar_states, keep)
     prefaulter = Prefaulter.of([storage.data for storage in storages], builder.use)
     media = MultimodalEmbeddings(torch_device)
     if captured is None or draft is not None:

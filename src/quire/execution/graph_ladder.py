@@ -123,11 +123,13 @@ class GraphLadder:
         step = self._steps[bisect_left(self._sizes, count)]
         self._write(items, builder, step.size)
         self._memory.upload()
+        builder.put_drawn(self._ids.device, items)
         step.replay()
         return self._hidden[:count], self._logits[:count]
 
     def _write(self, items: Sequence[ScheduledSequence], builder: BatchBuilder | None, size: int) -> None:
         """Write a step and its padding into static memory, on the host's side."""
+        self._memory.wait()
         count, starts = len(items), [item.start for item in items]
         positions = torch.tensor(starts, dtype=torch.int64)
         self._ids.host[:count] = torch.tensor([item.token_ids[0] for item in items], dtype=torch.int64)

@@ -141,6 +141,10 @@ class KVCacheManager:
         """
         return self._publication.step_limit(self.sequences[seq_id], num_tokens)
 
+    def is_snapshot_pending(self, seq_id: int) -> bool:
+        """Return whether a live sequence's states are to be stored before a step goes on from its present slots."""
+        return self._publication.is_snapshot_pending(self.sequences[seq_id])
+
     def block_table(self, seq_id: int, group_idx: int = 0) -> tuple[int, ...]:
         """Return a live sequence's block ids in one cache group."""
         return tuple(self.sequences[seq_id].tables[group_idx])

@@ -59,6 +59,7 @@ class StaticMemory:
         self._device = device
         self._chunks: list[_Chunk] = []
         self._apart: list[_Chunk] = []
+        self._uploaded: torch.cuda.Event | None = None
 
     def take(self, count: int, dtype: torch.dtype) -> StaticNumbers:
         """Return zeros that are copied whole with each upload."""
@@ -81,6 +82,14 @@ class StaticMemory:
         for chunk in (*self._chunks, *self._apart):
             if chunk.used:
                 chunk.device[: chunk.used].copy_(chunk.host[: chunk.used], non_blocking=True)
+        if self._device.type == "cuda":
+            self._uploaded = self._uploaded or torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._uploaded.record(torch.cuda.current_stream(self._device))  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        """Wait for the last upload: only then may the host write again, while the step before may still run."""
+        if self._uploaded is not None:
+            self._uploaded.synchronize()  # type: ignore[no-untyped-call]
 
 
 class StaticTable:

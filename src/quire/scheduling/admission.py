@@ -107,6 +107,12 @@ class Admission:
         """True while sequences run whose end may free memory."""
         return bool(self._queues.running or self._queues.held)
 
+    @property
+    def outranks_running(self) -> bool:
+        """True while the first sequence that does not run could preempt running ones by its priority."""
+        first = self._queues.first_not_running() if self._order.has_priorities else None
+        return first is not None and any(self._order.outranks(first.request, s.request) for s in self._queues.running)
+
     def preempt_lower_priority(self) -> bool:
         """Preempt running sequences of a lower priority where the first sequence that does not run lacks memory.
 

@@ -78,7 +78,8 @@ class ScheduledSequence(NamedTuple):
     Args:
         seq_id: id of the sequence.
         start: number of tokens whose KV is stored already; the position of `token_ids[0]`.
-        token_ids: tokens to compute in this step, at positions `start, start + 1, ...`; never empty.
+        token_ids: tokens to compute in this step, at positions `start, start + 1, ...`; never empty. Of a step that was
+            planned ahead, `UNKNOWN` alone stands for the token that the step before it draws for the sequence.
         table_deltas: changes of the block tables since the last plan that contained the sequence; from block 0 when
             `new_sequence` is given. The updated tables have slots for at least `start + len(token_ids)` tokens.
         num_samples: number of tokens to draw from the logits of the last token; 0 in a prefill chunk that is not the

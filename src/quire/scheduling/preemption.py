@@ -144,14 +144,18 @@ class Preemption:
         for seq_id in lost.seq_ids:
             sequence = self._registry.sequences.get(seq_id)
             if sequence is not None:  # otherwise it ended together with another beam of its search
-                self._stats.num_preemptions += 1
-                self._stats.wasted_tokens += _num_computed(sequence)
-                sequence.request.num_preemptions += 1
-                self.preempt_by_recompute(sequence, is_sound=False)
+                self.discard(sequence)
         for name in lost.pins:
             self._memory.unpin(name)
         self._memory.lost_copies.discard(ops)
         return lost.pins
+
+    def discard(self, sequence: Sequence) -> None:
+        """Have a sequence computed again, since a failed step may have left garbage in its blocks."""
+        self._stats.num_preemptions += 1
+        self._stats.wasted_tokens += _num_computed(sequence)
+        sequence.request.num_preemptions += 1
+        self.preempt_by_recompute(sequence, is_sound=False)
 
     def _cost(self, victim: Sequence, candidates: Seq[Sequence]) -> PreemptionCost:
         """Return the cost of preempting a sequence in the configured mode."""

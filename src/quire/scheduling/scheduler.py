@@ -160,6 +160,10 @@ class Scheduler:
         if not scheduled:
             # Finished ids and copies wait for a plan that is executed.
             return StepPlan(tick, (), NO_OPS, ())
+        return self._plan_of(tick, scheduled)
+
+    def _plan_of(self, tick: int, scheduled: dict[Sequence, int]) -> StepPlan:
+        """Return the plan of a step with these sequences, given with their numbers of tokens."""
         # Block tables are final only now: an append may have moved blocks of sequences that were scheduled earlier.
         items = self._items(scheduled)
         finished_ids = tuple(self._queues.finished_ids)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 from quire.engine.outputs.output_processor import OutputProcessor
 from quire.engine.outputs.outputs import RequestOutput
 from quire.errors import RequestFailed, WorkerError
+from quire.scheduling.async_scheduling import AsyncScheduler
 from quire.scheduling.plan import ScheduledSequence, StepPlan
 from quire.scheduling.scheduler import Scheduler
 from quire.sequences.status import FinishReason
@@ -72,6 +74,15 @@ class EarlyEnds:
         if self.num_failed_steps >= MAX_CONSECUTIVE_FAILURES:
             raise WorkerError(f"{self.num_failed_steps} steps in a row failed; the last one: {error}") from error
         outputs = [output for item in plan.items for output in self.fail_item(item, str(error))]
-        for name in self._scheduler.recover(plan):
-            logger.warning("the pinned prefix %r is lost, since a step failed that was to move it", name)
+        _warn_of_pins(self._scheduler.recover(plan))
         return outputs
+
+    def withdraw_step(self, plan: StepPlan) -> None:
+        """Undo the plan of a step that was made ahead of a failed one; its requests go on."""
+        assert isinstance(self._scheduler, AsyncScheduler), "plans are made ahead by an asynchronous scheduler"
+        _warn_of_pins(self._scheduler.withdraw(plan))
+
+
+def _warn_of_pins(names: Iterable[str]) -> None:
+    for name in names:
+        logger.warning("the pinned prefix %r is lost, since a step failed that was to move it", name)

@@ -25,10 +25,12 @@ from quire.config import (
 )
 from quire.decoding.drafting import Drafter
 from quire.distributed.ranks import Ranks
+from quire.engine.async_engine import AsyncEngine
 from quire.engine.engine import Engine
 from quire.engine.inputs.embeddings import EmbeddingsReader
 from quire.engine.kv.disk_prefetch import DiskPrefetcher
 from quire.engine.startup.adapters import load_adapters
+from quire.engine.startup.data_plane import make_executor
 from quire.engine.startup.disk_cache import open_prefetch, open_stores
 from quire.engine.startup.encoders import encoder_config, open_encoder
 from quire.engine.startup.gpu_dtype import dtype_on
@@ -39,11 +41,6 @@ from quire.engine.startup.ranks import lead, scheduler_type, start
 from quire.engine.startup.speculation import load_draft, make_speculation
 from quire.engine.startup.wrappers import Wrappers
 from quire.errors import ConfigError, RequestError
-from quire.execution.build import build_runner
-from quire.execution.captured_steps import CaptureOptions
-from quire.execution.encoder_runner import EncoderRunner
-from quire.execution.executor import Runner
-from quire.execution.runner import InProcessExecutor
 from quire.kvstore.disk_blocks import DiskBlocks
 from quire.memory.capacity.sizing import ArenaSizing, arena_bytes
 from quire.memory.manager import KVCacheManager
@@ -158,12 +155,15 @@ def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None) -> LoadedMo
             disk = stack.enter_context(closing(open_stores(config, models, resolved, groups, dtype, ranks)))
         memory = _memory(resolved, sizing, _open_log(config.cache.record_memory), disk)
         with bound_to(() if ranks is None else ranks.home):
-            runner = _runner(model, draft, memory, resolved, dtype=dtype, stored=stored, disk=disk, grammars=grammars)
+            executor = make_executor(
+                model, draft, memory, resolved, dtype=dtype, stored=stored, disk=disk, grammars=grammars
+            )
         disk_prefetch, hand_over = open_prefetch(memory, disk, config.cache, resolved, groups, stack, ranks)
         speculation = make_speculation(config.speculative)
-        scheduler = _scheduler(resolved, memory, disk_prefetch, speculation, scheduler_type(config.parallel))
-        scheduler, executor = lead(ranks, scheduler, InProcessExecutor(runner), resolved.num_threads, disk_prefetch)
-        engine = Engine(
+        make_scheduler = scheduler_type(config.parallel, is_async=resolved.async_scheduling)
+        scheduler = _scheduler(resolved, memory, disk_prefetch, speculation, make_scheduler)
+        scheduler, executor = lead(ranks, scheduler, executor, resolved.num_threads, disk_prefetch)
+        engine = (AsyncEngine if resolved.async_scheduling else Engine)(
             resolved,
             wrap.scheduler(scheduler),
             wrap.executor(executor),
@@ -276,36 +276,6 @@ def _resolve(
     if isinstance(model, StageDecoder):
         model.check_step(resolved.max_num_batched_tokens)
     return config, replace(resolved, fitted_from=limit)
-
-
-def _runner(
-    model: Decoder | Encoder,
-    draft: Decoder | None,
-    memory: KVCacheManager,
-    resolved: ResolvedConfig,
-    *,
-    dtype: torch.dtype,
-    stored: str,
-    disk: DiskBlocks | None,
-    grammars: GrammarCompiler | None,
-) -> Runner:
-    """Return the runner of the model, with the KV memory of a decoder."""
-    if isinstance(model, Encoder):
-        return EncoderRunner(model)
-    sizes = resolved.cudagraph_capture_sizes
-    return build_runner(
-        model,
-        num_blocks=[len(group.pool.ref_counts) for group in memory.groups],
-        block_size=resolved.block_size,
-        device=resolved.device,
-        dtype=dtype,
-        stored=stored,
-        host_bytes=resolved.host_bytes,
-        disk=disk,
-        draft=draft,
-        grammars=None if grammars is None else grammars.cache,
-        captured=CaptureOptions(sizes, resolved.max_model_len) if sizes else None,
-    )
 
 
 def _media_reader(model: Decoder | Encoder, memory: KVCacheManager) -> EmbeddingsReader | None:

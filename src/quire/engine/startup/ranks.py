@@ -23,6 +23,7 @@ from quire.models.quantization_config import without_quantization
 from quire.models.sharding import Share, shard_spec
 from quire.models.spec import experts_of
 from quire.models.stage_spec import divide
+from quire.scheduling.async_scheduling import AsyncScheduler
 from quire.scheduling.command_log import LoggedScheduler
 from quire.scheduling.microbatches import MicrobatchScheduler
 from quire.scheduling.scheduler import Scheduler
@@ -70,10 +71,10 @@ def check_shared(config: EngineConfig) -> None:
         divide(spec, parallel.pipeline_parallel_size)
 
 
-def scheduler_type(parallel: ParallelConfig) -> Callable[..., Scheduler]:
+def scheduler_type(parallel: ParallelConfig, *, is_async: bool = False) -> Callable[..., Scheduler]:
     """Return the function that makes a rank's scheduler, or that of one process, of the arguments of `Scheduler`."""
     if parallel.pipeline_parallel_size == 1:
-        return Scheduler
+        return AsyncScheduler if is_async else Scheduler
     return partial(MicrobatchScheduler, num_microbatches=parallel.num_microbatches)
 
 

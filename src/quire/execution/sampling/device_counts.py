@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quire.execution.pinned import placed
 from quire.execution.sampling.token_history import TokenHistory
 
 
@@ -115,8 +116,3 @@ class DeviceCounts:
 
     def _placed(self, values: Sequence[int] | Sequence[tuple[int, int]]) -> Tensor:
         return placed(torch.tensor(values, dtype=torch.int64), self._device)
-
-
-def placed(numbers: Tensor, device: torch.device) -> Tensor:
-    """Return numbers of the host on a device: one copy, which the host does not wait for."""
-    return numbers if device.type == "cpu" else numbers.pin_memory().to(device, non_blocking=True)

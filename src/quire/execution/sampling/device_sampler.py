@@ -9,13 +9,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from quire.errors import NO_TOKEN
-from quire.execution.sampling.device_counts import DeviceCounts, RowPenalties, placed
+from quire.execution.pinned import placed
+from quire.execution.sampling.device_counts import DeviceCounts, RowPenalties
 from quire.execution.sampling.device_draws import (
     NARROW,
     RowFilters,
@@ -54,6 +55,31 @@ class RowParameters(NamedTuple):
     filters: RowFilters
     seeds: Tensor
     sample_idxs: Tensor
+
+
+class Readable(Protocol):
+    """Numbers that the host may have to wait for."""
+
+    def tolist(self) -> Any:
+        """Return them."""
+
+
+class DrawnRows(NamedTuple):
+    """Rows whose tokens are chosen on the device, with all that makes results of them.
+
+    Args:
+        items: items of the rows.
+        found: token and state (`FINE` and others) of each row, [R, 2].
+        errors: why the grammar of a row failed, or None.
+        measured: rows with log probabilities, each with its number of likeliest tokens.
+        measures: their numbers, see `DeviceSampler._measure`; None without such rows.
+    """
+
+    items: Sequence[ScheduledSequence]
+    found: Readable
+    errors: dict[int, str | None]
+    measured: Sequence[tuple[int, int]] = ()
+    measures: Readable | None = None
 
 
 class DeviceSampler(Sampler):
@@ -121,6 +147,12 @@ class DeviceSampler(Sampler):
 
     def _sample_own(self, logits: Tensor, items: Sequence[ScheduledSequence]) -> list[ItemResult]:
         """Draw the tokens of items that it takes, from float32 [R, V], overwritten."""
+        return self._results(DrawnRows(items, *self._draw(logits, items)))
+
+    def _draw(
+        self, logits: Tensor, items: Sequence[ScheduledSequence]
+    ) -> tuple[Tensor, dict[int, str | None], list[tuple[int, int]], Tensor | None]:
+        """Choose the tokens of items, and return the other fields of `DrawnRows`; the host does not wait."""
         states = [self.states[item.seq_id] for item in items]
         positions = [item.start + len(item.token_ids) for item in items]
         measured = [row for row, state in enumerate(states) if state.params.measures_tokens]
@@ -135,9 +167,16 @@ class DeviceSampler(Sampler):
         if is_changed:
             status = self._mark(logits, status)
         chosen = self._choose(logits, items, states, positions)
-        measures = {} if raw is None else self._measure(raw, chosen, measured, states)
+        counts = [(row, states[row].params.logprobs or 0) for row in measured]
+        measures = None if raw is None else self._measure(raw, chosen, counts)
+        return torch.stack((chosen, status), 1), errors, counts, measures
+
+    def _results(self, drawn: DrawnRows) -> list[ItemResult]:
+        """Read the tokens of rows, and return the results of their items."""
+        items, errors = drawn.items, drawn.errors
+        measures = {} if drawn.measures is None else _token_logprobs(drawn.measured, drawn.measures.tolist())
         rows = []
-        for row, (token_id, what) in enumerate(torch.stack((chosen, status), 1).tolist()):
+        for row, (token_id, what) in enumerate(drawn.found.tolist()):
             error = errors.get(row) or (None, NO_TOKEN, BAD_LOGITS)[what]
             if error is not None:
                 rows.append(SampledRow(error=error))
@@ -210,32 +249,41 @@ class DeviceSampler(Sampler):
                 chosen[rows] = draw_filtered(cooled, filters.of(rows), numbers[rows], width)
         return chosen
 
-    def _measure(
-        self, raw: Tensor, chosen: Tensor, rows: Sequence[int], states: Sequence[SamplingState]
-    ) -> dict[int, TokenLogprobs]:
-        """Return the log probabilities of some rows' tokens, from logits [n, V] as the model gave them."""
-        counts = [states[row].params.logprobs or 0 for row in rows]
-        ids = chosen[self._numbers(rows)][:, None]
+    def _measure(self, raw: Tensor, chosen: Tensor, measured: Sequence[tuple[int, int]]) -> Tensor:
+        """Return what `_token_logprobs` reads, float64 [n, 3 + 2 * most], from logits [n, V] as the model gave them."""
+        ids = chosen[self._numbers([row for row, _ in measured])][:, None]
         normed = raw.log_softmax(-1)
         above = torch.count_nonzero(raw > raw.gather(1, ids), dim=-1)[:, None]
         columns = [ids.double(), above.double() + 1.0, normed.gather(1, ids).clamp_(min=LOWEST).double()]
-        most = max(counts)
+        most = max(count for _, count in measured)
         if most:
             top_ids = topk_in_order(raw, most)[1]
             columns += [top_ids.double(), normed.gather(1, top_ids).clamp_(min=LOWEST).double()]
-        measures = {}
-        for row, count, values in zip(rows, counts, torch.cat(columns, 1).tolist(), strict=True):
-            token_id, rank, logprob = int(values[0]), int(values[1]), values[2]
-            if not most:
-                measures[row] = TokenLogprobs(token_id, logprob, rank)
-                continue
-            listed = array("i", map(int, values[3 : 3 + count]))
-            measures[row] = TokenLogprobs(token_id, logprob, rank, listed, array("d", values[3 + most :][:count]))
-        return measures
+        return torch.cat(columns, 1)
 
     def _numbers(self, values: Sequence[int]) -> Tensor:
         """Return whole numbers on the device."""
         return placed(torch.tensor(values, dtype=torch.int64), self._device)
+
+
+def _token_logprobs(measured: Sequence[tuple[int, int]], numbers: Sequence[Sequence[float]]) -> dict[int, TokenLogprobs]:
+    """Return the log probabilities of some rows' tokens.
+
+    Args:
+        measured: rows, each with its number of likeliest tokens.
+        numbers: token, rank and log probability of each; then the likeliest tokens, as many as the row with most of
+            them has, and their log probabilities.
+    """
+    measures = {}
+    for (row, count), values in zip(measured, numbers, strict=True):
+        token_id, rank, logprob = int(values[0]), int(values[1]), values[2]
+        most = (len(values) - 3) // 2
+        if not most:
+            measures[row] = TokenLogprobs(token_id, logprob, rank)
+            continue
+        listed = array("i", map(int, values[3 : 3 + count]))
+        measures[row] = TokenLogprobs(token_id, logprob, rank, listed, array("d", values[3 + most :][:count]))
+    return measures
 
 
 def _parameters(states: Sequence[SamplingState], vocab_size: int, device: torch.device) -> RowParameters:

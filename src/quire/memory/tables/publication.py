@@ -46,6 +46,10 @@ class Publication:
             return num_tokens
         return min(num_tokens, self._snapshots.next_after(state.num_slots, state.snapshot_points) - state.num_slots)
 
+    def is_snapshot_pending(self, state: SequenceBlocks) -> bool:
+        """Return whether a snapshot is taken once all slots of a sequence are computed, before it gets another one."""
+        return bool(self._tables.recurrent_groups) and state.is_publishing and self._snapshots.is_point(state)
+
     def publish_due(self, state: SequenceBlocks) -> None:
         """Publish the full blocks and due snapshots of a sequence, and free blocks out of its windows."""
         tables = self._tables

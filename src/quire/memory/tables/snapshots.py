@@ -71,10 +71,11 @@ class Snapshots(NamedTuple):
 
     def is_due(self, state: SequenceBlocks) -> bool:
         """Return whether a snapshot is taken at the present length of a sequence."""
-        num_tokens = state.num_slots
-        return num_tokens == state.num_computed and (
-            num_tokens % self.interval == 0 or num_tokens in state.snapshot_points
-        )
+        return state.num_slots == state.num_computed and self.is_point(state)
+
+    def is_point(self, state: SequenceBlocks) -> bool:
+        """Return whether a snapshot is taken at the number of slots of a sequence, once all of them are computed."""
+        return state.num_slots % self.interval == 0 or state.num_slots in state.snapshot_points
 
     def publish(self, groups: Sequence[CacheGroup], state: SequenceBlocks) -> int:
         """Publish a sequence's states, or merge them with published equals, and lower earlier snapshots' priority.

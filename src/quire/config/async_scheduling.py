@@ -1,0 +1,56 @@
+"""Options that asynchronous scheduling does not serve, and where it is used."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from quire.config.checks import check_served
+from quire.errors import ConfigError
+
+# Options with the values that are served, and the reason why others are not.
+_SERVED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
+    "tensor_parallel_size": ((1,), "ranks follow the tokens of each step before the next one is planned"),
+    "pipeline_parallel_size": ((1,), "stages plan ahead in another way, with microbatches"),
+    "speculative_method": (("off",), "drafts are made of the tokens of the step before"),
+    **dict.fromkeys(
+        ("prefix_cache_dir", "prefix_cache_url", "kv_transfer_config"),
+        ((None,), "blocks are loaded and stored between two steps"),
+    ),
+}
+
+
+def check_served_async(options: dict[str, Any]) -> None:
+    """Refuse options that asynchronous scheduling does not serve, where it is asked for.
+
+    Args:
+        options: values of `async_scheduling` and of the options of the names above.
+
+    Raises:
+        ConfigError: an option has another value than one that is served; the message names both.
+    """
+    if options["async_scheduling"]:
+        check_served(options, _SERVED, "async_scheduling")
+
+
+def is_async(options: dict[str, Any], device: str, *, is_encoder: bool) -> bool:
+    """Return whether an engine schedules asynchronously.
+
+    Args:
+        options: checked values of all options.
+        device: "cpu" or "cuda".
+        is_encoder: True for a model without tokens to wait for.
+
+    Raises:
+        ConfigError: it is asked for, and the model is an encoder.
+    """
+    wanted: bool | None = options["async_scheduling"]
+    if wanted and is_encoder:
+        raise ConfigError(
+            "async_scheduling=True is for models that generate, and this one is an encoder, whose steps wait for no "
+            "tokens: leave async_scheduling out",
+            field="async_scheduling",
+        )
+    if wanted is None:
+        is_served = all(options[name] in values for name, (values, _) in _SERVED.items())
+        return device == "cuda" and is_served and not is_encoder
+    return wanted

@@ -1,0 +1,115 @@
+"""The engine with asynchronous scheduling: it launches the next step before it reads the tokens of the present one."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any, NamedTuple, cast
+
+from quire.engine.engine import Engine
+from quire.engine.outputs.outputs import RequestOutput
+from quire.errors import WorkerError
+from quire.execution.async_executor import AsyncExecutor, LaunchedStep
+from quire.scheduling.async_scheduling import AsyncScheduler
+from quire.scheduling.plan import StepPlan
+
+
+class StepInFlight(NamedTuple):
+    """A step whose results are not applied yet.
+
+    Args:
+        plan: its plan.
+        step: what was launched.
+        launched_s: time of its launch, on the engine's clock.
+    """
+
+    plan: StepPlan
+    step: LaunchedStep
+    launched_s: float
+
+
+class AsyncEngine(Engine):
+    """Serves requests as `Engine` does, with up to two steps in flight while `step` runs, and one between two calls.
+
+    Its scheduler is an `AsyncScheduler`, and its executor an `AsyncExecutor`; without a disk cache, drafts and ranks.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._in_flight: StepInFlight | None = None
+        self._last_end_s = 0.0
+
+    def abort_request(self, request_id: str) -> RequestOutput | None:
+        """End a request in any state, and free its memory; see `Engine`."""
+        output = super().abort_request(request_id)
+        self._finish_when_idle()
+        return output
+
+    def close(self) -> None:
+        """Wait for the step in flight, then close all parts; see `Engine`."""
+        in_flight, self._in_flight = self._in_flight, None
+        try:
+            if in_flight is not None:
+                with suppress(WorkerError):  # nobody reads it
+                    in_flight.step.result()
+        finally:
+            super().close()
+
+    def _step(self) -> list[RequestOutput]:
+        if self.adapters is not None:
+            self.adapters.free_unused()
+        scheduler = cast(AsyncScheduler, self.scheduler)
+        present, self._in_flight = self._in_flight, None
+        if present is None:
+            plan = scheduler.plan(self.num_steps)
+            if not plan.items:
+                self.num_steps += 1
+                return []
+            present = self._launch(plan)
+        if not present.step.has_failed:
+            ahead = scheduler.plan_ahead(self.num_steps, present.plan)
+            if ahead is not None:
+                self._in_flight = self._launch(ahead)
+        outputs = self._read(present)
+        self._finish_when_idle()
+        return outputs
+
+    def _launch(self, plan: StepPlan) -> StepInFlight:
+        self.num_steps += 1
+        self._mark_scheduled(plan)
+        started_s = self._clock()
+        return StepInFlight(plan, cast(AsyncExecutor, self.executor).launch(plan), started_s)
+
+    def _read(self, present: StepInFlight) -> list[RequestOutput]:
+        """Wait for a step, and apply its results."""
+        plan = present.plan
+        try:
+            result = present.step.result()
+        except WorkerError as error:
+            return self._fail(plan, error)
+        finally:
+            # Steps run one after the other: this one had the device to itself from the end of the last one on.
+            started_s = max(present.launched_s, self._last_end_s)
+            self._last_end_s = self._clock()
+        self._early_ends.num_failed_steps = 0
+        # What was computed of sequences that had ended is nobody's.
+        items = [item for item in plan.items if item.seq_id in self.scheduler.sequences]
+        if items:
+            self._stats.computed_tokens += self.step_recorder.record_step(items, self._last_end_s - started_s)
+        failed = self._check_items(plan, result)
+        return failed + self._update(plan, result)
+
+    def _fail(self, plan: StepPlan, error: WorkerError) -> list[RequestOutput]:
+        """End the requests of a failed step; those of the step launched after it, which read what it wrote, go back."""
+        outputs = self._early_ends.fail_step(plan, error)
+        later, self._in_flight = self._in_flight, None
+        if later is not None:
+            with suppress(WorkerError):  # its results mean nothing
+                later.step.result()
+            self._early_ends.withdraw_step(later.plan)
+        return outputs
+
+    def _finish_when_idle(self) -> None:
+        """Read a step that runs for sequences that have ended, where nothing else is to be done."""
+        if self._in_flight is not None and not self.has_unfinished:
+            present, self._in_flight = self._in_flight, None
+            self._read(present)

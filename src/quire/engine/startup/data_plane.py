@@ -1,0 +1,51 @@
+"""Builds the executor of a loaded model, which has the KV memory."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.config import ResolvedConfig
+from quire.execution.async_executor import AsyncExecutor
+from quire.execution.build import build_runner
+from quire.execution.captured_steps import CaptureOptions
+from quire.execution.deferred_tokens import DeferredTokens
+from quire.execution.encoder_runner import EncoderRunner
+from quire.execution.runner import InProcessExecutor
+from quire.kvstore.disk_blocks import DiskBlocks
+from quire.memory.manager import KVCacheManager
+from quire.models.decoder import Decoder
+from quire.models.encoder import Encoder
+from quire.structured.grammar_compiler import GrammarCompiler
+
+
+def make_executor(
+    model: Decoder | Encoder,
+    draft: Decoder | None,
+    memory: KVCacheManager,
+    resolved: ResolvedConfig,
+    *,
+    dtype: torch.dtype,
+    stored: str,
+    disk: DiskBlocks | None,
+    grammars: GrammarCompiler | None,
+) -> InProcessExecutor:
+    """Return the executor of a model, with the KV memory of a decoder; see `build_runner`."""
+    if isinstance(model, Encoder):
+        return InProcessExecutor(EncoderRunner(model))
+    sizes = resolved.cudagraph_capture_sizes
+    deferred = DeferredTokens(torch.device(resolved.device)) if resolved.async_scheduling else None
+    runner = build_runner(
+        model,
+        num_blocks=[len(group.pool.ref_counts) for group in memory.groups],
+        block_size=resolved.block_size,
+        device=resolved.device,
+        dtype=dtype,
+        stored=stored,
+        host_bytes=resolved.host_bytes,
+        disk=disk,
+        draft=draft,
+        grammars=None if grammars is None else grammars.cache,
+        captured=CaptureOptions(sizes, resolved.max_model_len) if sizes else None,
+        deferred=deferred,
+    )
+    return InProcessExecutor(runner) if deferred is None else AsyncExecutor(runner, deferred)

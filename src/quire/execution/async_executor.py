@@ -1,0 +1,89 @@
+"""An executor that launches a step and returns before its tokens are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from quire.errors import WorkerError
+from quire.execution.deferred_tokens import DeferredTokens
+from quire.execution.executor import Runner
+from quire.execution.runner import InProcessExecutor
+from quire.scheduling.plan import ItemResult, StepPlan, StepResult
+
+
+class LaunchedStep:
+    """A step that was launched; its result is read once.
+
+    Args:
+        launched: result of the step, with empty results where tokens are to be read; or why it failed.
+        reads: functions that return the results of items whose tokens are on the device.
+    """
+
+    __slots__ = ("_launched", "_reads")
+
+    def __init__(
+        self, launched: StepResult | WorkerError, reads: Sequence[Callable[[], list[ItemResult]]] = ()
+    ) -> None:
+        self._launched = launched
+        self._reads = reads
+
+    @property
+    def has_failed(self) -> bool:
+        """True where the step could not be launched."""
+        return isinstance(self._launched, WorkerError)
+
+    def result(self) -> StepResult:
+        """Wait for the step, and return its result.
+
+        Raises:
+            WorkerError: the step failed as a whole.
+        """
+        launched = self._launched
+        if isinstance(launched, WorkerError):
+            raise launched
+        try:
+            read = {result.seq_id: result for each in self._reads for result in each()}
+        except Exception as error:
+            reason = f"step {launched.tick} failed in the data plane ({type(error).__name__}: {error})"
+            raise WorkerError(reason) from error
+        if not read:
+            return launched
+        return launched._replace(items=tuple(_complete(item, read) for item in launched.items))
+
+
+class AsyncExecutor(InProcessExecutor):
+    """Runs steps in the caller's own process and thread, which need not wait for them.
+
+    Args:
+        runner: runner of the model, whose sampler keeps tokens in `deferred`.
+        deferred: tokens that are not read yet.
+    """
+
+    def __init__(self, runner: Runner, deferred: DeferredTokens) -> None:
+        super().__init__(runner)
+        self._deferred = deferred
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Launch a step, behind those that were launched before; a failure is raised where its result is read.
+
+        Args:
+            plan: plan in which `UNKNOWN` stands for a token that the step launched last has drawn.
+        """
+        self._deferred.begin_step()
+        try:
+            launched = super().execute(plan)
+        except WorkerError as error:
+            return LaunchedStep(error)
+        return LaunchedStep(launched, self._deferred.take_reads())
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step; see `Executor`."""
+        return self.launch(plan).result()
+
+
+def _complete(item: ItemResult, read: dict[int, ItemResult]) -> ItemResult:
+    """Return the result of an item with what was read of it."""
+    found = read.get(item.seq_id)
+    if found is None or item.error is not None:
+        return item
+    return found if found.error is not None else found._replace(prompt_logprobs=item.prompt_logprobs)

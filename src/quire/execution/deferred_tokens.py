@@ -1,0 +1,105 @@
+"""Tokens that a step has drawn and the host has not read: the next step takes them where they are, on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from quire.decoding.drafting import UNKNOWN
+from quire.execution.batch import Batch, BatchBuilder
+from quire.execution.pinned import placed
+from quire.models.spec import StateCacheShape, TokenCacheShape
+from quire.scheduling.plan import ItemResult, ScheduledSequence
+
+
+class DeferredTokens:
+    """The tokens of the last two steps: those that were drawn before the present one, and its own.
+
+    Args:
+        device: device of the tokens.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # Tokens of a step, int64 [n], with the ids of their sequences.
+        self._before: list[tuple[tuple[int, ...], Tensor]] = []
+        self._own: list[tuple[tuple[int, ...], Tensor]] = []
+        self._reads: list[Callable[[], list[ItemResult]]] = []
+
+    def begin_step(self) -> None:
+        """Begin a step: what the one before it has drawn is what its placeholders stand for."""
+        self._before, self._own, self._reads = self._own, [], []
+
+    def add(self, items: Sequence[ScheduledSequence], token_ids: Tensor, read: Callable[[], list[ItemResult]]) -> None:
+        """Keep tokens of the present step.
+
+        Args:
+            items: items that they were drawn for.
+            token_ids: int64 [n] on the device; nothing writes to it afterwards.
+            read: returns the results of the items; it waits for the device.
+        """
+        self._own.append((tuple(item.seq_id for item in items), token_ids))
+        self._reads.append(read)
+
+    def take_reads(self) -> list[Callable[[], list[ItemResult]]]:
+        """Hand over what reads the results of the present step."""
+        reads, self._reads = self._reads, []
+        return reads
+
+    def fill(self, input_ids: Tensor, items: Sequence[ScheduledSequence], rows: Sequence[int]) -> None:
+        """Replace placeholders by the tokens that they stand for; the host does not wait.
+
+        Args:
+            input_ids: int64 [T] on the device, changed.
+            items: items of the step.
+            rows: first row of each of them, at least one for each.
+        """
+        wanted = [
+            (row, item.seq_id) for row, item in zip(rows, items, strict=False) if item.token_ids[0] == UNKNOWN
+        ]
+        if not wanted:
+            return
+        seq_ids = [seq_id for known, _ in self._before for seq_id in known]
+        token_ids = [tokens for _, tokens in self._before]
+        drawn = token_ids[0] if len(token_ids) == 1 else torch.cat(token_ids)
+        place_of = {seq_id: place for place, seq_id in enumerate(seq_ids)}
+        targets, sources = [row for row, _ in wanted], [place_of[seq_id] for _, seq_id in wanted]
+        if targets == sources == list(range(len(seq_ids))):  # mostly the same sequences decode
+            input_ids[: len(seq_ids)].copy_(drawn)
+            return
+        numbers = placed(torch.tensor((targets, sources), dtype=torch.int64), self._device)
+        input_ids.index_copy_(0, numbers[0], drawn.index_select(0, numbers[1]))
+
+
+class AheadBatchBuilder(BatchBuilder):
+    """A builder of batches whose placeholders are replaced, and for which the host does not wait.
+
+    Args:
+        block_size, device, cache: see `BatchBuilder`.
+        deferred: has the tokens that placeholders stand for.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        device: torch.device | str,
+        cache: Sequence[TokenCacheShape | StateCacheShape],
+        deferred: DeferredTokens,
+    ) -> None:
+        super().__init__(block_size, device, cache)
+        self._deferred = deferred
+
+    def lay_out(self, items: Sequence[ScheduledSequence], groups_of: range | None = None) -> Batch:
+        """See `BatchBuilder`."""
+        batch = super().lay_out(items, groups_of)
+        self._deferred.fill(batch.input_ids, items, batch.row_starts)
+        return batch
+
+    def put_drawn(self, input_ids: Tensor, items: Sequence[ScheduledSequence]) -> None:
+        """See `BatchBuilder`."""
+        self._deferred.fill(input_ids, items, range(len(items)))
+
+    def _to_device(self, numbers: Tensor) -> Tensor:
+        return placed(numbers, self._device)

@@ -1,0 +1,39 @@
+"""Copies between the host and a GPU that the host does not wait for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def placed(numbers: Tensor, device: torch.device) -> Tensor:
+    """Return numbers of the host on a device: one copy, which the host does not wait for."""
+    return numbers if device.type == "cpu" else numbers.pin_memory().to(device, non_blocking=True)
+
+
+class HostCopy:
+    """A copy of a tensor for the host, which is made when the device gets there; the host waits once it reads it.
+
+    Args:
+        tensor: tensor on any device; nothing writes to it afterwards.
+    """
+
+    __slots__ = ("_event", "_tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._tensor = tensor
+        if tensor.is_cuda:
+            # The copy is queued here: behind it are the kernels of the next step, for which the host would wait too.
+            self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._tensor.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(tensor.device))  # type: ignore[no-untyped-call]
+
+    def tolist(self) -> Any:
+        """Return the numbers; wait until they are there."""
+        if self._event is not None:
+            self._event.synchronize()  # type: ignore[no-untyped-call]
+        return self._tensor.tolist()

@@ -1,0 +1,153 @@
+"""Asynchronous scheduling: the next step is planned while one runs, before its tokens are read.
+
+```
+ host     plan N | plan N+1 | read N | plan N+2 | read N+1 | ...
+ device            N ................. N+1 .............. N+2 ...
+```
+
+In the plan of step N+1, a sequence of step N has a placeholder for the token that step N draws: `UNKNOWN`, which the
+data plane replaces by the token that it has kept. Between two calls the sequences are as a `Scheduler` would have them:
+the placeholder, and the tokens that the step in flight computes, are there only while a plan is made. So results are
+applied, and sequences ended, forked and aborted, by the code of `Scheduler`. All that remains of a plan that was made
+ahead are the slots of its tokens. They go with the sequence's blocks where its last token was in the step before: the
+memory manager publishes what `update_from_results` says is computed, and nothing more.
+
+A sequence is left out of the plan made ahead, and is in the next one,
+
+- where its next token needs the host: grammars, penalties, logits processors and whatever else is not sampled on the
+  device, several samples of one row, beams;
+- where it ends with the step in flight by its length, which is known;
+- where the step in flight ends at a snapshot of its states, which the step after it would overwrite.
+
+Such a plan preempts nobody, since tokens that are not read cannot be computed again: where memory is short, or a
+sequence that waits has a higher priority, the step in flight is read first, and `plan` decides as ever. So the first
+sequence in order waits for one step at most.
+
+Every step runs after the one that was planned before it, on the same stream of the device. So blocks may be taken again
+while a step in flight still writes to them: whoever takes them writes and reads later.
+"""
+
+from __future__ import annotations
+
+from quire.decoding.drafting import UNKNOWN
+from quire.scheduling.beam_groups import append_to_group
+from quire.scheduling.plan import ScheduledSequence, StepPlan
+from quire.scheduling.scheduler import Scheduler
+from quire.sequences.params import SamplingParams
+from quire.sequences.sequence import Request, Sequence
+from quire.sequences.status import SequenceStatus
+
+
+class AsyncScheduler(Scheduler):
+    """A scheduler that can plan one step ahead of results; see `Scheduler` for its arguments.
+
+    `plan` is called while no step is in flight, and `plan_ahead` while one is.
+    """
+
+    # True while a plan is made ahead, and once memory was short for one: until the next plan that may preempt.
+    _is_ahead: bool = False
+    _is_short: bool = False
+
+    def add(self, request: Request) -> None:
+        """Queue a request; see `Scheduler`."""
+        super().add(request)
+        request.runs_ahead = request.pooling is None and is_sampled_on_device(request.params)
+
+    def plan(self, tick: int) -> StepPlan:
+        """Return the plan of the next step, while no step is in flight; see `Scheduler`."""
+        self._is_short = False
+        return super().plan(tick)
+
+    def plan_ahead(self, tick: int, in_flight: StepPlan) -> StepPlan | None:
+        """Return the plan of the step after the one in flight; None where that one has to be read first.
+
+        Args:
+            tick: number of the plan.
+            in_flight: the last plan, whose results are not applied yet. Sequences of it may have ended since.
+        """
+        if self._is_short or self._admission.outranks_running:
+            return None
+        queues, running = self._queues, self.running
+        items = {item.seq_id: item for item in in_flight.items}
+        going: list[Sequence] = []
+        advanced: list[tuple[Sequence, ScheduledSequence]] = []
+        for sequence in running:
+            item = items.get(sequence.seq_id)
+            if item is None:
+                going.append(sequence)
+            elif self._goes_on(sequence, item):
+                going.append(sequence)
+                advanced.append((sequence, item))
+            else:
+                queues.held.append(sequence)
+        running[:] = going
+        for sequence, item in advanced:
+            sequence.num_computed += len(item.token_ids)
+            if item.num_samples:
+                sequence.tokens.append(UNKNOWN)
+        self._is_ahead = True
+        try:
+            return self._plan_without_preemption(tick)
+        finally:
+            self._is_ahead = False
+            for sequence, item in advanced:
+                sequence.num_computed -= len(item.token_ids)
+                if item.num_samples:
+                    sequence.tokens.pop()
+            queues.release_held()
+
+    def withdraw(self, plan: StepPlan) -> tuple[str, ...]:
+        """Undo a plan that was made ahead of a step that failed; return the names of the pinned prefixes lost.
+
+        Its sequences are computed again, unless they ended with the failed step.
+
+        Args:
+            plan: plan whose results are not applied.
+        """
+        for item in plan.items:
+            sequence = self.sequences.get(item.seq_id)
+            if sequence is not None and sequence.status is SequenceStatus.RUNNING:
+                self.preemption.discard(sequence)
+        return self.recover(plan)
+
+    def _goes_on(self, sequence: Sequence, item: ScheduledSequence) -> bool:
+        """Return whether a sequence of the step in flight may be in the next one before its results are read."""
+        if item.num_samples:
+            request = sequence.request
+            if not request.runs_ahead or item.num_samples > 1 or len(sequence.tokens) + 1 >= sequence.max_tokens:
+                return False
+            # While end tokens are suppressed, the host draws.
+            if len(sequence.tokens) - sequence.num_prompt < request.params.min_tokens:
+                return False
+        return not self.memory.is_snapshot_pending(sequence.seq_id)
+
+    def _plan_without_preemption(self, tick: int) -> StepPlan | None:
+        """Plan a step of the sequences that get their slots as it is; None where none does."""
+        scheduled, spare = self._schedule_running()
+        if spare > 0 and not self._is_short and (self.waiting or self.swapped):
+            self._admission.admit_waiting(scheduled, spare)
+        return self._plan_of(tick, scheduled) if scheduled else None
+
+    def _append_or_preempt(self, group: list[Sequence], count: int, position: int) -> int:
+        """Append slots as `Scheduler` does; ahead of results, nobody is preempted: once blocks lack, none are given."""
+        if not self._is_ahead:
+            return super()._append_or_preempt(group, count, position)
+        if not count or self._is_short:
+            return 0
+        self._is_short = not append_to_group(self.memory, group, count)
+        return 0 if self._is_short else count
+
+
+def is_sampled_on_device(params: SamplingParams) -> bool:
+    """Return whether the device draws a request's tokens without the host, and the next one needs nothing but them."""
+    return not (
+        params.needs_history
+        or params.structured_outputs is not None
+        or params.thinking_token_budget is not None
+        or params.strategy is not None
+        or params.beam_width is not None
+        or params.allowed_token_ids is not None
+        or params.logit_bias
+        or params.typical_p < 1.0
+        or params.top_n_sigma
+    )

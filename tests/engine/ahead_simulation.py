@@ -1,0 +1,117 @@
+"""A simulated data plane whose steps are launched, and read later; and engines with asynchronous scheduling over it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from quire.decoding.drafting import UNKNOWN
+from quire.errors import WorkerError
+from quire.execution.async_executor import LaunchedStep
+from quire.memory.results import Tier
+from quire.memory.specs import KVCacheSpec
+from quire.scheduling.plan import ScheduledSequence, StepPlan, StepResult
+from quire.simulation.executor import _OpenSequence
+from tests.engine.failing import FailingSimulation
+
+NOTHING = StepResult(0, ())
+
+
+class LateFailure(LaunchedStep):
+    """A step of which the host learns when it reads the tokens that it has failed."""
+
+    @property
+    def has_failed(self) -> bool:
+        return False
+
+
+class AheadSimulation(FailingSimulation):
+    """Runs a step when it is launched, with the tokens that the one launched before it has drawn for its placeholders.
+
+    Attributes:
+        num_ahead: number of items with a placeholder.
+        num_unread: number of steps that were launched and not read.
+        most_unread: the most of them at any time.
+    """
+
+    def __init__(self, block_size: int, vocab_size: int, specs: Sequence[KVCacheSpec] = ()) -> None:
+        super().__init__(block_size, vocab_size, specs)
+        self._drawn: dict[int, tuple[int, ...]] = {}
+        self._before: dict[int, tuple[int, ...]] = {}
+        self._is_broken = False
+        self.num_ahead = self.num_unread = self.most_unread = 0
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """See `AsyncExecutor`."""
+        self.num_unread += 1
+        self.most_unread = max(self.most_unread, self.num_unread)
+        # A step that a GPU fails to run has drawn something too.
+        guesses = {item.seq_id: (item.seq_id % self.vocab_size,) for item in plan.items}
+        self._before, self._drawn = self._drawn, guesses
+        if self._is_broken:
+            # What it reads was to be written by the failed step: it computes garbage, and may fail too.
+            self._write_garbage(plan)
+            failure = WorkerError(f"step {plan.tick} follows one that failed")
+            return _Counted(self, LateFailure(failure) if self.failures.rng.random() < 0.5 else LaunchedStep(NOTHING))
+        try:
+            result = self.execute(plan)
+        except WorkerError as error:
+            self._is_broken = self.failures.rng.random() < 0.6
+            step = LateFailure(error) if self._is_broken else LaunchedStep(error)
+        else:
+            self._drawn = {item.seq_id: item.token_ids for item in result.items}
+            step = LaunchedStep(result)
+        return _Counted(self, step)
+
+    def step_was_read(self, step: LaunchedStep) -> None:
+        """Count a step that was read: the host knows now whether it failed."""
+        self.num_unread -= 1
+        if isinstance(step, LateFailure):
+            self._is_broken = False
+
+    def _write_garbage(self, plan: StepPlan) -> None:
+        """Do what a step does, without a check, and write what no sequence has."""
+        for seq_id in plan.finished_ids:
+            self._open.pop(seq_id, None)
+        for copy in plan.ops.copies:
+            self._copy_block(copy)
+        for item in plan.items:
+            if item.new_sequence is None and item.seq_id not in self._open:
+                continue
+            self._open.pop(item.seq_id, None) if item.new_sequence is not None else None
+            if item.new_sequence is not None:
+                self._open[item.seq_id] = _OpenSequence(item.new_sequence, len(self.specs))
+            for group_idx, start, block_ids in item.table_deltas:
+                table = self._open[item.seq_id].tables[group_idx]
+                table[start:] = block_ids
+                for block_id in table[item.start // self.block_size :]:
+                    self._states[Tier.DEVICE, group_idx, block_id] = (-1,)
+            for group_idx, table in enumerate(self._open[item.seq_id].tables):
+                for position in range(item.start, item.start + len(item.token_ids)):
+                    if position // self.block_size < len(table) and not self.specs[group_idx].is_recurrent:
+                        self._slots[group_idx, self._slot(table, position)] = (-1, -1)
+
+    def _write(self, item: ScheduledSequence, written: dict[tuple[int, int], int]) -> ScheduledSequence:
+        if UNKNOWN in item.token_ids:
+            assert len(item.token_ids) == item.num_samples == 1, "a placeholder is the only token, and one is drawn"
+            (token_id,) = self._before[item.seq_id]
+            item = item._replace(token_ids=(token_id,))
+            self.num_ahead += 1
+        return super()._write(item, written)
+
+
+class _Counted(LaunchedStep):
+    """A step that counts that it is read, once."""
+
+    def __init__(self, executor: AheadSimulation, step: LaunchedStep) -> None:
+        self._executor, self._step, self._is_read = executor, step, False
+
+    @property
+    def has_failed(self) -> bool:
+        return self._step.has_failed
+
+    def result(self) -> StepResult:
+        assert not self._is_read, "a step is read twice"
+        self._is_read = True
+        self._executor.step_was_read(self._step)
+        return self._step.result()
