@@ -106,6 +106,7 @@ NEEDED: dict[str, dict[str, Any]] = {
         ("max_num_seqs", [1, 4096], [0, None, 2.0]),
         ("max_num_batched_tokens", [None, 256], [0, 255, "512"]),
         ("max_queue_len", [None, 1], [0, -1, 2.5]),
+        ("async_scheduling", [None, True, False], [1, "yes", 0]),
         ("max_inter_token_ms", [None, 50, 0.5], [0, -1.0, math.nan, math.inf, "50", True]),
         ("speculative_method", ["off", "ngram", "suffix"], ["eagle", "", None, True]),
         ("num_speculative_tokens", [None, 1, 32], [0, 33, 1.5, "8", True]),

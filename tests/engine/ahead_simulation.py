@@ -1,8 +1,7 @@
-"""A simulated data plane whose steps are launched, and read later; and engines with asynchronous scheduling over it."""
+"""A simulated data plane whose steps are launched, and read later."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 
 from quire.decoding.drafting import UNKNOWN
@@ -78,7 +77,6 @@ class AheadSimulation(FailingSimulation):
         for item in plan.items:
             if item.new_sequence is None and item.seq_id not in self._open:
                 continue
-            self._open.pop(item.seq_id, None) if item.new_sequence is not None else None
             if item.new_sequence is not None:
                 self._open[item.seq_id] = _OpenSequence(item.new_sequence, len(self.specs))
             for group_idx, start, block_ids in item.table_deltas:

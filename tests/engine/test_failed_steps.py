@@ -11,6 +11,7 @@ import pytest
 
 from quire import LLM, RequestOutput, SamplingParams
 from quire.config import EngineConfig, Machine, ModelFacts, resolve
+from quire.engine.async_engine import AsyncEngine
 from quire.engine.engine import Engine
 from quire.errors import WorkerError
 from quire.memory import (
@@ -23,8 +24,10 @@ from quire.memory import (
     check,
 )
 from quire.memory.recording.replay import replay
+from quire.scheduling.async_scheduling import AsyncScheduler
 from quire.scheduling.plan import StepPlan
 from quire.scheduling.scheduler import Scheduler
+from tests.engine.ahead_simulation import AheadSimulation
 from tests.engine.failing import FailingExecutor, FailingSimulation, Failures
 
 SIZE, VOCAB = 4, 11
@@ -46,7 +49,14 @@ WORLDS: dict[str, tuple[tuple[KVCacheSpec, ...], int, int]] = {
 }
 
 
-def simulated(specs: tuple[KVCacheSpec, ...], num_blocks: int, host_blocks: int, failures: Failures | None) -> Engine:
+def simulated(
+    specs: tuple[KVCacheSpec, ...],
+    num_blocks: int,
+    host_blocks: int,
+    failures: Failures | None,
+    *,
+    is_async: bool = False,
+) -> Engine:
     """Return the real engine, scheduler and memory over a simulated data plane."""
     facts = ModelFacts(max_position=64, bytes_per_token=4, vocab_size=VOCAB, num_parameters=1)
     options = EngineConfig.from_options(block_size=SIZE, num_kv_blocks=500, max_num_seqs=8, max_num_batched_tokens=24)
@@ -59,12 +69,13 @@ def simulated(specs: tuple[KVCacheSpec, ...], num_blocks: int, host_blocks: int,
         pin_limit=3,
         retention_limit=4,
     )
-    scheduler = Scheduler(
+    scheduler = (AsyncScheduler if is_async else Scheduler)(
         memory, max_num_seqs=8, max_num_batched_tokens=24, preemption_mode="swap" if host_blocks else "recompute"
     )
-    executor = FailingSimulation(SIZE, VOCAB, specs)
+    executor = (AheadSimulation if is_async else FailingSimulation)(SIZE, VOCAB, specs)
     executor.failures = failures or Failures(random.Random(0), 0.0)
-    return Engine(config, scheduler, executor, None, end_token_ids=frozenset(), cache_name="")
+    make = AsyncEngine if is_async else Engine
+    return make(config, scheduler, executor, None, end_token_ids=frozenset(), cache_name="")
 
 
 def request(rng: random.Random, shared: list[int]) -> tuple[list[int], dict[str, Any]]:
@@ -103,12 +114,12 @@ def collect(outputs: dict[str, list[list[int]]], news: list[RequestOutput]) -> l
     return failed
 
 
-def run_world(name: str, seed: int, num_requests: int) -> tuple[int, int, int]:
+def run_world(name: str, seed: int, num_requests: int, *, is_async: bool = False) -> tuple[int, int, int]:
     """Serve random requests while steps fail; return the requests that succeeded, the failures and the copies lost."""
     rng = random.Random(f"{name} {seed}")
     specs, num_blocks, host_blocks = WORLDS[name]
     failures = Failures(rng, 0.08)
-    engine = simulated(specs, num_blocks, host_blocks, failures)
+    engine = simulated(specs, num_blocks, host_blocks, failures, is_async=is_async)
     memory = engine.scheduler.memory
     shared = [rng.randrange(VOCAB) for _ in range(22)]
     waiting = {f"{idx}": (*request(rng, shared), idx) for idx in range(num_requests)}
@@ -144,6 +155,15 @@ def run_world(name: str, seed: int, num_requests: int) -> tuple[int, int, int]:
     return len(asked) - len(failed), failures.count, failures.num_lost_copies
 
 
+@pytest.mark.parametrize("name", ["unequal blocks, host", "states, host"])
+def test_random_steps_fail_while_the_next_one_is_in_flight(name: str) -> None:
+    """At their launch, or when their tokens are read: then what was launched behind them is worth nothing."""
+    num_good, num_failures, num_lost = run_worlds(name, range(3), is_async=True)
+    assert num_good > 24
+    assert num_failures > 6
+    assert num_lost > 3
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if "host" in name else pytest.mark.slow) for name in WORLDS]
 )
@@ -155,15 +175,16 @@ def test_random_steps_fail_and_no_later_request_has_other_tokens(name: str) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_async", [False, True], ids=["in order", "ahead"])
 @pytest.mark.parametrize("name", WORLDS)
-def test_many_random_steps_fail(name: str) -> None:
-    num_good, _, num_lost = run_worlds(name, range(2, 42))
+def test_many_random_steps_fail(name: str, is_async: bool) -> None:
+    num_good, _, num_lost = run_worlds(name, range(2, 42), is_async=is_async)
     assert num_good > 400
     assert num_lost > 100
 
 
-def run_worlds(name: str, seeds: range) -> list[int]:
-    return list(map(sum, zip(*(run_world(name, seed, 30) for seed in seeds), strict=True)))
+def run_worlds(name: str, seeds: range, *, is_async: bool = False) -> list[int]:
+    return list(map(sum, zip(*(run_world(name, seed, 30, is_async=is_async) for seed in seeds), strict=True)))
 
 
 STORY = "Once upon a time, a small fox found a red kite in the forest. The fox was happy, and wanted to fly it. "

@@ -38,7 +38,6 @@ ENGINES: dict[str, dict[str, Any]] = {
         "scheduling_policy": "priority",
     },
     "drafts": {"speculative_method": "suffix", "num_speculative_tokens": 5},
-    # Small and with priorities, since those of plenty show less: plans are made ahead of results.
     "ahead": {
         "async_scheduling": True,
         "num_kv_blocks": 60,

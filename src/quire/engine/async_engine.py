@@ -18,7 +18,7 @@ class StepInFlight(NamedTuple):
 
     Args:
         plan: its plan.
-        step: what was launched.
+        step: the launched step, whose result is read once.
         launched_s: time of its launch, on the engine's clock.
     """
 
@@ -91,7 +91,7 @@ class AsyncEngine(Engine):
             started_s = max(present.launched_s, self._last_end_s)
             self._last_end_s = self._clock()
         self._early_ends.num_failed_steps = 0
-        # What was computed of sequences that had ended is nobody's.
+        # Tokens that were computed of sequences that had ended are not counted.
         items = [item for item in plan.items if item.seq_id in self.scheduler.sequences]
         if items:
             self._stats.computed_tokens += self.step_recorder.record_step(items, self._last_end_s - started_s)

@@ -56,9 +56,7 @@ class DeferredTokens:
             items: items of the step.
             rows: first row of each of them, at least one for each.
         """
-        wanted = [
-            (row, item.seq_id) for row, item in zip(rows, items, strict=False) if item.token_ids[0] == UNKNOWN
-        ]
+        wanted = [(row, item.seq_id) for row, item in zip(rows, items, strict=False) if item.token_ids[0] == UNKNOWN]
         if not wanted:
             return
         seq_ids = [seq_id for known, _ in self._before for seq_id in known]

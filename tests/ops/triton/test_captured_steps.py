@@ -151,6 +151,26 @@ class TestEngine:
         assert runner.num_replayed == len(decodes) >= 2 * (NUM_TOKENS - 2)
         check(llm.engine.scheduler.memory)
 
+    @pytest.mark.parametrize("name", ["llama3", "gemma4", "qwen3.5"])
+    def test_steps_that_are_launched_ahead(self, name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+        """The tokens of a replayed step are written into the static memory of the next one, which nobody has read."""
+        reference = make_reference(name, tmp_path_factory)
+        sizes = (1, 4)
+        llm = load(str(reference.folder), reference.pool_factor, cudagraph_capture_sizes=sizes, async_scheduling=True)
+        runner = llm.engine.executor._runner  # type: ignore[attr-defined]
+        params = [
+            SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+            for count in (NUM_TOKENS, NUM_TOKENS - 2, NUM_TOKENS - 1)
+        ]
+        for output, expected in zip(
+            llm.generate(reference.prompts[:3], params, use_tqdm=False), reference.outputs, strict=False
+        ):
+            tokens = output.outputs[0].token_ids
+            known = min(len(tokens), len(expected))
+            assert list(tokens[:known]) == list(expected[:known])
+        assert runner.num_replayed >= NUM_TOKENS - 2
+        check(llm.engine.scheduler.memory)
+
     def test_more_sequences_than_the_largest_size(self, tmp_path_factory: pytest.TempPathFactory) -> None:
         reference = make_reference("llama3", tmp_path_factory)
         llm = load(str(reference.folder), cudagraph_capture_sizes=[2])

@@ -23,7 +23,6 @@ def make_executor(
     draft: Decoder | None,
     memory: KVCacheManager,
     resolved: ResolvedConfig,
-    *,
     dtype: torch.dtype,
     stored: str,
     disk: DiskBlocks | None,

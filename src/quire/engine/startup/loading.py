@@ -155,13 +155,10 @@ def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None) -> LoadedMo
             disk = stack.enter_context(closing(open_stores(config, models, resolved, groups, dtype, ranks)))
         memory = _memory(resolved, sizing, _open_log(config.cache.record_memory), disk)
         with bound_to(() if ranks is None else ranks.home):
-            executor = make_executor(
-                model, draft, memory, resolved, dtype=dtype, stored=stored, disk=disk, grammars=grammars
-            )
+            executor = make_executor(model, draft, memory, resolved, dtype, stored, disk, grammars)
         disk_prefetch, hand_over = open_prefetch(memory, disk, config.cache, resolved, groups, stack, ranks)
         speculation = make_speculation(config.speculative)
-        make_scheduler = scheduler_type(config.parallel, is_async=resolved.async_scheduling)
-        scheduler = _scheduler(resolved, memory, disk_prefetch, speculation, make_scheduler)
+        scheduler = _scheduler(resolved, memory, disk_prefetch, speculation, scheduler_type(config.parallel, resolved))
         scheduler, executor = lead(ranks, scheduler, executor, resolved.num_threads, disk_prefetch)
         engine = (AsyncEngine if resolved.async_scheduling else Engine)(
             resolved,

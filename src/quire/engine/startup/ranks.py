@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final, cast
 
-from quire.config import EngineConfig, ParallelConfig
+from quire.config import EngineConfig, ParallelConfig, ResolvedConfig
 from quire.distributed.launch import start_ranks
 from quire.distributed.ranks import Ranks
 from quire.distributed.torchrun import join_torchrun, torchrun_place
@@ -71,10 +71,10 @@ def check_shared(config: EngineConfig) -> None:
         divide(spec, parallel.pipeline_parallel_size)
 
 
-def scheduler_type(parallel: ParallelConfig, *, is_async: bool = False) -> Callable[..., Scheduler]:
+def scheduler_type(parallel: ParallelConfig, resolved: ResolvedConfig) -> Callable[..., Scheduler]:
     """Return the function that makes a rank's scheduler, or that of one process, of the arguments of `Scheduler`."""
     if parallel.pipeline_parallel_size == 1:
-        return AsyncScheduler if is_async else Scheduler
+        return AsyncScheduler if resolved.async_scheduling else Scheduler
     return partial(MicrobatchScheduler, num_microbatches=parallel.num_microbatches)
 
 

@@ -1,4 +1,4 @@
-"""A sampler that leaves tokens on the device, so that the host can plan and launch the next step before it reads them."""
+"""A sampler that leaves tokens on the device: the host launches the next step before it reads them."""
 
 from __future__ import annotations
 

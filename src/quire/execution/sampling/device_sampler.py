@@ -266,7 +266,9 @@ class DeviceSampler(Sampler):
         return placed(torch.tensor(values, dtype=torch.int64), self._device)
 
 
-def _token_logprobs(measured: Sequence[tuple[int, int]], numbers: Sequence[Sequence[float]]) -> dict[int, TokenLogprobs]:
+def _token_logprobs(
+    measured: Sequence[tuple[int, int]], numbers: Sequence[Sequence[float]]
+) -> dict[int, TokenLogprobs]:
     """Return the log probabilities of some rows' tokens.
 
     Args:

@@ -1,0 +1,254 @@
+"""Asynchronous scheduling: the same outputs as step by step, over any history, with at most two steps in flight."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire import LLM, RequestOutput, SamplingParams
+from quire.config import EngineConfig, Machine, ModelFacts, resolve
+from quire.engine.async_engine import AsyncEngine
+from quire.errors import ConfigError
+from quire.memory import FullAttention, KVCacheManager, check
+from quire.memory.recording.replay import replay
+from quire.scheduling.async_scheduling import AsyncScheduler
+from tests.engine.ahead_simulation import AheadSimulation
+from tests.engine.failing import Failures
+from tests.engine.sampling_world import told
+from tests.scheduling.auditor import Auditor
+from tests.scheduling.harness import END_TOKEN, NEVER, VOCAB_SIZE, Job, Setting
+from tests.scheduling.random_jobs import agrees, jobs, narrow_settings, undisturbed
+
+
+class AheadEngine:
+    """The real engine, scheduler and memory over a simulated data plane, audited after each step.
+
+    Args:
+        setting: sizes and options.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        facts = ModelFacts(max_position=64, bytes_per_token=4, vocab_size=VOCAB_SIZE, num_parameters=1)
+        options = EngineConfig.from_options(num_kv_blocks=500, max_num_seqs=setting.max_num_seqs)
+        config = resolve(options, Machine(device="cpu", available_bytes=1 << 30, num_threads=1), facts)
+        specs = setting.specs or (FullAttention(block_size=setting.block_size),)
+        host_bytes = (setting.host_blocks + 1) * sum(spec.bytes_per_block for spec in specs)
+        self.memory = KVCacheManager(
+            specs,
+            setting.num_blocks,
+            watermark=setting.watermark,
+            enable_prefix_caching=setting.caching,
+            host_bytes=host_bytes if setting.host_blocks else 0,
+            snapshot_interval=setting.snapshot_interval,
+        )
+        self.scheduler = AsyncScheduler(
+            self.memory,
+            max_num_seqs=setting.max_num_seqs,
+            max_num_batched_tokens=setting.budget,
+            policy=setting.policy,
+            priority_aging=setting.priority_aging,
+            preemption_policy=setting.preemption_policy,
+            preemption_mode=setting.preemption_mode,
+        )
+        self.executor = AheadSimulation(setting.block_size, VOCAB_SIZE, specs)
+        self.executor.failures = Failures(random.Random(0), 0.0)
+        self.engine = AsyncEngine(
+            config, self.scheduler, self.executor, None, end_token_ids=frozenset({END_TOKEN}), cache_name=""
+        )
+        self.auditor = Auditor(self.scheduler)
+        self.outputs: dict[str, list[list[int]]] = {}
+
+    def add(self, job: Job, seed: int) -> None:
+        params = SamplingParams(
+            n=job.n,
+            beam_width=job.beam_width,
+            length_penalty=job.length_penalty,
+            early_stopping=job.early_stopping,
+            max_tokens=job.max_tokens,
+            min_tokens=job.min_tokens,
+            stop_token_ids=job.stop_token_ids,
+            ignore_eos=job.ignore_eos,
+            seed=seed,
+            detokenize=False,
+        )
+        prompt = {"prompt_token_ids": list(job.prompt)}
+        options: dict[str, Any] = {"priority": job.priority, "flow": job.flow, "cache_salt": job.cache_salt}
+        self.engine.add_request(str(seed), prompt, params, **options)
+        self.outputs[str(seed)] = []
+
+    def step(self) -> None:
+        """Run a step, and audit memory and queues; the step in flight has left nothing in what is published."""
+        self._collect(self.engine.step())
+        self._audit()
+
+    def abort(self, seed: int) -> None:
+        output = self.engine.abort_request(str(seed))
+        self._collect([] if output is None else [output])
+        self._audit()
+
+    def _collect(self, news: list[RequestOutput]) -> None:
+        for output in news:
+            assert output.error is None, output.error
+            samples = self.outputs[output.request_id]
+            for sample in output.outputs:
+                samples += [[] for _ in range(sample.index + 1 - len(samples))]
+                samples[sample.index] += sample.token_ids
+
+    def _audit(self) -> None:
+        check(self.memory)
+        self.auditor.check_queues()
+        assert self.executor.num_unread <= self.engine.has_unfinished, "a step is in flight for nobody"
+        for sequence in self.scheduler.sequences.values():
+            assert min(sequence.tokens) >= 0, "a placeholder was left"
+
+
+def run_ahead(arriving: list[Job], setting: Setting) -> AheadEngine:
+    """Serve jobs as they come and go, until nobody is left; nothing is held then."""
+    world, tick = AheadEngine(setting), 0
+    most_steps = 400 + 80 * sum(len(job.prompt) + (job.beam_width or job.n) * job.max_tokens for job in arriving)
+    while tick <= max(job.arrives_at for job in arriving) or world.engine.has_unfinished:
+        assert tick < most_steps, "the run does not end"
+        for seed, job in enumerate(arriving):
+            if job.arrives_at == tick:
+                world.add(job, seed)
+            if job.abort_at == tick > job.arrives_at:
+                world.abort(seed)
+        world.step()
+        tick += 1
+    usage = world.memory.usage()
+    assert usage.used == 0
+    assert usage.host is None or usage.host.used == 0
+    assert not world.scheduler.requests
+    assert world.executor.most_unread <= 2
+    # What was closed is told with the next plan.
+    world.add(Job(prompt=(1,), max_tokens=1), len(arriving))
+    world.step()
+    assert world.executor.num_open == 1
+    return world
+
+
+@settings(max_examples=8)
+@given(arriving=st.lists(jobs, min_size=1, max_size=7), setting=narrow_settings())
+def test_tokens_are_those_of_step_by_step(arriving: list[Job], setting: Setting) -> None:
+    """With arrivals, aborts, ends, samples and beams, in pools that preempt, swap, evict and share."""
+    # An abort in the same step as the arrival comes before any token.
+    arriving = [replace(job, prompt_logprobs=None, media=()) for job in arriving]
+    world = run_ahead(arriving, setting)
+    for seed, (job, expected) in enumerate(zip(arriving, undisturbed(arriving), strict=True)):
+        found = world.outputs[str(seed)]
+        was_aborted = job.arrives_at < job.abort_at < NEVER
+        assert agrees(job if was_aborted else replace(job, abort_at=NEVER), found, expected)
+
+
+@pytest.mark.slow
+@settings(max_examples=1000)
+@given(arriving=st.lists(jobs, min_size=1, max_size=9), setting=narrow_settings())
+def test_tokens_are_those_of_step_by_step_in_many_runs(arriving: list[Job], setting: Setting) -> None:
+    test_tokens_are_those_of_step_by_step.hypothesis.inner_test(arriving, setting)  # type: ignore[attr-defined]
+
+
+def test_an_end_by_length_costs_no_step_and_an_end_token_costs_one_token() -> None:
+    """As many items as step by step where the lengths are known; else one more for each that ends unforeseen."""
+    known = [Job(prompt=(1, idx), max_tokens=3 + idx, ignore_eos=True) for idx in range(3)]
+    world = run_ahead(known, Setting())
+    num_tokens = sum(len(job.prompt) + job.max_tokens - 1 for job in known)
+    assert world.executor.num_computed_tokens == num_tokens + 1  # of the passer-by
+    assert world.engine.stats.computed_tokens == world.executor.num_computed_tokens
+    # Each token but the first of a request is decoded behind one that was not read.
+    assert world.executor.num_ahead == sum(job.max_tokens - 1 for job in known)
+    unknown = [Job(prompt=(1, idx), max_tokens=40) for idx in range(6)]
+    world = run_ahead(unknown, Setting())
+    ended = [samples[0] for samples in world.outputs.values() if samples[0][-1] == END_TOKEN]
+    assert len(ended) > 3
+    stats = world.engine.stats
+    assert world.executor.num_computed_tokens - stats.computed_tokens == len(ended)
+    assert stats.generation_tokens == sum(len(samples[0]) for samples in world.outputs.values())
+
+
+def test_a_sequence_that_lacks_memory_waits_for_one_step() -> None:
+    """The pool holds one of two: the first in order preempts the other, though plans ahead may not."""
+    setting = Setting(num_blocks=6, block_size=2, budget=8, max_num_seqs=2, caching=False)
+    arriving = [Job(prompt=(1, idx), max_tokens=9, ignore_eos=True) for idx in range(2)]
+    world = run_ahead(arriving, setting)
+    assert [world.outputs[str(seed)] for seed in range(2)] == undisturbed(arriving)
+    assert world.scheduler.stats.num_preemptions > 0
+
+
+# ---- the real data plane ----
+
+STORY = "Once upon a time, a small fox found a red kite in the forest. The fox was happy, and wanted to fly it. "
+
+
+def never_the_same(_prompt: list[int], output: list[int], logits: Any) -> Any:
+    logits[sorted(set(output))] = -float("inf")
+    return logits
+
+
+def mixed_params() -> list[SamplingParams]:
+    """Return plain rows, rows that end unforeseen, and rows that wait for the host."""
+    return [
+        SamplingParams(temperature=0.0, max_tokens=14),
+        SamplingParams(seed=1, max_tokens=17, logprobs=3, top_k=40),
+        SamplingParams(temperature=0.0, max_tokens=30, stop=("fox", " the")),
+        SamplingParams(seed=3, max_tokens=12, structured_outputs={"regex": "[a-z ]{3,20}[.!]"}),
+        SamplingParams(seed=4, max_tokens=9, logits_processors=(never_the_same,)),
+        SamplingParams(seed=5, max_tokens=11, repetition_penalty=1.3, logprobs=0),
+        SamplingParams(seed=6, max_tokens=9, n=2, min_p=0.05),
+        SamplingParams(temperature=0.0, max_tokens=8, beam_width=2),
+        SamplingParams(seed=8, max_tokens=20, stop_token_ids=tuple(range(200, 264)), min_tokens=3),
+        SamplingParams(seed=9, max_tokens=10, prompt_logprobs=2),
+    ]
+
+
+def serve(llm: LLM) -> list[Any]:
+    """Serve two rounds of requests that come one after the other; the second one finds the prefixes of the first."""
+    engine, found = llm.engine, dict[str, RequestOutput]()
+    given_params = mixed_params() * 2
+    for place, params in enumerate(given_params):
+        engine.add_request(str(place), STORY[: 17 * (place % 4) + 12], params)
+        for news in engine.step() if place % 3 else []:
+            add(found, news)
+    while engine.has_unfinished:
+        for news in engine.step():
+            add(found, news)
+        check(engine.scheduler.memory)
+    assert llm.usage().used == 0
+    return [told(found[str(place)]) for place in range(len(given_params))]
+
+
+def add(found: dict[str, RequestOutput], news: RequestOutput) -> None:
+    if news.request_id in found:
+        found[news.request_id].add(news)
+    else:
+        found[news.request_id] = news
+
+
+def test_all_kinds_of_rows_in_one_batch_have_the_outputs_of_step_by_step(tmp_path: Any) -> None:
+    """To the bit, in a pool that preempts and swaps; and what was recorded of memory runs again."""
+    pytest.importorskip("llguidance", reason="llguidance is not installed")
+    options: dict[str, Any] = {"num_threads": 1, "max_model_len": 128, "block_size": 4, "deterministic": True}
+    try:
+        expected = serve(LLM("bundled", **options))
+    except ConfigError:
+        pytest.skip("no native kernels were built")
+    options |= {"num_kv_blocks": 48, "swap_space": 1 << 20, "record_memory": str(tmp_path / "memory.log")}
+    llm = LLM("bundled", **options, async_scheduling=True)
+    assert serve(llm) == expected
+    assert llm.stats.num_preemptions > 0
+    llm.close()
+    with (tmp_path / "memory.log").open(encoding="utf-8") as lines:
+        assert replay(lines, check_every=50).fault is None
+
+
+def test_an_engine_is_closed_with_a_step_in_flight() -> None:
+    llm = LLM("bundled", num_threads=1, max_model_len=64, async_scheduling=True)
+    assert isinstance(llm.engine, AsyncEngine)
+    llm.engine.add_request("a", STORY, SamplingParams(max_tokens=30, ignore_eos=True))
+    llm.engine.step()
+    llm.close()
+    assert llm.usage().used == 0
