@@ -6,7 +6,17 @@ from itertools import count
 
 import pytest
 
-from quire.bench.stopwatch import HEAD, Stopwatch, Timed
+from quire.bench.stopwatch import HEAD, Stopwatch, Timed, in_order
+from quire.config import EngineConfig
+from quire.errors import ConfigError
+
+
+def test_steps_are_timed_one_after_the_other() -> None:
+    config = EngineConfig.from_options(max_num_seqs=7)
+    assert in_order(config) == EngineConfig.from_options(max_num_seqs=7, async_scheduling=False)
+    with pytest.raises(ConfigError, match="got True") as caught:
+        in_order(EngineConfig.from_options(async_scheduling=True))
+    assert caught.value.field == "async_scheduling"
 
 
 def test_a_phase_within_another_is_taken_from_it() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from quire import LLM, RequestOutput, SamplingParams
 from quire.config import EngineConfig, Machine, ModelFacts, resolve
 from quire.engine.async_engine import AsyncEngine
 from quire.errors import ConfigError
+from quire.execution.sampling.deferred_sampler import DeferredSampler
 from quire.memory import FullAttention, KVCacheManager, check
 from quire.memory.recording.replay import replay
 from quire.scheduling.async_scheduling import AsyncScheduler
@@ -231,18 +233,36 @@ def add(found: dict[str, RequestOutput], news: RequestOutput) -> None:
 def test_all_kinds_of_rows_in_one_batch_have_the_outputs_of_step_by_step(tmp_path: Any) -> None:
     """To the bit, in a pool that preempts and swaps; and what was recorded of memory runs again."""
     pytest.importorskip("llguidance", reason="llguidance is not installed")
-    options: dict[str, Any] = {"num_threads": 1, "max_model_len": 128, "block_size": 4, "deterministic": True}
+    options: dict[str, Any] = {"num_threads": 1, "max_model_len": 64, "block_size": 4, "deterministic": True}
     try:
         expected = serve(LLM("bundled", **options))
     except ConfigError:
         pytest.skip("no native kernels were built")
-    options |= {"num_kv_blocks": 48, "swap_space": 1 << 20, "record_memory": str(tmp_path / "memory.log")}
-    llm = LLM("bundled", **options, async_scheduling=True)
-    assert serve(llm) == expected
-    assert llm.stats.num_preemptions > 0
-    llm.close()
+    options |= {"num_kv_blocks": 24, "swap_space": 1 << 20, "record_memory": str(tmp_path / "memory.log")}
+    with closing(LLM("bundled", **options, async_scheduling=True)) as llm:
+        assert serve(llm) == expected
+        assert llm.stats.num_preemptions > 0
     with (tmp_path / "memory.log").open(encoding="utf-8") as lines:
         assert replay(lines, check_every=50).fault is None
+
+
+def test_a_row_that_cannot_be_sampled_ends_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step behind it, which is launched before the host knows, has no token for it."""
+    draw = DeferredSampler._draw
+
+    def draw_or_fail(self: DeferredSampler, logits: Any, items: Any) -> Any:
+        if any(self.states[item.seq_id].seed == 13 and item.start > 40 for item in items):
+            raise RuntimeError("index lost")
+        return draw(self, logits, items)
+
+    monkeypatch.setattr(DeferredSampler, "_draw", draw_or_fail)
+    params = [SamplingParams(seed=seed, max_tokens=40, ignore_eos=True) for seed in (12, 13, 14)]
+    with closing(LLM("bundled", num_threads=1, max_model_len=128, async_scheduling=True)) as llm:
+        good, bad, other = llm.generate([STORY] * 3, params, use_tqdm=False)
+        assert "could not be sampled" in (bad.error or "")
+        assert (good.error, other.error) == (None, None)
+        assert len(good.outputs[0].token_ids) == len(other.outputs[0].token_ids) == 40
+        assert llm.usage().used == 0
 
 
 def test_an_engine_is_closed_with_a_step_in_flight() -> None:

@@ -12,7 +12,7 @@ import torch
 from quire.bench.percentiles import latency_lines, percentiles
 from quire.bench.probe import ProbedRates, measure_rates, synchronize
 from quire.bench.roofline import ModelShape, StepWork, least_s, step_work
-from quire.bench.stopwatch import LAYERS, LINEAR, OUTPUT, PHASES, Observer, Stopwatch
+from quire.bench.stopwatch import LAYERS, LINEAR, OUTPUT, PHASES, Observer, Stopwatch, in_order
 from quire.bench.workloads import BenchRequest, Workload
 from quire.config import CACHE_DTYPES, EngineConfig, ResolvedConfig
 from quire.engine.engine import Engine
@@ -95,7 +95,7 @@ class EngineBench:
         self._observer = Observer(Stopwatch(self._clock), is_close=profile)
         observer = self._observer
         wrap = Wrappers(observer.ops, observer.decoder, observer.scheduler, observer.executor)
-        self._engine: Engine = load(config, wrap=wrap).engine
+        self._engine: Engine = load(in_order(config), wrap=wrap).engine
         # The clock of a GPU engine waits for the device, so that phases do not overlap.
         self._device = torch.device(self._engine.config.device)
         self._step = self._observer.watch.timed(OUTPUT, self._engine.step)

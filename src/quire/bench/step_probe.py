@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from quire.bench.simulated_engine import step_times_json
-from quire.bench.stopwatch import Timed
+from quire.bench.stopwatch import Timed, in_order
 from quire.bench.workloads import BenchRequest
 from quire.config import EngineConfig, ResolvedConfig
 from quire.engine.engine import Engine
@@ -66,7 +66,7 @@ class StepProbe:
     def __init__(self, config: EngineConfig, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._parts: list[StepItem] = []
-        self._engine: Engine = load(config, wrap=Wrappers(executor=self._recording)).engine
+        self._engine: Engine = load(in_order(config), wrap=Wrappers(executor=self._recording)).engine
         self._num_requests = 0
         self.steps: list[MeasuredStep] = []
 

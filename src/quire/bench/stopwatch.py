@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+from quire.config import EngineConfig
+from quire.errors import ConfigError
 from quire.execution.executor import Executor
 from quire.models.decoder import Decoder
 from quire.ops.interface import AttentionBatch, Linear, Ops, PagedKV, PagedStates, StateBatch
@@ -25,6 +28,20 @@ PLANNING, BATCH, LAYERS, LINEAR, ATTENTION, RECURRENCE, HEAD, SAMPLING, ADVANCIN
     "text_and_outputs",
 )
 PHASES = (PLANNING, BATCH, LINEAR, ATTENTION, RECURRENCE, LAYERS, HEAD, SAMPLING, ADVANCING, OUTPUT)
+
+
+def in_order(config: EngineConfig) -> EngineConfig:
+    """Return a configuration whose steps are run one after the other, so that each has a time of its own.
+
+    Raises:
+        ConfigError: asynchronous scheduling is asked for.
+    """
+    if config.scheduler.async_scheduling:
+        raise ConfigError(
+            "async_scheduling must be None or False where steps are timed, got True: their times would overlap",
+            field="async_scheduling",
+        )
+    return replace(config, scheduler=replace(config.scheduler, async_scheduling=False))
 
 
 class Stopwatch:

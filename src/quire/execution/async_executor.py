@@ -74,6 +74,9 @@ class AsyncExecutor(InProcessExecutor):
             launched = super().execute(plan)
         except WorkerError as error:
             return LaunchedStep(error)
+        failed = [item.seq_id for item in launched.items if item.error is not None]
+        if failed:
+            self._deferred.add_failed(failed)
         return LaunchedStep(launched, self._deferred.take_reads())
 
     def execute(self, plan: StepPlan) -> StepResult:

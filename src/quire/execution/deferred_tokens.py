@@ -43,6 +43,10 @@ class DeferredTokens:
         self._own.append((tuple(item.seq_id for item in items), token_ids))
         self._reads.append(read)
 
+    def add_failed(self, seq_ids: Sequence[int]) -> None:
+        """Keep a token of no meaning for sequences that the present step has drawn none for: their requests end."""
+        self._own.append((tuple(seq_ids), torch.zeros(len(seq_ids), dtype=torch.int64, device=self._device)))
+
     def take_reads(self) -> list[Callable[[], list[ItemResult]]]:
         """Hand over what reads the results of the present step."""
         reads, self._reads = self._reads, []

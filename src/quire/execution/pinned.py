@@ -30,10 +30,10 @@ class HostCopy:
             self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._tensor.copy_(tensor, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(torch.cuda.current_stream(tensor.device))  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(tensor.device))
 
     def tolist(self) -> Any:
         """Return the numbers; wait until they are there."""
         if self._event is not None:
-            self._event.synchronize()  # type: ignore[no-untyped-call]
+            self._event.synchronize()
         return self._tensor.tolist()

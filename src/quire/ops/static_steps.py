@@ -84,12 +84,12 @@ class StaticMemory:
                 chunk.device[: chunk.used].copy_(chunk.host[: chunk.used], non_blocking=True)
         if self._device.type == "cuda":
             self._uploaded = self._uploaded or torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._uploaded.record(torch.cuda.current_stream(self._device))  # type: ignore[no-untyped-call]
+            self._uploaded.record(torch.cuda.current_stream(self._device))
 
     def wait(self) -> None:
         """Wait for the last upload: only then may the host write again, while the step before may still run."""
         if self._uploaded is not None:
-            self._uploaded.synchronize()  # type: ignore[no-untyped-call]
+            self._uploaded.synchronize()
 
 
 class StaticTable:
