@@ -19,6 +19,7 @@ from quire.execution.sampling.deferred_sampler import DeferredSampler
 from quire.memory import FullAttention, KVCacheManager, check
 from quire.memory.recording.replay import replay
 from quire.scheduling.async_scheduling import AsyncScheduler
+from quire.scheduling.plan import StepPlan
 from tests.engine.ahead_simulation import AheadSimulation
 from tests.engine.failing import Failures
 from tests.engine.sampling_world import told
@@ -134,7 +135,7 @@ def run_ahead(arriving: list[Job], setting: Setting) -> AheadEngine:
     return world
 
 
-@settings(max_examples=8)
+@settings(max_examples=6)
 @given(arriving=st.lists(jobs, min_size=1, max_size=7), setting=narrow_settings())
 def test_tokens_are_those_of_step_by_step(arriving: list[Job], setting: Setting) -> None:
     """With arrivals, aborts, ends, samples and beams, in pools that preempt, swap, evict and share."""
@@ -170,6 +171,34 @@ def test_an_end_by_length_costs_no_step_and_an_end_token_costs_one_token() -> No
     stats = world.engine.stats
     assert world.executor.num_computed_tokens - stats.computed_tokens == len(ended)
     assert stats.generation_tokens == sum(len(samples[0]) for samples in world.outputs.values())
+
+
+def test_rows_that_wait_for_the_host_stay_together_where_they_are_most() -> None:
+    """Requests that come one after the other are in one step; beside more that go on, each waits for every second."""
+    for num_plain, is_ahead in ((0, False), (1, False), (4, True)):
+        world = AheadEngine(Setting())
+        plans: list[StepPlan] = []
+        launch = world.executor.launch
+
+        def seen(plan: StepPlan, launch: Any = launch, plans: list[StepPlan] = plans) -> Any:
+            plans.append(plan)
+            return launch(plan)
+
+        world.executor.launch = seen  # type: ignore[method-assign]
+        for seed in range(3):
+            params = SamplingParams(max_tokens=20, ignore_eos=True, repetition_penalty=1.2, seed=seed, detokenize=False)
+            world.engine.add_request(f"host {seed}", {"prompt_token_ids": [1, seed]}, params)
+            world.engine.step()
+        params = SamplingParams(max_tokens=20, ignore_eos=True, seed=9, detokenize=False)
+        for seed in range(num_plain):
+            world.engine.add_request(f"plain {seed}", {"prompt_token_ids": [2, seed]}, params)
+        for _ in range(3):
+            world.engine.step()
+        plans.clear()
+        for _ in range(8):
+            world.engine.step()
+        sizes = {len(plan.items) for plan in plans}
+        assert sizes == {num_plain, num_plain + 3} if is_ahead else sizes == {num_plain + 3}
 
 
 def test_a_sequence_that_lacks_memory_waits_for_one_step() -> None:

@@ -19,6 +19,9 @@ A sequence is left out of the plan made ahead, and is in the next one,
 - where it ends with the step in flight by its length, which is known;
 - where the step in flight ends at a snapshot of its states, which the step after it would overwrite.
 
+Where more sequences wait for the host than go on, no plan is made ahead: two halves that take turns would need twice as
+many steps.
+
 Such a plan preempts nobody, since tokens that are not read cannot be computed again: where memory is short, or a
 sequence that waits has a higher priority, the step in flight is read first, and `plan` decides as ever. So the first
 sequence in order waits for one step at most.
@@ -70,17 +73,25 @@ class AsyncScheduler(Scheduler):
         queues, running = self._queues, self.running
         items = {item.seq_id: item for item in in_flight.items}
         going: list[Sequence] = []
+        held: list[Sequence] = []
         advanced: list[tuple[Sequence, ScheduledSequence]] = []
+        num_waiting = 0
         for sequence in running:
             item = items.get(sequence.seq_id)
             if item is None:
                 going.append(sequence)
-            elif self._goes_on(sequence, item):
+                continue
+            ends = item.num_samples > 0 and len(sequence.tokens) + 1 >= sequence.max_tokens
+            waits = not ends and item.num_samples > 0 and _needs_host(sequence, item)
+            num_waiting += waits
+            if ends or waits or self.memory.is_snapshot_pending(sequence.seq_id):
+                held.append(sequence)
+            else:
                 going.append(sequence)
                 advanced.append((sequence, item))
-            else:
-                queues.held.append(sequence)
-        running[:] = going
+        if num_waiting > len(advanced):
+            return None
+        running[:], queues.held = going, held
         for sequence, item in advanced:
             sequence.num_computed += len(item.token_ids)
             if item.num_samples:
@@ -110,17 +121,6 @@ class AsyncScheduler(Scheduler):
                 self.preemption.discard(sequence)
         return self.recover(plan)
 
-    def _goes_on(self, sequence: Sequence, item: ScheduledSequence) -> bool:
-        """Return whether a sequence of the step in flight may be in the next one before its results are read."""
-        if item.num_samples:
-            request = sequence.request
-            if not request.runs_ahead or item.num_samples > 1 or len(sequence.tokens) + 1 >= sequence.max_tokens:
-                return False
-            # While end tokens are suppressed, the host draws.
-            if len(sequence.tokens) - sequence.num_prompt < request.params.min_tokens:
-                return False
-        return not self.memory.is_snapshot_pending(sequence.seq_id)
-
     def _plan_without_preemption(self, tick: int) -> StepPlan | None:
         """Plan a step of the sequences that get their slots as it is; None where none does."""
         scheduled, spare = self._schedule_running()
@@ -136,6 +136,15 @@ class AsyncScheduler(Scheduler):
             return 0
         self._is_short = not append_to_group(self.memory, group, count)
         return 0 if self._is_short else count
+
+
+def _needs_host(sequence: Sequence, item: ScheduledSequence) -> bool:
+    """Return whether the host has to read what a step draws for a sequence before the sequence can go on."""
+    request = sequence.request
+    if not request.runs_ahead or item.num_samples > 1:
+        return True
+    # While end tokens are suppressed, the host draws.
+    return len(sequence.tokens) - sequence.num_prompt < request.params.min_tokens
 
 
 def is_sampled_on_device(params: SamplingParams) -> bool:
