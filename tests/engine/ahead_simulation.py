@@ -45,8 +45,8 @@ class AheadSimulation(FailingSimulation):
         self.num_unread += 1
         self.most_unread = max(self.most_unread, self.num_unread)
         # A step that a GPU fails to run has drawn something too.
-        guesses = {item.seq_id: (item.seq_id % self.vocab_size,) for item in plan.items}
-        self._before, self._drawn = self._drawn, guesses
+        self._before = self._drawn
+        self._drawn = {item.seq_id: (item.seq_id % self.vocab_size,) for item in plan.items}
         if self._is_broken:
             # What it reads was to be written by the failed step: it computes garbage, and may fail too.
             self._write_garbage(plan)

@@ -308,3 +308,20 @@ def test_adapters_come_and_go_while_requests_stream(world: World) -> None:
                 await llm.adapters.load(LoRARequest("kept", lora_path=world.paths["same"]))
 
     asyncio.run(main())
+
+
+def test_steps_that_are_launched_ahead_go_through_their_adapters(world: World) -> None:
+    """Each in a request that ends unforeseen, while another one runs; the only slot is taken by one after the other."""
+    in_order, ahead = world.load("one"), world.load(max_cpu_loras=1, async_scheduling=True)
+    for name in ("one", "two", "three"):
+        adapter = world.request(name)
+        tokens, _ = run(in_order, adapter)
+        stop = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, stop_token_ids=[tokens[4]])
+        ahead.engine.add_request("short", {"prompt_token_ids": PROMPT}, stop, lora_request=adapter)
+        ahead.engine.add_request("long", {"prompt_token_ids": PROMPT[:9]}, GREEDY, lora_request=adapter)
+        found: dict[str, list[int]] = {"short": [], "long": []}
+        while ahead.engine.has_unfinished:
+            for output in ahead.engine.step():
+                found[output.request_id] += output.outputs[0].token_ids
+        assert found["short"] == tokens[: tokens.index(tokens[4]) + 1]
+        assert found["long"] == run(in_order, adapter, PROMPT[:9])[0]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire import LLM, RequestOutput, SamplingParams
+from quire import LLM, RequestOutput, SamplingParams, StructuredOutputs
 from quire.config import EngineConfig, Machine, ModelFacts, resolve
 from quire.engine.async_engine import AsyncEngine
 from quire.errors import ConfigError
@@ -226,7 +226,7 @@ def mixed_params() -> list[SamplingParams]:
         SamplingParams(temperature=0.0, max_tokens=14),
         SamplingParams(seed=1, max_tokens=17, logprobs=3, top_k=40),
         SamplingParams(temperature=0.0, max_tokens=30, stop=("fox", " the")),
-        SamplingParams(seed=3, max_tokens=12, structured_outputs={"regex": "[a-z ]{3,20}[.!]"}),
+        SamplingParams(seed=3, max_tokens=12, structured_outputs=StructuredOutputs(regex="[a-z ]{3,20}[.!]")),
         SamplingParams(seed=4, max_tokens=9, logits_processors=(never_the_same,)),
         SamplingParams(seed=5, max_tokens=11, repetition_penalty=1.3, logprobs=0),
         SamplingParams(seed=6, max_tokens=9, n=2, min_p=0.05),

@@ -10,6 +10,7 @@ from quire.execution.build import build_runner
 from quire.execution.captured_steps import CaptureOptions
 from quire.execution.deferred_tokens import DeferredTokens
 from quire.execution.encoder_runner import EncoderRunner
+from quire.execution.executor import Executor
 from quire.execution.runner import InProcessExecutor
 from quire.kvstore.disk_blocks import DiskBlocks
 from quire.memory.manager import KVCacheManager
@@ -27,7 +28,7 @@ def make_executor(
     stored: str,
     disk: DiskBlocks | None,
     grammars: GrammarCompiler | None,
-) -> InProcessExecutor:
+) -> Executor:
     """Return the executor of a model, with the KV memory of a decoder; see `build_runner`."""
     if isinstance(model, Encoder):
         return InProcessExecutor(EncoderRunner(model))
