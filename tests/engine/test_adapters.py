@@ -316,7 +316,7 @@ def test_steps_that_are_launched_ahead_go_through_their_adapters(world: World) -
     for name in ("one", "two", "three"):
         adapter = world.request(name)
         tokens, _ = run(in_order, adapter)
-        stop = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, stop_token_ids=[tokens[4]])
+        stop = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, stop_token_ids=(tokens[4],))
         ahead.engine.add_request("short", {"prompt_token_ids": PROMPT}, stop, lora_request=adapter)
         ahead.engine.add_request("long", {"prompt_token_ids": PROMPT[:9]}, GREEDY, lora_request=adapter)
         found: dict[str, list[int]] = {"short": [], "long": []}
