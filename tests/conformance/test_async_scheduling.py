@@ -27,7 +27,7 @@ def test_greedy_tokens_in_any_company(reference: Reference) -> None:
         assert outputs_of(llm, reference.prompts) == reference.outputs
 
 
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("mode", ["swap", pytest.param("recompute", marks=pytest.mark.slow)])
 def test_preempted(reference: Reference, mode: str) -> None:
     options: dict[str, Any] = {"num_kv_blocks": 12, "max_model_len": 96, "preemption_mode": mode}
     llm = load(reference, **options, swap_space=8 << 20 if mode == "swap" else 0, async_scheduling=True)
