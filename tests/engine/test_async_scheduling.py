@@ -149,7 +149,7 @@ def test_tokens_are_those_of_step_by_step(arriving: list[Job], setting: Setting)
 
 
 @pytest.mark.slow
-@settings(max_examples=1000)
+@settings(max_examples=300)
 @given(arriving=st.lists(jobs, min_size=1, max_size=9), setting=narrow_settings())
 def test_tokens_are_those_of_step_by_step_in_many_runs(arriving: list[Job], setting: Setting) -> None:
     test_tokens_are_those_of_step_by_step.hypothesis.inner_test(arriving, setting)  # type: ignore[attr-defined]
