@@ -50,7 +50,7 @@ def test_what_configurations_leave_out() -> None:
     temperature = Temperature(theirs.floor_scale, theirs.attn_scale)
     assert spec.layers[3].mixer == Attention(40, 8, 128, None, temperature=temperature)
     assert {layer.ffn for layer in spec.layers} == {
-        Experts(16, 1, 8192, "sigmoid", scaled_input=True, shared_width=8192, transposed=True)
+        Experts(16, 1, 8192, "sigmoid", scaled_input=True, shared_width=8192, transposed=True, parameters="columns")
     }
 
 
