@@ -202,5 +202,5 @@ def test_a_defect_of_the_sampler_ends_the_requests_that_show_it(
 )
 def test_any_parameters_in_any_company_at_length(quiet: LLM, busy: LLM, seed: int) -> None:
     random = Random(seed)
-    for _ in range(20):
+    for _ in range(8):
         check(quiet, busy, [asked(random) for _ in range(random.choice((3, 12, 30, 60)))], {})

@@ -24,12 +24,16 @@ from tests.memory.world_size import WorldSize
         pytest.param(WorldSize(3, 1, caching=False), 2, 3, Searched(465, 3518), marks=pytest.mark.slow),
         pytest.param(WorldSize(4, 1), 1, 2, Searched(1010, 5758), marks=pytest.mark.slow),
         pytest.param(WorldSize(2, 2), 2, 3, Searched(3557, 22610), marks=pytest.mark.slow),
-        pytest.param(WorldSize(3, 2), 1, 3, Searched(7287, 43927), marks=pytest.mark.slow),
+        pytest.param(WorldSize(3, 2), 1, 3, Searched(7287, 43927), marks=pytest.mark.exhaustive),
         pytest.param(WorldSize(2, 1, kinds=(Kind("window", 2),)), 1, 3, Searched(784, 3529), marks=pytest.mark.slow),
         pytest.param(WorldSize(2, 2, kinds=(Kind("window", 2),)), 1, 4, Searched(5373, 27361), marks=pytest.mark.slow),
         pytest.param(WorldSize(2, 1, kinds=(Kind("chunk", 2),)), 1, 3, Searched(2587, 11813), marks=pytest.mark.slow),
         pytest.param(
-            WorldSize(2, 1, kinds=(Kind(), Kind("window", 1))), 2, 2, Searched(4942, 23917), marks=pytest.mark.slow
+            WorldSize(2, 1, kinds=(Kind(), Kind("window", 1))),
+            2,
+            2,
+            Searched(4942, 23917),
+            marks=pytest.mark.exhaustive,
         ),
         (WorldSize(2, 1, kinds=(Kind(), Kind("window", 2))), 1, 3, Searched(252, 1259)),
         pytest.param(
@@ -73,7 +77,7 @@ def test_every_command_in_every_state_with_hints_and_pins(size: WorldSize, seen:
     ("size", "max_slots", "num_sequences", "seen"),
     [
         (WorldSize(2, 1, media=True), 2, 2, Searched(676, 3603)),
-        pytest.param(WorldSize(2, 2, media=True), 3, 1, Searched(7862, 24679), marks=pytest.mark.slow),
+        pytest.param(WorldSize(2, 2, media=True), 3, 1, Searched(7862, 24679), marks=pytest.mark.exhaustive),
         pytest.param(WorldSize(1, 2, media=True), 2, 2, Searched(3907, 22682), marks=pytest.mark.slow),
     ],
 )
@@ -94,7 +98,7 @@ def test_every_command_in_every_state_with_two_media(
             marks=pytest.mark.slow,
         ),
         pytest.param(WorldSize(2, 1, host_blocks=1), 2, 2, Searched(6305, 44063), marks=pytest.mark.slow),
-        pytest.param(WorldSize(2, 2, host_blocks=1), 1, 3, Searched(16970, 117657), marks=pytest.mark.slow),
+        pytest.param(WorldSize(2, 2, host_blocks=1), 1, 3, Searched(16970, 117657), marks=pytest.mark.exhaustive),
     ],
 )
 def test_every_swap_in_every_state(size: WorldSize, max_prompt: int, max_slots: int, seen: Searched) -> None:

@@ -89,7 +89,7 @@ def test_an_undisturbed_search_finds_what_the_slow_twin_finds(job: Job, seed: in
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3, 4, 5))])
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in (2, 3, 4, 5))])
 @pytest.mark.parametrize(
     "setting",
     [

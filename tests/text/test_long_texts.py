@@ -52,7 +52,7 @@ def test_pieces_have_the_tokens_of_the_whole(name: str) -> None:
     assert check_fuzz(name, num_texts=60, seed=1) > 60
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CUT)
 def test_pieces_have_the_tokens_of_the_whole_for_long(name: str) -> None:
     assert check_fuzz(name, num_texts=4000, seed=2) > 4000
