@@ -27,6 +27,21 @@ settings.register_profile(
 settings.load_profile("ci" if os.environ.get("CI") else "person")
 
 
+# Cases that were measured to take long, which are slow as well, but not the last of their kind: CI runs them with the
+# slow tests, and for the coverage of the control plane. Written by a run with `--list-long-tests`.
+LONG_CASES = Path(__file__).with_name("long_cases.txt")
+# Modules, and tests, that stay in the default run however long they take.
+NEVER_LONG = (
+    "tests/conformance/test_histories.py",
+    "tests/docs/test_readme.py",
+    "tests/engine/test_concurrent_callers.py",
+    "tests/engine/test_sampling_batches.py::test_any_parameters_in_any_company[",
+    "tests/engine/test_structured.py::test_each_form_in_one_batch",
+    "tests/memory/test_million.py",
+    "tests/models/test_conformance.py",
+    "tests/scheduling/test_random_runs.py::test_tokens_do_not_depend_on_memory_budget_policy_or_company",
+    "tests/server/hostile/test_hostile.py",
+)
 # The line of a module whose tests are all slow.
 SLOW_MODULE = "\npytestmark = pytest.mark.slow\n"
 Case = TypeVar("Case")
@@ -118,11 +133,30 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if SLOW_MODULE in collection_path.read_text(encoding="utf-8") else None
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that measures which cases are long."""
+    text = f"write the cases that take more processor time to {LONG_CASES.name}, beside those that are in it"
+    parser.addoption("--list-long-tests", type=float, metavar="SECONDS", help=text)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Note a case that takes long, with its fixtures and the processes that it waits for."""
+    limit = item.config.getoption("--list-long-tests")
+    before = sum(os.times()[:4])
+    try:
+        return (yield)
+    finally:
+        if limit and sum(os.times()[:4]) - before > limit and not item.nodeid.startswith(NEVER_LONG):
+            with LONG_CASES.open("a", encoding="utf-8") as file:  # one write, whole: other workers append as well
+                file.write(f"{item.nodeid}\n")
+
+
 @pytest.hookimpl(tryfirst=True)  # before marks select what is run
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests that need a GPU where there is none; of tests marked `pairwise`, mark all but a cover slow.
 
-    Exhaustive tests are slow ones.
+    Exhaustive tests are slow ones, and so are the cases that were measured to take long.
     """
     wanting = [item for item in items if item.get_closest_marker("gpu")]
     if wanting:
@@ -132,9 +166,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             for item in wanting:
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
     mark_beyond_pairs(items)
+    long_cases = frozenset(LONG_CASES.read_text(encoding="utf-8").splitlines())
     for item in items:
         if item.get_closest_marker("exhaustive"):
             item.add_marker(pytest.mark.slow)
+        elif item.nodeid in long_cases and not item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.long)
 
 
 def mark_beyond_pairs(items: list[pytest.Item]) -> None:
