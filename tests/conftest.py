@@ -40,7 +40,6 @@ NEVER_LONG = (
     "tests/memory/test_million.py",
     "tests/models/test_conformance.py",
     "tests/scheduling/test_random_runs.py::test_tokens_do_not_depend_on_memory_budget_policy_or_company",
-    "tests/server/hostile/test_hostile.py",
 )
 # The line of a module whose tests are all slow.
 SLOW_MODULE = "\npytestmark = pytest.mark.slow\n"
