@@ -1,0 +1,22 @@
+"""The list of long cases names tests that exist, each once and in order."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.conftest import LONG_CASES, NEVER_LONG
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_listed_case_is_of_a_test() -> None:
+    cases = LONG_CASES.read_text(encoding="utf-8").splitlines()
+    assert cases == sorted(set(cases))
+    assert not [case for case in cases if case.startswith(NEVER_LONG)]
+    for case in cases:
+        module, _, name = case.partition("::")
+        function = name.rpartition("::")[2].partition("[")[0]
+        source = (ROOT / module).read_text(encoding="utf-8")
+        known = re.search(rf"^\s*(?:async )?def {function}\(|^(Test\w+) = ", source, re.MULTILINE)
+        assert known, f"{case}: there is no such test any more; remove its line"
