@@ -67,8 +67,10 @@ class FailingSimulation(SimulatedExecutor):
             return super().execute(plan)
         rng = self.failures.rng
         num_closed = rng.randint(0, len(plan.finished_ids))
-        num_copies = rng.randint(0, len(plan.ops.copies)) if num_closed == len(plan.finished_ids) else 0
-        num_items = rng.randint(0, len(plan.items)) if num_copies == len(plan.ops.copies) else 0
+        # What follows begins once all of what comes before is done: a sequence may be closed and opened by one plan.
+        are_closed = num_closed == len(plan.finished_ids)
+        num_copies = rng.randint(0, len(plan.ops.copies)) if are_closed else 0
+        num_items = rng.randint(0, len(plan.items)) if are_closed and num_copies == len(plan.ops.copies) else 0
         for seq_id in plan.finished_ids[:num_closed]:
             del self._open[seq_id]
         for copy in plan.ops.copies[:num_copies]:
