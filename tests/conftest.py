@@ -146,7 +146,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     try:
         return (yield)
     finally:
-        if limit and sum(os.times()[:4]) - before > limit and not item.nodeid.startswith(NEVER_LONG):
+        if limit is not None and sum(os.times()[:4]) - before > limit and not item.nodeid.startswith(NEVER_LONG):
             with LONG_CASES.open("a", encoding="utf-8") as file:  # one write, whole: other workers append as well
                 file.write(f"{item.nodeid}\n")
 

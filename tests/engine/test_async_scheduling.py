@@ -16,7 +16,7 @@ from quire.config import EngineConfig, Machine, ModelFacts, resolve
 from quire.engine.async_engine import AsyncEngine
 from quire.errors import ConfigError
 from quire.execution.sampling.deferred_sampler import DeferredSampler
-from quire.memory import FullAttention, KVCacheManager, check
+from quire.memory import check
 from quire.memory.recording.replay import replay
 from quire.scheduling.async_scheduling import AsyncScheduler
 from quire.scheduling.plan import StepPlan
@@ -39,26 +39,9 @@ class AheadEngine:
         facts = ModelFacts(max_position=64, bytes_per_token=4, vocab_size=VOCAB_SIZE, num_parameters=1)
         options = EngineConfig.from_options(num_kv_blocks=500, max_num_seqs=setting.max_num_seqs)
         config = resolve(options, Machine(device="cpu", available_bytes=1 << 30, num_threads=1), facts)
-        specs = setting.specs or (FullAttention(block_size=setting.block_size),)
-        host_bytes = (setting.host_blocks + 1) * sum(spec.bytes_per_block for spec in specs)
-        self.memory = KVCacheManager(
-            specs,
-            setting.num_blocks,
-            watermark=setting.watermark,
-            enable_prefix_caching=setting.caching,
-            host_bytes=host_bytes if setting.host_blocks else 0,
-            snapshot_interval=setting.snapshot_interval,
-        )
-        self.scheduler = AsyncScheduler(
-            self.memory,
-            max_num_seqs=setting.max_num_seqs,
-            max_num_batched_tokens=setting.budget,
-            policy=setting.policy,
-            priority_aging=setting.priority_aging,
-            preemption_policy=setting.preemption_policy,
-            preemption_mode=setting.preemption_mode,
-        )
-        self.executor = AheadSimulation(setting.block_size, VOCAB_SIZE, specs)
+        self.memory = setting.build_memory()
+        self.scheduler = AsyncScheduler(self.memory, **setting.scheduler_options)
+        self.executor = AheadSimulation(setting.block_size, VOCAB_SIZE, setting.groups)
         self.executor.failures = Failures(random.Random(0), 0.0)
         self.engine = AsyncEngine(
             config, self.scheduler, self.executor, None, end_token_ids=frozenset({END_TOKEN}), cache_name=""
@@ -67,18 +50,7 @@ class AheadEngine:
         self.outputs: dict[str, list[list[int]]] = {}
 
     def add(self, job: Job, seed: int) -> None:
-        params = SamplingParams(
-            n=job.n,
-            beam_width=job.beam_width,
-            length_penalty=job.length_penalty,
-            early_stopping=job.early_stopping,
-            max_tokens=job.max_tokens,
-            min_tokens=job.min_tokens,
-            stop_token_ids=job.stop_token_ids,
-            ignore_eos=job.ignore_eos,
-            seed=seed,
-            detokenize=False,
-        )
+        params = replace(job.params, seed=seed, detokenize=False)
         prompt = {"prompt_token_ids": list(job.prompt)}
         options: dict[str, Any] = {"priority": job.priority, "flow": job.flow, "cache_salt": job.cache_salt}
         self.engine.add_request(str(seed), prompt, params, **options)

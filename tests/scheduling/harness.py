@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 from quire.decoding.drafting import UNKNOWN
 from quire.memory import FullAttention, KVCacheManager, KVCacheSpec, MediaSpan, Namespace, check
@@ -45,6 +46,21 @@ class Job:
     abort_at: int = NEVER
     abort_while_running: bool = False
 
+    @property
+    def params(self) -> SamplingParams:
+        """Sampling parameters, without a seed."""
+        return SamplingParams(
+            n=self.n,
+            beam_width=self.beam_width,
+            length_penalty=self.length_penalty,
+            early_stopping=self.early_stopping,
+            max_tokens=self.max_tokens,
+            min_tokens=self.min_tokens,
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
+            prompt_logprobs=self.prompt_logprobs,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
@@ -78,6 +94,39 @@ class Setting:
     def room(self) -> int:
         """Tokens that the pool holds."""
         return self.num_blocks * self.block_size
+
+    @property
+    def groups(self) -> tuple[KVCacheSpec, ...]:
+        """Specifications of all cache groups."""
+        return self.specs or (FullAttention(block_size=self.block_size),)
+
+    @property
+    def scheduler_options(self) -> dict[str, Any]:
+        """Options of a scheduler of any kind."""
+        return {
+            "max_num_seqs": self.max_num_seqs,
+            "max_num_batched_tokens": self.budget,
+            "policy": self.policy,
+            "priority_aging": self.priority_aging,
+            "preemption_policy": self.preemption_policy,
+            "preemption_mode": self.preemption_mode,
+        }
+
+    def build_memory(self) -> KVCacheManager:
+        """Return a memory manager of these sizes."""
+        # The null blocks take one block of each group.
+        host_bytes = (self.host_blocks + 1) * sum(spec.bytes_per_block for spec in self.groups)
+        return KVCacheManager(
+            self.groups,
+            None if self.num_bytes else self.num_blocks,
+            num_bytes=self.num_bytes,
+            watermark=self.watermark,
+            enable_prefix_caching=self.caching,
+            host_bytes=host_bytes if self.host_blocks else 0,
+            snapshot_interval=self.snapshot_interval,
+            retention_limit=self.retention,
+            pin_limit=self.pin_limit,
+        )
 
 
 class Guesser:
@@ -150,53 +199,20 @@ class Harness:
 
     def __post_init__(self) -> None:
         setting = self.setting
-        specs = setting.specs or (FullAttention(block_size=setting.block_size),)
-        self.memory = KVCacheManager(
-            specs,
-            None if setting.num_bytes else setting.num_blocks,
-            num_bytes=setting.num_bytes,
-            watermark=setting.watermark,
-            enable_prefix_caching=setting.caching,
-            # The null blocks take one block of each group.
-            host_bytes=(setting.host_blocks + 1) * sum(spec.bytes_per_block for spec in specs)
-            if setting.host_blocks
-            else 0,
-            snapshot_interval=setting.snapshot_interval,
-            retention_limit=setting.retention,
-            pin_limit=setting.pin_limit,
-        )
-        self.scheduler = Scheduler(
-            self.memory,
-            max_num_seqs=setting.max_num_seqs,
-            max_num_batched_tokens=setting.budget,
-            policy=setting.policy,
-            priority_aging=setting.priority_aging,
-            preemption_policy=setting.preemption_policy,
-            preemption_mode=setting.preemption_mode,
-        )
+        self.memory = setting.build_memory()
+        self.scheduler = Scheduler(self.memory, **setting.scheduler_options)
         self.scheduler.chunk_tokens = setting.chunk_tokens
-        self.executor = SimulatedExecutor(setting.block_size, VOCAB_SIZE, specs)
+        self.executor = SimulatedExecutor(setting.block_size, VOCAB_SIZE, setting.groups)
         if setting.drafts:
             self.scheduler.drafts.drafter = Guesser(self.executor, leaves_them=setting.drafts == "model")
         self.auditor = Auditor(self.scheduler)
 
     def add(self, job: Job, seed: int) -> Request:
         """Queue a job."""
-        params = SamplingParams(
-            n=job.n,
-            beam_width=job.beam_width,
-            length_penalty=job.length_penalty,
-            early_stopping=job.early_stopping,
-            max_tokens=job.max_tokens,
-            min_tokens=job.min_tokens,
-            stop_token_ids=job.stop_token_ids,
-            ignore_eos=job.ignore_eos,
-            prompt_logprobs=job.prompt_logprobs,
-        )
         request = Request(
             request_id=f"job {seed}",
             prompt_token_ids=list(job.prompt),
-            params=params,
+            params=job.params,
             max_total_tokens=len(job.prompt) + job.max_tokens,
             end_token_ids=frozenset() if job.ignore_eos else frozenset({END_TOKEN}),
             arrival=len(self.requests),

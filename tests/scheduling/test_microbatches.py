@@ -38,13 +38,8 @@ class PipelinedHarness(Harness):
         self.microbatches = MicrobatchScheduler(
             self.memory,
             num_microbatches=self.num_microbatches,
-            max_num_seqs=setting.max_num_seqs,
-            max_num_batched_tokens=setting.budget,
-            policy=setting.policy,
-            priority_aging=setting.priority_aging,
-            preemption_policy=setting.preemption_policy,
-            preemption_mode=setting.preemption_mode,
             drafter=drafter,
+            **setting.scheduler_options,
         )
         self.microbatches.chunk_tokens = setting.chunk_tokens
         self.scheduler = self.microbatches

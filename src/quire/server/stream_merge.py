@@ -97,7 +97,7 @@ class StreamMerger:
                 deltas, self._pending = list(self._pending.items()), {}
                 error, is_over = self._error, self._num_ended == len(streams)
                 is_idle, self._is_idle = self._is_idle, False
-                if error is not None and self.has_client_left:
+                if isinstance(error, ClientGone):
                     raise error
                 if deltas or (is_idle and not is_over and error is None):
                     yield deltas
