@@ -67,6 +67,14 @@ with folder.writing(10) as is_locked:
     sys.stdin.readline()
 """
 
+READER = """
+import lmdb, sys
+env = lmdb.open(sys.argv[1] + "/blocks.mdb", subdir=False, map_size=int(sys.argv[2]), max_dbs=5)
+with env.begin() as txn:
+    print("reading", flush=True)
+    sys.stdin.readline()
+"""
+
 
 class Child:
     """Another process that uses a folder.
@@ -78,7 +86,10 @@ class Child:
 
     def __init__(self, folder: Path, program: str = CHILD) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", program, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", program, str(folder), str(MAX_BYTES)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         self.first = self.read()
 
@@ -212,6 +223,21 @@ def test_writers_that_are_killed_cost_the_others_nothing(tmp_path: Path, seed: i
     assert again.stats.num_bytes <= again.capacity
     assert len(found(again, 400)) == again.stats.num_blocks
     again.close()
+
+
+def test_a_reader_that_is_killed_costs_no_record(tmp_path: Path) -> None:
+    """LMDB reuses no page that a reader may read; a file that is full of them is written once the reader is gone."""
+    fill(tmp_path, 3)
+    store = open_store(tmp_path)
+    with children(tmp_path, 1, READER) as (reader,):
+        assert reader.first == "reading"
+        reader.kill()
+        for number in range(3, 203):
+            store.save(make_block(number), payload_of(number), wait=True)
+            store.flush()
+            assert fetch(store, number) == payload_of(number)
+        assert (store.stats.num_full, store.stats.num_dropped) == (0, 0)
+    store.close()
 
 
 def test_a_stopped_writer_costs_the_others_records_but_no_wait_of_the_engine(

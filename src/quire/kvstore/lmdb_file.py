@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import struct
+import time
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -41,6 +42,8 @@ logger = logging.getLogger(__name__)
 NAME = "blocks.mdb"
 # A transaction of another engine ends long before.
 WRITING_S = 10.0
+# A reader's transaction copies one record.
+READING_S = 0.05
 
 
 class StoreFull(Exception):
@@ -214,21 +217,33 @@ class StoreFile:
             TimeoutError: other engines wrote all the time; nothing was written.
         """
         self._check_length()
+        try:
+            written = self._write(batch)
+        except self._lmdb.MapFullError:
+            # Pages that somebody reads are not reused, those of readers that were killed not before this check.
+            self._env.reader_check()
+            time.sleep(READING_S)
+            try:
+                written = self._write(batch)
+            except self._lmdb.MapFullError as error:
+                raise StoreFull(str(error)) from error
+        self._num_bytes = os.fstat(self._file).st_size
+        return written
+
+    def _write(self, batch: WriteBatch) -> Written:
         lmdb = self._lmdb
         with self._folder.writing(WRITING_S) as is_locked:
             if not is_locked:
                 raise TimeoutError(f"other engines wrote for {WRITING_S:g} seconds")
             try:
                 with self._env.begin(write=True) as txn:
-                    written = Transaction(txn, self._tables).apply(batch)
+                    return Transaction(txn, self._tables).apply(batch)
             except (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError, struct.error) as error:
                 raise StoreDamaged(str(error)) from error
+            except lmdb.MapFullError:
+                raise
             except lmdb.Error as error:
-                # The pages of killed readers are not reused before a check for such readers.
-                self._env.reader_check()
                 raise StoreFull(str(error)) from error
-        self._num_bytes = os.fstat(self._file).st_size
-        return written
 
     def close(self, *, is_sound: bool = True) -> None:
         """Sync the file to disk where it is sound, and close it."""
