@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import subprocess
+import sys
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
@@ -271,3 +273,26 @@ async def test_leaving_clients_are_not_counted_as_waiting() -> None:
         pass
     assert await idle(llm)
     llm.shutdown()
+
+
+# `weakref` registers its callback when the first module is imported that needs it, and the last one comes first.
+LEAVES_A_RUNNING_ENGINE = """
+import atexit, threading
+atexit.register(lambda: print([thread.name for thread in threading.enumerate() if "engine" in thread.name]))
+import asyncio
+from tests.engine.test_async_llm import STORIES, greedy, load
+llm = load()
+async def first_delta():
+    print(await anext(llm.generate(STORIES[0], greedy(400, ignore_eos=True))) is not None)
+    asyncio.get_running_loop().stop()
+loop = asyncio.new_event_loop()
+task = loop.create_task(first_delta())
+loop.run_forever()
+"""
+
+
+@pytest.mark.slow
+def test_a_program_may_end_without_shutdown() -> None:
+    """A thread in an operator of torch would abort the process when the interpreter is finalised under it."""
+    done = subprocess.run([sys.executable, "-c", LEAVES_A_RUNNING_ENGINE], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.split("\n")) == (0, ["True", "[]", ""]), done.stderr

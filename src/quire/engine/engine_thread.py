@@ -6,7 +6,9 @@ import logging
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Iterable
+from typing import Any
 
 from quire.engine.async_commands import Abort, Call, Stream, post_items
 from quire.engine.delta_pacer import DeltaPacer
@@ -19,9 +21,12 @@ from quire.errors import ConfigError, EngineClosed, RequestError, WorkerError
 
 logger = logging.getLogger(__name__)
 
+# Time for the last step when the interpreter exits without `shutdown`.
+EXIT_S = 30.0
+
 
 class EngineThread:
-    """Runs an engine until `shutdown`, or until the engine fails.
+    """Runs an engine until `shutdown`, until the engine fails, or until the interpreter exits.
 
     Args:
         engine: the engine, owned by this thread from now on.
@@ -53,6 +58,9 @@ class EngineThread:
             engine.ranks.on_failure(lambda error: self._commands.put(error))
         self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
         self._thread.start()
+        # Called when the interpreter exits, while threads still run. After that, a thread that takes the interpreter's
+        # lock again is ended where it is, and in an operator of torch that aborts the process.
+        weakref.finalize(self, _end, self._commands, self._thread, EXIT_S)
 
     def put(self, command: Stream | Abort | Call) -> None:
         """Queue a command.
@@ -69,8 +77,7 @@ class EngineThread:
 
     def shutdown(self, timeout_s: float) -> None:
         """End every request and the thread, which gets some seconds to end its step; may be called twice."""
-        self._commands.put(None)
-        self._thread.join(timeout_s)
+        _end(self._commands, self._thread, timeout_s)
 
     def dead(self) -> WorkerError:
         """Return the error for calls after the end of the thread."""
@@ -210,3 +217,10 @@ class EngineThread:
                 post_items([(command, self.dead())])
             elif isinstance(command, Call):
                 command.fail(self.dead())
+
+
+def _end(commands: queue.SimpleQueue[Any], thread: threading.Thread, timeout_s: float) -> None:
+    """End a thread after its present step, and wait for that, some seconds at most."""
+    commands.put(None)
+    if thread is not threading.current_thread():
+        thread.join(timeout_s)
