@@ -133,7 +133,10 @@ class RankGroup:
 
     def send_commands(self, commands: bytes) -> None:
         """Send commands from rank 0 to all others."""
-        self._send(COMMANDS, torch.frombuffer(bytearray(commands), dtype=torch.uint8))
+        # Twice a step, in which the operators of `_send` would take longer than everything else of the sending.
+        message = bytearray(HEADER_BYTES + len(commands))
+        message[0], message[HEADER_BYTES:] = COMMANDS, commands
+        self.transport.send(torch.frombuffer(message, dtype=torch.uint8))
 
     def receive_commands(self) -> bytes:
         """Return the next commands of rank 0."""

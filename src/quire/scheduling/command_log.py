@@ -48,6 +48,9 @@ from quire.sequences.status import FinishReason
 # Steps from one digest to the next.
 DIGEST_INTERVAL: Final = 32
 
+# `json.dumps` with separators makes an encoder for each call, a third of the time of a step's tokens.
+ENCODER: Final = json.JSONEncoder(separators=(",", ":"))
+
 Command = list[Any]
 
 
@@ -182,7 +185,7 @@ class LoggedScheduler:
     def flush(self) -> None:
         """Send the commands since the last call."""
         if self._pending:
-            commands = json.dumps(self._pending, separators=(",", ":")).encode()
+            commands = ENCODER.encode(self._pending).encode()
             self._pending.clear()
             self._send(commands)
 
