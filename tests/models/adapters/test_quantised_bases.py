@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
+from safetensors.torch import load_file
 from torch import Tensor
 
 from quire import LLM, LoRARequest, SamplingParams
@@ -26,6 +27,7 @@ from quire.ops.lora import LoraRows
 from quire.ops.quantized_weight import StoredWeight
 from quire.ops.reference import ReferenceOps
 from tests.engine.test_stored_quantization import METHODS, Tensors, groups_of
+from tests.models.adapters.expert_folders import linear_adapter
 from tests.models.adapters.folders import PREFIX, random_matrices, write_adapter
 from tests.models.gguf.cases import save_checkpoint
 from tests.models.gguf.test_models import DequantizedOps, mixed
@@ -189,6 +191,51 @@ def test_logits_are_those_of_the_sums(name: str, tmp_path: Path) -> None:
         decoder = load_decoder(checkpoint, device="cpu", dtype=torch.float32, kernels=kernels)
         near = logits(WithAdapter(checkpoint, decoder, base.adapter))
         assert (near - expected).std() < 0.2 * expected.std(), kernels
+
+
+EXPERT_BASES: dict[str, Callable[[Path], Path]] = {
+    **{f"{method}-qwen3-moe": stored(method, "qwen3-moe") for method in ("awq", "fp8")},
+    **{f"gguf-mixed-{case}": gguf_file(case, mixed) for case in ("qwen3-moe", "qwen3.5-moe", "gpt-oss")},
+}
+
+
+def sums_of_experts(values: Tensors, matrices: Tensors) -> Tensors:
+    """Return the values of a model with the products of a `linear_adapter`."""
+    sums = {name: tensor.clone() for name, tensor in values.items()}
+    for key, a in matrices.items():
+        if ".lora_A" not in key:
+            continue
+        module = key.removeprefix(PREFIX).partition(".lora_")[0]
+        delta = SCALE * matrices[key.replace("lora_A", "lora_B")] @ a
+        base, number, part = module.rsplit(".", 2)
+        if f"{module}.weight" in sums:
+            sums[f"{module}.weight"] += delta
+            continue
+        stacked = sums[f"{base}.down_proj" if part == "down_proj" else f"{base}.gate_up_proj"]
+        rows = stacked.view(-1, *delta.shape)  # of each expert, a gate and an up, or a down
+        rows[int(number) if part == "down_proj" else 2 * int(number) + (part == "up_proj")] += delta
+    return sums
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXPERT_BASES)
+def test_stored_experts_take_adapters_of_each(name: str, tmp_path: Path) -> None:
+    """Exactly where products are, and near where kernels round rows to int8 besides."""
+    path = EXPERT_BASES[name](tmp_path)
+    checkpoint, adapter = Checkpoint.open(str(path)), linear_adapter(path, tmp_path / "adapter", std=0.3)
+    spec, weight_map = build(without_quantization(checkpoint.config))
+    values = values_of(checkpoint, weight_map)
+    expected = logits_of_values(checkpoint, sums_of_experts(values, load_file(adapter / "adapter_model.safetensors")))
+    exact = Decoder(spec, ops=DequantizedOps(), dtype=torch.float32, device=torch.device("cpu"))
+    load_weights(checkpoint, weight_map, exact)
+    found = logits(WithAdapter(checkpoint, exact, adapter))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+    without = logits_of_values(checkpoint, values)
+    assert (expected - without).std() > 0.3 * expected.std()
+    for kernels in ("auto", "torch"):
+        decoder = load_decoder(checkpoint, device="cpu", dtype=torch.float32, kernels=kernels)
+        near = logits(WithAdapter(checkpoint, decoder, adapter))
+        assert (near - expected).std() < 0.25 * (expected - without).std(), kernels
 
 
 @pytest.mark.parametrize(("quantization", "limit"), [("int8", 0.2), ("int4", 0.6)])
