@@ -57,12 +57,18 @@ def make_batch(
     first_block: int = 1,
     window: int | None = None,
     chunk: int | None = None,
+    shared: int = 0,
 ) -> AttentionBatch:
-    """Lay sequences out, each with its history and its rows, on shuffled blocks from `first_block` on."""
+    """Lay sequences out, each with its history and its rows, on shuffled blocks from `first_block` on.
+
+    The first `shared` tokens of all histories, whole blocks, lie in the blocks of the first sequence.
+    """
     counts = [-(-(history + rows) // BLOCK_SIZE) for history, rows in spans]
     generator = torch.Generator().manual_seed(1)
     ids = first_block + torch.randperm(sum(counts), generator=generator)
     starts = list(accumulate(counts, initial=0))
+    for start in starts[1:-1]:
+        ids[start : start + shared // BLOCK_SIZE] = ids[: shared // BLOCK_SIZE]
     slots = []
     for (history, rows), start in zip(spans, starts, strict=False):
         positions = torch.arange(history, history + rows)
@@ -75,6 +81,7 @@ def make_batch(
         starts,
         window,
         chunk,
+        ids,
     )
 
 

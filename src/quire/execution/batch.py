@@ -176,6 +176,7 @@ class BatchBuilder:
         block_ids = array("q")
         for ids in parts:
             block_ids += ids
+        is_on_host = self._is_cpu or not block_ids
         return AttentionBatch(
             self._placed(slots),
             row_starts,
@@ -184,6 +185,7 @@ class BatchBuilder:
             list(accumulate(num_blocks, initial=0)),
             cache.window,
             cache.chunk,
+            None if is_on_host else torch.frombuffer(block_ids, dtype=torch.int64),
         )
 
     def _slots(self, block_ids: array[int], start: int, end: int) -> list[int]:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from quire.execution.captured_steps import CaptureOptions, make_ladder
+from quire.execution.graph_ladder import sharing_sizes
 from quire.execution.kv_storage import make_storages
 from quire.models.decoder import Decoder
 
@@ -54,17 +55,23 @@ def measure_graph_bytes(
         ladder = make_ladder(decoder, storages, num_blocks, block_size, largest)
         if ladder is None:
             return 0
-        taken = graph_bytes(before, GraphMemory.now(), len(options.sizes))
+        captures = len(options.sizes) + len(sharing_sizes(options.sizes))
+        taken = graph_bytes(before, GraphMemory.now(), captures, len(sharing_sizes(largest.sizes)) + 1)
         del ladder
     tables = largest.sizes[0] * -(-options.max_model_len // block_size) * torch.int64.itemsize
     return taken + tables * len(num_blocks)
 
 
-def graph_bytes(before: GraphMemory, after: GraphMemory, num_sizes: int) -> int:
+def graph_bytes(before: GraphMemory, after: GraphMemory, num_captures: int, num_measured: int = 1) -> int:
     """Return the memory of captured steps from what the largest took: smaller ones lie in its memory.
 
     The driver has some for each, beside what torch knows.
+
+    Args:
+        before, after: memory before the largest were captured, and after.
+        num_captures: number of captured steps.
+        num_measured: number of those that were captured between the two.
     """
     reserved = max(0, after.reserved - before.reserved)
     driver = max(0, before.free - after.free - reserved)
-    return reserved + driver * num_sizes
+    return reserved + -(-driver * num_captures // num_measured)

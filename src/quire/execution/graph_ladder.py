@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,6 +52,9 @@ class GraphLadder:
      rows   | a step's sequences, n of them | padding: token 0 at position 0, in the null block |   n <= size
     ```
 
+    Steps that read once what sequences share have launches more, which cost others something. So they are captured by
+    themselves, of fewer sizes: padding costs little beside what they save.
+
     Args:
         decoder: the model, whose backend makes static steps.
         storages: memory of its cache groups.
@@ -86,19 +89,27 @@ class GraphLadder:
         self._logits = torch.zeros(num_rows, spec.vocab_size, device=device)
         self._limits = limits
         self._sizes = list(sizes)
+        has_tokens = any(isinstance(shape.cache, TokenCacheShape) for shape in decoder.cache_groups)
         # The largest comes first: the others find room in its memory.
-        self._steps = [self._capture(size, capture) for size in reversed(self._sizes)][::-1]
+        self._sharing_steps = self._capture(sharing_sizes(sizes) if has_tokens else (), capture, shares=True)
+        self._steps = self._capture(sizes, capture, shares=False)
         logger.info("Captured decode steps of %s sequences", ", ".join(map(str, self._sizes)))
 
-    def _capture(self, size: int, capture: StepCapture) -> CapturedStep:
-        """Capture a step of padding: its work is for no more rows than it has."""
-        self._write((), None, size)
-        self._memory.upload()
-        return CapturedStep(size, capture.capture(partial(self._compute, size)))
+    def _capture(self, sizes: Sequence[int], capture: StepCapture, *, shares: bool) -> list[CapturedStep]:
+        """Capture steps of padding: its work is for no more rows than they have."""
+        steps = []
+        for size in reversed(sizes):
+            self._write(_lay_out((), None, self._groups, self._block_size), size, shares)
+            self._memory.upload()
+            steps.append(CapturedStep(size, capture.capture(partial(self._compute, size, shares))))
+        return steps[::-1]
 
-    def _compute(self, size: int) -> None:
+    def _compute(self, size: int, shares: bool) -> None:
         """Compute the step that lies in static memory, as one of `size` rows."""
-        batches = [group.batch(size) for group in self._groups]
+        batches = [
+            group.batch(size) if isinstance(group, StaticStates) else group.batch(size, shares)
+            for group in self._groups
+        ]
         hidden = self._decoder(self._ids.device[:size], self._positions.device[:size], batches, self._storages)
         self._hidden[:size].copy_(hidden)
         self._logits[:size].copy_(self._decoder.logits(hidden))
@@ -119,35 +130,80 @@ class GraphLadder:
         Returns:
             Hidden states before the last norm, [n, E], and logits, [n, V] of float32: both until the next step.
         """
-        count = len(items)
-        step = self._steps[bisect_left(self._sizes, count)]
-        self._write(items, builder, step.size)
+        count, laid = len(items), _lay_out(items, builder, self._groups, self._block_size)
+        shares = bool(self._sharing_steps) and self._share(laid)
+        steps = self._sharing_steps if shares else self._steps
+        step = steps[bisect_left(steps, count, key=lambda each: each.size)]
+        self._write(laid, step.size, shares)
         self._memory.upload()
         builder.put_drawn(self._ids.device, items)
         step.replay()
         return self._hidden[:count], self._logits[:count]
 
-    def _write(self, items: Sequence[ScheduledSequence], builder: BatchBuilder | None, size: int) -> None:
+    def _share(self, laid: LaidOut) -> bool:
+        """Let each group find what sequences share; say whether it pays for one of them."""
+        found = [
+            group.share(laid.positions, *tables)
+            for group, tables in zip(self._groups, laid.tables, strict=True)
+            if not isinstance(group, StaticStates)
+        ]
+        return any(found)
+
+    def _write(self, laid: LaidOut, size: int, shares: bool) -> None:
         """Write a step and its padding into static memory, on the host's side."""
         self._memory.wait()
-        count, starts = len(items), [item.start for item in items]
-        positions = torch.tensor(starts, dtype=torch.int64)
-        self._ids.host[:count] = torch.tensor([item.token_ids[0] for item in items], dtype=torch.int64)
-        self._positions.host[:count] = positions
-        for numbers in (self._ids, self._positions):
-            numbers.host[count:size] = 0
-        for idx, group in enumerate(self._groups):
-            tables = [] if builder is None else [builder.tables[item.seq_id][idx].ids for item in items]
+        for numbers, values in ((self._ids, laid.input_ids), (self._positions, laid.positions)):
+            numbers.host[: len(values)] = values
+            numbers.host[len(values) : size] = 0
+        for group, tables in zip(self._groups, laid.tables, strict=True):
             if isinstance(group, StaticStates):
-                group.write_states([ids[-1] for ids in tables], [start > 0 for start in starts], size)
-                continue
-            num_blocks = [start // self._block_size + 1 for start in starts]
-            block_ids = array("q")
-            for ids, number in zip(tables, num_blocks, strict=True):
-                block_ids += ids if len(ids) == number else ids[:number]
-            block_ids.append(0)  # the null block of the padding
-            block_starts = torch.tensor([*accumulate(num_blocks, initial=0)][:-1], dtype=torch.int64)
-            group.write_tokens(positions, torch.frombuffer(block_ids, dtype=torch.int64), block_starts, size)
+                group.write_states(*tables, size)
+            else:
+                group.write_tokens(laid.positions, *tables, size, shares)
+
+
+class LaidOut(NamedTuple):
+    """A step on the host.
+
+    Args:
+        input_ids: int64 [n], token of each row.
+        positions: int64 [n], its position.
+        tables: arguments of `write_tokens` or `write_states` that are of blocks, for each group.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    tables: list[tuple[Any, Any]]
+
+
+def _lay_out(
+    items: Sequence[ScheduledSequence],
+    builder: BatchBuilder | None,
+    groups: Sequence[StaticTokens | StaticStates],
+    block_size: int,
+) -> LaidOut:
+    """Lay items out, one row each; without a builder there are none."""
+    starts = [item.start for item in items]
+    num_blocks = [start // block_size + 1 for start in starts]
+    block_starts = torch.tensor([*accumulate(num_blocks, initial=0)][:-1], dtype=torch.int64)
+    laid: list[tuple[Any, Any]] = []
+    for idx, group in enumerate(groups):
+        tables = [] if builder is None else [builder.tables[item.seq_id][idx].ids for item in items]
+        if isinstance(group, StaticStates):
+            laid.append(([ids[-1] for ids in tables], [start > 0 for start in starts]))
+            continue
+        block_ids = array("q")
+        for ids, number in zip(tables, num_blocks, strict=True):
+            block_ids += ids if len(ids) == number else ids[:number]
+        block_ids.append(0)  # the null block of the padding
+        laid.append((torch.frombuffer(block_ids, dtype=torch.int64), block_starts))
+    input_ids = torch.tensor([item.token_ids[0] for item in items], dtype=torch.int64)
+    return LaidOut(input_ids, torch.tensor(starts, dtype=torch.int64), laid)
+
+
+def sharing_sizes(sizes: Sequence[int]) -> list[int]:
+    """Return the sizes of captured steps that read once what sequences share: powers of 2, and the largest."""
+    return [size for size in sizes if size > 1 and (size & (size - 1) == 0 or size == sizes[-1])]
 
 
 def _static_group(

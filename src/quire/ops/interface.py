@@ -47,6 +47,7 @@ class AttentionBatch:
         window: tokens that a row sees, itself included; None for all before it. What no row sees is not read.
         chunk: a row sees no further back than the start of its own chunk, a multiple of these tokens; None for no
             chunks. There is no window beside it.
+        host_block_ids: `block_ids` on the host, for backends that plan there; None where those are on the host.
     """
 
     slot_mapping: Tensor
@@ -56,6 +57,7 @@ class AttentionBatch:
     block_starts: Sequence[int]
     window: int | None = None
     chunk: int | None = None
+    host_block_ids: Tensor | None = None
 
     def first_seen(self, position: int) -> int:
         """Return the first token that a row at a position sees; never falls as positions grow."""

@@ -111,10 +111,20 @@ class StaticTable:
 class StaticTokens(Protocol):
     """Decodes over one cache group of keys and values: one row a sequence."""
 
-    def batch(self, num_rows: int) -> AttentionBatch:
-        """Return what `Ops.step_attention` takes for a step of some rows; its numbers are in static buffers."""
+    def batch(self, num_rows: int, shares: bool = False) -> AttentionBatch:
+        """Return what `Ops.step_attention` takes for a step of some rows; its numbers are in static buffers.
 
-    def write_tokens(self, positions: Tensor, block_ids: Tensor, block_starts: Tensor, num_rows: int) -> None:
+        Args:
+            num_rows: number of rows.
+            shares: the step can read once what sequences share; see `share`.
+        """
+
+    def share(self, positions: Tensor, block_ids: Tensor, block_starts: Tensor) -> bool:
+        """Find what the sequences of a step share; say whether a step that reads it once pays. See `write_tokens`."""
+
+    def write_tokens(
+        self, positions: Tensor, block_ids: Tensor, block_starts: Tensor, num_rows: int, shares: bool = False
+    ) -> None:
         """Write a step of n rows, and rows after them that look at the null block only.
 
         Args:
@@ -122,6 +132,7 @@ class StaticTokens(Protocol):
             block_ids: int64, block tables of the sequences, one behind the other, and 0 for the null block.
             block_starts: int64 [n], where each table starts.
             num_rows: number of rows with those after them.
+            shares: read once what `share` found for these rows; only for steps that can.
         """
 
 
@@ -167,9 +178,11 @@ class StaticAttentionBatch(AttentionBatch):
 
     Args:
         source: buffers of the cache group.
+        shares: the step can read once what sequences share.
     """
 
     source: StaticTokens | None = None
+    shares: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,17 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402 - it needs Triton
 from triton.compiler import ASTSource  # noqa: E402
 
-from quire.ops.triton.kernels import attention, experts, heads, linear, rows, states  # noqa: E402
+from quire.ops.triton.kernels import (  # noqa: E402
+    attention,
+    experts,
+    heads,
+    linear,
+    rows,
+    shared_attention,
+    states,
+)
 
-MODULES: tuple[ModuleType, ...] = (attention, experts, heads, linear, rows, states)
+MODULES: tuple[ModuleType, ...] = (attention, experts, heads, linear, rows, shared_attention, states)
 # Bytes of shared memory that a program may have, by compute capability.
 SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 TYPES = {

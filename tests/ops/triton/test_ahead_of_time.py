@@ -56,13 +56,17 @@ STORED = {name: FORMS[name] for name in ("q4_0", "q4_k", "q6_k", "q8_0", "mxfp4"
 
 
 def attention_launches(options: dict[str, Any], capability: int) -> list[Launch]:
-    """Return what decodes, a long context, a prompt and captured decodes launch, in this order."""
+    """Return what decodes, a long context, a shared one, a prompt and captured decodes launch, in this order."""
     launches: list[Launch] = []
     ops = make_ops()
     ops.device.capability, ops.device.num_processors = divmod(capability, 10), 132
     with recorded(launches), torch.inference_mode():
         for spans in ([(700, 1), (15, 1)], [(0, 300)]):
             World(spans, **options).run(ops)
+        world = World([(280, 1)] * 9, **options | {"window": None})
+        tables = world.batch.block_ids.view(9, -1)
+        tables[1:, :16] = tables[0, :16]
+        world.run(ops)
         world = World([(15, 1)], **options)
         memory, limits = StaticMemory(torch.device("cpu")), StaticLimits(4, 8)
         static = ops.static_tokens(world.kv, world.batch.window, world.batch.chunk, memory, limits)
@@ -95,6 +99,8 @@ def test_attention(name: str, capability: int) -> None:
         check_limits(found, capability, may_spill=options["dtype"] is FP32)
         kernel = launch.kernel.__name__
         seen.add(kernel)
+        if kernel == "attend_shared" and options["dtype"] is not FP32:
+            check_shared(found, launch, capability)
         if kernel != "attend":
             continue
         constants = launch.arguments
@@ -112,7 +118,18 @@ def test_attention(name: str, capability: int) -> None:
             slot = 128 if constants["STORED"] == 2 else 2 * constants["DIM"]
             if constants["STORED"] != 1 and not constants["WINDOW"]:
                 assert found.shared >= 2 * slot * constants["TOKENS"] * (launch.options["num_stages"] - 1)
-    assert seen == {"prepare_heads", "attend", "combine"}
+    assert seen == {"prepare_heads", "attend_shared", "attend", "combine"}
+
+
+def check_shared(found: Compiled, launch: Launch, capability: int) -> None:
+    """Check that the tile of shared tokens multiplies by warp groups, and loads as decodes do."""
+    constants = launch.arguments
+    if constants["ROWS"] >= 64 and capability >= 90:
+        assert re.search("HGMMA" if capability == 90 else "UTC.?HMMA|UTCHMMA", found.assembly)
+    if capability == 90 and constants["STORED"] != 1:
+        assert re.search(r"LDGSTS\S*\.128", found.assembly)
+        slot = 128 if constants["STORED"] == 2 else 2 * constants["DIM"]
+        assert found.shared >= 2 * slot * constants["TOKENS"] * (launch.options["num_stages"] - 1)
 
 
 def other_launches() -> list[Launch]:

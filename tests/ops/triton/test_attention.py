@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from quire.ops.interface import HeadNorms
+from tests.ops.test_shared_blocks import LAYOUTS, Layout
 from tests.ops.test_stored_kv import check as check_stored
 from tests.ops.triton.interpreted import MARKS, make_ops
 from tests.ops.world import REFERENCE, World, assert_near
+
+from quire.ops.triton.step_attention import TritonStepAttention  # isort: skip - the modules above skip without Triton
 
 pytestmark = MARKS
 
@@ -119,3 +122,79 @@ def test_queries_alone(has_norms: bool) -> None:
         assert torch.equal(found, queries[:, :num_heads])
         assert torch.equal(world.kv.data.nan_to_num(), kept.nan_to_num())
         assert_near(*(step.attend(1, expected, world.scale) for step in steps), factor=2)
+
+
+# What rows of several sequences see of the same blocks, in whole tiles of 64 tokens, and whether it is read once.
+SHARED: dict[str, tuple[Layout, bool]] = {
+    **{name: (LAYOUTS[name], True) for name in ("prefix", "short", "tree", "fork")},
+    # More rows than a tile has.
+    "many": (Layout([(300, 1)] * 40, [(seq, 0, 0, 288) for seq in range(1, 40)], 0), True),
+    "chunks": (LAYOUTS["chunks"], False),
+    "middle": (LAYOUTS["middle"], False),
+    # Rows of a draft share a tile with those of other sequences; a prompt beside them reads by itself.
+    "drafts": (
+        Layout([(560, 3), (100, 1), (0, 40), (530, 1), (700, 2)], [(3, 0, 0, 512), (4, 0, 0, 512)], 0),
+        True,
+    ),
+    # The first two see their beginning, the others only what is behind it.
+    "window": (
+        Layout([(320, 1), (350, 2), (700, 1), (710, 1)], [(seq, 0, 0, 304) for seq in (1, 2, 3)], 0, window=400),
+        True,
+    ),
+    "past a window": (Layout([(700, 1), (710, 1)], [(1, 0, 0, 688)], 0, window=300), False),
+    "chunk": (Layout([(390, 1), (350, 1), (450, 1)], [(1, 0, 0, 304), (2, 0, 0, 304)], 0, chunk=400), True),
+}
+
+
+def check_shared(world: World, is_shared: bool, group: int = 2) -> None:
+    """Compare with the reference, and see that a key which several rows see is loaded once for them."""
+    step = REFERENCE.step_attention(world.batch, world.kv)
+    queries = step.prepare(1, world.qkv, world.norms, world.rotation)
+    expected = world.attend(step, queries)
+    found = make_ops().step_attention(world.batch, world.kv)
+    assert isinstance(found, TritonStepAttention)
+    assert_near(world.attend(found, queries), expected, factor=3)
+    shared = [items.shared for items in found._launches(group, len(queries)) if items.shared is not None]
+    assert bool(shared) == is_shared
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("name", SHARED)
+def test_shared_blocks(name: str, has_sinks: bool) -> None:
+    layout, is_shared = SHARED[name]
+    check_shared(layout.world(torch.float32, head_dim=16, has_sinks=has_sinks), is_shared)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("stored", [None, "int8", "fp8"])
+def test_shared_blocks_in_all_dtypes(dtype: torch.dtype, stored: str | None) -> None:
+    check_shared(LAYOUTS["tree"].world(dtype, stored, head_dim=32), True)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "group", "head_dim"), [(8, 1, 80), (32, 4, 128), (16, 16, 64), (64, 3, 256), (1, 7, 16)], ids=str
+)
+def test_shared_blocks_of_all_shapes(block_size: int, group: int, head_dim: int) -> None:
+    world = LAYOUTS["prefix"].world(
+        torch.bfloat16, block_size=block_size, group=group, head_dim=head_dim, num_kv_heads=1, has_norms=True
+    )
+    check_shared(world, True, group)
+
+
+def test_rows_that_share_a_tile_do_not_meet() -> None:
+    """A NaN in the query of one, or in its own tokens, is its own."""
+    for place in (0, -1):
+        world = LAYOUTS["prefix"].world(torch.float32, head_dim=16)
+        world.qkv[2, place] = float("nan")
+        outputs = world.run(make_ops())[1]
+        assert outputs.isnan().any(-1).tolist() == [False, False, True, False]
+
+
+def test_a_gpu_reads_separately_what_is_not_worth_a_launch() -> None:
+    for launch_bytes, is_shared in ((1 << 17, True), (1 << 20, False)):
+        world = LAYOUTS["prefix"].world(torch.float32, head_dim=16)
+        ops = make_ops()
+        ops.device.launch_bytes = launch_bytes
+        step = ops.step_attention(world.batch, world.kv)
+        assert isinstance(step, TritonStepAttention)
+        assert any(items.shared is not None for items in step._launches(2, 4)) == is_shared

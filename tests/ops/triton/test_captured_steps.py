@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +14,9 @@ from quire import SamplingParams
 from quire.execution.graph_runner import GraphRunner
 from quire.memory import check
 from quire.scheduling.plan import ScheduledSequence, StepPlan, StepResult
+from tests.conformance.checkpoints import VOCAB_SIZE, save_checkpoint
 from tests.conformance.conftest import REPRESENTATIVES, make_reference
+from tests.ops.test_shared_blocks import Layout
 from tests.ops.triton.interpreted import MARKS, make_ops
 from tests.ops.triton.test_engine import GREEDY, NUM_TOKENS, load
 from tests.ops.world import World, assert_near
@@ -19,6 +24,10 @@ from tests.ops.world import World, assert_near
 from quire.execution.tape_capture import TapeCapture  # isort: skip - the modules above skip where Triton is missing
 from quire.ops.static_steps import StaticLimits, StaticMemory  # isort: skip
 from quire.ops.triton.interpreted_launches import seen_launches  # isort: skip
+
+
+# Two sequences share 288 tokens, and two others 576.
+TWO_PAIRS = [(2, 0, 0, 288), (3, 1, 0, 576)]
 
 
 def is_decode(item: ScheduledSequence) -> bool:
@@ -112,6 +121,53 @@ class TestAttention:
                 assert torch.equal(static.batch(4).slot_mapping[:3], world.batch.slot_mapping)
                 assert_near(out[:3], expected)
 
+    @pytest.mark.parametrize("options", [{}, {"window": 640}, {"has_sinks": True}, {"stored": "int8"}], ids=str)
+    def test_one_capture_serves_steps_that_share_more_and_less(self, options: dict[str, Any]) -> None:
+        """Bit for bit what is launched as it comes; a step that shares nothing is served too."""
+        with torch.inference_mode():
+            ops, stored = make_ops(), options.get("stored")
+            window = options.get("window")
+            layouts = [
+                Layout([(560, 1), (100, 1), (530, 1), (620, 1)], [(2, 0, 0, 512), (3, 0, 0, 512)], 0, window),
+                Layout([(300, 1), (620, 1), (300, 1), (600, 1), (580, 1)], TWO_PAIRS, 0, window),
+                Layout([(15, 1), (600, 1), (0, 1)], [], 0, window),
+            ]
+            shape = {"head_dim": 16, "has_sinks": options.get("has_sinks", False)}
+            worlds = [layout.world(torch.float32, stored, **shape) for layout in layouts]
+            for world, is_shared in zip(worlds, (True, True, False), strict=True):
+                world.run(ops)
+                kept, num_rows = world.kv.data.clone(), len(world.qkv)
+                q = torch.randn(8, 4, 16)
+                expected = ops.step_attention(world.batch, world.kv).attend(1, q[:num_rows], world.scale, world.sinks)
+                memory = StaticMemory(torch.device("cpu"))
+                static = ops.static_tokens(world.kv, window, None, memory, StaticLimits(8, 400))
+                assert static is not None
+                nothing = torch.zeros(0, dtype=torch.int64)
+                static.write_tokens(nothing, torch.zeros(1, dtype=torch.int64), nothing, 8)
+                memory.upload()
+                outs = [torch.zeros(8, 64), torch.zeros(8, 64)]
+
+                def attend(
+                    shares: bool, static: Any = static, world: World = world, q: Any = q, outs: Any = outs
+                ) -> None:
+                    step = ops.step_attention(static.batch(8, shares), world.kv)
+                    outs[shares].copy_(step.attend(1, q, world.scale, world.sinks))
+
+                calls = [TapeCapture(seen_launches).capture(partial(attend, shares)) for shares in (False, True)]
+                world.kv.data.copy_(kept)
+                world.kv.data[0].zero_()
+                positions = torch.tensor([length - 1 for length in world.batch.context_lens])
+                ids = torch.cat((world.batch.block_ids, torch.zeros(1, dtype=torch.int64)))
+                starts = torch.tensor(world.batch.block_starts[:-1])
+                assert static.share(positions, ids, starts) == is_shared
+                for shares in (True, False):
+                    static.write_tokens(positions, ids, starts, 8, shares)
+                    memory.upload()
+                    calls[shares].replay()
+                    assert outs[shares].isfinite().all()
+                    assert_near(outs[shares][:num_rows], expected, factor=2)
+                assert torch.equal(outs[is_shared][:num_rows], expected)
+
 
 class TestEngine:
     pytestmark = MARKS
@@ -179,3 +235,32 @@ class TestEngine:
             tokens = output.outputs[0].token_ids
             known = min(len(tokens), len(expected))
             assert list(tokens[:known]) == list(expected[:known])
+
+    def test_sequences_that_share_a_prompt(self, tmp_path_factory: pytest.TempPathFactory) -> None:
+        """What they share is read once, in steps that are replayed and in others; the tokens are those of torch."""
+        folder = str(save_checkpoint("llama3", tmp_path_factory.mktemp("shared")))
+        rng = random.Random(7)
+        common = [rng.randrange(10, VOCAB_SIZE) for _ in range(270)]
+        prompts = [common + [rng.randrange(10, VOCAB_SIZE) for _ in range(3 + idx)] for idx in range(3)]
+        options: dict[str, Any] = {"max_model_len": 300, "num_kv_blocks": 120}
+        outputs, replayed = [], 0
+        for kernels, sizes in (("torch", None), ("triton", (1, 2, 4)), ("triton", None)):
+            captured = {} if sizes is None else {"cudagraph_capture_sizes": sizes}
+            llm = load(folder, kernels=kernels, **(options | captured))
+            llm.generate([common[:264]], SamplingParams(max_tokens=1), use_tqdm=False)
+            if sizes is not None:
+                ladder = llm.engine.executor._runner.ladder  # type: ignore[attr-defined]
+                assert [step.size for step in ladder._sharing_steps] == [2, 4]
+                for step in ladder._sharing_steps:
+
+                    def replay(call: Any = step._call) -> None:
+                        nonlocal replayed
+                        replayed += 1
+                        call.replay()
+
+                    step._call = SimpleNamespace(replay=replay)
+            found = llm.generate(prompts, GREEDY, use_tqdm=False)
+            outputs.append([output.outputs[0].token_ids for output in found])
+        assert outputs[1] == outputs[0]
+        assert outputs[2] == outputs[0]
+        assert replayed >= NUM_TOKENS - 2

@@ -10,8 +10,9 @@ import torch
 
 from quire.ops.interface import AttentionBatch
 from quire.ops.triton.decode_work import MostWork, plan_decodes
+from quire.ops.triton.splits import split_length
 from quire.ops.triton.tiles import Tile
-from quire.ops.triton.work_items import WorkItem, plan_work, split_length
+from quire.ops.triton.work_items import WorkItem, plan_work
 
 
 def batch_of(positions: list[int], window: int | None, chunk: int | None) -> AttentionBatch:
@@ -41,7 +42,7 @@ def test_work_on_all_rows_at_once_is_that_of_the_slow_planner(seed: int) -> None
     assert found.split_rows.tolist() == [list(each) for each in expected.split_rows]
     most = MostWork.of(len(positions), tile.tokens, heads, processors)
     assert len(found.items) <= most.num_items
-    assert len(expected.parts) <= most.num_parts
+    assert len(expected.parts) <= most.num_places
     assert len(found.split_rows) <= most.num_split
 
 

@@ -19,6 +19,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 
 def load(folder: str, pool_factor: int = 1, kernels: str = "triton", **options: Any) -> LLM:
+    sizes = {"max_model_len": 128, "max_num_seqs": 8, "block_size": 8, "num_kv_blocks": 60 * pool_factor}
     return LLM(
         folder,
         skip_tokenizer_init=True,
@@ -26,11 +27,7 @@ def load(folder: str, pool_factor: int = 1, kernels: str = "triton", **options: 
         device="cpu",
         kernels=kernels,
         num_threads=1,
-        max_model_len=128,
-        max_num_seqs=8,
-        block_size=8,
-        num_kv_blocks=60 * pool_factor,
-        **options,
+        **(sizes | options),
     )
 
 

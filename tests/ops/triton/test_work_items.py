@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from quire.ops.interface import AttentionBatch
+from quire.ops.triton.splits import MIN_SPLIT, split_length
 from quire.ops.triton.tiles import decode_tile, prefill_tile
-from quire.ops.triton.work_items import MIN_SPLIT, SplitRows, WorkItem, plan_work, split_length
+from quire.ops.triton.work_items import SplitRows, WorkItem, plan_work
 
 
 def batch_of(spans: list[tuple[int, int]], window: int | None, chunk: int | None) -> AttentionBatch:
@@ -51,7 +52,8 @@ def test_every_row_sees_its_tokens_once(window: int | None, chunk: int | None, g
             assert parts[-1][1] == position + 1
             assert all(one[1] == other[0] for one, other in pairwise(parts))
         assert all(item.table == table for item in items if start <= item.first_row < end)
-    assert [item.place for item in work.parts] == list(range(len(work.parts)))
+    places = [item.place + idx for item in work.parts for idx in range(item.num_rows)]
+    assert places == list(range(work.num_places))
     assert sum(rows.num_parts for rows in work.split_rows) == len(work.parts)
 
 

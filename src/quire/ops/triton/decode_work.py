@@ -10,7 +10,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from quire.ops.triton.work_items import MIN_SPLIT, PROGRAMS_PER_PROCESSOR
+from quire.ops.triton.shared_work import MostShared
+from quire.ops.triton.splits import MIN_SPLIT, most_splits
 
 # Numbers of an item and of a split row; see kernels/attention.py.
 ITEM: Final = 8
@@ -22,12 +23,12 @@ class MostWork(NamedTuple):
 
     Args:
         num_items: items.
-        num_parts: partial results.
-        num_split: rows whose tokens are in several items.
+        num_places: partial results.
+        num_split: rows whose tokens are in several parts.
     """
 
     num_items: int
-    num_parts: int
+    num_places: int
     num_split: int
 
     @classmethod
@@ -37,10 +38,14 @@ class MostWork(NamedTuple):
         A split has at least a share of all tokens, and `MIN_SPLIT` of them; a first split may begin in the middle of a
         tile, so that a row counts up to a tile more.
         """
-        whole = -(-PROGRAMS_PER_PROCESSOR * num_processors // num_kv_heads)
+        whole = most_splits(num_kv_heads, num_processors)
         whole += -(-num_rows * max(0, tile_tokens - 1) // MIN_SPLIT)
         num_split = min(num_rows, whole)
         return cls(num_rows + whole, whole + num_split, num_split)
+
+    def with_shared(self, num_rows: int, shared: MostShared) -> MostWork:
+        """Return the bounds of steps that share tokens: then every row may be in several parts."""
+        return MostWork(self.num_items, self.num_items + shared.num_places, num_rows)
 
 
 class DecodeWork(NamedTuple):
@@ -56,24 +61,33 @@ class DecodeWork(NamedTuple):
 
 
 def plan_decodes(
-    positions: Tensor, firsts: Tensor, block_starts: Tensor, num_real: int, tile_tokens: int, length: int
+    positions: Tensor,
+    firsts: Tensor,
+    block_starts: Tensor,
+    num_real: int,
+    tile_tokens: int,
+    length: int,
+    num_shared: Tensor | None = None,
 ) -> DecodeWork:
     """Cut decodes into items as `plan_work` does, by operations on all rows at once.
 
     Args:
         positions: int64 [n], position of each row.
-        firsts: int64 [n], first token that each row sees.
+        firsts: int64 [n], first token that each row sees, and shares with no other.
         block_starts: int64 [n], index of each row's first block in the block tables.
         num_real: number of rows that may be split, from the first on.
         tile_tokens: number of tokens of a tile.
         length: number of tokens of a split.
+        num_shared: int64 [n], number of parts in which each row's shared tokens are; None for no shared tokens.
     """
     ends = positions + 1
     starts = firsts // tile_tokens * tile_tokens
     counts = (ends - starts + (length - 1)) // length
     counts[num_real:] = 1
-    is_split = counts > 1
-    num_places = counts * is_split
+    if num_shared is None:
+        num_shared = torch.zeros_like(counts)
+    is_split = counts + num_shared > 1
+    num_places = (counts + num_shared) * is_split
     places = num_places.cumsum(0) - num_places
     owners = torch.repeat_interleave(counts)
     part = torch.arange(len(owners)) - (counts.cumsum(0) - counts)[owners]
@@ -85,7 +99,7 @@ def plan_decodes(
     items[:, 3] = block_starts[owners]
     torch.maximum(begin, firsts[owners], out=items[:, 4])
     torch.minimum(begin + length, ends[owners], out=items[:, 5])
-    items[:, 6] = torch.where(is_split[owners], places[owners] + part, -1)
+    items[:, 6] = torch.where(is_split[owners], (places + num_shared)[owners] + part, -1)
     split = is_split.nonzero()[:, 0]
-    split_rows = torch.stack((split, torch.ones_like(split), places[split], counts[split]), 1)
+    split_rows = torch.stack((split, torch.ones_like(split), places[split], num_places[split]), 1)
     return DecodeWork(items, split_rows)

@@ -12,12 +12,18 @@ from quire.ops.interface import PagedKV
 from quire.ops.static_steps import StaticAttentionBatch, StaticLimits, StaticMemory, StaticNumbers, StaticTable
 from quire.ops.triton.decode_work import ITEM, SPLIT_ROWS, MostWork, plan_decodes
 from quire.ops.triton.launches import Device
-from quire.ops.triton.step_attention import PlacedItems, TritonStepAttention
+from quire.ops.triton.shared_prefixes import Candidate, SharedRange, SharingRule, find_shared
+from quire.ops.triton.shared_work import SHARED_ITEM, SHARED_ROW, MostShared, Sharing
+from quire.ops.triton.splits import most_splits, split_length
+from quire.ops.triton.step_attention import PlacedItems, PlacedShared, TritonStepAttention, padded
 from quire.ops.triton.tiles import Tile
-from quire.ops.triton.work_items import split_length
 
-# Numbers in front of the items: how many items and split rows there are, then zeros.
+# Numbers in front of the items: how many items and split rows there are, and behind two zeros, at a multiple of
+# `ALIGNMENT` bytes, how many items of shared tokens.
 HEADER: Final = 8
+SHARED_COUNT: Final = 4
+# Programs over shared tokens for each that processors have room for: each takes its share of the items.
+SHARED_PROGRAMS: Final = 4
 
 
 class PlannedGroup(NamedTuple):
@@ -25,13 +31,18 @@ class PlannedGroup(NamedTuple):
 
     Args:
         tile: tile of a program.
+        rule: when tokens that sequences share are read once.
         most: bounds of the largest step.
         numbers: int32: a header, then items, then split rows.
+        shared_items, shared_rows: int32, items of shared tokens, and the rows of these.
     """
 
     tile: Tile
+    rule: SharingRule
     most: MostWork
     numbers: StaticNumbers
+    shared_items: StaticTable
+    shared_rows: StaticTable
 
 
 class TritonStaticTokens:
@@ -61,8 +72,9 @@ class TritonStaticTokens:
         self._block_ids: StaticTable = memory.take_table(limits.num_blocks + 1, torch.int64)
         self._planned: dict[int, PlannedGroup] = {}
         self._written: tuple[Tensor, Tensor, Tensor, int] | None = None
+        self._found: dict[int, list[SharedRange]] = {}
 
-    def batch(self, num_rows: int) -> StaticAttentionBatch:
+    def batch(self, num_rows: int, shares: bool = False) -> StaticAttentionBatch:
         """Return the batch of a step of some rows."""
         return StaticAttentionBatch(
             self._slots.device[:num_rows],
@@ -72,10 +84,29 @@ class TritonStaticTokens:
             range(num_rows + 1),
             self._window,
             self._chunk,
-            self,
+            source=self,
+            shares=shares,
         )
 
-    def write_tokens(self, positions: Tensor, block_ids: Tensor, block_starts: Tensor, num_rows: int) -> None:
+    def share(self, positions: Tensor, block_ids: Tensor, block_starts: Tensor) -> bool:
+        """Find shared tokens for layers with each number of query heads to a KV head."""
+        firsts = self._firsts(positions)
+        # Where no two sequences begin with the same block, nothing else is looked at.
+        _, owners, counts = torch.unique(block_ids[block_starts], return_inverse=True, return_counts=True)
+        rows = ((counts[owners] > 1) & (firsts == 0)).nonzero()[:, 0]
+        candidates = [
+            Candidate(row, 1, table, position)
+            for row, table, position in zip(
+                rows.tolist(), block_starts[rows].tolist(), positions[rows].tolist(), strict=True
+            )
+        ]
+        for group, planned in self._planned.items():
+            self._found[group] = find_shared(candidates, block_ids, planned.rule) if candidates else []
+        return any(self._found.values())
+
+    def write_tokens(
+        self, positions: Tensor, block_ids: Tensor, block_starts: Tensor, num_rows: int, shares: bool = False
+    ) -> None:
         """Write slots, tables and items."""
         num_real, size = len(positions), self._block_size
         slots = self._slots.host
@@ -86,52 +117,89 @@ class TritonStaticTokens:
         if padding:  # the last entry of the tables is the null block
             positions = torch.cat((positions, positions.new_zeros(padding)))
             block_starts = torch.cat((block_starts, block_starts.new_full((padding,), len(block_ids) - 1)))
-        firsts = torch.zeros_like(positions)
-        if self._chunk is not None:
-            firsts = positions // self._chunk * self._chunk
-        elif self._window is not None:
-            firsts = (positions + (1 - self._window)).clamp_(min=0)
-        self._written = positions, firsts, block_starts, num_real
-        for planned in self._planned.values():
-            self._plan(planned)
+        self._written = positions, self._firsts(positions), block_starts, num_real
+        for group, planned in self._planned.items():
+            self._plan(planned, self._found.get(group, []) if shares else [])
 
-    def _plan(self, planned: PlannedGroup) -> None:
-        """Write the items of the step that was written last."""
+    def _firsts(self, positions: Tensor) -> Tensor:
+        """Return the first token that each row sees."""
+        if self._chunk is not None:
+            return positions // self._chunk * self._chunk
+        if self._window is not None:
+            return (positions + (1 - self._window)).clamp_(min=0)
+        return torch.zeros_like(positions)
+
+    def _plan(self, planned: PlannedGroup, found: list[SharedRange]) -> None:
+        """Write the items of the step that was written last, in which some ranges are shared."""
         assert self._written is not None, "a step comes before its work"
         positions, firsts, block_starts, num_real = self._written
+        sharing = Sharing.of(found, planned.rule, self._num_kv_heads, self._num_processors)
+        num_shared = torch.zeros_like(firsts)
+        if found:
+            rows, firsts = list(sharing.ends), firsts.clone()
+            firsts[rows] = torch.tensor(list(sharing.ends.values()))
+            num_shared[rows] = torch.tensor([sharing.num_parts[row] for row in rows])
         num_tokens = int((positions[:num_real] + 1 - firsts[:num_real]).sum())
         length = split_length(num_tokens, self._num_kv_heads, self._num_processors, planned.tile.tokens)
-        work = plan_decodes(positions, firsts, block_starts, num_real, planned.tile.tokens, length)
+        work = plan_decodes(positions, firsts, block_starts, num_real, planned.tile.tokens, length, num_shared)
+        shared = sharing.work(dict(work.split_rows[:, ::2].tolist()) if found else {})
         num_items, num_split, most = len(work.items), len(work.split_rows), planned.most
         assert num_items <= most.num_items, f"{num_items} items, and there is room for {most.num_items}"
         assert num_split <= most.num_split, f"{num_split} split rows, and there is room for {most.num_split}"
         numbers = planned.numbers.host
-        numbers[0], numbers[1] = num_items, num_split
+        numbers[0], numbers[1], numbers[SHARED_COUNT] = num_items, num_split, len(shared.items)
         numbers[HEADER : HEADER + ITEM * num_items].view(-1, ITEM)[:] = work.items
         start = HEADER + ITEM * most.num_items
         numbers[start : start + SPLIT_ROWS * num_split].view(-1, SPLIT_ROWS)[:] = work.split_rows
+        for table, entries, width in (
+            (planned.shared_items, shared.items, SHARED_ITEM),
+            (planned.shared_rows, shared.rows, SHARED_ROW),
+        ):
+            assert len(entries) * width <= len(table), f"{len(entries)} entries, and there is room for {len(table)}"
+            table.write(torch.tensor(padded(entries, width), dtype=torch.int32))
 
-    def launch(self, group: int, num_rows: int, tile: Tile) -> PlacedItems:
+    def launch(self, group: int, num_rows: int, tile: Tile, rule: SharingRule, shares: bool) -> PlacedItems:
         """Return the items of a launch for steps of some rows.
 
         Args:
             group: number of query heads to a KV head.
             num_rows: number of rows.
             tile: tile of a program for such heads.
+            rule: when tokens that sequences share are read once.
+            shares: the step can read them once.
         """
         planned = self._planned.get(group)
         if planned is None:
-            most = self._most(self._limits.num_rows, tile)
-            count = HEADER + ITEM * most.num_items + SPLIT_ROWS * most.num_split
-            planned = self._planned[group] = PlannedGroup(tile, most, self._memory.take(count, torch.int32))
-            self._plan(planned)
+            shared = self._most_shared(self._limits.num_rows, rule)
+            most = self._most(self._limits.num_rows, tile).with_shared(self._limits.num_rows, shared)
+            planned = self._planned[group] = PlannedGroup(
+                tile,
+                rule,
+                most,
+                self._memory.take(HEADER + ITEM * most.num_items + SPLIT_ROWS * most.num_split, torch.int32),
+                self._memory.take_table(SHARED_ITEM * shared.num_items, torch.int32),
+                self._memory.take_table(SHARED_ROW * shared.num_rows, torch.int32),
+            )
+            self._plan(planned, [])
             self._memory.upload()
-        numbers, (num_items, num_parts, num_split) = planned.numbers.device, self._most(num_rows, tile)
+        numbers, most, placed = planned.numbers.device, self._most(num_rows, tile), None
+        if shares:
+            shared = self._most_shared(num_rows, rule)
+            most = most.with_shared(num_rows, shared)
+            num_programs = min(
+                shared.num_items, SHARED_PROGRAMS * most_splits(self._num_kv_heads, self._num_processors)
+            )
+            items, rows = planned.shared_items.device, planned.shared_rows.device
+            placed = PlacedShared(rule.tile, items, rows, numbers[SHARED_COUNT:], num_programs)
+        num_items, num_places, num_split = most
         split_rows = numbers[HEADER + ITEM * planned.most.num_items :]
-        return PlacedItems(tile, numbers[HEADER:], num_items, num_parts, split_rows, num_split, numbers)
+        return PlacedItems(tile, numbers[HEADER:], num_items, num_places, split_rows, num_split, numbers, placed)
 
     def _most(self, num_rows: int, tile: Tile) -> MostWork:
         return MostWork.of(num_rows, tile.tokens, self._num_kv_heads, self._num_processors)
+
+    def _most_shared(self, num_rows: int, rule: SharingRule) -> MostShared:
+        return MostShared.of(num_rows, rule.tile_rows, self._num_kv_heads, self._num_processors)
 
 
 class TritonStaticAttention(TritonStepAttention):
@@ -146,8 +214,8 @@ class TritonStaticAttention(TritonStepAttention):
     def __init__(self, batch: StaticAttentionBatch, kv: PagedKV, device: Device) -> None:
         super().__init__(batch, kv, device)
         assert isinstance(batch.source, TritonStaticTokens), "a batch of another backend"
-        self._source = batch.source
+        self._source, self._shares = batch.source, batch.shares
 
     def _launches(self, group: int, num_rows: int) -> Iterator[PlacedItems]:
         """Yield the one kind of items that there is."""
-        yield self._source.launch(group, num_rows, self.tiles(group)[0])
+        yield self._source.launch(group, num_rows, self.tiles(group)[0], self.sharing_rule(group), self._shares)

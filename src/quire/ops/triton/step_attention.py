@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import NamedTuple
 
@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 
 from quire.ops.interface import AttentionBatch, HeadNorms, PagedKV, Rotation
-from quire.ops.triton.kernels import attention, heads
+from quire.ops.triton.decode_work import ITEM, SPLIT_ROWS
+from quire.ops.triton.kernels import attention, heads, shared_attention
 from quire.ops.triton.launches import Device
-from quire.ops.triton.tiles import Tile, decode_tile, power_of_2, prefill_tile
-from quire.ops.triton.work_items import Work, plan_work
+from quire.ops.triton.shared_prefixes import SharingRule
+from quire.ops.triton.shared_work import SHARED_ITEM, SHARED_ROW
+from quire.ops.triton.tiles import Tile, decode_tile, power_of_2, prefill_tile, shared_tile
+from quire.ops.triton.work_items import plan_work
 
 # Forms of the cache as kernels know them (kernels/numbers.py).
 STORED = {torch.int8: 1, torch.float8_e4m3fn: 2}
@@ -22,19 +25,22 @@ STORED = {torch.int8: 1, torch.float8_e4m3fn: 2}
 HEADS = 8
 
 
-class PlacedWork(NamedTuple):
-    """The items of a step on the device, with the tiles that they are for.
+class PlacedShared(NamedTuple):
+    """The items of shared tokens on the device.
 
     Args:
-        work: the items.
-        numbers: int32, the items of `few`, `parts` and `many`, then those of `split_rows`.
-        decode, prefill: tiles.
+        tile: tile of a program.
+        items: int32, the items.
+        rows: int32, their rows.
+        num_items: int32, the number of items.
+        num_programs: number of programs of a KV head.
     """
 
-    work: Work
-    numbers: Tensor
-    decode: Tile
-    prefill: Tile
+    tile: Tile
+    items: Tensor
+    rows: Tensor
+    num_items: Tensor
+    num_programs: int
 
 
 class PlacedItems(NamedTuple):
@@ -44,20 +50,22 @@ class PlacedItems(NamedTuple):
         tile: tile of a program.
         numbers: int32, the items.
         num_items: number of items, or the most that there may be.
-        num_parts: number of partial results, or the most; 0 for none.
-        split_rows: int32, the rows whose tokens are in several items.
+        num_places: number of partial results, or the most; 0 for none.
+        split_rows: int32, the rows whose tokens are in several parts.
         num_split: number of those rows, or the most.
         counts: int32, the numbers of items and of split rows, where they are known on the device only; None where the
             numbers above are exact.
+        shared: items whose partial results are added to those of these items; None for none.
     """
 
     tile: Tile
     numbers: Tensor
     num_items: int
-    num_parts: int
+    num_places: int
     split_rows: Tensor
     num_split: int
     counts: Tensor | None
+    shared: PlacedShared | None = None
 
 
 class TritonStepAttention:
@@ -74,7 +82,7 @@ class TritonStepAttention:
         self._stored = STORED.get(kv.data.dtype, 0)
         self._data = kv.data.view(torch.uint8) if kv.data.dtype == torch.float8_e4m3fn else kv.data
         self._scales = kv.data.view(torch.float32) if kv.data.dtype == torch.int8 else self._data
-        self._placed: dict[int, PlacedWork] = {}  # by the number of query heads in a group
+        self._placed: dict[int, list[PlacedItems]] = {}  # by the number of query heads in a group
 
     def prepare(self, layer_idx: int, qkv: Tensor, norms: HeadNorms | None, rotation: Rotation) -> Tensor:
         """Norm heads, rotate queries and keys, store keys and values; return the queries [T, H, D]."""
@@ -129,13 +137,15 @@ class TritonStepAttention:
         q = q if q.stride(2) == 1 else q.contiguous()
         for items in self._launches(group, num_rows):
             partial = output, output
-            if items.num_parts:
-                shape = (items.num_parts, self._num_kv_heads, items.tile.rows)
+            if items.num_places:
+                shape = (items.num_places, self._num_kv_heads, group)
                 dim = power_of_2(head_dim, 16)
                 partial = (
                     torch.empty(*shape, dim, dtype=torch.float32, device=q.device),
                     torch.empty(*shape, 2, dtype=torch.float32, device=q.device),
                 )
+            if items.shared is not None:
+                self._launch_shared(layer_idx, q, scale, partial, items.shared)
             self._launch(layer_idx, q, scale, sinks, output, partial, items)
             if items.num_split:
                 self._combine(items, output, partial, sinks, group)
@@ -143,21 +153,9 @@ class TritonStepAttention:
 
     def _launches(self, group: int, num_rows: int) -> Iterator[PlacedItems]:  # noqa: ARG002 - static steps have sizes
         """Yield the items of each kind, for layers with `group` query heads to a KV head."""
-        work, numbers, decode, prefill = self._placed.get(group) or self._place(group)
-        start = 0
-        for tile, items, is_split in (
-            (decode, work.few, False),
-            (decode, work.parts, True),
-            (prefill, work.many, False),
-        ):
-            end = start + 8 * len(items)
-            num_split = len(work.split_rows) if is_split else 0
-            split_rows = numbers[len(numbers) - 4 * num_split :]
-            if items:
-                yield PlacedItems(
-                    tile, numbers[start:end], len(items), len(items) * is_split, split_rows, num_split, None
-                )
-            start = end
+        if group not in self._placed:
+            self._placed[group] = self._place(group)
+        yield from self._placed[group]
 
     def _launch(
         self,
@@ -203,10 +201,44 @@ class TritonStepAttention:
             WINDOW=batch.window is not None,
             CHUNK=batch.chunk is not None,
             SINKS=sinks is not None,
-            SPLIT=items.num_parts > 0,
+            SPLIT=items.num_places > 0,
             COUNTED=counts is not None,
             num_warps=items.tile.num_warps,
             num_stages=items.tile.num_stages,
+        )
+
+    def _launch_shared(
+        self, layer_idx: int, q: Tensor, scale: float, partial: tuple[Tensor, Tensor], shared: PlacedShared
+    ) -> None:
+        """Let rows of several sequences attend to the tokens that these share."""
+        keys, values = self._data[:, layer_idx, 0], self._data[:, layer_idx, 1]
+        shared_attention.attend_shared[shared.num_programs, self._num_kv_heads](
+            *partial,
+            q,
+            keys,
+            values,
+            self._scales[:, layer_idx, 0],
+            self._scales[:, layer_idx, 1],
+            self._batch.block_ids,
+            shared.items,
+            shared.rows,
+            shared.num_items,
+            q.stride(0),
+            q.stride(1),
+            keys.stride(0),
+            keys.stride(1),
+            scale * math.log2(math.e),
+            NUM_KV=self._num_kv_heads,
+            GROUP=q.shape[1] // self._num_kv_heads,
+            HEAD_DIM=self._head_dim,
+            DIM=power_of_2(self._head_dim, 16),
+            BLOCK_SIZE=self._block_size,
+            WIDTH=keys.shape[-1],
+            ROWS=shared.tile.rows,
+            TOKENS=shared.tile.tokens,
+            STORED=self._stored,
+            num_warps=shared.tile.num_warps,
+            num_stages=shared.tile.num_stages,
         )
 
     def _combine(
@@ -236,11 +268,52 @@ class TritonStepAttention:
         decode = decode_tile(self._head_dim, group, element_bytes, self._stored != 0)
         return decode, prefill_tile(self._head_dim, group, element_bytes, self._device.capability, is_int8)
 
-    def _place(self, group: int) -> PlacedWork:
+    def sharing_rule(self, group: int) -> SharingRule:
+        """Return when tokens that sequences share are read once, for `group` query heads to a KV head."""
+        is_int8 = self._data.dtype == torch.int8
+        tile = shared_tile(self._head_dim, group, self._dtype.itemsize, self._device.capability, is_int8)
+        return SharingRule.of(
+            tile,
+            self.tiles(group)[0],
+            group,
+            self._block_size,
+            2 * self._data.shape[-1] * self._data.itemsize,
+            power_of_2(self._head_dim, 16),
+            self._device.launch_bytes / self._num_kv_heads,
+        )
+
+    def _place(self, group: int) -> list[PlacedItems]:
         """Plan the work for layers with `group` query heads to a KV head, and copy it to the device."""
         decode, prefill = self.tiles(group)
-        work = plan_work(self._batch, group, decode, prefill, self._num_kv_heads, self._device.num_processors)
-        items = chain.from_iterable((*item, 0) for item in (*work.few, *work.parts, *work.many))
-        numbers = self._device.numbers(chain(items, chain.from_iterable(work.split_rows)))
-        self._placed[group] = placed = PlacedWork(work, numbers, decode, prefill)
-        return placed
+        rule = self.sharing_rule(group)
+        work = plan_work(self._batch, group, decode, prefill, self._num_kv_heads, self._device.num_processors, rule)
+        sections = (
+            padded(work.few, ITEM),
+            padded(work.parts, ITEM),
+            padded(work.many, ITEM),
+            padded(work.split_rows, SPLIT_ROWS),
+            padded(work.shared.items, SHARED_ITEM),
+            padded(work.shared.rows, SHARED_ROW),
+            [len(work.shared.items), 0, 0, 0],
+        )
+        numbers = self._device.numbers(chain.from_iterable(sections))
+        few, parts, many, split_rows, shared_items, shared_rows, count = torch.split(
+            numbers, [len(each) for each in sections]
+        )
+        shared = None
+        if work.shared.items:
+            tile, num_items = rule.tile, len(work.shared.items)
+            shared = PlacedShared(tile, shared_items, shared_rows, count, num_items)
+        placed = (
+            PlacedItems(decode, few, len(work.few), 0, split_rows, 0, None),
+            PlacedItems(
+                decode, parts, len(work.parts), work.num_places, split_rows, len(work.split_rows), None, shared
+            ),
+            PlacedItems(prefill, many, len(work.many), 0, split_rows, 0, None),
+        )
+        return [items for items in placed if items.num_items]
+
+
+def padded(entries: Iterable[tuple[int, ...]], width: int) -> list[int]:
+    """Return the numbers of entries one behind the other, with zeros up to `width` numbers each."""
+    return [number for entry in entries for number in (*entry, *(0,) * (width - len(entry)))]

@@ -69,3 +69,18 @@ def prefill_tile(
     if width <= 512:
         return Tile(power_of_2(group, 64), 32, 8, 2)
     return Tile(power_of_2(group, 16), 16, 4, 2)
+
+
+# Rows of a tile over tokens that sequences share. Prompts have more, for their products; these read keys, and mostly
+# have fewer rows.
+SHARED_ROWS: Final = 64
+
+
+def shared_tile(
+    head_dim: int, group: int, element_bytes: int, capability: tuple[int, int], is_int8: bool = False
+) -> Tile:
+    """Return the tile of rows of several sequences over tokens that these share; see `prefill_tile`."""
+    tile = prefill_tile(head_dim, group, element_bytes, capability, is_int8)
+    rows = min(tile.rows, power_of_2(group, SHARED_ROWS))
+    # 64 rows in 4 warps spill registers.
+    return tile._replace(rows=rows, num_warps=8 if rows >= SHARED_ROWS else tile.num_warps)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise
-from typing import Final, NamedTuple
+from collections.abc import Iterable, Iterator
+from itertools import count, pairwise
+from typing import NamedTuple
+
+from torch import Tensor
 
 from quire.ops.interface import AttentionBatch
+from quire.ops.triton.shared_prefixes import Candidate, SharingRule, find_shared
+from quire.ops.triton.shared_work import NOTHING_SHARED, SharedWork, Sharing
+from quire.ops.triton.splits import split_length
 from quire.ops.triton.tiles import Tile
-
-# Tokens of the shortest split: a shorter one costs more in partial results than it brings in parallel work.
-MIN_SPLIT: Final = 256
-# Programs that are wanted for each processor of the GPU.
-PROGRAMS_PER_PROCESSOR: Final = 2
 
 
 class WorkItem(NamedTuple):
@@ -25,7 +25,7 @@ class WorkItem(NamedTuple):
         table: index of the sequence's first block in `block_ids`.
         first: first token that is read.
         end: end of the tokens that are read.
-        place: index of the partial result; -1 for a whole one.
+        place: index of the first row's partial result, behind which are those of the others; -1 for a whole one.
     """
 
     first_row: int
@@ -38,13 +38,13 @@ class WorkItem(NamedTuple):
 
 
 class SplitRows(NamedTuple):
-    """Rows whose tokens are in several items.
+    """Rows whose tokens are in several parts, of some items alone or shared with rows of other sequences.
 
     Args:
         first_row: index of the first row in the step.
         num_rows: number of rows.
         place: index of the first partial result.
-        num_parts: number of partial results.
+        num_parts: number of parts, each with a partial result of each row.
     """
 
     first_row: int
@@ -58,19 +58,29 @@ class Work(NamedTuple):
 
     Args:
         few: items of sequences with so few rows that one decode tile holds them, read in one piece.
-        parts: items of such sequences whose tokens are split.
+        parts: items of such sequences whose tokens are split, or in part shared.
         many: items of other sequences, those with the most tokens first.
         split_rows: rows of `parts`.
+        num_places: number of partial results.
+        shared: items of tokens that sequences of `parts` share.
     """
 
     few: list[WorkItem]
     parts: list[WorkItem]
     many: list[WorkItem]
     split_rows: list[SplitRows]
+    num_places: int
+    shared: SharedWork
 
 
 def plan_work(
-    batch: AttentionBatch, group: int, decode: Tile, prefill: Tile, num_kv_heads: int, num_processors: int
+    batch: AttentionBatch,
+    group: int,
+    decode: Tile,
+    prefill: Tile,
+    num_kv_heads: int,
+    num_processors: int,
+    rule: SharingRule | None = None,
 ) -> Work:
     """Cut a step into items.
 
@@ -80,35 +90,52 @@ def plan_work(
         decode, prefill: tiles of the two kinds of sequences.
         num_kv_heads: K; each head has programs of its own.
         num_processors: number of processors of the GPU.
+        rule: when tokens that sequences share are read once; None for never.
     """
-    work = Work([], [], [], [])
     spans = list(_sequences(batch))
     few = [span for span in spans if span.num_rows * group <= decode.rows]
+    sharing = NOTHING_SHARED
+    if rule is not None and len(few) > 1:
+        ranges = find_shared(list(_candidates(batch, few)), _host_block_ids(batch), rule)
+        sharing = Sharing.of(ranges, rule, num_kv_heads, num_processors)
+        few = [span._replace(first=sharing.ends.get(span.first_row, span.first)) for span in few]
     length = split_length(sum(each.end - each.first for each in few), num_kv_heads, num_processors, decode.tokens)
+    whole: list[WorkItem] = []
+    parts: list[WorkItem] = []
+    split_rows: list[SplitRows] = []
+    num_places = 0
     for span in few:
-        start = span.first // decode.tokens * decode.tokens
-        if span.end - start <= length:
-            work.few.append(span)
+        start, num_shared = span.first // decode.tokens * decode.tokens, sharing.num_parts.get(span.first_row, 0)
+        if span.end - start <= length and not num_shared:
+            whole.append(span)
             continue
         starts = range(start, span.end, length)
-        place = len(work.parts)
-        work.parts.extend(
-            span._replace(first=max(each, span.first), end=min(each + length, span.end), place=place + idx)
-            for idx, each in enumerate(starts)
+        parts.extend(
+            span._replace(first=max(each, span.first), end=min(each + length, span.end), place=num_places + before)
+            for before, each in zip(count(num_shared * span.num_rows, span.num_rows), starts, strict=False)
         )
-        work.split_rows.append(SplitRows(span.first_row, span.num_rows, place, len(starts)))
-    step = prefill.rows // group
+        split_rows.append(SplitRows(span.first_row, span.num_rows, num_places, num_shared + len(starts)))
+        num_places += split_rows[-1].num_parts * span.num_rows
+    many: list[WorkItem] = []
     for span in spans:
         if span.num_rows * group > decode.rows:
-            work.many.extend(_tiles(batch, span, step))
-    work.many.sort(key=lambda item: item.first - item.end)
-    return work
+            many.extend(_tiles(batch, span, prefill.rows // group))
+    many.sort(key=lambda item: item.first - item.end)
+    places = {rows.first_row: rows.place for rows in split_rows}
+    return Work(whole, parts, many, split_rows, num_places, sharing.work(places))
 
 
-def split_length(num_tokens: int, num_kv_heads: int, num_processors: int, tile_tokens: int) -> int:
-    """Return the number of tokens of a split, a multiple of a tile's, for work on all processors."""
-    share = -(-num_tokens * num_kv_heads // (PROGRAMS_PER_PROCESSOR * num_processors))
-    return max(MIN_SPLIT, -(-share // tile_tokens) * tile_tokens)
+def _candidates(batch: AttentionBatch, spans: Iterable[WorkItem]) -> Iterator[Candidate]:
+    """Yield the sequences whose rows all see their first token; others share nothing, and read what they see."""
+    for span in spans:
+        if batch.first_seen(span.end - 1) == 0:
+            yield Candidate(span.first_row, span.num_rows, span.table, span.position)
+
+
+def _host_block_ids(batch: AttentionBatch) -> Tensor:
+    ids = batch.block_ids if batch.host_block_ids is None else batch.host_block_ids
+    assert not ids.is_cuda, "the host plans with block tables of its own"
+    return ids
 
 
 def _sequences(batch: AttentionBatch) -> Iterator[WorkItem]:

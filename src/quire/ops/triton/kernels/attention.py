@@ -18,13 +18,13 @@ from quire.ops.triton.kernels.numbers import FLOAT8, INT8, PLAIN, factor, from_e
 # Numbers that describe an item: first row, number of rows, position of the first row, first entry of the sequence's
 # table, first token that is read, end of the tokens that are read, and the place of its partial result, or -1.
 ITEM = tl.constexpr(8)
-# Numbers that describe rows whose contexts are in splits: first row, number of rows, first partial result, number of
-# partial results.
+# Numbers that describe rows whose contexts are in several parts: first row, number of rows, place of the first partial
+# result, number of parts. Each row of a part has a partial result of its own.
 SPLIT_ROWS = tl.constexpr(4)
 
 
 @triton.jit
-def _block_ids(table, token, first, end, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr):
+def block_ids(table, token, first, end, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr):
     """Load the block of each token of a tile; no entry is read of tokens that are not."""
     tokens = token + tl.arange(0, TOKENS)
     return tl.load(table + tokens // BLOCK_SIZE, mask=(tokens >= first) & (tokens < end), other=0)
@@ -68,7 +68,7 @@ def _sees(positions, tokens, window, chunk, end, WINDOW: tl.constexpr, CHUNK: tl
 
 
 @triton.jit
-def _attend_tile(
+def attend_tile(
     sums, peak, weight, q, positions, token, first, end, ids, keys, values, key_scales, value_scales, stride_block,
     score_scale, window, chunk, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -107,12 +107,17 @@ def _with_sink(sums, peak, weight, sink):
 
 
 @triton.jit
-def _store_part(partial_sums, partial_softmax, sums, peak, weight, place, lanes, dims, DIM: tl.constexpr):
-    """Store sums that are not divided by the weights yet, [ROWS, DIM], and each row's peak and weight."""
-    lane = place.to(tl.int64) * lanes.shape[0] + lanes
-    tl.store(partial_sums + lane[:, None] * DIM + dims[None, :], sums)
-    tl.store(partial_softmax + lane * 2, peak)
-    tl.store(partial_softmax + lane * 2 + 1, weight)
+def partial_lanes(places, kv_head, lanes, NUM_KV: tl.constexpr, GROUP: tl.constexpr):
+    """Return where the partial results of query heads lie, for each lane of a tile; `places` are those of its rows."""
+    return (places.to(tl.int64) * NUM_KV + kv_head) * GROUP + lanes % GROUP
+
+
+@triton.jit
+def store_part(partial_sums, partial_softmax, sums, peak, weight, lane, known, dims, DIM: tl.constexpr):
+    """Store sums that are not divided by the weights yet, [ROWS, DIM], and the peak and weight of each `known` lane."""
+    tl.store(partial_sums + lane[:, None] * DIM + dims[None, :], sums, mask=known[:, None])
+    tl.store(partial_softmax + lane * 2, peak, mask=known)
+    tl.store(partial_softmax + lane * 2 + 1, weight, mask=known)
 
 
 @triton.jit
@@ -144,11 +149,9 @@ def attend(
     item = items + tl.program_id(0) * ITEM
     kv_head = tl.program_id(1)
     first_row, num_rows, position = tl.load(item), tl.load(item + 1), tl.load(item + 2)
-    table, place = tables + tl.load(item + 3), tl.load(item + 6)
-    first, end = tl.load(item + 4), tl.load(item + 5)
-    lanes = tl.arange(0, ROWS)
+    table, first, end, place = tables + tl.load(item + 3), tl.load(item + 4), tl.load(item + 5), tl.load(item + 6)
+    lanes, dims = tl.arange(0, ROWS), tl.arange(0, DIM)
     rows, heads = lanes // GROUP, kv_head * GROUP + lanes % GROUP
-    dims = tl.arange(0, DIM)
     mask = (rows < num_rows)[:, None] & (dims < HEAD_DIM)[None, :]
     at = (first_row + rows).to(tl.int64)
     dtype: tl.constexpr = queries.dtype.element_ty
@@ -163,22 +166,22 @@ def attend(
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
     begin = first // TOKENS * TOKENS
-    ids = _block_ids(table, begin, first, end, BLOCK_SIZE, TOKENS)
+    ids = block_ids(table, begin, first, end, BLOCK_SIZE, TOKENS)
     # Tiles that all rows see whole need no masks; under a window or in chunks all are masked.
     middle = begin
     if not WINDOW and not CHUNK:
         middle = tl.maximum(tl.minimum(end, position + 1) // TOKENS * TOKENS, begin)
         for token in range(begin, middle, TOKENS):
-            next_ids = _block_ids(table, token + TOKENS, first, end, BLOCK_SIZE, TOKENS)
-            sums, peak, weight = _attend_tile(
+            next_ids = block_ids(table, token + TOKENS, first, end, BLOCK_SIZE, TOKENS)
+            sums, peak, weight = attend_tile(
                 sums, peak, weight, q, positions, token, first, end, ids, keys, values, key_scales, value_scales,
                 stride_block, score_scale, window, chunk, HEAD_DIM, BLOCK_SIZE, WIDTH, TOKENS, STORED,
                 WINDOW, CHUNK, False, dtype,
             )  # fmt: skip
             ids = next_ids
     for token in range(middle, end, TOKENS):
-        next_ids = _block_ids(table, token + TOKENS, first, end, BLOCK_SIZE, TOKENS)
-        sums, peak, weight = _attend_tile(
+        next_ids = block_ids(table, token + TOKENS, first, end, BLOCK_SIZE, TOKENS)
+        sums, peak, weight = attend_tile(
             sums, peak, weight, q, positions, token, first, end, ids, keys, values, key_scales, value_scales,
             stride_block, score_scale, window, chunk, HEAD_DIM, BLOCK_SIZE, WIDTH, TOKENS, STORED, WINDOW,
             CHUNK, True, dtype,
@@ -187,11 +190,14 @@ def attend(
 
     if COUNTED:
         if place >= 0:
-            _store_part(partial_sums, partial_softmax, sums, peak, weight, place * NUM_KV + kv_head, lanes, dims, DIM)
+            lane = partial_lanes(place + rows, kv_head, lanes, NUM_KV, GROUP)
+            store_part(partial_sums, partial_softmax, sums, peak, weight, lane, rows < num_rows, dims, DIM)
         else:
             _store_rows(output, sums, peak, weight, sinks, at, heads, dims, mask, NUM_KV * GROUP, HEAD_DIM, SINKS)
     elif SPLIT:
-        _store_part(partial_sums, partial_softmax, sums, peak, weight, place * NUM_KV + kv_head, lanes, dims, DIM)
+        # Loaded again: numbers that are kept until here spill registers.
+        lane, num_rows = partial_lanes(tl.load(item + 6) + rows, kv_head, lanes, NUM_KV, GROUP), tl.load(item + 1)
+        store_part(partial_sums, partial_softmax, sums, peak, weight, lane, rows < num_rows, dims, DIM)
     else:
         _store_rows(output, sums, peak, weight, sinks, at, heads, dims, mask, NUM_KV * GROUP, HEAD_DIM, SINKS)
 
@@ -215,11 +221,12 @@ def combine(
     sums = tl.zeros([ROWS, DIM], tl.float32)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
+    known = rows < num_rows
     for part in range(count):
-        lane = ((place + part) * NUM_KV + kv_head).to(tl.int64) * ROWS + lanes
-        part_peak = tl.load(partial_softmax + lane * 2)
-        part_weight = tl.load(partial_softmax + lane * 2 + 1)
-        part_sums = tl.load(partial_sums + lane[:, None] * DIM + dims[None, :])
+        lane = partial_lanes(place + part * num_rows + rows, kv_head, lanes, NUM_KV, GROUP)
+        part_peak = tl.load(partial_softmax + lane * 2, mask=known, other=0.0)
+        part_weight = tl.load(partial_softmax + lane * 2 + 1, mask=known, other=0.0)
+        part_sums = tl.load(partial_sums + lane[:, None] * DIM + dims[None, :], mask=known[:, None], other=0.0)
         new_peak = tl.maximum(peak, part_peak)
         offset = tl.where(new_peak == float("-inf"), 0.0, new_peak)
         decay, part_decay = tl.exp2(peak - offset), tl.exp2(part_peak - offset)
@@ -227,8 +234,8 @@ def combine(
         weight = weight * decay + part_weight * part_decay
         peak = new_peak
     if SINKS:
-        sink = tl.load(sinks + heads, mask=rows < num_rows, other=0.0)
+        sink = tl.load(sinks + heads, mask=known, other=0.0)
         sums, weight = _with_sink(sums, peak, weight, sink * 1.4426950408889634)
-    mask = (rows < num_rows)[:, None] & (dims < HEAD_DIM)[None, :]
+    mask = known[:, None] & (dims < HEAD_DIM)[None, :]
     where = output + ((first_row + rows).to(tl.int64)[:, None] * (NUM_KV * GROUP) + heads[:, None]) * HEAD_DIM
     tl.store(where + dims[None, :], rounded(sums / weight[:, None], output.dtype.element_ty), mask=mask)

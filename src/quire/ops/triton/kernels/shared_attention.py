@@ -1,0 +1,69 @@
+"""Paged attention over blocks that sequences share: rows of several sequences in a tile, and each key is read once.
+
+```
+ an item     rows of sequences whose tables begin with the same blocks, and some of the tokens in these
+ its tile    a row of one sequence: G query heads | a row of another: G query heads | ...        [ROWS, D]
+```
+
+All rows see all tokens of an item, so there are no masks. What a row attends to is a partial result of that row, as a
+split of its own context would be (`attention.py`), and is added up with those of the tokens that it shares with nobody.
+"""
+
+import triton
+import triton.language as tl
+
+from quire.ops.triton.kernels.attention import attend_tile, block_ids, partial_lanes, store_part
+from quire.ops.triton.kernels.numbers import factor
+
+# Numbers that describe an item: first of its rows, number of rows, first entry of a table with its blocks, first token,
+# end of the tokens, and which part of the shared tokens they are.
+SHARED_ITEM = tl.constexpr(8)
+# Numbers that describe a row of an item: index in the step, place of its partial result of the first part, and how far
+# that of the next part is from there.
+SHARED_ROW = tl.constexpr(4)
+
+
+@triton.jit
+def attend_shared(
+    partial_sums, partial_softmax, queries, keys, values, key_scales, value_scales, tables, items, item_rows, count,
+    stride_row, stride_head, stride_block, stride_kv_head, score_scale,
+    NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, STORED: tl.constexpr,
+):  # fmt: skip
+    """Let the rows of items attend with the query heads of one KV head; see the head of this file.
+
+    `score_scale` is for powers of 2. The items are all programs' together: a program takes every one that is as many
+    behind its last one as there are programs, so that a launch serves any number of them, which `count` holds.
+    """
+    kv_head = tl.program_id(1)
+    lanes = tl.arange(0, ROWS)
+    rows, heads = lanes // GROUP, kv_head * GROUP + lanes % GROUP
+    dims = tl.arange(0, DIM)
+    dtype: tl.constexpr = queries.dtype.element_ty
+    offset = kv_head.to(tl.int64) * stride_kv_head
+    keys, values = keys + offset, values + offset
+    key_scales, value_scales = key_scales + offset // 4, value_scales + offset // 4
+    for idx in range(tl.program_id(0), tl.load(count), tl.num_programs(0)):
+        item = items + idx * SHARED_ITEM
+        first_row, num_rows, table = tl.load(item), tl.load(item + 1), tables + tl.load(item + 2)
+        first, end, part = tl.load(item + 3), tl.load(item + 4), tl.load(item + 5)
+        known = rows < num_rows
+        entry = item_rows + (first_row + rows) * SHARED_ROW
+        at = tl.load(entry, mask=known, other=0).to(tl.int64)
+        places = tl.load(entry + 1, mask=known, other=0) + part * tl.load(entry + 2, mask=known, other=0)
+        where = queries + at[:, None] * stride_row + heads[:, None] * stride_head + dims[None, :]
+        q = factor(tl.load(where, mask=known[:, None] & (dims < HEAD_DIM)[None, :], other=0.0))
+        sums = tl.zeros([ROWS, DIM], tl.float32)
+        peak = tl.full([ROWS], float("-inf"), tl.float32)
+        weight = tl.zeros([ROWS], tl.float32)
+        ids = block_ids(table, first, first, end, BLOCK_SIZE, TOKENS)
+        for token in range(first, end, TOKENS):
+            next_ids = block_ids(table, token + TOKENS, first, end, BLOCK_SIZE, TOKENS)
+            sums, peak, weight = attend_tile(
+                sums, peak, weight, q, rows, token, first, end, ids, keys, values, key_scales, value_scales,
+                stride_block, score_scale, 0, 0, HEAD_DIM, BLOCK_SIZE, WIDTH, TOKENS, STORED, False, False, False,
+                dtype,
+            )  # fmt: skip
+            ids = next_ids
+        lane = partial_lanes(places, kv_head, lanes, NUM_KV, GROUP)
+        store_part(partial_sums, partial_softmax, sums, peak, weight, lane, known, dims, DIM)
