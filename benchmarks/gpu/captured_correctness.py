@@ -12,19 +12,30 @@ from quire.ops.triton.triton_ops import TritonOps
 
 # Contexts of the step that is replayed; the one that was captured has rows of padding only.
 CONTEXTS = (700, 15, 1, 3000, 33)
+# Repetitions of these five where they begin alike: more than one tile has rows.
+SHARED_TIMES = 4
 
 
 def captured_attention_error(
-    ops: TritonOps, device: torch.device, window: int | None = None, chunk: int | None = None, head_dim: int = 128
+    ops: TritonOps,
+    device: torch.device,
+    window: int | None = None,
+    chunk: int | None = None,
+    head_dim: int = 128,
+    shared: int = 0,
 ) -> float:
-    """Return the largest difference of replayed decodes from those that are launched as they come."""
-    spans, num_rows, group = [(context - 1, 1) for context in CONTEXTS], 8, 4
+    """Return the largest difference of replayed decodes from those that are launched as they come.
+
+    With `shared` tokens all contexts begin alike, and the captured step must read these once.
+    """
+    spans = [(context - 1 + shared, 1) for context in CONTEXTS] * (SHARED_TIMES if shared else 1)
+    num_rows, group = 8 * -(-len(spans) // 8), 4
     kv = make_memory(num_blocks_of(spans), 2, 2, head_dim, device)
-    batch = make_batch(spans, device, window=window, chunk=chunk)
+    batch = make_batch(spans, device, window=window, chunk=chunk, shared=shared)
     q = torch.randn(num_rows, 2 * group, head_dim, device=device).to(kv.dtype)
     expected = ops.step_attention(batch, kv).attend(1, q[: len(spans)], 0.1)
     memory = StaticMemory(device)
-    static = ops.static_tokens(kv, window, chunk, memory, StaticLimits(num_rows, 1000))
+    static = ops.static_tokens(kv, window, chunk, memory, StaticLimits(num_rows, 1 + len(batch.block_ids)))
     assert static is not None, "a cache of 16 bits has static steps"
     nothing = torch.zeros(0, dtype=torch.int64)
     static.write_tokens(nothing, torch.zeros(1, dtype=torch.int64), nothing, num_rows)
@@ -32,12 +43,15 @@ def captured_attention_error(
     out = torch.zeros(num_rows, 2 * group * head_dim, device=device, dtype=kv.dtype)
 
     def attend() -> None:
-        out.copy_(ops.step_attention(static.batch(num_rows), kv).attend(1, q, 0.1))
+        out.copy_(ops.step_attention(static.batch(num_rows, shared > 0), kv).attend(1, q, 0.1))
 
     call = capture_on(device).capture(attend)
     positions = torch.tensor([history for history, _ in spans])
     ids: Tensor = torch.cat((batch.block_ids.cpu(), torch.zeros(1, dtype=torch.int64)))
-    static.write_tokens(positions, ids, torch.tensor(batch.block_starts[:-1]), num_rows)
+    starts = torch.tensor(batch.block_starts[:-1])
+    if static.share(positions, ids, starts) != (shared > 0):
+        return float("inf")
+    static.write_tokens(positions, ids, starts, num_rows, shared > 0)
     memory.upload()
     call.replay()
     return float((out[: len(spans)].float() - expected.float()).abs().max())

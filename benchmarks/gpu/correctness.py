@@ -58,11 +58,12 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 def attention_case(
     ops: Ops, device: torch.device, dtype: torch.dtype, stored: torch.dtype, head_dim: int = 128, group: int = 4,
     spans: list[tuple[int, int]] = SPANS, window: int | None = None, chunk: int | None = None, extras: bool = False,
+    shared: int = 0,
 ) -> CaseResult:  # fmt: skip
-    """Store and attend; `extras` are norms of heads and sinks."""
+    """Store and attend; `extras` are norms of heads and sinks, `shared` the tokens that all histories begin with."""
     num_kv, outputs = 2, []
     for backend, place in ((ReferenceOps(), CPU), (ops, device)):
-        batch = make_batch(spans, place, window=window, chunk=chunk)
+        batch = make_batch(spans, place, window=window, chunk=chunk, shared=shared)
         memory = make_memory(num_blocks_of(spans), 2, num_kv, head_dim, CPU, stored, dtype)
         values = randn(*memory.data.shape[:-1], head_dim, seed=3)
         if stored == torch.int8:
@@ -171,6 +172,8 @@ def cases(ops: TritonOps, device: torch.device, is_rehearsal: bool) -> dict[str,
             "rows": partial(rows_case, ops, device, fp32),
             "stored int4, 2 rows": partial(stored_case, ops, device, FORMS["int4"], 2),
             "captured attention": partial(captured_case, ops, device, head_dim=16),
+            "shared tokens": partial(attention, fp32, fp32, 16, spans=[(300, 1), (280, 2)], shared=256),
+            "captured attention, shared tokens": partial(captured_case, ops, device, head_dim=16, shared=256),
         }
     found: dict[str, Callable[[], CaseResult]] = {}
     for dtype in (bf16, fp16, fp32):
@@ -182,9 +185,17 @@ def cases(ops: TritonOps, device: torch.device, is_rehearsal: bool) -> dict[str,
         found[f"attention, heads of {head_dim}"] = partial(attention, bf16, bf16, head_dim)
     for group in (1, 7, 8, 16):
         found[f"attention, groups of {group}"] = partial(attention, bf16, bf16, group=group)
+    # 36 sequences save the bytes that a launch is worth, in several tiles.
+    spans = [(1024 + 7 * seq, 1 + seq % 3) for seq in range(36)]
+    for stored in (bf16, int8, fp8):
+        found[f"shared tokens in {stored}"] = partial(attention, bf16, stored, spans=spans, shared=1024)
+    for group, head_dim in ((1, 64), (7, 128), (8, 64), (4, 256)):
+        found[f"shared tokens, groups of {group}, heads of {head_dim}"] = partial(
+            attention, bf16, bf16, head_dim, group, spans, extras=True, shared=1024
+        )
     found["attention, window of 33"] = partial(attention, bf16, bf16, window=33, extras=True)
     found["attention, chunks of 40"] = partial(attention, bf16, bf16, chunk=40)
-    for captured in ({}, {"window": 33}, {"chunk": 40}, {"head_dim": 64}):
+    for captured in ({}, {"window": 33}, {"chunk": 40}, {"head_dim": 64}, {"shared": 2048}):
         found[f"captured attention {captured or ''}"] = partial(captured_case, ops, device, **captured)
     for name, form in FORMS.items():
         for num_rows in (1, 70):

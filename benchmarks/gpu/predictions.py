@@ -53,6 +53,11 @@ def kernel_predictions() -> Iterator[Prediction]:
     yield Prediction("attend + combine, fp8, 64 x 8,192", 64 * 8192 * kv_bytes / 2, 0, 0.7)
     # Slots of 132 bytes are read by 4 bytes at a time.
     yield Prediction("attend + combine, int8, 64 x 8,192", 64 * 8192 * kv_bytes * 132 / 256, 0, 0.4)
+    # Four tiles of 16 sequences read the shared tokens, in 8 splits; partial results, of nine parts of each row, are
+    # written and read.
+    own, partial_bytes = 64 * 128, 64 * 9 * shape.num_heads * (shape.head_dim + 2) * 4 * 2
+    shared_bytes = (4 * 8192 + own) * kv_bytes + partial_bytes
+    yield Prediction("attend_shared + attend + combine, 64 x 8,320, 8,192 shared", shared_bytes, 0, 0.6)
     for length in (2048, 8192, 32768):
         yield Prediction(f"attend, a prompt of {length:,}", 0, attention_flops(shape, length), 0.5)
     weights = 2.0 * shape.width * shape.ffn_width

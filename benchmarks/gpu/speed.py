@@ -56,6 +56,7 @@ def measure_attention(bench: Bench, ops: TritonOps) -> None:
             share=size / seconds / bench.rates.bytes_per_s,
         )
         del memory, steps
+    measure_shared(bench, ops, shape)
     for length in PROMPTS if not bench.is_rehearsal else (40,):
         if bench.left_s() < 60:
             return
@@ -67,6 +68,28 @@ def measure_attention(bench: Bench, ops: TritonOps) -> None:
         rate = attention_flops(shape, length) / seconds
         bench.add(f"prompt attention, {length}", ms=seconds * 1e3, tflops=rate / 1e12,
                   share=rate / bench.rates.flops_per_s)  # fmt: skip
+
+
+def measure_shared(bench: Bench, ops: TritonOps, shape: Shape) -> None:
+    """Measure decodes of sequences that begin alike: as they are served, and with each reading all for itself.
+
+    Without sharing, the same blocks are read by many programs, and what of that the L2 cache serves is not known.
+    """
+    batch, shared, behind = (64, 8192, 128) if not bench.is_rehearsal else (2, 256, 16)
+    kv_bytes = shape.kv_bytes // shape.num_layers
+    spans = [(shared + behind - 1, 1)] * batch
+    if bench.left_s() < 60 or num_blocks_of(spans) * BLOCK_SIZE * kv_bytes > bench.memory_left():
+        return
+    memory = make_memory(num_blocks_of(spans), 1, shape.num_kv_heads, shape.head_dim, bench.device)
+    q = torch.randn(batch, shape.num_heads, shape.head_dim, device=bench.device, dtype=torch.bfloat16)
+    least, name = ops.device.launch_bytes, f"decode attention, {batch} x {shared + behind}, {shared} of them shared"
+    for kind, launch_bytes in (("read once", least), ("read separately", float("inf"))):
+        ops.device.launch_bytes = launch_bytes
+        step = ops.step_attention(make_batch(spans, bench.device, shared=shared), memory)
+        seconds = bench.seconds(partial(attend, [step], q))
+        least_s = (shared + batch * behind) * kv_bytes / bench.rates.bytes_per_s
+        bench.add(f"{name}, {kind}", us=seconds * 1e6, share=least_s / seconds)
+    ops.device.launch_bytes = least
 
 
 def attend(steps: Sequence[StepAttention], q: Tensor, idx: int) -> Tensor:
