@@ -101,7 +101,7 @@ def test_block_sizes(block_size: int) -> None:
 def random_tables(rng: random.Random, contexts: list[int]) -> tuple[list[int], list[int]]:
     """Return block tables in which sequences go on from the beginnings of others, one behind the other, and starts."""
     tables: list[list[int]] = []
-    new_ids = iter(rng.sample(range(1, 100_000), 50_000))
+    new_ids = (7919 * idx % 100_003 for idx in range(1, 100_003))  # in no order, and each once
     for context in contexts:
         count = -(-context // 16)
         table = rng.choice(tables)[: rng.choice([0, 15, 16, 40, 100, 600])] if tables else []
@@ -141,7 +141,7 @@ def reads_of(work: Work, batch: AttentionBatch) -> dict[int, list[tuple[int, int
 def test_every_row_sees_its_tokens_once(window: int | None, chunk: int | None, num_processors: int) -> None:
     rng = random.Random(num_processors)
     num_shared = 0
-    for _ in range(20):
+    for _ in range(8):
         contexts = [rng.choice([40, 600, 650, 2000, 9000]) + rng.randrange(40) for _ in range(rng.randint(2, 24))]
         counts = [rng.choice([1, 1, 1, 3, 20]) for _ in contexts]
         ids, starts = random_tables(rng, contexts)
@@ -169,7 +169,7 @@ def test_every_row_sees_its_tokens_once(window: int | None, chunk: int | None, n
                 assert [part[0] for part in parts] == split.get(row, [-1] * len(parts))
                 places.extend(split.get(row, []))
         assert sorted(places) == list(range(work.num_places))
-    assert num_shared > (20 if window is chunk is None and num_processors > 1 else 2)
+    assert num_shared > (10 if window is chunk is None and num_processors > 1 else 1)
 
 
 def test_sequences_that_do_not_see_their_beginning_share_nothing() -> None:
@@ -187,7 +187,7 @@ def test_sequences_that_do_not_see_their_beginning_share_nothing() -> None:
         assert len(work.shared.items) == expected, (window, chunk)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_decodes_planned_at_once_have_the_work_of_the_slow_planner(seed: int) -> None:
     """And it fits into the room that captured steps have."""
     rng = random.Random(seed)
