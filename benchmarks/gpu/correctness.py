@@ -18,7 +18,9 @@ from quire.ops.recurrent_mixers import Recurrence
 from quire.ops.recurrent_weights import SSMHeads
 from quire.ops.reference import ReferenceOps
 from quire.ops.reference_states import ReferenceStepStates
+from quire.ops.triton.expert_rows import group_rows
 from quire.ops.triton.step_states import TritonStepStates
+from quire.ops.triton.stored_experts import stored_layer
 from quire.ops.triton.triton_ops import TritonOps
 
 TOLERANCE: Final = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
@@ -108,19 +110,38 @@ def rows_case(ops: Ops, device: torch.device, dtype: torch.dtype) -> CaseResult:
     return CaseResult(max(compare(found, expected).error for found, expected in pairs), TOLERANCE[dtype])
 
 
-def stored_case(ops: Ops, device: torch.device, form: WeightForm, num_rows: int) -> CaseResult:
-    """Multiply by a stored weight, in float32: what is left is the rounding of sums."""
-    generator = torch.Generator().manual_seed(4)
+def stored_weight(form: WeightForm, seed: int = 4) -> StoredWeight:
+    """Return a random weight [300, 512]."""
+    generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 1 << form.bits, (300, 512), generator=generator).to(torch.uint8)
     if form.levels == "e4m3":
         codes[(codes & 127) == 127] = 126
     scales = (torch.randn(300, 512 // form.group, generator=generator) * 1e-2).to(getattr(torch, form.scale))
     zeros = torch.randint(0, 16, scales.shape, generator=generator).to(torch.uint8) if form.has_zero_points else None
     rows = QuantizedRows(codes, scales, scales.flip(0) if form.has_mins else None, zeros)
-    weight = StoredWeight((QuantizedWeight(form, (300, 512), rows.at, codes.nbytes),), torch.float32)
+    return StoredWeight((QuantizedWeight(form, (300, 512), rows.at, codes.nbytes),), torch.float32)
+
+
+def stored_case(ops: Ops, device: torch.device, form: WeightForm, num_rows: int) -> CaseResult:
+    """Multiply by a stored weight, in float32: what is left is the rounding of sums."""
+    weight = stored_weight(form)
     x, residual = randn(num_rows, 512), randn(num_rows, 300, seed=1)
     found = ops.pack_linear(weight)(x.to(device), residual.to(device))
     return compare(found, ReferenceOps().pack_linear(weight)(x, residual), 1e-5)
+
+
+def stored_experts_case(ops: Ops, device: torch.device, form: WeightForm, num_rows: int) -> CaseResult:
+    """Multiply rows by the stored weights of two of four experts each, in float32."""
+    num_experts, x = 4, randn(num_rows, 512)
+    weights = [stored_weight(form, seed) for seed in range(num_experts)]
+    layer = stored_layer([ops.pack_linear(weight) for weight in weights])
+    assert layer is not None, "weights of one form are alike"
+    chosen = randn(num_rows, num_experts, seed=1).topk(2).indices
+    groups = group_rows(chosen.to(device), torch.ones(num_rows, 2, device=device), num_experts)
+    found = layer.multiply(x.to(device), groups, is_first=True, scales_input=False)
+    outputs = torch.stack([ReferenceOps().pack_linear(weight)(x) for weight in weights])
+    expected = outputs[chosen.flatten().sort(stable=True).values, groups.row_ids.cpu()]
+    return compare(found, expected, 1e-5)
 
 
 def captured_case(ops: TritonOps, device: torch.device, **options: int) -> CaseResult:
@@ -171,6 +192,7 @@ def cases(ops: TritonOps, device: torch.device, is_rehearsal: bool) -> dict[str,
             "attention": partial(attention, fp32, fp32, **small, extras=True),
             "rows": partial(rows_case, ops, device, fp32),
             "stored int4, 2 rows": partial(stored_case, ops, device, FORMS["int4"], 2),
+            "experts of stored int4, 2 rows": partial(stored_experts_case, ops, device, FORMS["int4"], 2),
             "captured attention": partial(captured_case, ops, device, head_dim=16),
             "shared tokens": partial(attention, fp32, fp32, 16, spans=[(300, 1), (280, 2)], shared=256),
             "captured attention, shared tokens": partial(captured_case, ops, device, head_dim=16, shared=256),
@@ -200,6 +222,8 @@ def cases(ops: TritonOps, device: torch.device, is_rehearsal: bool) -> dict[str,
     for name, form in FORMS.items():
         for num_rows in (1, 70):
             found[f"stored {name}, {num_rows} rows"] = partial(stored_case, ops, device, form, num_rows)
+            experts = partial(stored_experts_case, ops, device, form, num_rows)
+            found[f"experts of stored {name}, {num_rows} rows"] = experts
     return found
 
 

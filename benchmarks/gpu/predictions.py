@@ -64,6 +64,12 @@ def kernel_predictions() -> Iterator[Prediction]:
     for form, size in (("int4", 0.5625), ("int8", 1.0625), ("e4m3", 1.03)):
         yield Prediction(f"multiply, {form}, 1 row, gates and ups", weights * size, 0, 0.6)
         yield Prediction(f"multiply, {form}, 2,048 rows, gates and ups", 0, 2 * 2048 * weights, 0.2)
+    # A layer of Qwen3-30B-A3B: 8 of 128 experts of three matrices of 2,048 x 768, of which 64 rows choose 126.
+    expert = 3.0 * 2048 * 768
+    for form, size in (("int4", 0.5625), ("e4m3", 1.03)):
+        yield Prediction(f"experts of stored {form}, both products, 1 row", 8 * expert * size, 0, 0.4)
+        yield Prediction(f"experts of stored {form}, both products, 64 rows", 126 * expert * size, 0, 0.6)
+        yield Prediction(f"experts of stored {form}, both products, 2,048 rows", 0, 2 * 2048 * 8 * expert, 0.15)
     state = 64 * 128 * 4.0
     yield Prediction("scan (48 heads of 64 x 128), 64 rows of 64 sequences", 64 * 48 * 2 * state, 0, 0.6)
     yield Prediction("delta_rule (32 heads of 128 x 128), 64 rows of 64 sequences", 64 * 32 * 2 * 2 * state, 0, 0.6)

@@ -16,15 +16,18 @@ class GatedLinear:
         linear: gives [T, 2 F].
         gate: `Ops.gate` of the backend.
         activation: activation of the gate.
+
+    Attributes:
+        linear, activation: the arguments of these names.
     """
 
-    __slots__ = ("_activation", "_gate", "_linear")
+    __slots__ = ("_gate", "activation", "linear")
 
     def __init__(self, linear: Linear, gate: Callable[[Tensor, Activation], Tensor], activation: Activation) -> None:
-        self._linear = linear
+        self.linear = linear
         self._gate = gate
-        self._activation: Activation = activation
+        self.activation: Activation = activation
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Multiply, then gate: [T, E] to [T, F]; a residual is [T, 2 F]."""
-        return self._gate(self._linear(x, residual), self._activation)
+        return self._gate(self.linear(x, residual), self.activation)

@@ -35,6 +35,9 @@ pytestmark = [
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CAPABILITIES = tuple(SHARED_LIMIT)
+# Products of prompts: those of warp groups, and those of tensor memory.
+MATRIX_INSTRUCTIONS = {90: "HGMMA", 100: "UTC.?HMMA|UTCHMMA"}
+EXPERT_KERNELS = {"multiply_by_expert", "multiply_stored_by_expert"}
 # Registers of a thread with which three programs of 128 threads share a processor.
 DECODE_REGISTERS = 168
 LLAMA = {"num_kv_heads": 8, "group": 4, "head_dim": 128, "dtype": BF16}
@@ -108,7 +111,7 @@ def test_attention(name: str, capability: int) -> None:
         if options["dtype"] is FP32:
             continue
         if is_prompt and constants["ROWS"] >= 64 and capability >= 90:
-            assert re.search("HGMMA" if capability == 90 else "UTC.?HMMA|UTCHMMA", found.assembly)
+            assert re.search(MATRIX_INSTRUCTIONS[capability], found.assembly)
         if not is_prompt and capability == 90:
             if constants["STORED"] != 1:  # slots of int8, with their scales, are multiples of 4 bytes only
                 assert found.registers <= DECODE_REGISTERS
@@ -155,12 +158,21 @@ def other_launches() -> list[Launch]:
     return launches
 
 
-def expert_launches() -> list[Launch]:
-    """Return the launches of the experts of a layer, for few rows and for many."""
+def stored_weight(name: str, num_rows: int, width: int) -> StoredWeight:
+    weight = float8_weight(128, num_rows, width) if name == "e4m3" else random_weight(STORED[name], num_rows, width)
+    return StoredWeight((weight,), BF16)
+
+
+def expert_launches(name: str | None = None) -> list[Launch]:
+    """Return the launches of the experts of a layer, for few rows and for many; of stored weights of a form."""
     launches: list[Launch] = []
     ops = make_ops()
-    gate_ups = [ops.pack_linear(randn(512, 1024, dtype=BF16), gate="silu") for _ in range(8)]
-    downs = [ops.pack_linear(randn(1024, 256, dtype=BF16)) for _ in range(8)]
+
+    def weight(num_rows: int, width: int) -> torch.Tensor | StoredWeight:
+        return randn(num_rows, width, dtype=BF16) if name is None else stored_weight(name, num_rows, width)
+
+    gate_ups = [ops.pack_linear(weight(512, 1024), gate="silu") for _ in range(8)]
+    downs = [ops.pack_linear(weight(1024, 256)) for _ in range(8)]
     router = ops.pack_linear(randn(8, 1024, dtype=BF16))
     options = (2, None, None, False, True, False, 0.0, 1.0, 1.0, None, None, 8)
     experts = ops.fuse_experts(RoutedExperts(router, gate_ups, downs, *options))
@@ -177,9 +189,8 @@ def stored_launches(name: str) -> list[Launch]:
     launches: list[Launch] = []
     ops = make_ops()
     ops.device.num_processors = 132
-    weight = float8_weight(128, 256, 1024) if name == "e4m3" else random_weight(STORED[name], 256, 1024)
     with recorded(launches), torch.inference_mode():
-        linear = ops.pack_linear(StoredWeight((weight,), BF16))
+        linear = ops.pack_linear(stored_weight(name, 256, 1024))
         for num_rows in (1, 80):
             linear(randn(num_rows, 1024, dtype=BF16), randn(num_rows, 256, dtype=BF16))
     return launches
@@ -187,6 +198,7 @@ def stored_launches(name: str) -> list[Launch]:
 
 OTHERS: dict[str, Callable[[], list[Launch]]] = {"rows and states": other_launches, "experts": expert_launches}
 OTHERS |= {name: partial(stored_launches, name) for name in (*STORED, "e4m3")}
+OTHERS |= {f"experts, {name}": partial(expert_launches, name) for name in (*STORED, "e4m3")}
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -195,4 +207,12 @@ def test_other_kernels(name: str, capability: int) -> None:
     launches = OTHERS[name]()
     assert launches
     for launch in launches:
-        check_limits(compile_for(launch, capability), capability)
+        found = compile_for(launch, capability)
+        check_limits(found, capability)
+        if launch.kernel.__name__ not in EXPERT_KERNELS:
+            continue
+        if launch.arguments["ROWS"] >= 64 and capability >= 90:
+            assert re.search(MATRIX_INSTRUCTIONS[capability], found.assembly)
+        # Addresses of weights are known to be aligned: only levels of codes are looked up one by one, in a table.
+        if capability == 90:
+            assert not re.search(r"LDG\.E\.U8" if launch.arguments.get("TABLE") else r"LDG\.E\.U(8|16)", found.assembly)

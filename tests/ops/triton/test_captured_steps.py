@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import random
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 
 from quire import SamplingParams
 from quire.execution.graph_runner import GraphRunner
 from quire.memory import check
 from quire.scheduling.plan import ScheduledSequence, StepPlan, StepResult
-from tests.conformance.checkpoints import VOCAB_SIZE, save_checkpoint
+from tests.conformance.checkpoints import POOL_FACTORS, VOCAB_SIZE, ragged_prompts, save_checkpoint
 from tests.conformance.conftest import REPRESENTATIVES, make_reference
+from tests.models.gguf.cases import save_checkpoint as save_gguf_checkpoint
+from tests.models.gguf.writer import write_gguf
 from tests.ops.test_shared_blocks import Layout
 from tests.ops.triton.interpreted import MARKS, make_ops
 from tests.ops.triton.test_engine import GREEDY, NUM_TOKENS, load
@@ -24,6 +28,7 @@ from tests.ops.world import World, assert_near
 from quire.execution.tape_capture import TapeCapture  # isort: skip - the modules above skip where Triton is missing
 from quire.ops.static_steps import StaticLimits, StaticMemory  # isort: skip
 from quire.ops.triton.interpreted_launches import seen_launches  # isort: skip
+from quire.ops.triton.stored_experts import StoredExpertLayer  # isort: skip
 
 
 # Two sequences share 288 tokens, and two others 576.
@@ -206,6 +211,31 @@ class TestEngine:
         decodes = [plan for plan in plans if all(map(is_decode, plan.items))]
         assert runner.num_replayed == len(decodes) >= 2 * (NUM_TOKENS - 2)
         check(llm.engine.scheduler.memory)
+
+    @pytest.mark.parametrize("name", ["gpt-oss", "qwen3.5-moe"])
+    def test_experts_of_stored_weights(self, name: str, tmp_path: Path) -> None:
+        """Experts of several forms, with biases and beside a shared one; tokens are those of stock operators."""
+
+        def type_of(tensor: str, _shape: tuple[int, ...]) -> GGMLQuantizationType:
+            if "exps" not in tensor:
+                return GGMLQuantizationType.F32
+            if "ffn_down" in tensor:
+                return GGMLQuantizationType.Q8_0
+            return GGMLQuantizationType.Q5_1 if "ffn_up" in tensor and ".1." in tensor else GGMLQuantizationType.Q4_0
+
+        save_gguf_checkpoint(name, tmp_path)
+        path = str(write_gguf(tmp_path, tmp_path / "model.gguf", type_of))
+        found = []
+        for kernels, options in (("torch", {}), ("triton", {"cudagraph_capture_sizes": (1, 4)})):
+            llm = load(path, POOL_FACTORS.get(name, 1), kernels=kernels, **options)
+            if kernels == "triton":
+                runner = llm.engine.executor._runner  # type: ignore[attr-defined]
+                ffns = [layer.ffn for layer in runner._decoder._layers._layers]
+                assert all(isinstance(ffn.fused._gate_ups, StoredExpertLayer) for ffn in ffns)
+            outputs = llm.generate(ragged_prompts()[:3], GREEDY, use_tqdm=False)
+            found.append([output.outputs[0].token_ids for output in outputs])
+        assert runner.num_replayed >= NUM_TOKENS - 2
+        assert found[0] == found[1]
 
     @pytest.mark.parametrize("name", ["llama3", "qwen3.5"])
     def test_steps_that_are_launched_ahead(self, name: str, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -13,14 +13,28 @@ from quire.models.experts import ExpertsBlock
 from quire.models.norms import Norm
 from quire.models.projections import ResidualAdd
 from quire.models.spec import Experts
+from quire.ops.quantized_weight import PlainWeight, QuantizedWeight, StoredWeight, WeightForm
 from tests.ops.test_native_experts import OPTIONS
+from tests.ops.test_quantised_linear import assert_same_numbers
+from tests.ops.test_quantized_weights import FLOAT8, FORMS, random_weight
 from tests.ops.triton.interpreted import MARKS, make_ops
 from tests.ops.world import REFERENCE, assert_near, randn
 
-from quire.ops.triton.routed_experts import FEW_ROWS, MANY_ROWS, TritonExperts, group_rows  # isort: skip
+from quire.ops.triton.expert_rows import FEW_ROWS, MANY_ROWS, group_rows  # isort: skip
+from quire.ops.triton.routed_experts import TritonExperts  # isort: skip
+from quire.ops.triton.stored_experts import stored_layer  # isort: skip
 
 pytestmark = MARKS
 WIDTH, INNER, NUM_EXPERTS, NUM_CHOSEN = 96, 48, 5, 2
+# Inputs of the second layer of stored experts, in whole groups.
+STORED_INNER = 64
+ALL_FORMS = FORMS | FLOAT8 | {"float8 of 128": WeightForm(8, 128, "float32", levels="e4m3")}
+# Forms of the columns of a layer, one after the other: each alone, two, and one in two parts.
+COLUMNS = {name: (name,) for name in ALL_FORMS} | {
+    "two forms": ("q4_0", "q5_1"),
+    "a form twice": ("mxfp4", "mxfp4"),
+    "rounded rows and not": ("float8 of 32", "w8a16"),
+}
 ALL_OPTIONS: dict[str, dict[str, Any]] = OPTIONS | {"transposed": {"transposed": True, "scoring": "sigmoid"}}
 CPU = torch.device("cpu")
 
@@ -31,10 +45,18 @@ def inference() -> Iterator[None]:
         yield
 
 
-def make_block(ops: Any, options: dict[str, Any], dtype: torch.dtype) -> Any:
+def make_block(
+    ops: Any, options: dict[str, Any], dtype: torch.dtype, stored: Callable[..., StoredWeight] | None = None
+) -> Any:
+    """Return a block of random experts, whose weights `stored` makes of a shape and a seed, where it is given."""
     new_norm = partial(Norm, width=WIDTH, ops=ops, dtype=dtype, device=CPU)
-    block = ExpertsBlock(Experts(NUM_EXPERTS, NUM_CHOSEN, INNER, **options), WIDTH, ResidualAdd(), ops, new_norm)
-    for seed, (_, slot) in enumerate(block.slots.items()):
+    experts = Experts(NUM_EXPERTS, NUM_CHOSEN, INNER if stored is None else STORED_INNER, **options)
+    block = ExpertsBlock(experts, WIDTH, ResidualAdd(), ops, new_norm)
+    for seed, (name, slot) in enumerate(block.slots.items()):
+        if stored is not None and name in ("gate_up.weight", "down.weight"):
+            assert slot.fill_stored is not None
+            slot.fill_stored(stored(*slot.shape, seed))
+            continue
         weight = randn(*slot.shape, seed=seed)
         slot.fill((weight * slot.shape[-1] ** -0.5 if weight.dim() > 1 else weight).to(slot.dtype or dtype))
     return block
@@ -52,6 +74,97 @@ def test_experts(name: str, dtype: torch.dtype) -> None:
     for num_rows in (1, 40):
         assert_near(block(x[:num_rows], start[:num_rows]), twin(x[:num_rows], start[:num_rows]), factor=4)
     assert_near(block.mix(x[:3]), twin.mix(x[:3]), factor=4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", COLUMNS)
+def test_products_of_stored_weights(name: str, dtype: torch.dtype) -> None:
+    """Each number of both layers is that of the twin: few rows and many, columns that fill no tile, biases, scores."""
+    forms = [ALL_FORMS[each] for each in COLUMNS[name]]
+    # Where codes share bytes and scales allow it, an odd number of groups.
+    width = 256 if any(form.scale == "two_level" or form.group == 128 for form in forms) else WIDTH
+    linears: list[list[Any]] = [[], []]
+    backends: list[Any] = [make_ops(), REFERENCE]
+    for expert in range(3):
+        parts = tuple(random_weight(form, 70, width, 5 * expert + idx) for idx, form in enumerate(forms))
+        bias = randn(70 * len(forms), dtype=dtype, seed=expert)
+        for ops, packed in zip(backends, linears, strict=True):
+            packed.append(ops.pack_linear(StoredWeight(parts, dtype), bias))
+    layer = stored_layer(linears[0])
+    assert layer is not None
+    assert len(linears[0][0].parts) == len(set(forms))
+    for num_rows in (1, 40):
+        x = randn(num_rows, width + 3, dtype=dtype, seed=9)[:, :width]
+        generator = torch.Generator().manual_seed(num_rows)
+        chosen = torch.rand(num_rows, 3, generator=generator).topk(2).indices
+        groups = group_rows(chosen, torch.rand(num_rows, 2, generator=generator), 3)
+        assert groups.tile_rows == (MANY_ROWS if num_rows == 40 else FEW_ROWS)
+        outputs = torch.stack([linear(x) for linear in linears[1]])
+        expected = outputs[chosen.flatten().sort(stable=True).values, groups.row_ids]
+        seen = x[groups.row_ids]
+        first = layer.multiply(x, groups, is_first=True, scales_input=False)
+        second = layer.multiply(seen, groups, is_first=False, scales_input=False)
+        assert (first.dtype, second.dtype) == (dtype, torch.float32)
+        if any(form.levels == "e4m3" for form in forms):
+            # Sums of float32 in some order, and one rounding; the twin's sums are exact.
+            tolerance = 2e-5 if dtype is torch.float32 else 8e-3
+            near: dict[str, Any] = {"rtol": tolerance, "atol": tolerance * float(expected.abs().max())}
+            torch.testing.assert_close(first, expected, **near)
+            torch.testing.assert_close(second, expected * groups.scores[:, None], **near)
+            continue
+        assert_same_numbers(first, expected)
+        assert_same_numbers(second.to(dtype), (expected * groups.scores[:, None]).to(dtype))
+
+
+def of_form(form: str, *shape: int) -> QuantizedWeight:
+    *size, seed = shape
+    return random_weight(FORMS[form], size[0], size[1], seed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["plain", "scaled-input", "shared-gate", "biases"])
+def test_experts_of_stored_weights(name: str, dtype: torch.dtype) -> None:
+    """What rounds to another whole number between the layers, where it was near one half, is worth some thousandths."""
+    ops = make_ops()
+
+    def stored(*shape: int) -> StoredWeight:
+        return StoredWeight((of_form("mxfp4" if name == "biases" else "awq", *shape),), dtype)
+
+    block, twin = (make_block(each, OPTIONS[name], dtype, stored) for each in (ops, REFERENCE))
+    block.fuse(ops)
+    assert isinstance(block.fused, TritonExperts)
+    x, start = (randn(60, WIDTH, dtype=dtype, seed=seed) for seed in (99, 98))
+    for num_rows in (1, 60):
+        found, expected = (each.mix(x[:num_rows], start[:num_rows]) for each in (block, twin))
+        tolerance = 4e-3 if dtype is torch.float32 else 2e-2
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
+
+
+def test_experts_that_are_not_alike_run_one_by_one() -> None:
+    """Forms that differ between experts, parts that are plain, inputs in an order of their own."""
+    ops = make_ops()
+
+    def forms(num_rows: int, width: int, seed: int) -> StoredWeight:
+        half = num_rows // NUM_EXPERTS * 2
+        return StoredWeight(
+            (of_form("q4_0", half, width, seed), of_form("q8_0", num_rows - half, width, seed)), torch.float32
+        )
+
+    def plain(num_rows: int, width: int, seed: int) -> StoredWeight:
+        half = num_rows // 2
+        values = PlainWeight(randn(num_rows - half, width, seed=seed) * width**-0.5)
+        return StoredWeight((of_form("q4_0", half, width, seed), values), torch.float32)
+
+    def ordered(num_rows: int, width: int, seed: int) -> StoredWeight:
+        return StoredWeight((of_form("q4_0", num_rows, width, seed),), torch.float32, torch.arange(width).flip(0))
+
+    x = randn(7, WIDTH, seed=99)
+    for stored in (forms, plain, ordered):
+        block, twin = (make_block(each, {}, torch.float32, stored) for each in (ops, REFERENCE))
+        block.fuse(ops)
+        assert block.fused is None
+        expected = twin.mix(x)
+        torch.testing.assert_close(block.mix(x), expected, rtol=4e-3, atol=4e-3 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 300])

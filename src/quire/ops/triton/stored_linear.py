@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Final, NamedTuple
 
 import torch
@@ -85,7 +86,10 @@ class TritonStoredLinear:
 
     def __init__(self, weight: StoredWeight, bias: Tensor | None, device: Device) -> None:
         self._device, self._dtype, self.bias = device, weight.dtype, bias
-        self.parts = [pack(part, device.torch_device) for part in weight.quantized]
+        # Neighbours of one form, as gates and what they multiply, are one part: one launch.
+        self.parts = [
+            pack(tuple(parts), device.torch_device) for _, parts in groupby(weight.quantized, lambda part: part.form)
+        ]
         self._tables = {
             part.form.levels: torch.tensor(part.form.levels, dtype=torch.int16, device=device.torch_device)
             for part in self.parts
@@ -94,9 +98,7 @@ class TritonStoredLinear:
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Round the rows, multiply and add."""
-        rounded = None
-        if any(part.form.levels != "e4m3" for part in self.parts):
-            rounded = self.round_rows(x, max(len(part.scales) * part.form.group for part in self.parts))
+        rounded = self.round_for_parts(x)
         outputs, start = [], 0
         for part in self.parts:
             columns = slice(start, start + part.codes.shape[1])
@@ -136,9 +138,15 @@ class TritonStoredLinear:
         assert found is not None, "a weight has parts"
         return found
 
-    def round_rows(self, x: Tensor, padded: int) -> tuple[Tensor, Tensor]:
-        """Return rows rounded to whole numbers, as float16 with zeros behind them, and what one is worth."""
+    def round_for_parts(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return rows rounded to whole numbers, as float16 with zeros behind them, and what one is worth.
+
+        None where all parts take rows as they are.
+        """
+        if all(part.form.levels == "e4m3" for part in self.parts):
+            return None
         num_rows, width = x.shape
+        padded = max(len(part.scales) * part.form.group for part in self.parts)
         rows = torch.empty(num_rows, padded, dtype=torch.float16, device=x.device)
         scales = torch.empty(num_rows, dtype=torch.float32, device=x.device)
         if num_rows:
@@ -220,10 +228,10 @@ def count_parts(num_steps: int, num_tiles: int, num_processors: int) -> int:
     return max(parts for parts in range(1, min(wanted, num_steps) + 1) if num_steps % parts == 0)
 
 
-def pack(weight: QuantizedWeight, device: torch.device) -> PackedCodes:
-    """Lay a quantised weight out for the kernel, a chunk of its rows at a time."""
-    form, width = weight.form, weight.shape[1]
-    pieces = list(_pieces(weight, device))
+def pack(weights: Sequence[QuantizedWeight], device: torch.device) -> PackedCodes:
+    """Lay weights of one form, whose rows follow each other, out for the kernel, a chunk of rows at a time."""
+    form, width = weights[0].form, weights[0].shape[1]
+    pieces = [piece for weight in weights for piece in _pieces(weight, device)]
     fields = [None if piece[0] is None else torch.cat(piece, 1) for piece in zip(*pieces, strict=True)]
     codes, scales, mins, zero_points = fields
     assert codes is not None, "a weight has codes"

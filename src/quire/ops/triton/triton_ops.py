@@ -31,7 +31,7 @@ from quire.ops.torch_fallback import TorchFallback
 from quire.ops.triton.kernels import rows as row_kernels
 from quire.ops.triton.launches import Device
 from quire.ops.triton.plain_linear import TritonLinear
-from quire.ops.triton.routed_experts import TritonExperts, can_group
+from quire.ops.triton.routed_experts import TritonExperts, fuse_experts
 from quire.ops.triton.static_attention import TritonStaticAttention, TritonStaticTokens
 from quire.ops.triton.static_states import TritonStaticStates, TritonStaticStepStates
 from quire.ops.triton.step_attention import TritonStepAttention
@@ -161,8 +161,8 @@ class TritonOps(TorchFallback):
         return TritonStaticStates(memory, limits)
 
     def fuse_experts(self, experts: RoutedExperts) -> TritonExperts | None:
-        """Run the experts of a layer by two launches, where their weights are plain."""
-        return TritonExperts(experts, self.gate) if can_group(experts) else None
+        """Run the experts of a layer by two launches, where their layers are alike."""
+        return fuse_experts(experts, self.gate)
 
 
 def _warps(width: int) -> int:

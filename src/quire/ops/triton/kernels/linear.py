@@ -72,6 +72,34 @@ def _add_group(
     return total
 
 
+@triton.jit
+def add_groups(
+    total, x, sources, is_row, codes, scales, mins, zeros, table, columns, known, num_columns, stride_row, first,
+    num_steps, GROUP: tl.constexpr, PAIRED: tl.constexpr, OFFSET: tl.constexpr, TABLE: tl.constexpr,
+    MINS: tl.constexpr, ZEROS: tl.constexpr, FLOAT8: tl.constexpr,
+):  # fmt: skip
+    """Add the products of rows `sources` of `x` and some columns, over `num_steps` groups, or pairs of groups."""
+    inputs = tl.arange(0, GROUP)
+    dtype: tl.constexpr = x.dtype.element_ty
+    for step in range(num_steps):
+        place = first + step
+        where = (place * GROUP + inputs)[:, None].to(tl.int64) * num_columns + columns[None, :]
+        packed = tl.load(codes + where, mask=known[None, :], other=0)
+        group = place * 2 if PAIRED else place
+        at = sources.to(tl.int64)[:, None] * stride_row + group * GROUP + inputs[None, :]
+        low = factor(tl.load(x + at, mask=is_row[:, None], other=0.0))
+        if PAIRED:
+            total = _add_group(total, low, packed & 15, group, scales, mins, zeros, table, columns, known, num_columns,
+                               OFFSET, TABLE, MINS, ZEROS, FLOAT8, dtype)  # fmt: skip
+            high = factor(tl.load(x + at + GROUP, mask=is_row[:, None], other=0.0))
+            total = _add_group(total, high, packed >> 4, group + 1, scales, mins, zeros, table, columns, known,
+                               num_columns, OFFSET, TABLE, MINS, ZEROS, FLOAT8, dtype)  # fmt: skip
+        else:
+            total = _add_group(total, low, packed, group, scales, mins, zeros, table, columns, known, num_columns,
+                               OFFSET, TABLE, MINS, ZEROS, FLOAT8, dtype)  # fmt: skip
+    return total
+
+
 # Numbers that depend on a step's rows are no part of what is compiled: serving would compile again and again.
 @triton.jit(do_not_specialize=["num_rows", "num_steps"])
 def multiply(
@@ -83,26 +111,10 @@ def multiply(
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     part = tl.program_id(2).to(tl.int64)
-    inputs = tl.arange(0, GROUP)
     is_row, known = rows < num_rows, columns < num_columns
-    dtype: tl.constexpr = x.dtype.element_ty
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for step in range(num_steps):
-        place = part * num_steps + step
-        where = (place * GROUP + inputs)[:, None].to(tl.int64) * num_columns + columns[None, :]
-        packed = tl.load(codes + where, mask=known[None, :], other=0)
-        group = place * 2 if PAIRED else place
-        at = rows.to(tl.int64)[:, None] * stride_row + group * GROUP + inputs[None, :]
-        low = factor(tl.load(x + at, mask=is_row[:, None], other=0.0))
-        if PAIRED:
-            total = _add_group(total, low, packed & 15, group, scales, mins, zeros, table, columns, known, num_columns,
-                               OFFSET, TABLE, MINS, ZEROS, FLOAT8, dtype)  # fmt: skip
-            high = factor(tl.load(x + at + GROUP, mask=is_row[:, None], other=0.0))
-            total = _add_group(total, high, packed >> 4, group + 1, scales, mins, zeros, table, columns, known,
-                               num_columns, OFFSET, TABLE, MINS, ZEROS, FLOAT8, dtype)  # fmt: skip
-        else:
-            total = _add_group(total, low, packed, group, scales, mins, zeros, table, columns, known, num_columns,
-                               OFFSET, TABLE, MINS, ZEROS, FLOAT8, dtype)  # fmt: skip
+    total = add_groups(tl.zeros([ROWS, COLUMNS], tl.float32), x, rows, is_row, codes, scales, mins, zeros, table,
+                       columns, known, num_columns, stride_row, part * num_steps, num_steps, GROUP, PAIRED, OFFSET,
+                       TABLE, MINS, ZEROS, FLOAT8)  # fmt: skip
     at = part * stride_part + rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
     tl.store(output + at, total, mask=is_row[:, None] & known[None, :])
 

@@ -1,0 +1,62 @@
+"""Products of rows that are grouped by expert with stored weights of few bits, in one launch.
+
+Codes and scales lie as `linear.py` here describes them; each expert has tensors of its own, of one form and one shape.
+"""
+
+import triton
+import triton.language as tl
+
+from quire.ops.triton.kernels.linear import add_groups
+from quire.ops.triton.kernels.numbers import as_stored, rounded
+
+
+# Tensors of tiles are parts of one, which begin anywhere: what is compiled is not to depend on that.
+@triton.jit(do_not_specialize=["tile_experts", "tile_rows", "tile_ends"])
+def multiply_stored_by_expert(
+    output, x, row_ids, row_worths, row_scores, codes, scales, mins, zeros, biases, table, like_rows, like_scales,
+    like_bias, tile_experts, tile_rows, tile_ends, num_columns, num_steps, stride_output, stride_row,
+    NUM_EXPERTS: tl.constexpr, GATHER: tl.constexpr, ROUNDED: tl.constexpr, SCORED: tl.constexpr, BIAS: tl.constexpr,
+    GROUP: tl.constexpr, PAIRED: tl.constexpr, OFFSET: tl.constexpr, TABLE: tl.constexpr, MINS: tl.constexpr,
+    ZEROS: tl.constexpr, FLOAT8: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Multiply a tile of grouped rows by some columns of its expert.
+
+    `codes`, `scales`, `mins`, `zeros` and `biases` are addresses, one for each expert; the tensors `like_...` are there
+    for their dtypes: that of the model, of scales and of biases. A tile past the last one has no expert. With GATHER
+    the rows of `x`, and of `row_worths`, what one is worth where rows are ROUNDED, are named by `row_ids`. With SCORED
+    products are multiplied by the scores of the rows' experts.
+    """
+    tile = tl.program_id(0)
+    expert = tl.load(tile_experts + tile)
+    if expert >= NUM_EXPERTS:
+        return
+    number: tl.constexpr = tl.pointer_type(like_scales.dtype.element_ty)
+    byte: tl.constexpr = tl.pointer_type(tl.uint8)
+    rows = tl.load(tile_rows + tile) + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    is_row, known = rows < tl.load(tile_ends + tile), columns < num_columns
+    sources = rows
+    if GATHER:
+        sources = tl.load(row_ids + rows, mask=is_row, other=0)
+    # Codes and scales are tensors of their own: torch aligns those to more than 16 bytes.
+    own_codes = tl.multiple_of(tl.load(codes + expert).to(byte), 16)
+    own_scales = tl.multiple_of(tl.load(scales + expert).to(number), 16)
+    own_mins, own_zeros = own_scales, own_codes
+    if MINS:
+        own_mins = tl.multiple_of(tl.load(mins + expert).to(number), 16)
+    if ZEROS:
+        own_zeros = tl.multiple_of(tl.load(zeros + expert).to(byte), 16)
+    total = add_groups(tl.zeros([ROWS, COLUMNS], tl.float32), x, sources, is_row, own_codes, own_scales, own_mins,
+                       own_zeros, table, columns, known, num_columns, stride_row, 0, num_steps, GROUP, PAIRED, OFFSET,
+                       TABLE, MINS, ZEROS, FLOAT8)  # fmt: skip
+    if ROUNDED:
+        total *= tl.load(row_worths + sources, mask=is_row, other=0.0)[:, None]
+    if BIAS:
+        bias = tl.load(biases + expert).to(tl.pointer_type(like_bias.dtype.element_ty))
+        total += tl.load(bias + columns, mask=known, other=0.0).to(tl.float32)[None, :]
+    if SCORED:
+        # The output of an expert is rounded before it is multiplied by its score.
+        scores = tl.load(row_scores + rows, mask=is_row, other=0.0)
+        total = as_stored(total, like_rows.dtype.element_ty) * scores[:, None]
+    where = output + rows.to(tl.int64)[:, None] * stride_output + columns[None, :]
+    tl.store(where, rounded(total, output.dtype.element_ty), mask=is_row[:, None] & known[None, :])
