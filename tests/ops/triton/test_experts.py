@@ -21,6 +21,8 @@ from tests.ops.triton.interpreted import MARKS, make_ops
 from tests.ops.world import REFERENCE, assert_near, randn
 
 from quire.ops.triton.expert_rows import FEW_ROWS, MANY_ROWS, group_rows  # isort: skip
+from quire.ops.triton.plain_experts import plain_layer  # isort: skip
+from quire.ops.triton.plain_linear import TritonLinear  # isort: skip
 from quire.ops.triton.routed_experts import TritonExperts  # isort: skip
 from quire.ops.triton.stored_experts import stored_layer  # isort: skip
 
@@ -165,6 +167,16 @@ def test_experts_that_are_not_alike_run_one_by_one() -> None:
         assert block.fused is None
         expected = twin.mix(x)
         torch.testing.assert_close(block.mix(x), expected, rtol=4e-3, atol=4e-3 * float(expected.abs().max()))
+
+
+def test_weights_that_begin_anywhere_run_one_by_one() -> None:
+    """Kernels load 16 bytes at once from addresses that they are told to be multiples of that."""
+    ops = make_ops()
+    whole = randn(2 * INNER * WIDTH + 1, dtype=torch.bfloat16)
+    for start in (0, 1):
+        weights = whole[start : start + 2 * INNER * WIDTH].view(2, INNER, WIDTH)
+        layers = [TritonLinear(weight, None, None, ops.gate) for weight in weights]
+        assert (plain_layer(layers) is None) == bool(start)
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 300])

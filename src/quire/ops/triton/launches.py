@@ -45,3 +45,8 @@ class Device:
         """Return numbers as int32 on the device: one copy, which the host does not wait for."""
         tensor = torch.tensor(array("i", values), dtype=torch.int32)
         return tensor.pin_memory().to(self.torch_device, non_blocking=True) if self.is_gpu else tensor
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    """Return whether a tensor begins at a multiple of 16 bytes, as kernels are told of addresses that they load."""
+    return tensor.data_ptr() % 16 == 0

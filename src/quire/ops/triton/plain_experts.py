@@ -11,6 +11,7 @@ from torch import Tensor
 from quire.ops.interface import Linear
 from quire.ops.triton.expert_rows import RowGroups
 from quire.ops.triton.kernels import experts as kernels
+from quire.ops.triton.launches import is_aligned
 from quire.ops.triton.plain_linear import TritonLinear
 
 COLUMNS: Final = 64
@@ -64,8 +65,8 @@ class PlainExpertLayer:
 
 
 def plain_layer(layers: Sequence[Linear]) -> PlainExpertLayer | None:
-    """Return layers of experts as one; None where they are not plain, or not alike."""
-    plain = [layer for layer in layers if isinstance(layer, TritonLinear)]
+    """Return layers of experts as one; None where they are not plain, not alike, or begin at any address."""
+    plain = [layer for layer in layers if isinstance(layer, TritonLinear) and is_aligned(layer.weight)]
     if len(plain) < len(layers) or len({(each.weight.shape, each.weight.dtype) for each in plain}) > 1:
         return None
     return PlainExpertLayer(plain)

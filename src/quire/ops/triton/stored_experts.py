@@ -12,6 +12,7 @@ from quire.ops.gated import GatedLinear
 from quire.ops.interface import Activation, Linear
 from quire.ops.triton.expert_rows import RowGroups
 from quire.ops.triton.kernels import stored_experts as kernels
+from quire.ops.triton.launches import is_aligned
 from quire.ops.triton.stored_linear import PackedCodes, TritonStoredLinear
 
 COLUMNS: Final = 64
@@ -136,12 +137,15 @@ class StoredExpertLayer:
 def stored_layer(layers: Sequence[Linear]) -> StoredExpertLayer | None:
     """Return layers of experts as one; None where they are not stored, have plain parts, or are not alike.
 
-    What is not alike is a form, a shape, a gate, or an order of the inputs of their own.
+    What is not alike is a form, a shape, a gate, or an order of the inputs of their own. Tensors that begin at any
+    address are not taken either.
     """
     activations = {each.activation if isinstance(each, GatedLinear) else None for each in layers}
     inner = [each.linear if isinstance(each, GatedLinear) else each for each in layers]
     stored = [each for each in inner if isinstance(each, TritonStoredLinear)]
     if len(stored) < len(layers) or len(activations) > 1 or len({_kind(each) for each in stored}) > 1:
+        return None
+    if not all(is_aligned(tensor) for each in stored for part in each.parts for tensor in _tensors(part)):
         return None
     return StoredExpertLayer(stored, activations.pop())
 
@@ -150,6 +154,11 @@ def _kind(layer: TritonStoredLinear) -> tuple[object, ...]:
     """Return all that the layers of one launch have in common."""
     parts = ((part.form, part.width, part.codes.shape, part.scales.dtype) for part in layer.parts)
     return *parts, None if layer.bias is None else layer.bias.dtype
+
+
+def _tensors(part: PackedCodes) -> list[Tensor]:
+    found = (part.codes, part.scales, part.mins, part.zero_points)
+    return [each for each in found if each is not None]
 
 
 def _addresses(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:

@@ -32,7 +32,7 @@ def multiply_by_expert(
     scales = is_row.to(tl.float32)
     if SCALE_INPUT or SCALE_OUTPUT:
         scales = tl.load(row_scales + rows, mask=is_row, other=0.0)
-    # Weights are rows of whole tensors: torch aligns those to more than 16 bytes.
+    # See `is_aligned`: experts whose tensors begin elsewhere run one by one.
     weight = tl.multiple_of(tl.load(weights + expert).to(pointer), 16)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, width, INPUTS):

@@ -38,7 +38,7 @@ def multiply_stored_by_expert(
     sources = rows
     if GATHER:
         sources = tl.load(row_ids + rows, mask=is_row, other=0)
-    # Codes and scales are tensors of their own: torch aligns those to more than 16 bytes.
+    # See `is_aligned`: experts whose tensors begin elsewhere run one by one.
     own_codes = tl.multiple_of(tl.load(codes + expert).to(byte), 16)
     own_scales = tl.multiple_of(tl.load(scales + expert).to(number), 16)
     own_mins, own_zeros = own_scales, own_codes
