@@ -21,6 +21,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -34,6 +35,7 @@ from quire.bench.workloads import BenchRequest, SyntheticWorkload, workload
 from quire.config import EngineConfig
 from quire.memory.recording.settings import MemorySettings
 from quire.memory.specs import FullAttention
+from quire.models.checkpoint import locate
 from quire.simulation.fit import MeasuredStep, fit_step_time, quality_of
 from quire.simulation.fleet import SimulatedFleet
 from quire.simulation.replica import ReplicaSettings
@@ -123,11 +125,31 @@ def measure_offline(probe: StepProbe, names: Iterable[str], num_runs: int) -> di
     return measured
 
 
+def link_with_tokenizer(model: str, folder: str) -> str:
+    """Return a model that has a tokenizer, as servers need: a random one is linked with that of the bundled model."""
+    source = locate(model)
+    if (source / "tokenizer.json").exists():
+        return model
+    for path in (*source.iterdir(), *locate("bundled").glob("tokenizer*.json")):
+        Path(folder, path.name).symlink_to(path.resolve())
+    return folder
+
+
 def measure_served(model: str, num_threads: int, rate: float) -> dict[str, float]:
     """Return the figures of a Poisson load on a server of its own process."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in options(num_threads).items()]
-    command = [sys.executable, "-m", "quire", "serve", model, "--port", "0", "--log-level", "warning", *flags]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as server:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "quire", "serve", link_with_tokenizer(model, folder)),
+                *("--port", "0", "--log-level", "warning", *flags),
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        ) as server,
+    ):
         try:
             assert server.stdout is not None
             address = re.search(r"http://\S+", server.stdout.readline())
