@@ -56,7 +56,7 @@ class RankGroup:
         """
         assert self.rank == 0, "rank 0 alone has whole logits"
         rows = hidden.contiguous()
-        self._send(ROWS, rows.view(torch.uint8).flatten() if rows.numel() else rows.new_empty(0, dtype=torch.uint8))
+        self._send(ROWS, _bytes_of(rows))
         whole = self.transport.gather(product(rows).contiguous(), widths)
         assert whole is not None
         return whole
@@ -75,7 +75,7 @@ class RankGroup:
         """
         assert self.rank == 0, "rank 0 alone draws tokens"
         rows = hidden.contiguous()
-        self._send(LIKELIEST, rows.view(torch.uint8).flatten())
+        self._send(LIKELIEST, _bytes_of(rows))
         pairs = self._gather_likeliest(logits(rows), widths)
         assert pairs is not None
         best, rank = pairs[:, ::2].max(-1)
@@ -133,10 +133,7 @@ class RankGroup:
 
     def send_commands(self, commands: bytes) -> None:
         """Send commands from rank 0 to all others."""
-        # Twice a step, in which the operators of `_send` would take longer than everything else of the sending.
-        message = bytearray(HEADER_BYTES + len(commands))
-        message[0], message[HEADER_BYTES:] = COMMANDS, commands
-        self.transport.send(torch.frombuffer(message, dtype=torch.uint8))
+        self._send(COMMANDS, commands)
 
     def receive_commands(self) -> bytes:
         """Return the next commands of rank 0."""
@@ -147,11 +144,16 @@ class RankGroup:
         assert message[0] == COMMANDS, "rows come only while the others serve the head"
         return _content(message)
 
-    def _send(self, kind: int, content: Tensor) -> None:
-        message = torch.empty(HEADER_BYTES + content.numel(), dtype=torch.uint8)
-        message[0] = kind
-        message[HEADER_BYTES:] = content
-        self.transport.send(message)
+    def _send(self, kind: int, content: bytes | ctypes.Array[ctypes.c_ubyte]) -> None:
+        # Without operators of torch, which would take longer than all else of a short message.
+        message = bytearray(HEADER_BYTES + len(content))
+        message[0], message[HEADER_BYTES:] = kind, content
+        self.transport.send(torch.frombuffer(message, dtype=torch.uint8))
+
+
+def _bytes_of(tensor: Tensor) -> ctypes.Array[ctypes.c_ubyte]:
+    """Return the memory of a contiguous tensor, which must live as long."""
+    return (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
 
 
 def _content(message: Tensor) -> bytes:
