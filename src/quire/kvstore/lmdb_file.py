@@ -219,13 +219,13 @@ class StoreFile:
         self._check_length()
         try:
             written = self._write(batch)
-        except self._lmdb.MapFullError:
+        except self._lmdb.Error:
             # Pages that somebody reads are not reused, those of readers that were killed not before this check.
             self._env.reader_check()
             time.sleep(READING_S)
             try:
                 written = self._write(batch)
-            except self._lmdb.MapFullError as error:
+            except self._lmdb.Error as error:
                 raise StoreFull(str(error)) from error
         self._num_bytes = os.fstat(self._file).st_size
         return written
@@ -240,10 +240,6 @@ class StoreFile:
                     return Transaction(txn, self._tables).apply(batch)
             except (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError, struct.error) as error:
                 raise StoreDamaged(str(error)) from error
-            except lmdb.MapFullError:
-                raise
-            except lmdb.Error as error:
-                raise StoreFull(str(error)) from error
 
     def close(self, *, is_sound: bool = True) -> None:
         """Sync the file to disk where it is sound, and close it."""
