@@ -168,78 +168,71 @@ class TritonStepAttention:
         items: PlacedItems,
     ) -> None:
         """Let items of one kind attend."""
-        keys, values = self._data[:, layer_idx, 0], self._data[:, layer_idx, 1]
+        cached = self._cached(layer_idx)
         batch, counts = self._batch, items.counts
         attention.attend[items.num_items, self._num_kv_heads](
             output,
             *partial,
             q,
-            keys,
-            values,
-            self._scales[:, layer_idx, 0],
-            self._scales[:, layer_idx, 1],
+            *cached,
             batch.block_ids,
             items.numbers,
             items.numbers if counts is None else counts,
             output if sinks is None else sinks,
             q.stride(0),
             q.stride(1),
-            keys.stride(0),
-            keys.stride(1),
+            *cached[0].stride()[:2],
             scale * math.log2(math.e),
             batch.window or 0,
             batch.chunk or 0,
-            NUM_KV=self._num_kv_heads,
-            GROUP=q.shape[1] // self._num_kv_heads,
-            HEAD_DIM=self._head_dim,
-            DIM=power_of_2(self._head_dim, 16),
-            BLOCK_SIZE=self._block_size,
-            WIDTH=keys.shape[-1],
-            ROWS=items.tile.rows,
-            TOKENS=items.tile.tokens,
-            STORED=self._stored,
+            **self._constants(q.shape[1] // self._num_kv_heads, items.tile),
             WINDOW=batch.window is not None,
             CHUNK=batch.chunk is not None,
             SINKS=sinks is not None,
             SPLIT=items.num_places > 0,
             COUNTED=counts is not None,
-            num_warps=items.tile.num_warps,
-            num_stages=items.tile.num_stages,
         )
 
     def _launch_shared(
         self, layer_idx: int, q: Tensor, scale: float, partial: tuple[Tensor, Tensor], shared: PlacedShared
     ) -> None:
         """Let rows of several sequences attend to the tokens that these share."""
-        keys, values = self._data[:, layer_idx, 0], self._data[:, layer_idx, 1]
+        cached = self._cached(layer_idx)
         shared_attention.attend_shared[shared.num_programs, self._num_kv_heads](
             *partial,
             q,
-            keys,
-            values,
-            self._scales[:, layer_idx, 0],
-            self._scales[:, layer_idx, 1],
+            *cached,
             self._batch.block_ids,
             shared.items,
             shared.rows,
             shared.num_items,
             q.stride(0),
             q.stride(1),
-            keys.stride(0),
-            keys.stride(1),
+            *cached[0].stride()[:2],
             scale * math.log2(math.e),
-            NUM_KV=self._num_kv_heads,
-            GROUP=q.shape[1] // self._num_kv_heads,
-            HEAD_DIM=self._head_dim,
-            DIM=power_of_2(self._head_dim, 16),
-            BLOCK_SIZE=self._block_size,
-            WIDTH=keys.shape[-1],
-            ROWS=shared.tile.rows,
-            TOKENS=shared.tile.tokens,
-            STORED=self._stored,
-            num_warps=shared.tile.num_warps,
-            num_stages=shared.tile.num_stages,
+            **self._constants(q.shape[1] // self._num_kv_heads, shared.tile),
         )
+
+    def _cached(self, layer_idx: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return keys and values of a layer, and what has their scales."""
+        data, scales = self._data[:, layer_idx], self._scales[:, layer_idx]
+        return data[:, 0], data[:, 1], scales[:, 0], scales[:, 1]
+
+    def _constants(self, group: int, tile: Tile) -> dict[str, int]:
+        """Return what kernels that attend are compiled for, for `group` query heads to a KV head."""
+        return {
+            "NUM_KV": self._num_kv_heads,
+            "GROUP": group,
+            "HEAD_DIM": self._head_dim,
+            "DIM": power_of_2(self._head_dim, 16),
+            "BLOCK_SIZE": self._block_size,
+            "WIDTH": self._data.shape[-1],
+            "ROWS": tile.rows,
+            "TOKENS": tile.tokens,
+            "STORED": self._stored,
+            "num_warps": tile.num_warps,
+            "num_stages": tile.num_stages,
+        }
 
     def _combine(
         self, items: PlacedItems, output: Tensor, partial: tuple[Tensor, Tensor], sinks: Tensor | None, group: int

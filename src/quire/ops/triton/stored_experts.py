@@ -78,8 +78,7 @@ class StoredExpertLayer:
         output = torch.empty(len(groups.row_ids), self._num_columns, dtype=dtype, device=x.device)
         rounded = self._layers[0].round_for_parts(x)
         for part in self._parts:
-            is_float8 = part.first.form.levels == "e4m3"
-            rows = (x, groups.scores) if is_float8 or rounded is None else rounded
+            rows = (x, groups.scores) if part.first.is_float8 or rounded is None else rounded
             self._launch(part, output, x, rows, groups, gathers, not is_first and not scales_input)
         return output
 
@@ -119,16 +118,10 @@ class StoredExpertLayer:
             rows[0].stride(0),
             NUM_EXPERTS=len(self._layers),
             GATHER=gathers,
-            ROUNDED=form.levels != "e4m3",
+            ROUNDED=not first.is_float8,
             SCORED=is_scored,
             BIAS=bias is not None,
-            GROUP=form.group,
-            PAIRED=first.is_paired,
-            OFFSET=form.offset,
-            TABLE=table is not None,
-            MINS=first.mins is not None,
-            ZEROS=first.zero_points is not None,
-            FLOAT8=form.levels == "e4m3",
+            **first.constants,
             ROWS=groups.tile_rows,
             COLUMNS=COLUMNS,
         )

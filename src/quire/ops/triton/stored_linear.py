@@ -53,6 +53,24 @@ class PackedCodes(NamedTuple):
         """True where two codes share a byte."""
         return self.form.bits == 4
 
+    @property
+    def is_float8(self) -> bool:
+        """True where codes are numbers of e4m3: then rows are multiplied as they are."""
+        return self.form.levels == "e4m3"
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """What kernels that read the codes are compiled for."""
+        return {
+            "GROUP": self.form.group,
+            "PAIRED": self.is_paired,
+            "OFFSET": self.form.offset,
+            "TABLE": isinstance(self.form.levels, tuple),
+            "MINS": self.mins is not None,
+            "ZEROS": self.zero_points is not None,
+            "FLOAT8": self.is_float8,
+        }
+
     def rows(self, ids: Tensor) -> Tensor:
         """Return columns of the layer, rows of its weight, in float32 [n, K]."""
         codes = self.codes[:, ids]
@@ -105,7 +123,7 @@ class TritonStoredLinear:
             start = columns.stop
             bias = None if self.bias is None else self.bias[columns]
             added = None if residual is None else residual[:, columns].contiguous()
-            outputs.append(self._multiply(part, x, None if part.form.levels == "e4m3" else rounded, bias, added))
+            outputs.append(self._multiply(part, x, None if part.is_float8 else rounded, bias, added))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -143,7 +161,7 @@ class TritonStoredLinear:
 
         None where all parts take rows as they are.
         """
-        if all(part.form.levels == "e4m3" for part in self.parts):
+        if all(part.is_float8 for part in self.parts):
             return None
         num_rows, width = x.shape
         padded = max(len(part.scales) * part.form.group for part in self.parts)
@@ -195,13 +213,7 @@ class TritonStoredLinear:
             num_steps // num_parts,
             rows.stride(0),
             sums.stride(0),
-            GROUP=form.group,
-            PAIRED=part.is_paired,
-            OFFSET=form.offset,
-            TABLE=table is not None,
-            MINS=part.mins is not None,
-            ZEROS=part.zero_points is not None,
-            FLOAT8=form.levels == "e4m3",
+            **part.constants,
             ROWS=tile,
             COLUMNS=COLUMNS,
         )

@@ -7,6 +7,17 @@ from quire.ops.triton.kernels.numbers import as_stored, factor, rounded
 
 
 @triton.jit
+def rows_of_tile(tile, tile_rows, tile_ends, row_ids, GATHER: tl.constexpr, ROWS: tl.constexpr):
+    """Return the grouped rows of a tile, whether each is one, and its row of the input, which GATHER looks up."""
+    rows = tl.load(tile_rows + tile) + tl.arange(0, ROWS)
+    is_row = rows < tl.load(tile_ends + tile)
+    sources = rows
+    if GATHER:
+        sources = tl.load(row_ids + rows, mask=is_row, other=0)
+    return rows, is_row, sources
+
+
+@triton.jit
 def multiply_by_expert(
     output, x, row_ids, row_scales, weights, biases, tile_experts, tile_rows, tile_ends, num_columns, width,
     stride_row, NUM_EXPERTS: tl.constexpr, GATHER: tl.constexpr, SCALE_INPUT: tl.constexpr,
@@ -23,12 +34,9 @@ def multiply_by_expert(
         return
     dtype: tl.constexpr = x.dtype.element_ty
     pointer: tl.constexpr = tl.pointer_type(dtype)
-    rows = tl.load(tile_rows + tile) + tl.arange(0, ROWS)
+    rows, is_row, sources = rows_of_tile(tile, tile_rows, tile_ends, row_ids, GATHER, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    is_row, known = rows < tl.load(tile_ends + tile), columns < num_columns
-    sources = rows
-    if GATHER:
-        sources = tl.load(row_ids + rows, mask=is_row, other=0)
+    known = columns < num_columns
     scales = is_row.to(tl.float32)
     if SCALE_INPUT or SCALE_OUTPUT:
         scales = tl.load(row_scales + rows, mask=is_row, other=0.0)

@@ -6,6 +6,7 @@ Codes and scales lie as `linear.py` here describes them; each expert has tensors
 import triton
 import triton.language as tl
 
+from quire.ops.triton.kernels.experts import rows_of_tile
 from quire.ops.triton.kernels.linear import add_groups
 from quire.ops.triton.kernels.numbers import as_stored, rounded
 
@@ -32,12 +33,9 @@ def multiply_stored_by_expert(
         return
     number: tl.constexpr = tl.pointer_type(like_scales.dtype.element_ty)
     byte: tl.constexpr = tl.pointer_type(tl.uint8)
-    rows = tl.load(tile_rows + tile) + tl.arange(0, ROWS)
+    rows, is_row, sources = rows_of_tile(tile, tile_rows, tile_ends, row_ids, GATHER, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    is_row, known = rows < tl.load(tile_ends + tile), columns < num_columns
-    sources = rows
-    if GATHER:
-        sources = tl.load(row_ids + rows, mask=is_row, other=0)
+    known = columns < num_columns
     # See `is_aligned`: experts whose tensors begin elsewhere run one by one.
     own_codes = tl.multiple_of(tl.load(codes + expert).to(byte), 16)
     own_scales = tl.multiple_of(tl.load(scales + expert).to(number), 16)
