@@ -27,7 +27,8 @@ from quire.models.spec import (
     TokenCacheShape,
 )
 from quire.ops import make_ops
-from tests.models.tiny import CASES, make_tiny, stored_tensors
+from tests.models.stored_tensors import stored_tensors
+from tests.models.tiny import CASES, make_tiny
 
 NORM = RMSNorm(1e-6)
 SMALL = Attention(4, 2, 16, Rope(1e4))

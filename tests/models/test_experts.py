@@ -25,8 +25,9 @@ from quire.ops.interface import Activation, Linear
 from quire.ops.quantized_weight import StoredWeight
 from quire.ops.torch_ops import TorchOps
 from tests.models.published import CONFIGS, rope_parameter
+from tests.models.stored_tensors import stored_buffers
 from tests.models.test_conformance import assert_same
-from tests.models.tiny import CASES, SHAPE, PagedRun, random_tokens, reference_logits, stored_buffers
+from tests.models.tiny import CASES, SHAPE, PagedRun, random_tokens, reference_logits
 
 WIDTH = 12
 PLAIN = Experts(5, 2, 8)

@@ -15,9 +15,10 @@ from quire.models.families import build
 from quire.models.spec import GatedMLP, LayerSpec, ModelSpec, Parallel
 from quire.ops import make_ops
 from quire.ops.interface import Linear, Ops
+from tests.models.stored_tensors import stored_tensors
 from tests.models.test_conformance import assert_same
 from tests.models.test_decoder import LARGE, NORM, SMALL
-from tests.models.tiny import CASES, SHAPE, PagedRun, fill, make_tiny, random_tokens, stored_tensors
+from tests.models.tiny import CASES, SHAPE, PagedRun, fill, make_tiny, random_tokens
 from tests.ops.backends import LIBRARIES
 
 CPU = torch.device("cpu")

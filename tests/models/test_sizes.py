@@ -19,7 +19,8 @@ from quire.models.loading import load_decoder
 from quire.models.sizes import check_sizes
 from quire.models.stored_tensor import StoredTensor
 from quire.models.weights import check_finite
-from tests.models.tiny import CASES, make_tiny, stored_tensors
+from tests.models.stored_tensors import stored_tensors
+from tests.models.tiny import CASES, make_tiny
 from tests.server import checkpoint
 
 

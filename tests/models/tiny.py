@@ -26,7 +26,6 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
-from transformers.core_model_loading import revert_weight_conversion
 
 from quire.execution.batch import BatchBuilder
 from quire.execution.kv_storage import make_storages
@@ -40,6 +39,7 @@ from quire.ops.lora import LoraRows
 from quire.scheduling.plan import NewSequence, ScheduledSequence, StepPlan, TableDelta
 from quire.sequences.params import SamplingParams
 from tests.models.family_cases import EXPERT_CASES, FALCON_CASES, GEMMA4_CASES, PHI3_CASES, QWEN3_5_CASES
+from tests.models.stored_tensors import stored_buffers, stored_tensors
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 211,
@@ -274,19 +274,6 @@ def make_tiny(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu"
     decoder = Decoder(spec, ops=make_ops(torch.device(device)), dtype=dtype, device=torch.device(device))
     fill(decoder, weight_map, tensors)
     return Tiny(reference.to(device), config, weight_map, decoder)
-
-
-def stored_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return what a checkpoint has, once each, under the names that it has there: experts may be by themselves."""
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    stored: dict[str, torch.Tensor] = revert_weight_conversion(model, parameters | stored_buffers(model))
-    return stored
-
-
-def stored_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return what a checkpoint has besides parameters."""
-    stored = model.state_dict()
-    return {name: buffer for name, buffer in model.named_buffers() if name in stored}
 
 
 def fill(decoder: Decoder, weight_map: WeightMap, tensors: dict[str, torch.Tensor]) -> None:

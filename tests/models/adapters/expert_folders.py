@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -38,6 +38,14 @@ def linear_adapter(model: Path, folder: Path, seed: int = 1, rank: int = 3, std:
     return write_adapter(folder, random_matrices(widths, rank, seed, std), target_modules=[*PARTS])
 
 
+def products_of(matrices: Tensors, scale: float = 2.0) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the modules of an adapter, and what it adds to the weight of each."""
+    for key, a in matrices.items():
+        if ".lora_A" in key:
+            module = key.removeprefix(PREFIX).partition(".lora_")[0]
+            yield module, scale * matrices[key.replace("lora_A", "lora_B")] @ a
+
+
 def merged_checkpoint(model: Path, adapter: Path, folder: Path, scale: float = 2.0) -> Path:
     """Write a checkpoint whose weights of experts have the products of a `linear_adapter`."""
     shutil.copytree(model, folder)
@@ -45,11 +53,7 @@ def merged_checkpoint(model: Path, adapter: Path, folder: Path, scale: float = 2
     tensors, matrices = load_file(path), load_file(adapter / "adapter_model.safetensors")
     is_alternating = "gpt_oss" in json.loads((folder / "config.json").read_text())["model_type"]
     names = {name: name.removesuffix(".weight") for name in tensors}
-    for key, a in matrices.items():
-        if ".lora_A" not in key:
-            continue
-        module = key.removeprefix(PREFIX).partition(".lora_")[0]
-        delta = scale * matrices[key.replace("lora_A", "lora_B")] @ a
+    for module, delta in products_of(matrices, scale):
         base, number, part = module.rsplit(".", 2)
         older = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}[part]
         alone = next((name for name in names if names[name] in (module, f"{base}.{number}.{older}")), None)

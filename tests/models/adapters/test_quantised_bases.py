@@ -27,14 +27,15 @@ from quire.ops.lora import LoraRows
 from quire.ops.quantized_weight import StoredWeight
 from quire.ops.reference import ReferenceOps
 from tests.engine.test_stored_quantization import METHODS, Tensors, groups_of
-from tests.models.adapters.expert_folders import linear_adapter
-from tests.models.adapters.folders import PREFIX, random_matrices, write_adapter
+from tests.models.adapters.expert_folders import linear_adapter, products_of
+from tests.models.adapters.folders import random_matrices, write_adapter
 from tests.models.gguf.cases import save_checkpoint
 from tests.models.gguf.test_models import DequantizedOps, mixed
 from tests.models.gguf.writer import write_gguf
 from tests.models.stored_quantization.packers import pack_awq
 from tests.models.stored_quantization.test_float8_models import CONFIGS, SUFFIXES, is_quantised, quantise, save
-from tests.models.tiny import PagedRun, fill, make_tiny, random_tokens, stored_tensors
+from tests.models.stored_tensors import stored_tensors
+from tests.models.tiny import PagedRun, fill, make_tiny, random_tokens
 from tests.ops.backends import LIBRARIES
 
 SCALE = 2.0  # of `write_adapter`
@@ -124,11 +125,21 @@ def make_base(name: str, folder: Path) -> Base:
     sources = {each for slot, names in weight_map.items() if slots[slot].adapted for each in names}
     adapted = sorted(sources - {"lm_head.weight"})
     matrices = random_matrices({each.removesuffix(".weight"): values[each].shape for each in adapted}, 4, 1)  # type: ignore[misc]
-    sums = dict(values)
-    for each in adapted:
-        a, b = (matrices[f"{PREFIX}{each.removesuffix('weight')}lora_{which}.weight"] for which in "AB")
-        sums[each] = values[each] + SCALE * (b @ a)
-    return Base(path, write_adapter(folder / "adapter", matrices), values, sums)
+    return Base(path, write_adapter(folder / "adapter", matrices), values, sums_of(values, matrices))
+
+
+def sums_of(values: Tensors, matrices: Tensors) -> Tensors:
+    """Return the values of a model with the products of an adapter, also where experts are stored together."""
+    sums = {name: tensor.clone() for name, tensor in values.items()}
+    for module, delta in products_of(matrices, SCALE):
+        if f"{module}.weight" in sums:
+            sums[f"{module}.weight"] += delta
+            continue
+        base, number, part = module.rsplit(".", 2)
+        stacked = sums[f"{base}.down_proj" if part == "down_proj" else f"{base}.gate_up_proj"]
+        rows = stacked.view(-1, *delta.shape)  # of each expert, a gate and an up, or a down
+        rows[int(number) if part == "down_proj" else 2 * int(number) + (part == "up_proj")] += delta
+    return sums
 
 
 def values_of(checkpoint: Checkpoint, weight_map: WeightMap) -> Tensors:
@@ -174,17 +185,22 @@ def logits_of_values(checkpoint: Checkpoint, values: Tensors) -> Tensor:
     return logits(decoder)
 
 
+def assert_exact(checkpoint: Checkpoint, adapter: Path, expected: Tensor) -> None:
+    """Compare with the logits of a decoder whose products are exact."""
+    spec, weight_map = build(without_quantization(checkpoint.config))
+    exact = Decoder(spec, ops=DequantizedOps(), dtype=torch.float32, device=torch.device("cpu"))
+    load_weights(checkpoint, weight_map, exact)
+    found = logits(WithAdapter(checkpoint, exact, adapter))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+
+
 @pytest.mark.parametrize("name", EVERY_BASE)
 def test_logits_are_those_of_the_sums(name: str, tmp_path: Path) -> None:
     """Exactly where products are, and near where kernels round rows to int8 besides."""
     base = make_base(name, tmp_path)
     checkpoint = Checkpoint.open(str(base.path))
-    spec, weight_map = build(without_quantization(checkpoint.config))
-    exact = Decoder(spec, ops=DequantizedOps(), dtype=torch.float32, device=torch.device("cpu"))
-    load_weights(checkpoint, weight_map, exact)
     expected = logits_of_values(checkpoint, base.sums)
-    found = logits(WithAdapter(checkpoint, exact, base.adapter))
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+    assert_exact(checkpoint, base.adapter, expected)
     without = logits_of_values(checkpoint, base.values)
     assert (expected - without).std() > 0.5 * expected.std()
     for kernels in ("auto", "torch"):
@@ -199,37 +215,15 @@ EXPERT_BASES: dict[str, Callable[[Path], Path]] = {
 }
 
 
-def sums_of_experts(values: Tensors, matrices: Tensors) -> Tensors:
-    """Return the values of a model with the products of a `linear_adapter`."""
-    sums = {name: tensor.clone() for name, tensor in values.items()}
-    for key, a in matrices.items():
-        if ".lora_A" not in key:
-            continue
-        module = key.removeprefix(PREFIX).partition(".lora_")[0]
-        delta = SCALE * matrices[key.replace("lora_A", "lora_B")] @ a
-        base, number, part = module.rsplit(".", 2)
-        if f"{module}.weight" in sums:
-            sums[f"{module}.weight"] += delta
-            continue
-        stacked = sums[f"{base}.down_proj" if part == "down_proj" else f"{base}.gate_up_proj"]
-        rows = stacked.view(-1, *delta.shape)  # of each expert, a gate and an up, or a down
-        rows[int(number) if part == "down_proj" else 2 * int(number) + (part == "up_proj")] += delta
-    return sums
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXPERT_BASES)
 def test_stored_experts_take_adapters_of_each(name: str, tmp_path: Path) -> None:
     """Exactly where products are, and near where kernels round rows to int8 besides."""
     path = EXPERT_BASES[name](tmp_path)
     checkpoint, adapter = Checkpoint.open(str(path)), linear_adapter(path, tmp_path / "adapter", std=0.3)
-    spec, weight_map = build(without_quantization(checkpoint.config))
-    values = values_of(checkpoint, weight_map)
-    expected = logits_of_values(checkpoint, sums_of_experts(values, load_file(adapter / "adapter_model.safetensors")))
-    exact = Decoder(spec, ops=DequantizedOps(), dtype=torch.float32, device=torch.device("cpu"))
-    load_weights(checkpoint, weight_map, exact)
-    found = logits(WithAdapter(checkpoint, exact, adapter))
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+    values = values_of(checkpoint, build(without_quantization(checkpoint.config))[1])
+    expected = logits_of_values(checkpoint, sums_of(values, load_file(adapter / "adapter_model.safetensors")))
+    assert_exact(checkpoint, adapter, expected)
     without = logits_of_values(checkpoint, values)
     assert (expected - without).std() > 0.3 * expected.std()
     for kernels in ("auto", "torch"):
@@ -251,11 +245,7 @@ def test_weights_that_are_rounded_when_they_are_loaded(quantization: Any, limit:
         load_decoder(checkpoint, device="cpu", dtype=torch.float32, kernels=each, quantization=quantization)
         for each in ("auto", "torch")
     ]
-    sums = {name: tensor.clone() for name, tensor in values.items()}
-    for each in names:
-        a, b = (matrices[f"{PREFIX}{each.removesuffix('weight')}lora_{which}.weight"] for which in "AB")
-        sums[each] += SCALE * (b @ a)
-    expected = logits_of_values(checkpoint, sums)
+    expected = logits_of_values(checkpoint, sums_of(values, matrices))
     native, other = (logits(WithAdapter(checkpoint, decoder, adapter)) for decoder in decoders)
     assert (native - expected).std() < limit * expected.std()
     assert (native - other).std() < 0.1 * expected.std()

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from tests.models.tiny import CASES, LLAMA3_ROPE, SHAPE, stored_buffers, stored_tensors
+from tests.models.stored_tensors import stored_buffers, stored_tensors
+from tests.models.tiny import CASES, LLAMA3_ROPE, SHAPE
 
 # Name of a case -> fields that the format can hold in place of those of the tiny model of the same name.
 GGUF_CASES: Final[dict[str, dict[str, Any]]] = {

@@ -18,8 +18,9 @@ from quire.models.checkpoint import Checkpoint
 from quire.models.loading import load_decoder
 from quire.models.stored_quantization import LayerWeight
 from quire.models.tensor_reader import TensorReader
+from tests.models.stored_tensors import stored_tensors
 from tests.models.test_conformance import assert_same
-from tests.models.tiny import PagedRun, make_tiny, random_tokens, reference_logits, stored_tensors
+from tests.models.tiny import PagedRun, make_tiny, random_tokens, reference_logits
 
 BLOCK = 16, 32
 # As vendors leave them: the rows of a recurrent layer that are few, routers and heads of the vocabulary.
