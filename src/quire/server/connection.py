@@ -54,21 +54,20 @@ class Connections:
         self.send_timeout_s = send_timeout_s
         self.keep_alive_timeout_s = keep_alive_timeout_s
         self.is_draining = False
+        # Accepted connections that are not open yet, and open ones; each connection is in one of the two.
+        self._opening: set[Connection] = set()
         self._open: set[Connection] = set()
         # Connections without a request, and connections whose request body is arriving; each in order of entry.
         self._idle: dict[Connection, None] = {}
         self._uploading: dict[Connection, None] = {}
 
-    def make_room(self, num_opening: int = 0) -> bool:
+    def make_room(self) -> bool:
         """Make room for one more connection by closing one without a complete request.
-
-        Args:
-            num_opening: number of accepted connections that are not added yet.
 
         Returns:
             False where all connections have complete requests.
         """
-        if len(self._open) + num_opening < self.limit:
+        if len(self._open) + len(self._opening) < self.limit:
             return True
         connection = next(iter(self._idle), None) or next(iter(self._uploading), None)
         if connection is None:
@@ -78,8 +77,17 @@ class Connections:
         connection.abort()
         return True
 
+    def begin_opening(self, connection: Connection) -> None:
+        """Count an accepted connection from now on, until it is open or `end_opening` says that it has failed."""
+        self._opening.add(connection)
+
+    def end_opening(self, connection: Connection) -> None:
+        """Stop counting an accepted connection that is not open."""
+        self._opening.discard(connection)
+
     def add(self, connection: Connection) -> None:
         """Add a new connection."""
+        self._opening.discard(connection)
         self._open.add(connection)
         self._idle[connection] = None
 

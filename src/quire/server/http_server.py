@@ -68,8 +68,8 @@ async def start_http(app: ASGIApp, config: ServerConfig, listener: socket.socket
     serving = asyncio.create_task(server.serve(sockets=[]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
-    make_protocol = partial(Connection, connections, config=settings, server_state=server.server_state, app_state={})
-    accepting = asyncio.create_task(accept_connections(listener, connections, make_protocol, tls))
+    make_connection = partial(Connection, connections, config=settings, server_state=server.server_state, app_state={})
+    accepting = asyncio.create_task(accept_connections(listener, connections, make_connection, tls))
     watching = asyncio.create_task(connections.watch())
     # The socket listens from the first turn of `accepting` on.
     await asyncio.sleep(0)

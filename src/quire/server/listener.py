@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable
 
 from quire.errors import ConfigError
-from quire.server.connection import Connections
+from quire.server.connection import Connection, Connections
 from quire.server.errors import too_many_connections
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ def _max_open_files() -> int | None:
 async def accept_connections(
     listener: socket.socket,
     connections: Connections,
-    make_protocol: Callable[[], asyncio.Protocol],
+    make_connection: Callable[[], Connection],
     tls: ssl.SSLContext | None,
 ) -> None:
     """Accept connections until cancelled, then close the listener; excess connections are answered with a 503.
@@ -73,13 +73,13 @@ async def accept_connections(
     `ERROR_LOG_INTERVAL_S`.
     """
     with listener:
-        await _accept(listener, connections, make_protocol, tls)
+        await _accept(listener, connections, make_connection, tls)
 
 
 async def _accept(
     listener: socket.socket,
     connections: Connections,
-    make_protocol: Callable[[], asyncio.Protocol],
+    make_connection: Callable[[], Connection],
     tls: ssl.SSLContext | None,
 ) -> None:
     loop = asyncio.get_running_loop()
@@ -99,9 +99,11 @@ async def _accept(
                 logger.error("no connection can be taken: %s", error.strerror)
             await asyncio.sleep(RETRY_AFTER_S)
             continue
-        if connections.make_room(len(opening)):
-            task = loop.create_task(_open(client, make_protocol, tls, connections.receive_timeout_s))
-            opening.add(task)
+        if connections.make_room():
+            connection = make_connection()
+            connections.begin_opening(connection)
+            task = loop.create_task(_open(client, connection, connections, tls))
+            opening.add(task)  # a task that nobody holds may be collected
             task.add_done_callback(opening.discard)
         else:
             _reject(client)
@@ -111,17 +113,17 @@ async def _accept(
 
 
 async def _open(
-    client: socket.socket,
-    make_protocol: Callable[[], asyncio.Protocol],
-    tls: ssl.SSLContext | None,
-    handshake_timeout_s: float,
+    client: socket.socket, connection: Connection, connections: Connections, tls: ssl.SSLContext | None
 ) -> None:
-    timeout_s = None if tls is None else handshake_timeout_s
-    # The client may have left already, or speak another protocol.
-    with contextlib.suppress(OSError):
-        await asyncio.get_running_loop().connect_accepted_socket(
-            make_protocol, client, ssl=tls, ssl_handshake_timeout=timeout_s
-        )
+    timeout_s = None if tls is None else connections.receive_timeout_s
+    try:
+        # The client may have left already, or speak another protocol.
+        with contextlib.suppress(OSError):
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: connection, client, ssl=tls, ssl_handshake_timeout=timeout_s
+            )
+    finally:
+        connections.end_opening(connection)
 
 
 def _reject(client: socket.socket) -> None:

@@ -1,0 +1,25 @@
+"""Connections that are accepted and not open yet."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import uvicorn
+from uvicorn.server import ServerState
+
+from quire.server.connection import Connection, Connections
+
+
+def test_a_connection_counts_once_while_it_opens() -> None:
+    """Counted as accepted and as open, four connections of a limit of four closed one that had sent nothing yet."""
+    connections = Connections(2, 1.0, 1.0, 1.0)
+    settings = uvicorn.Config(lambda: None)
+    make = partial(Connection, connections, config=settings, server_state=ServerState(), app_state={})
+    first, failed = make(), make()
+    connections.begin_opening(first)
+    connections.add(first)
+    assert connections.make_room()
+    connections.begin_opening(failed)
+    connections.end_opening(failed)
+    connections.end_opening(first)  # its task ends after it has opened
+    assert connections.make_room()
