@@ -219,7 +219,7 @@ class TritonStepAttention:
         return data[:, 0], data[:, 1], scales[:, 0], scales[:, 1]
 
     def _constants(self, group: int, tile: Tile) -> dict[str, int]:
-        """Return what kernels that attend are compiled for, for `group` query heads to a KV head."""
+        """Return the constants that kernels which attend are compiled for, for `group` query heads to a KV head."""
         return {
             "NUM_KV": self._num_kv_heads,
             "GROUP": group,

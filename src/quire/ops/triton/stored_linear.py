@@ -60,7 +60,7 @@ class PackedCodes(NamedTuple):
 
     @property
     def constants(self) -> dict[str, int]:
-        """What kernels that read the codes are compiled for."""
+        """Constants that kernels which read the codes are compiled for."""
         return {
             "GROUP": self.form.group,
             "PAIRED": self.is_paired,
