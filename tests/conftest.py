@@ -32,6 +32,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "person")
 LONG_CASES = Path(__file__).with_name("long_cases.txt")
 # Modules, and tests, that stay in the default run however long they take.
 NEVER_LONG = (
+    "tests/architecture/",
     "tests/conformance/test_histories.py",
     "tests/docs/test_readme.py",
     "tests/engine/test_concurrent_callers.py",

@@ -11,18 +11,19 @@ from quire.errors import ConfigError
 from quire.models.checkpoint import Checkpoint
 from quire.models.families import build
 from quire.models.stage_spec import most_stages
-from tests.conformance.conftest import Reference
+from tests.conformance.conftest import Reference, slow_or_exhaustive
 from tests.conformance.test_histories import load, outputs_of
 from tests.conformance.test_ranks import FIT_IN_CHUNKS, SMALLEST_POOL
 from tests.distributed.in_threads import native_library
 
 # One family of each kind of cache and of layer; `tests/models/test_stages.py` compares the bits of all families.
 NAMES = ("bundled", "falcon-h1", "gemma4", "gpt-oss", "granite4-moe", "lfm2", "llama3", "llama4", "qwen3.5")
+# And in the slow run of CI: each kind of cache, and experts.
+KINDS = frozenset({"falcon-h1", "gemma4", "gpt-oss", "llama3", "llama4", "qwen3.5"})
 
 
 # Processes take seconds to start. The default run has two stages beside one process in `tests/engine/test_stages.py`.
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=slow_or_exhaustive(name, KINDS)) for name in NAMES])
 def test_stages_under_every_history(name: str, references: Callable[[str], Reference]) -> None:
     native_library()
     reference = references(name)

@@ -113,8 +113,10 @@ def test_consumers_know_the_published_blocks_after_every_command(seed: int) -> N
     follow(random_world(random.Random(seed)), seed, 120)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(30, 330))
+@pytest.mark.parametrize(
+    "seed",
+    [pytest.param(seed, marks=pytest.mark.slow if seed < 130 else pytest.mark.exhaustive) for seed in range(30, 330)],
+)
 def test_consumers_know_the_published_blocks_after_every_command_of_longer_walks(seed: int) -> None:
     follow(random_world(random.Random(seed)), seed, 400)
 

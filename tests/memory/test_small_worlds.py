@@ -26,7 +26,9 @@ from tests.memory.world_size import WorldSize
         pytest.param(WorldSize(2, 2), 2, 3, Searched(3557, 22610), marks=pytest.mark.slow),
         pytest.param(WorldSize(3, 2), 1, 3, Searched(7287, 43927), marks=pytest.mark.exhaustive),
         pytest.param(WorldSize(2, 1, kinds=(Kind("window", 2),)), 1, 3, Searched(784, 3529), marks=pytest.mark.slow),
-        pytest.param(WorldSize(2, 2, kinds=(Kind("window", 2),)), 1, 4, Searched(5373, 27361), marks=pytest.mark.slow),
+        pytest.param(
+            WorldSize(2, 2, kinds=(Kind("window", 2),)), 1, 4, Searched(5373, 27361), marks=pytest.mark.exhaustive
+        ),
         pytest.param(WorldSize(2, 1, kinds=(Kind("chunk", 2),)), 1, 3, Searched(2587, 11813), marks=pytest.mark.slow),
         pytest.param(
             WorldSize(2, 1, kinds=(Kind(), Kind("window", 1))),
@@ -97,7 +99,7 @@ def test_every_command_in_every_state_with_two_media(
             *(WorldSize(1, 1, kinds=(Kind(), Kind("window", 1)), host_blocks=2), 1, 2, Searched(978, 5766)),
             marks=pytest.mark.slow,
         ),
-        pytest.param(WorldSize(2, 1, host_blocks=1), 2, 2, Searched(6305, 44063), marks=pytest.mark.slow),
+        pytest.param(WorldSize(2, 1, host_blocks=1), 2, 2, Searched(6305, 44063), marks=pytest.mark.exhaustive),
         pytest.param(WorldSize(2, 2, host_blocks=1), 1, 3, Searched(16970, 117657), marks=pytest.mark.exhaustive),
     ],
 )

@@ -10,7 +10,7 @@ import torch
 
 from quire.ops.interface import AttentionBatch
 from quire.ops.triton.decode_work import MostWork, plan_decodes
-from quire.ops.triton.shared_prefixes import MAX_RANGES, Candidate, SharingRule, find_shared
+from quire.ops.triton.shared_prefixes import MAX_RANGES, PrefixCandidate, SharingRule, find_shared
 from quire.ops.triton.shared_work import MostShared, Sharing
 from quire.ops.triton.splits import split_length
 from quire.ops.triton.tiles import Tile, decode_tile, prefill_tile, shared_tile
@@ -31,7 +31,7 @@ def found_in(tables: list[list[int]], rule: SharingRule) -> list[tuple[list[int]
     starts = list(accumulate(map(len, tables), initial=0))
     ids = torch.tensor([block for table in tables for block in table])
     candidates = [
-        Candidate(row, 1, start, len(table) * rule.block_size)
+        PrefixCandidate(row, 1, start, len(table) * rule.block_size)
         for row, (start, table) in enumerate(zip(starts, tables, strict=False))
     ]
     found = find_shared(candidates, ids, rule)
@@ -201,7 +201,7 @@ def test_decodes_planned_at_once_have_the_work_of_the_slow_planner(seed: int) ->
     expected = plan_work(batch, GROUP, DECODE, PREFILL, heads, processors, rule)
     positions = torch.tensor(contexts) - 1
     candidates = [
-        Candidate(row, 1, start, context - 1)
+        PrefixCandidate(row, 1, start, context - 1)
         for row, (start, context) in enumerate(zip(starts, contexts, strict=False))
     ]
     sharing = Sharing.of(find_shared(candidates, tables, rule), rule, heads, processors)

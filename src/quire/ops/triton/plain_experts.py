@@ -37,7 +37,7 @@ class PlainExpertLayer:
         self._biases = torch.tensor(biases, device=device)
 
     def multiply(self, x: Tensor, groups: RowGroups, *, is_first: bool, scales_input: bool) -> Tensor:
-        """Multiply grouped rows by their experts; see `ExpertLayer`."""
+        """Multiply grouped rows by their experts; see `GroupedLinear`."""
         num_columns, width = self._num_columns, x.shape[1]
         dtype = x.dtype if is_first else torch.float32
         output = torch.empty(len(groups.row_ids), num_columns, dtype=dtype, device=x.device)

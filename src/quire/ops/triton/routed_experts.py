@@ -15,7 +15,7 @@ from quire.ops.triton.plain_experts import plain_layer
 from quire.ops.triton.stored_experts import stored_layer
 
 
-class ExpertLayer(Protocol):
+class GroupedLinear(Protocol):
     """The first or the second layer of all experts.
 
     Attributes:
@@ -50,8 +50,8 @@ class TritonExperts:
     def __init__(
         self,
         experts: RoutedExperts,
-        gate_ups: ExpertLayer,
-        downs: ExpertLayer,
+        gate_ups: GroupedLinear,
+        downs: GroupedLinear,
         gate: Callable[[Tensor, Activation], Tensor],
     ) -> None:
         self._experts, self._gate_ups, self._downs, self._gate = experts, gate_ups, downs, gate

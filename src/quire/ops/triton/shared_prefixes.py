@@ -84,11 +84,11 @@ class SharingRule(NamedTuple):
     def saved_bytes(self, num_rows: int, num_sequences: int, num_tokens: int) -> int:
         """Return the bytes that are not moved if a range is read once for each tile of its rows."""
         num_tiles = -(-num_rows // self.tile_rows) if self.tile_rows else num_sequences
-        spared = (num_sequences - num_tiles) * num_tokens * self.token_bytes
-        return spared - num_rows * self.partial_bytes * PARTIAL_PASSES
+        saved = (num_sequences - num_tiles) * num_tokens * self.token_bytes
+        return saved - num_rows * self.partial_bytes * PARTIAL_PASSES
 
 
-class Candidate(NamedTuple):
+class PrefixCandidate(NamedTuple):
     """A sequence that may share what it begins with.
 
     Args:
@@ -113,12 +113,12 @@ class SharedRange(NamedTuple):
         end: end of the tokens.
     """
 
-    members: Sequence[Candidate]
+    members: Sequence[PrefixCandidate]
     first: int
     end: int
 
 
-def find_shared(candidates: Sequence[Candidate], block_ids: Tensor, rule: SharingRule) -> list[SharedRange]:
+def find_shared(candidates: Sequence[PrefixCandidate], block_ids: Tensor, rule: SharingRule) -> list[SharedRange]:
     """Return the ranges of tokens that are read once; of a sequence, they follow each other from its first token on.
 
     Args:
@@ -141,11 +141,11 @@ def find_shared(candidates: Sequence[Candidate], block_ids: Tensor, rule: Sharin
 
 
 def _with_equal_beginnings(
-    candidates: Sequence[Candidate], tables: memoryview, rule: SharingRule
-) -> Iterator[list[Candidate]]:
+    candidates: Sequence[PrefixCandidate], tables: memoryview, rule: SharingRule
+) -> Iterator[list[PrefixCandidate]]:
     """Yield sequences whose first blocks are the same, as many as the shortest range has."""
     num_bytes = rule.least_tokens // rule.block_size * ID_BYTES
-    by_beginning: dict[bytes, list[Candidate]] = defaultdict(list)
+    by_beginning: dict[bytes, list[PrefixCandidate]] = defaultdict(list)
     for candidate in candidates:
         if candidate.num_tokens >= rule.least_tokens and candidate.num_rows <= rule.tile_rows:
             start = candidate.table * ID_BYTES
@@ -155,11 +155,13 @@ def _with_equal_beginnings(
             yield members
 
 
-def _ranges(members: Sequence[Candidate], tables: memoryview, rule: SharingRule) -> Iterator[tuple[SharedRange, int]]:
+def _ranges(
+    members: Sequence[PrefixCandidate], tables: memoryview, rule: SharingRule
+) -> Iterator[tuple[SharedRange, int]]:
     """Yield the ranges of sequences that share some, those of more sequences first, and the bytes that each saves."""
     unit_bytes = rule.unit // rule.block_size * ID_BYTES
 
-    def blocks(candidate: Candidate) -> bytes:
+    def blocks(candidate: PrefixCandidate) -> bytes:
         start = candidate.table * ID_BYTES
         return bytes(tables[start : start + candidate.num_tokens // rule.unit * unit_bytes])
 

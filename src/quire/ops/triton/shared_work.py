@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from quire.ops.triton.shared_prefixes import MAX_RANGES, Candidate, SharedRange, SharingRule
+from quire.ops.triton.shared_prefixes import MAX_RANGES, PrefixCandidate, SharedRange, SharingRule
 from quire.ops.triton.splits import most_splits, split_length
 
 # Numbers of an item and of a row; see kernels/shared_attention.py.
@@ -69,7 +69,7 @@ class TiledRange(NamedTuple):
         end: end of the tokens.
     """
 
-    tiles: Sequence[Sequence[Candidate]]
+    tiles: Sequence[Sequence[PrefixCandidate]]
     first: int
     end: int
 
@@ -168,9 +168,9 @@ class MostShared(NamedTuple):
         return cls(full + num_tiles, rows, full * tile_rows + rows)
 
 
-def _tiles(members: Sequence[Candidate], tile_rows: int) -> Iterator[Sequence[Candidate]]:
+def _tiles(members: Sequence[PrefixCandidate], tile_rows: int) -> Iterator[Sequence[PrefixCandidate]]:
     """Yield sequences, as many at a time as a tile holds."""
-    tile: list[Candidate] = []
+    tile: list[PrefixCandidate] = []
     num_rows = 0
     for member in members:
         if num_rows + member.num_rows > tile_rows:

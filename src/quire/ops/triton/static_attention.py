@@ -12,7 +12,7 @@ from quire.ops.interface import PagedKV
 from quire.ops.static_steps import StaticAttentionBatch, StaticLimits, StaticMemory, StaticNumbers, StaticTable
 from quire.ops.triton.decode_work import ITEM, SPLIT_ROWS, MostWork, plan_decodes
 from quire.ops.triton.launches import Device
-from quire.ops.triton.shared_prefixes import Candidate, SharedRange, SharingRule, find_shared
+from quire.ops.triton.shared_prefixes import PrefixCandidate, SharedRange, SharingRule, find_shared
 from quire.ops.triton.shared_work import SHARED_ITEM, SHARED_ROW, MostShared, Sharing
 from quire.ops.triton.splits import most_splits, split_length
 from quire.ops.triton.step_attention import PlacedItems, PlacedShared, TritonStepAttention, padded
@@ -95,7 +95,7 @@ class TritonStaticTokens:
         _, owners, counts = torch.unique(block_ids[block_starts], return_inverse=True, return_counts=True)
         rows = ((counts[owners] > 1) & (firsts == 0)).nonzero()[:, 0]
         candidates = [
-            Candidate(row, 1, table, position)
+            PrefixCandidate(row, 1, table, position)
             for row, table, position in zip(
                 rows.tolist(), block_starts[rows].tolist(), positions[rows].tolist(), strict=True
             )

@@ -68,7 +68,7 @@ class StoredExpertLayer:
         self._num_columns = start
 
     def multiply(self, x: Tensor, groups: RowGroups, *, is_first: bool, scales_input: bool) -> Tensor:
-        """Multiply grouped rows by their experts; see `ExpertLayer`."""
+        """Multiply grouped rows by their experts; see `GroupedLinear`."""
         gathers = is_first
         if is_first and scales_input:
             # A row is rounded with its score, so it is another one for each expert.

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from quire.ops.interface import AttentionBatch
-from quire.ops.triton.shared_prefixes import Candidate, SharingRule, find_shared
+from quire.ops.triton.shared_prefixes import PrefixCandidate, SharingRule, find_shared
 from quire.ops.triton.shared_work import NOTHING_SHARED, SharedWork, Sharing
 from quire.ops.triton.splits import split_length
 from quire.ops.triton.tiles import Tile
@@ -125,11 +125,11 @@ def plan_work(
     return Work(whole, parts, many, split_rows, num_places, sharing.work(places))
 
 
-def _candidates(batch: AttentionBatch, spans: Iterable[WorkItem]) -> Iterator[Candidate]:
+def _candidates(batch: AttentionBatch, spans: Iterable[WorkItem]) -> Iterator[PrefixCandidate]:
     """Yield the sequences whose rows all see their first token; others share nothing, and read what they see."""
     for span in spans:
         if batch.first_seen(span.end - 1) == 0:
-            yield Candidate(span.first_row, span.num_rows, span.table, span.position)
+            yield PrefixCandidate(span.first_row, span.num_rows, span.table, span.position)
 
 
 def _host_block_ids(batch: AttentionBatch) -> Tensor:
