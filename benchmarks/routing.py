@@ -6,8 +6,8 @@ hit rate, through one replica whose cache is as large as all four together.
 
 Without `--served`, the replicas are simulated: the real scheduler and memory, steps of a modelled duration, and a data
 plane that draws a fixed token. The figures are then the same on every machine. With `--served`, they are servers of the
-bundled model on this machine behind `quire route`, and times are measured at a client; for the other routers the client
-sends to the servers directly. A quiet machine is needed for that.
+bundled model on this machine behind `quire route`, with the policy `round_robin` for turns, and times are measured at a
+client. For the tree of prompts, the client sends to the servers directly. A quiet machine is needed for that.
 
 `--trace NAME` and `--router NAME`, each also several times, run a part; a part has a file of its own under results/.
 """

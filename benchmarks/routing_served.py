@@ -9,15 +9,18 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import httpx
 
 from benchmarks.routing import BIG, NUM_REPLICAS, ROUTERS, SEED, Figures, figures_of
-from benchmarks.routing_traces import PromptTree, RoundRobinChooser, Session, TraceShape, make_trace
+from benchmarks.routing_traces import PromptTree, Session, TraceShape, make_trace
+from quire.serving.local_fleet import EVENTS
 
 NUM_BLOCKS = 700
 PATIENCE_S = 600.0
+# Routers that are policies of `quire route`, so that the way is the same; a tree of prompts is at the client.
+POLICIES = {"round robin": "round_robin", "quire": "cache_aware"}
 # The figures of a router: from which server, and how long it took.
 Place = Callable[[list[int], str], str]
 
@@ -34,38 +37,46 @@ async def _run(shape: TraceShape, num_replicas: int, routers: Sequence[str]) -> 
     several = [name for name in routers if name != BIG]
     async with httpx.AsyncClient(timeout=PATIENCE_S) as http:
         if several:
-            async with _servers("--replicas", str(num_replicas), "--num-kv-blocks", str(NUM_BLOCKS)) as url:
-                urls = [each["url"] for each in (await http.get(f"{url}/router/replicas")).json()["replicas"]]
-                sessions = await trace_for(http, url, shape)
-                choosers: dict[str, Place] = {
-                    "round robin": _direct(RoundRobinChooser(num_replicas), urls),
-                    "prompt tree": _direct(PromptTree(num_replicas), urls),
-                    "quire": lambda *_: url,
-                }
+            async with AsyncExitStack() as stack:
+                size = ("--num-kv-blocks", str(NUM_BLOCKS), "--kv-events-config", json.dumps(EVENTS))
+                servers = [_quire("serve", "--num-threads", "1", *size) for _ in range(num_replicas)]
+                urls = [await stack.enter_async_context(server) for server in servers]
+                sessions = await trace_for(http, urls[0], shape)
                 for name in several:
-                    await http.post(f"{url}/reset_prefix_cache", json={})
-                    found[name] = await serve_trace(http, sessions, choosers[name])
+                    for url in urls:
+                        await http.post(f"{url}/reset_prefix_cache", json={})
+                    if name in POLICIES:
+                        async with _quire("route", "--to", ",".join(urls), "--policy", POLICIES[name]) as url:
+                            found[name] = await serve_trace(http, sessions, _always(url), num_replicas)
+                    else:
+                        place = _direct(PromptTree(num_replicas), urls)
+                        found[name] = await serve_trace(http, sessions, place, num_replicas)
         if BIG in routers:
-            async with _servers("--num-kv-blocks", str(num_replicas * NUM_BLOCKS)) as url:
-                found[BIG] = await serve_trace(http, await trace_for(http, url, shape), lambda *_: url)
+            blocks = str(num_replicas * NUM_BLOCKS)
+            async with _quire("serve", "--num-threads", "1", "--num-kv-blocks", blocks) as url:
+                found[BIG] = await serve_trace(http, await trace_for(http, url, shape), _always(url), 1)
     return found
 
 
-def _direct(chooser: RoundRobinChooser, urls: Sequence[str]) -> Place:
+def _direct(chooser: PromptTree, urls: Sequence[str]) -> Place:
     """Return a router at the client, which sends to the servers directly."""
     return lambda tokens, session: urls[chooser.choose(tokens, session, 0.0)]
 
 
+def _always(url: str) -> Place:
+    return lambda *_: url
+
+
 @asynccontextmanager
-async def _servers(*flags: str) -> AsyncIterator[str]:
-    """Start servers, and yield the address."""
-    command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--num-threads", "1", "--log-level", "warning"]
-    process = subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, text=True)
+async def _quire(command: str, *flags: str) -> AsyncIterator[str]:
+    """Start a process, and yield its address."""
+    start = [sys.executable, "-m", "quire", command, "--port", "0", "--log-level", "warning", *flags]
+    process = subprocess.Popen(start, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         said = await asyncio.to_thread(process.stdout.readline)
         match = re.search(r" at (http://\S+)", said)
-        assert match, f"the servers said {said!r}"
+        assert match, f"it said {said!r}"
         yield match[1]
     finally:
         process.terminate()
@@ -79,7 +90,7 @@ async def trace_for(http: httpx.AsyncClient, url: str, shape: TraceShape) -> lis
     return make_trace(shape._replace(max_tokens=longest), int(info["vocab_size"]), SEED)
 
 
-async def serve_trace(http: httpx.AsyncClient, sessions: Sequence[Session], place: Place) -> Figures:
+async def serve_trace(http: httpx.AsyncClient, sessions: Sequence[Session], place: Place, num_replicas: int) -> Figures:
     """Serve a trace and return its figures."""
     ttfts: list[float] = []
     computed: dict[str, int] = {}
@@ -126,4 +137,6 @@ async def serve_trace(http: httpx.AsyncClient, sessions: Sequence[Session], plac
             await asyncio.sleep(session.pauses_s[turn])
 
     await asyncio.gather(*(run(number, session) for number, session in enumerate(sessions)))
-    return figures_of(counts["hit"] / counts["prompt"], ttfts, list(computed.values()))
+    return figures_of(
+        counts["hit"] / counts["prompt"], ttfts, [*computed.values(), *[0] * (num_replicas - len(computed))]
+    )

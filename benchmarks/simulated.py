@@ -126,12 +126,22 @@ def measure_offline(probe: StepProbe, names: Iterable[str], num_runs: int) -> di
 
 
 def link_with_tokenizer(model: str, folder: str) -> str:
-    """Return a model that has a tokenizer, as servers need: a random one is linked with that of the bundled model."""
-    source = locate(model)
+    """Return a model that has a tokenizer, as servers need.
+
+    A random one is linked with that of the bundled model, and each further id is a word: random weights draw any of
+    them, and a token without a text would be no event of a stream.
+    """
+    source, bundled = locate(model), locate("bundled")
     if (source / "tokenizer.json").exists():
         return model
-    for path in (*source.iterdir(), *locate("bundled").glob("tokenizer*.json")):
+    for path in (*source.iterdir(), bundled / "tokenizer_config.json"):
         Path(folder, path.name).symlink_to(path.resolve())
+    tokenizer = json.loads((bundled / "tokenizer.json").read_text(encoding="utf-8"))
+    vocab = tokenizer["model"]["vocab"]
+    known = {*vocab.values(), *(token["id"] for token in tokenizer["added_tokens"])}
+    vocab_size = json.loads((source / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    vocab |= {f"\u0120w{idx}": idx for idx in range(vocab_size) if idx not in known}
+    Path(folder, "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
     return folder
 
 

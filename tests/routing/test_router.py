@@ -192,7 +192,7 @@ def _score(router: Router, name: str, tokens: list[int]) -> float:
     number = router.replicas.index(name)
     encoded = encode(tokens)
     hit = router.tree.hit(number, router.tree.path(encoded, Scope(), SIZE), encoded, Scope())
-    return hit.value * router.load_of(name).seconds_per_token - router.queue_s(name)
+    return hit.value * router.config.seconds_per_token - router.queue_s(name)
 
 
 def test_the_sessions_of_the_longest_ago_are_forgotten() -> None:

@@ -6,6 +6,7 @@ import argparse
 import os
 
 from quire.cli.server_options import add_address, add_log_level
+from quire.routing.router import POLICIES, RouterConfig
 from quire.server.address import bind_server
 from quire.server.settings import ServerConfig
 
@@ -41,6 +42,13 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         default=os.environ.get("QUIRE_OPERATOR_KEY"),
         metavar="KEY",
         help="key of the operators, the same as at the servers; QUIRE_OPERATOR_KEY sets it (default: none)",
+    )
+    parser.add_argument(
+        "--policy",
+        choices=POLICIES,
+        default=POLICIES[0],
+        help="where requests go: where they are expected to begin first, by caches and queues; to the shortest queue; "
+        f"in turns (default {POLICIES[0]})",
     )
     parser.add_argument(
         "--tenant-header", metavar="NAME", help="header with the tenant, the same as at the servers (default: none)"
@@ -95,6 +103,6 @@ def run(args: argparse.Namespace) -> int:
     from quire.serving.proxy.lifecycle import serve_proxy
 
     urls = [url for part in args.to for url in part.split(",") if url]
-    fleet = Fleet(urls, config.operator_key or config.api_key, args.probe_interval)
+    fleet = Fleet(urls, config.operator_key or config.api_key, args.probe_interval, RouterConfig(policy=args.policy))
     with bind_server(config) as listener:
         return serve_proxy(fleet, config, listener)

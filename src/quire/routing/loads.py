@@ -1,24 +1,65 @@
-"""The work that a router has given to each replica and that is not done yet, in tokens."""
+"""The work that a router has given to each replica and that is not done yet, in tokens, and how long tokens take."""
 
 from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
+from math import exp2
 
-# Weight of the latest measurement of a replica's speed.
-SPEED_WEIGHT = 0.1
-# Bounds of a measured speed, as multiples of the one before: one slow start says little.
-SPEED_BOUNDS = (0.25, 4.0)
-# Fewer tokens measure the overhead of a step.
-MIN_MEASURED = 64
+# Weights of the latest measurement of all replicas' speed, after the first ones, and of how slow one replica is.
+SPEED_WEIGHT, SLOWNESS_WEIGHT = 0.02, 0.03
+# Bounds of a measurement, as multiples of what was expected: one slow start says little.
+MEASURED_BOUNDS = (0.25, 4.0)
+# Least part of the mean time for each token that is not the overhead of a request.
+LEAST_SLOPE = 0.25
+# Seconds after which half is left of how much slower or faster than others a replica is: it is not so for ever where it
+# gets no requests that would measure it again.
+HALF_LIFE_S = 60.0
+
+
+class Speed:
+    """Time to the first token of a request in any replica: a line through the measured requests, the latest most.
+
+    Args:
+        seconds_per_token: time that is assumed at first.
+
+    Attributes:
+        seconds_per_token: time to compute one token more.
+        overhead_s: time that a request takes beside its tokens.
+    """
+
+    __slots__ = ("_moments", "_num_measured", "overhead_s", "seconds_per_token")
+
+    def __init__(self, seconds_per_token: float) -> None:
+        self.seconds_per_token = seconds_per_token
+        self.overhead_s = 0.0
+        # Means of the tokens x and the seconds y of a request: x, y, x * x, x * y.
+        self._moments = (0.0, 0.0, 0.0, 0.0)
+        self._num_measured = 0
+
+    def expected_s(self, num_tokens: int) -> float:
+        """Return the expected time of some tokens."""
+        return self.overhead_s + num_tokens * self.seconds_per_token
+
+    def measure(self, seconds: float, num_tokens: int) -> None:
+        """Record the seconds to a request's first token, and the tokens that were computed until then, at least 1."""
+        seconds = _bounded(seconds, self.expected_s(num_tokens))
+        self._num_measured += 1
+        weight = max(SPEED_WEIGHT, 1 / self._num_measured)
+        latest = (num_tokens, seconds, num_tokens * num_tokens, num_tokens * seconds)
+        self._moments = tuple(  # type: ignore[assignment]
+            mean + weight * (new - mean) for mean, new in zip(self._moments, latest, strict=True)
+        )
+        tokens, mean_s, squares, products = self._moments
+        ratio, variance = mean_s / tokens, squares - tokens * tokens
+        slope = (products - tokens * mean_s) / variance if variance > 1 else ratio
+        self.seconds_per_token = min(max(slope, LEAST_SLOPE * ratio), ratio)
+        self.overhead_s = mean_s - self.seconds_per_token * tokens
 
 
 @dataclass(slots=True)
 class ReplicaLoad:
     """The work of one replica.
-
-    Args:
-        seconds_per_token: time to compute a token of a prompt.
 
     Attributes:
         pending_tokens: tokens of prompts to be computed, of requests without an answer yet.
@@ -28,9 +69,10 @@ class ReplicaLoad:
         other_tokens: tokens that requests of other routers add to its queue.
         is_available: False while it takes no requests.
         version: rises with each change.
+        slowness: its time for the same tokens, as a multiple of the others', when it was measured last; 1 before.
+        measured_s: moment of that measurement.
     """
 
-    seconds_per_token: float
     pending_tokens: int = 0
     num_streams: int = 0
     num_requests: int = 0
@@ -38,13 +80,24 @@ class ReplicaLoad:
     other_tokens: int = 0
     is_available: bool = True
     version: int = 0
+    slowness: float = 1.0
+    measured_s: float = 0.0
 
-    def measure(self, seconds: float, num_tokens: int) -> None:
-        """Adjust the time of a token to a request that waited for some tokens and was then computed itself."""
-        if num_tokens >= MIN_MEASURED and seconds > 0:
-            low, high = (bound * self.seconds_per_token for bound in SPEED_BOUNDS)
-            measured = min(max(seconds / num_tokens, low), high)
-            self.seconds_per_token += SPEED_WEIGHT * (measured - self.seconds_per_token)
+    def slowness_at(self, now_s: float) -> float:
+        """Return how many times as long as the others the replica is expected to take."""
+        return 1.0 + (self.slowness - 1.0) * exp2(min(0.0, self.measured_s - now_s) / HALF_LIFE_S)
+
+    def measure(self, seconds: float, expected_s: float, now_s: float) -> None:
+        """Record the seconds to a request's first token beside those that any replica is expected to take."""
+        before = self.slowness_at(now_s)
+        self.slowness = before + SLOWNESS_WEIGHT * (_bounded(seconds, before * expected_s) / expected_s - before)
+        self.measured_s = now_s
+
+
+def _bounded(seconds: float, expected_s: float) -> float:
+    """Return measured seconds within the bounds about those that were expected."""
+    low, high = MEASURED_BOUNDS
+    return min(max(seconds, low * expected_s), high * expected_s)
 
 
 class LoadOrder:
@@ -52,12 +105,14 @@ class LoadOrder:
 
     Args:
         stream_tokens: tokens of a prompt that take as long as what a stream adds to the wait of others.
+        speed: speed of all replicas.
     """
 
-    def __init__(self, stream_tokens: int) -> None:
+    def __init__(self, stream_tokens: int, speed: Speed) -> None:
         self.loads: dict[int, ReplicaLoad] = {}
+        self._speed = speed
         self._stream_tokens = stream_tokens
-        # (queue in seconds, computed tokens, replica, version); entries of older versions are void.
+        # (queue, computed tokens, replica, version); entries of older versions are void.
         self._heap: list[tuple[float, int, int, int]] = []
 
     def own_tokens(self, replica: int) -> int:
@@ -65,10 +120,13 @@ class LoadOrder:
         load = self.loads[replica]
         return load.pending_tokens + load.num_streams * self._stream_tokens
 
+    def queue_tokens(self, replica: int) -> int:
+        """Return the length of a replica's queue in tokens of prompts."""
+        return self.own_tokens(replica) + self.loads[replica].other_tokens
+
     def queue_s(self, replica: int) -> float:
         """Return the time until a replica could begin with another prompt."""
-        load = self.loads[replica]
-        return (self.own_tokens(replica) + load.other_tokens) * load.seconds_per_token
+        return self.queue_tokens(replica) * self._speed.seconds_per_token * self.loads[replica].slowness
 
     def update(self, replica: int) -> None:
         """Record that the load of a replica has changed."""
@@ -97,4 +155,4 @@ class LoadOrder:
         return found
 
     def _entry(self, replica: int, load: ReplicaLoad) -> tuple[float, int, int, int]:
-        return (self.queue_s(replica), load.computed_tokens, replica, load.version)
+        return (self.queue_tokens(replica) * load.slowness, load.computed_tokens, replica, load.version)

@@ -1,10 +1,11 @@
 """The router: it sends each request where it is expected to begin first.
 
 ```
- score of a replica = weight * seconds of computing that its cache saves - seconds of its queue
+ score of a replica = seconds of computing that its cache saves + what keeping them is worth - seconds of its queue
 ```
 
-Both come from what the router knows: KV events say what a cache holds, and the router itself has sent what is queued.
+Other policies are `round_robin` and `least_loaded`, which do not look at prompts. Both parts of the score come from
+what the router knows: KV events say what a cache holds, and the router itself has sent what is queued.
 A session's next prompt is expected to hit its last one before the events say so. Where events are missing, the cache
 counts as empty, so the shortest queue decides. The same calls give the same decisions: times are arguments.
 """
@@ -15,13 +16,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from quire.errors import ConfigError, shown
 from quire.memory.kv_events import AllBlocksCleared, KVEvent
 from quire.memory.prefix.token_chain import TOKEN_BYTES
 from quire.routing.feed import EventFeed, FeedState, FeedStep
-from quire.routing.loads import LoadOrder, ReplicaLoad
+from quire.routing.loads import LoadOrder, ReplicaLoad, Speed
 from quire.routing.sessions import Sessions
 from quire.routing.shadow_tree import NO_HIT, Hit, Scope, ShadowNode, ShadowTree, encode
 
+# Names as in SGLang's and vLLM's routers.
+POLICIES = ("cache_aware", "least_loaded", "round_robin")
 # Replicas that are compared: those with the longest hits, and those with the shortest queues.
 MAX_HOLDERS = 64
 MAX_IDLE = 8
@@ -29,19 +33,22 @@ MAX_IDLE = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """Constants of the score.
+    """The policy, and constants of its score.
 
     Args:
+        policy: one of `POLICIES`.
         seconds_per_token: time to compute a token of a prompt, until it is measured.
         stream_tokens: tokens of a prompt that take as long as what a running stream adds to the wait of others.
-        hit_weight: value of a token that is hit, in tokens to compute: a token that is not hit also takes the place of
-            another one, which may have to be computed again.
+        hit_weight: value of a token that is hit, in tokens to compute. What is above 1 is the value of a place in a
+            cache, the same on slow and fast replicas: a token that is not hit takes the place of another one, which may
+            have to be computed again.
         tie_tokens: tokens of a prompt by whose time scores may differ and count as equal.
         max_sessions: number of sessions that are remembered.
         session_s: time for which a session's last prompt is expected in a cache whose events are not known.
         announce_s: time for which it is expected in one whose events are known: they come with the step.
     """
 
+    policy: str = "cache_aware"
     seconds_per_token: float = 0.001
     stream_tokens: int = 16
     hit_weight: float = 2.0
@@ -49,6 +56,11 @@ class RouterConfig:
     max_sessions: int = 100_000
     session_s: float = 600.0
     announce_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            allowed = ", ".join(POLICIES)
+            raise ConfigError(f"policy must be one of {allowed}, got {shown(self.policy)}", field="policy")
 
 
 class RouteRequest(NamedTuple):
@@ -102,9 +114,11 @@ class Router:
         self.feeds: dict[str, EventFeed] = {}
         self._numbers: dict[str, int] = {}
         self._names: dict[int, str] = {}
-        self._order = LoadOrder(self.config.stream_tokens)
+        self._speed = Speed(self.config.seconds_per_token)
+        self._order = LoadOrder(self.config.stream_tokens, self._speed)
         self._sessions = Sessions(self.config.max_sessions)
         self._num_added = 0
+        self._last_turn = -1
 
     # ---- replicas ----
 
@@ -127,7 +141,7 @@ class Router:
         self._names[number] = name
         self.feeds[name] = EventFeed()
         self.tree.add_replica(number, block_size)
-        self._order.loads[number] = ReplicaLoad(self.config.seconds_per_token)
+        self._order.loads[number] = ReplicaLoad()
         self._order.update(number)
 
     def remove_replica(self, name: str) -> None:
@@ -218,31 +232,34 @@ class Router:
 
         Of many replicas, those with the longest hits and those with the shortest queues are ranked. See `route`.
         """
+        if self.config.policy != "cache_aware":
+            return self._rank_by_policy(request, excluded)
         token_bytes = encode(request.token_ids)
         skipped = frozenset(self._numbers[name] for name in excluded if name in self._numbers)
         paths: dict[int, list[ShadowNode]] = {}
         routes: list[Route] = []
+        token_s = self._speed.seconds_per_token
         expected = self._expected(request, token_bytes, now_s)
         for number in self._candidates(token_bytes, request.scope, expected, skipped, paths):
             hit, is_by_session = self._hit(number, paths, token_bytes, request.scope), False
             if expected is not None and number == expected[0] and expected[1].value > hit.value:
                 hit, is_by_session = expected[1], True
             load = self._order.loads[number]
-            saved_s = self.config.hit_weight * hit.value * load.seconds_per_token
-            score = saved_s - self._order.queue_s(number)
-            # The time to compute the whole prompt differs only where replicas differ in speed.
-            score -= (load.seconds_per_token - self.config.seconds_per_token) * len(request.token_ids)
+            kept_s = (self.config.hit_weight - 1) * hit.value * token_s
+            num_computed = len(request.token_ids) - hit.value + self._order.queue_tokens(number)
+            # The time to compute the whole prompt would be the same everywhere, if replicas were alike.
+            saved_s = (len(request.token_ids) - num_computed * load.slowness_at(now_s)) * token_s
             name = self._names[number]
-            routes.append(Route(name, hit, score, len(request.token_ids), is_by_session, number))
+            routes.append(Route(name, hit, saved_s + kept_s, len(request.token_ids), is_by_session, number))
         if not routes:
             return routes
         # Nearly equal scores keep the order of the candidates: the shortest queue first.
-        least = max(route.score for route in routes) - self.config.tie_tokens * self.config.seconds_per_token
+        least = max(route.score for route in routes) - self.config.tie_tokens * token_s
         return sorted(routes, key=lambda route: -min(route.score, least))
 
     def begin(self, route: Route, request: RouteRequest, now_s: float) -> None:
         """Count a request as work of a route's replica, until `end`."""
-        load = self._order.loads[route._number]
+        load, self._last_turn = self._order.loads[route._number], route._number
         route._ahead, route._sent_s = load.pending_tokens, now_s
         route._pending = max(0, route.num_tokens - route.hit.num_tokens)
         load.pending_tokens += route._pending
@@ -259,7 +276,7 @@ class Router:
         if route._phase == 0 and load is not None:
             load.pending_tokens -= route._pending
             load.num_streams += 1
-            load.measure(now_s - route._sent_s, route._ahead + route._pending)
+            self._measure(load, now_s - route._sent_s, route._ahead + route._pending, now_s)
             self._order.update(route._number)
         route._phase = max(route._phase, 1)
 
@@ -275,6 +292,23 @@ class Router:
         route._phase = 2
 
     # ---- parts ----
+
+    def _rank_by_policy(self, request: RouteRequest, excluded: Iterable[str]) -> list[Route]:
+        """Return routes in turn, or by queues; nothing is said of hits."""
+        skipped = frozenset(self._numbers[name] for name in excluded if name in self._numbers)
+        if self.config.policy == "least_loaded":
+            numbers = self._order.least(MAX_IDLE, skipped)
+        else:
+            # After the replica that had the last turn come those that were added later, then the first ones.
+            able = (each for each, load in self._order.loads.items() if load.is_available and each not in skipped)
+            numbers = sorted(able, key=lambda number: (number <= self._last_turn, number))
+        return [Route(self._names[each], NO_HIT, 0.0, len(request.token_ids), _number=each) for each in numbers]
+
+    def _measure(self, load: ReplicaLoad, seconds: float, num_tokens: int, now_s: float) -> None:
+        """Record the time to a first token, of a request that waited for some tokens and was then computed itself."""
+        if num_tokens > 0 and seconds > 0:
+            load.measure(seconds, self._speed.expected_s(num_tokens), now_s)
+            self._speed.measure(seconds, num_tokens)
 
     def _candidates(
         self,
