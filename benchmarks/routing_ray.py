@@ -99,7 +99,7 @@ async def run(shape: TraceShape, names: list[str]) -> dict[str, Figures]:
             async with application(num_replicas=count, num_kv_blocks=blocks, request_router=router) as url:
                 sessions = await trace_for(http, url, shape)
                 started_s = time.perf_counter()
-                found[name] = await serve_trace(http, sessions, lambda *_, url=url: url, NUM_REPLICAS)
+                found[name] = await serve_trace(http, sessions, lambda *_, url=url: url, count)
                 print(f"{name}: {found[name]} in {time.perf_counter() - started_s:.0f} s", flush=True)
     return found
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -28,10 +27,7 @@ from quire.serving.proxy.fleet import Fleet
 from quire.serving.proxy.metrics import ProxyMetrics
 from quire.serving.proxy.prompts import PATHS, RoutedPrompts
 from quire.serving.proxy.replica import Replica
-from quire.serving.proxy.streams import EventCutter
 from quire.serving.proxy.upstream import UpstreamLost
-
-logger = logging.getLogger(__name__)
 
 # Routes that change what each server has.
 BROADCAST: Final = frozenset(
@@ -41,8 +37,6 @@ BROADCAST: Final = frozenset(
     }
 )
 SESSION_HEADER: Final = "x-session-id"
-# Statuses of a server that cannot take a request, where another one may.
-BUSY: Final = (429, 503)
 
 
 class Proxy:
@@ -178,45 +172,23 @@ class Proxy:
 
     async def _attempt(self, exchange: Exchange, replica: Replica, route: Route | None = None) -> bool:
         """Have a server answer a request; return False where another one may still do so."""
+
+        def on_stream() -> None:
+            if route is not None:
+                self._fleet.router.on_first_token(route, asyncio.get_running_loop().time())
+
         replica.num_in_flight += 1
         end = "left"
         try:
-            end = await self._answer(exchange, replica, route)
+            end = await exchange.attempt(
+                replica.upstream, lambda: replica.name, on_stream, lambda error: replica.fail(str(error))
+            )
+            if end == "answered":
+                replica.succeed()
         finally:
             replica.num_in_flight -= 1
             self.metrics.requests.labels(replica.name, end).inc()
         return end not in ("lost", "busy")
-
-    async def _answer(self, exchange: Exchange, replica: Replica, route: Route | None) -> str:
-        """Return how a server's answer to a request ended."""
-        response: Answer | None = None
-        try:
-            response = await exchange.unless_left(exchange.send_to(replica.upstream))
-            if response is None:
-                return "left"
-            if response.status in BUSY:
-                exchange.last_busy = (response.status, response.header(b"retry-after"))
-                return "busy"
-
-            def on_first_part() -> None:
-                # The answer in one piece comes with its last token.
-                if route is not None and cutter.is_stream:
-                    self._fleet.router.on_first_token(route, asyncio.get_running_loop().time())
-
-            cutter = EventCutter(response.header(b"content-type"))
-            is_whole = await exchange.relay(response, replica.name, cutter, on_first_part)
-            replica.succeed()
-            return "answered" if is_whole else "left"
-        except UpstreamLost as error:
-            replica.fail(str(error))
-            if not exchange.has_begun:
-                return "lost"
-            logger.warning("request %s was lost with %s: %s", exchange.request_id, replica.name, error)
-            await exchange.cut_off(f"the server of this request was lost: {error}")
-            return "cut off"
-        finally:
-            if response is not None:
-                response.close()
 
 
 def _parse(body: bytes) -> Mapping[str, Any]:

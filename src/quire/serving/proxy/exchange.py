@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, Protocol
 
@@ -14,6 +15,9 @@ from starlette.types import Message, Receive, Scope, Send
 
 from quire.server.errors import SHOWN_ID, ApiError, unavailable
 from quire.serving.proxy.streams import EventCutter, error_event
+from quire.serving.proxy.upstream import UpstreamLost
+
+logger = logging.getLogger(__name__)
 
 # Headers of one connection, by RFC 9110, and those that each side writes itself.
 HOP_BY_HOP: Final = frozenset(
@@ -23,6 +27,8 @@ HOP_BY_HOP: Final = frozenset(
     }
 )
 REPLICA_HEADER: Final = b"x-quire-replica"
+# Statuses of a server that cannot take the request now; another one may.
+BUSY: Final = (429, 503)
 # All bodies of requests together.
 MAX_BODY_BYTES: Final = 1 << 30
 
@@ -145,6 +151,47 @@ class Exchange:
         headers.append((b"x-request-id", self.request_id.encode()))
         return await upstream.request(self.method, self._target, headers, self.body)
 
+    async def attempt(
+        self,
+        upstream: Requester,
+        replica: Callable[[], str],
+        on_stream: Callable[[], None],
+        on_lost: Callable[[UpstreamLost], None],
+    ) -> str:
+        """Have a server answer the request.
+
+        Args:
+            upstream: sender of the request.
+            replica: function that returns the server's name, once the head of its answer has arrived.
+            on_stream: function that is called with the first part of a stream.
+            on_lost: function that is called where the server is lost.
+
+        Returns:
+            How it ended: "answered", "left" by the client, "busy", "lost" before the first byte, or "cut off".
+        """
+        answer: Answer | None = None
+        try:
+            answer = await self.unless_left(self.send_to(upstream))
+            if answer is None:
+                return "left"
+            if answer.status in BUSY:
+                self.last_busy = (answer.status, answer.header(b"retry-after"))
+                return "busy"
+            cutter = EventCutter(answer.header(b"content-type"))
+            # The answer in one piece comes with its last token.
+            is_whole = await self.relay(answer, replica(), cutter, on_stream if cutter.is_stream else None)
+            return "answered" if is_whole else "left"
+        except UpstreamLost as error:
+            on_lost(error)
+            logger.warning("request %s was lost with %s: %s", self.request_id, replica(), error)
+            if not self.has_begun:
+                return "lost"
+            await self.cut_off(f"the server of this request was lost: {error}")
+            return "cut off"
+        finally:
+            if answer is not None:
+                answer.close()
+
     async def unless_left(self, work: Any) -> Any:
         """Return the result of a coroutine, None where the client leaves first, which cancels it."""
         if self._left is None:
@@ -179,7 +226,7 @@ class Exchange:
         response: Answer,
         replica: str,
         cutter: EventCutter | None = None,
-        on_first_part: Any = None,
+        on_first_part: Callable[[], None] | None = None,
     ) -> bool:
         """Send a server's answer to the client; the head only with the first part of the body.
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
@@ -29,18 +28,15 @@ from quire.routing.router import RouteRequest
 from quire.server.auth import Guard, check_operator
 from quire.server.errors import ApiError, unavailable
 from quire.server.settings import ServerConfig
-from quire.serving.proxy.app import BROADCAST, BUSY, SESSION_HEADER
-from quire.serving.proxy.exchange import Answer, BodyBudget, Exchange, fields_of
+from quire.serving.proxy.app import BROADCAST, SESSION_HEADER
+from quire.serving.proxy.exchange import BodyBudget, Exchange, fields_of
 from quire.serving.proxy.metrics import ProxyMetrics
 from quire.serving.proxy.prompts import PATHS, RoutedPrompts
-from quire.serving.proxy.streams import EventCutter
 from quire.serving.proxy.upstream import UpstreamLost
 from quire.serving.ray.call import AnswerHead, RawHeaders, RoutedCall, Ticket, WholeAnswer
 from quire.serving.ray.fleet import FLEETS, ReplicaFleet
 from quire.serving.ray.handle_calls import HandleCall, lost_by
 from quire.serving.ray.metrics import merge_metrics
-
-logger = logging.getLogger(__name__)
 
 # Attempts to have one request answered.
 MAX_ATTEMPTS: Final = 8
@@ -186,33 +182,9 @@ class Ingress:
         await exchange.give_up(bool(tried))
 
     async def _attempt(self, exchange: Exchange, ticket: Ticket) -> str:
-        """Return how an attempt ended: "answered", "left", "busy", "lost" before the first byte, or "cut off"."""
-        answer: Answer | None = None
-        try:
-            answer = await exchange.unless_left(exchange.send_to(HandleCall(self._streams, ticket)))
-            if answer is None:
-                return "left"
-            if answer.status in BUSY:
-                exchange.last_busy = (answer.status, answer.header(b"retry-after"))
-                return "busy"
-            cutter = EventCutter(answer.header(b"content-type"))
-
-            def on_first_part() -> None:
-                # The answer in one piece comes with its last token.
-                if cutter.is_stream:
-                    ticket.begin_stream()
-
-            is_whole = await exchange.relay(answer, ticket.replica or "", cutter, on_first_part)
-            return "answered" if is_whole else "left"
-        except UpstreamLost as error:
-            logger.warning("request %s was lost with %s: %s", exchange.request_id, ticket.replica, error)
-            if not exchange.has_begun:
-                return "lost"
-            await exchange.cut_off(f"the replica of this request was lost: {error}")
-            return "cut off"
-        finally:
-            if answer is not None:
-                answer.close()
+        """Return how an attempt ended, see `Exchange.attempt`."""
+        upstream = HandleCall(self._streams, ticket)
+        return await exchange.attempt(upstream, lambda: ticket.replica or "", ticket.begin_stream, lambda _: None)
 
     def _count(self, ticket: Ticket, end: str, started_s: float, *, is_first: bool) -> None:
         self._metrics.requests.labels(ticket.replica or "none", end).inc()
