@@ -58,6 +58,7 @@ def make_block() -> tuple[ExpertsBlock, StepAdapters]:
                 a, b = torch.randn(RANK, in_width) * 0.02, torch.randn(out_width, RANK) * 0.02
                 weights[idx] = LoraWeight(a.to(DTYPE), (LoraPart(b.to(DTYPE), 0, 0),))
             adapters.put(number, adapters.pack(weights, memory))
+    block.fuse_adapted(ops)
     return block, step
 
 

@@ -16,7 +16,7 @@ from quire.models.norms import Norm
 from quire.models.per_layer_inputs import PerLayerEmbedding
 from quire.models.projections import Projection
 from quire.models.sharding import share_of
-from quire.models.spec import LayerGroup, ModelSpec, experts_of
+from quire.models.spec import LayerGroup, ModelSpec
 from quire.models.weight_slots import WeightTable, nested
 from quire.ops.adapted_linear import StepAdapters
 from quire.ops.fused_layers import FusedLayers, FusesExperts, FusesLayers
@@ -41,7 +41,6 @@ class Decoder:
         weights: the weights to load; the decoder runs when none is missing.
         step_adapters: adapters of the present step's rows, for layers that may have adapters.
         merged_adapter: digest of the adapter that is merged into the weights; None for none.
-        is_deterministic: a row is to get the same bits in every batch.
         replicas: ranks of which each has the whole model, to make drafts; None for others.
     """
 
@@ -85,7 +84,6 @@ class Decoder:
         if not spec.tied_head:
             slots |= nested(head=self._head.slots)
         self.merged_adapter: str | None = None
-        self.is_deterministic = False
         self.replicas: RankGroup | None = None
         self.weights = WeightTable(slots, dtype, device, self._fuse)
 
@@ -108,16 +106,11 @@ class Decoder:
             self._layers.fuse_experts(self.ops)
 
     def fuse_adapted(self) -> None:
-        """Have the backend run layers that take adapters by one call too, for steps with adapters.
-
-        Steps in which adapters add to experts run these one by one, where scores and sums are rounded otherwise than in
-        one call: where rows are to get the same bits in every batch, all steps run them so.
-        """
-        if self.is_deterministic and any(experts_of(layer.ffn) is not None for layer in self.spec.layers):
-            self._fused = None
-            self._layers.fuse_experts(None)
+        """Have the backend run layers that take adapters by one call too, or the experts of a layer."""
         if isinstance(self.ops, FusesLayers):
             self._fused_adapted = self._layers.fuse(self.ops)
+        if isinstance(self.ops, FusesExperts):
+            self._layers.fuse_adapted_experts(self.ops)
 
     def __call__(
         self,

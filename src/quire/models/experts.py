@@ -35,6 +35,7 @@ class ExpertsBlock:
 
     Attributes:
         fused: the block as one call of the backend, which `fuse` sets; None for the operations one by one.
+        fused_adapted: the same for steps with adapters, which `fuse_adapted` sets.
         slots: "router", "gate_up", "down" and, where there are such, "router_norm", "choice_bias", "expert_scales",
             "shared.gate_up", "shared.down" and "shared.gate".
     """
@@ -63,6 +64,7 @@ class ExpertsBlock:
                 fill = partial(self._fill, f"_{name}")
                 self.slots[f"{name}.weight"] = WeightSlot((experts.num_experts,), fill, dtype=torch.float32)
         self.fused: FusedExperts | None = None
+        self.fused_adapted: FusedExperts | None = None
         self._shared: GatedMLPBlock | None = None
         self._shared_gate: Projection | None = None
         if experts.shared_width:
@@ -76,9 +78,13 @@ class ExpertsBlock:
     def _fill(self, name: str, tensor: Tensor) -> None:
         setattr(self, name, tensor.clone())
 
-    def fuse(self, ops: FusesExperts | None) -> None:
-        """Let `ops` run the block by one call, if it does; all weights are there. None for no such call any more."""
-        self.fused = None if ops is None else ops.fuse_experts(self._routed)
+    def fuse(self, ops: FusesExperts) -> None:
+        """Let `ops` run the block by one call, if it does; all weights are there."""
+        self.fused = ops.fuse_experts(self._routed)
+
+    def fuse_adapted(self, ops: FusesExperts) -> None:
+        """Let `ops` run the block with adapters by one call, if it does; all layers that take adapters do."""
+        self.fused_adapted = ops.fuse_experts(self._routed)
 
     @property
     def packed(self) -> RoutedExperts | None:
@@ -88,6 +94,7 @@ class ExpertsBlock:
     @property
     def _routed(self) -> RoutedExperts:
         experts, shared = self._experts, None if self._shared is None else self._shared.packed
+        gate_up, down = self._gate_up.adapters, self._down.adapters
         assert self._shared is None or shared is not None, "a shared expert is added as it is"
         return RoutedExperts(
             self._router.run,
@@ -106,6 +113,7 @@ class ExpertsBlock:
             None if self._shared_gate is None else self._shared_gate.run,
             experts.num_experts,
             self._first,
+            None if gate_up is None or down is None else (gate_up, down),
         )
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
@@ -126,8 +134,9 @@ class ExpertsBlock:
         if self._router_norm is not None:
             routed = self._router_norm(routed)
         adapted = self._gate_up.adapted_rows(len(x)) or self._down.adapted_rows(len(x))
-        if self.fused is not None and adapted is None and not self._is_adapted:
-            return self.fused(x, routed, start)
+        fused = self.fused if adapted is None and not self._is_adapted else self.fused_adapted
+        if fused is not None:
+            return fused(x, routed, start)
         chosen, scores = choose(self._router.run(routed), experts, self._choice_bias, self._expert_scales)
         # In float32 and always in the order of the experts: a row gets the same, whatever rows are beside it.
         total = self._begin(x, start)
@@ -203,7 +212,7 @@ class MLPBesideExpertsBlock:
         self._mlp = GatedMLPBlock(ffn.mlp, width, ResidualAdd(ranks=addition.ranks), ops)
         self._experts = ExpertsBlock(ffn.experts, width, ResidualAdd(), ops, new_norm)
         self._mlp_norm, self._experts_input_norm, self._experts_norm = (new_norm(ffn.norm) for _ in range(3))
-        self.fuse = self._experts.fuse
+        self.fuse, self.fuse_adapted = self._experts.fuse, self._experts.fuse_adapted
         self.slots: WeightSlots = nested(
             mlp=self._mlp.slots,
             mlp_norm=self._mlp_norm.slots,
@@ -243,11 +252,12 @@ class ExpertProjections:
         gate: see `Ops.pack_linear`.
 
     Attributes:
+        adapters: adapters of the layers, once they take these.
         runs: the packed layers, one for each expert that this rank computes.
         slots: "bias", if there is one, which is filled before "weight".
     """
 
-    __slots__ = ("_adapters", "_biases", "_bounds", "_is_transposed", "_order", "_pack", "_shape", "runs", "slots")
+    __slots__ = ("_biases", "_bounds", "_is_transposed", "_order", "_pack", "_shape", "adapters", "runs", "slots")
 
     runs: list[Linear]
 
@@ -266,7 +276,7 @@ class ExpertProjections:
         if gate is not None and experts.interleaved:
             self._order = torch.arange(out_width).view(-1, 2).T.flatten()
         self._biases: Sequence[Tensor | None] = [None] * num_experts
-        self._adapters: ExpertAdapters | None = None
+        self.adapters: ExpertAdapters | None = None
         self.slots: WeightSlots = {}
         if experts.bias:
             self.slots["bias"] = WeightSlot((num_experts * out_width,), self._fill_biases)
@@ -275,16 +285,16 @@ class ExpertProjections:
 
     def adapt(self, ops: Ops, step: StepAdapters) -> ExpertAdapters:
         """Let the layers take adapters, of which there are none yet."""
-        self._adapters = ExpertAdapters(ops.make_lora(self._shape[1]), self._bounds, step)
-        return self._adapters
+        self.adapters = ExpertAdapters(ops.make_lora(self._shape[1]), self._bounds, step)
+        return self.adapters
 
     def adapted_rows(self, num_rows: int) -> LoraRows | None:
         """Return the rows, of so many of the present step, to which adapters may add; None for no such row."""
-        return None if self._adapters is None else self._adapters.rows(num_rows)
+        return None if self.adapters is None else self.adapters.rows(num_rows)
 
     def added(self, x: Tensor, pairs: LoraRows) -> Tensor | None:
         """Return what adapters add to the products of `x` [P, in], [P, out]; None where that is nothing."""
-        return None if self._adapters is None else self._adapters(x, pairs)
+        return None if self.adapters is None else self.adapters(x, pairs)
 
     def run(self, idx: int, x: Tensor, rows: slice, added: Tensor | None) -> Tensor:
         """Return the product of some rows of `x` with an expert's weight, with what is added to it."""

@@ -79,11 +79,17 @@ class LayerStack:
         transport = self._ranks.transport
         return ops.fuse_layers(layers, transport) if isinstance(transport, SharedMemoryRanks) else None
 
-    def fuse_experts(self, ops: FusesExperts | None) -> None:
-        """Have the backend run the experts of each layer by one call where it can; None for no such call any more."""
+    def fuse_experts(self, ops: FusesExperts) -> None:
+        """Have the backend run the experts of each layer by one call where it can."""
         for layer in self._layers:
             if not isinstance(layer.ffn, GatedMLPBlock):
                 layer.ffn.fuse(ops)
+
+    def fuse_adapted_experts(self, ops: FusesExperts) -> None:
+        """Do the same for steps with adapters, once all layers that take adapters do."""
+        for layer in self._layers:
+            if not isinstance(layer.ffn, GatedMLPBlock):
+                layer.ffn.fuse_adapted(ops)
 
     def __call__(
         self,

@@ -87,7 +87,6 @@ def load_decoder(
         share = share_of(ranks)
         splits, spec = splits_of(spec, share), shard_spec(spec, share)
     decoder = Decoder(spec, ops=ops, dtype=dtype, device=torch_device, ranks=ranks)
-    decoder.is_deterministic = deterministic
     merged = None
     if adapter is not None:
         slots, row_count = decoder.weights.slots, _row_counter(checkpoint)

@@ -29,38 +29,37 @@ class ExpertAdapters:
         step: adapters of the present step's rows.
 
     Attributes:
-        bounds: the argument.
+        layer, bounds, step: the arguments.
     """
 
     def __init__(self, layer: LoraLayer, bounds: tuple[int, int], step: StepAdapters) -> None:
-        self.bounds = bounds
+        self.layer, self.bounds, self.step = layer, bounds, step
         self._num_experts = bounds[1] - bounds[0]
-        self._layer, self._step = layer, step
         self._slots: set[int] = set()
 
     def pack(self, weights: Mapping[int, LoraWeight], memory: WeightMemory) -> dict[int, Any]:
         """Return an adapter's weights in the layout of the backend, by expert; thread-safe."""
-        return {idx: self._layer.pack(weight, memory) for idx, weight in sorted(weights.items())}
+        return {idx: self.layer.pack(weight, memory) for idx, weight in sorted(weights.items())}
 
     def put(self, slot: int, packed: Mapping[int, Any] | None) -> None:
         """Set the adapter of a slot, None for none; between two steps."""
         if packed is None and slot not in self._slots:
             return
         for local_idx, idx in enumerate(range(*self.bounds)):
-            self._layer.put(slot * self._num_experts + local_idx, None if packed is None else packed.get(idx))
+            self.layer.put(slot * self._num_experts + local_idx, None if packed is None else packed.get(idx))
         self._slots.discard(slot)
         if packed is not None:
             self._slots.add(slot)
 
     def rows(self, num_rows: int) -> LoraRows | None:
         """Return the rows with an adapter, of so many of the step; None where none of the adapters has a part here."""
-        rows = self._step.rows(num_rows)
+        rows = self.step.rows(num_rows)
         return None if rows is None or self._slots.isdisjoint(rows.slots) else rows
 
     def __call__(self, x: Tensor, pairs: LoraRows) -> Tensor | None:
         """Return what the adapters add to the products of pairs, [P, in] to [P, out]; None where that is nothing."""
         slots = {slot // self._num_experts for slot in pairs.slots}
-        return None if self._slots.isdisjoint(slots) else self._layer(x, pairs, None)
+        return None if self._slots.isdisjoint(slots) else self.layer(x, pairs, None)
 
 
 class ExpertPairs(NamedTuple):

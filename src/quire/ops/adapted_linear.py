@@ -18,15 +18,16 @@ class StepAdapters:
     Attributes:
         all: rows among all rows; None where no row of the step has an adapter.
         output: rows among the output rows; None where none of these has one, or all rows are output rows.
-        cell: address of what `all` is for native kernels, 0 for None; its own address stays.
+        call: addresses of `all` and `output` for native kernels, 0 for None, and the number of all rows
+            (`StepAdapters` in lora.h); its own address stays.
     """
 
-    __slots__ = ("all", "cell", "output")
+    __slots__ = ("all", "call", "output")
 
     def __init__(self) -> None:
         self.all: LoraRows | None = None
         self.output: LoraRows | None = None
-        self.cell = array("q", [0])
+        self.call = array("q", (0, 0, 0))
 
     def begin(self, adapters: tuple[LoraRows, LoraRows | None] | None) -> None:
         """Begin a step.
@@ -35,7 +36,9 @@ class StepAdapters:
             adapters: `all` and `output` of the step; None where no row has an adapter.
         """
         self.all, self.output = adapters or (None, None)
-        self.cell[0] = 0 if self.all is None else self.all.call.buffer_info()[0]
+        for place, rows in enumerate((self.all, self.output)):
+            self.call[place] = 0 if rows is None else rows.call.buffer_info()[0]
+        self.call[2] = 0 if self.all is None else self.all.num_rows
 
     def rows(self, num_rows: int) -> LoraRows | None:
         """Return the rows for a layer that is given so many."""

@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from quire.ops.adapted_experts import ExpertAdapters
 from quire.ops.interface import AttentionBatch, HeadNorms, Linear, PagedKV, PagedStates, Rotation, StateBatch
 from quire.ops.native_ranks import SharedMemoryRanks
 from quire.ops.recurrent_weights import GatedDeltaNetWeights, ShortConvWeights
@@ -84,6 +85,7 @@ class RoutedExperts(NamedTuple):
         shared_gate: projection to the gate of its output, [T, 1], or None.
         num_experts: X, those of other ranks included.
         first_expert: index of the first expert that is here; what the others give is left out.
+        adapters: adapters of `gate_ups` and of `downs`; None where these take none.
     """
 
     router: Linear
@@ -102,6 +104,7 @@ class RoutedExperts(NamedTuple):
     shared_gate: Linear | None
     num_experts: int
     first_expert: int = 0
+    adapters: tuple[ExpertAdapters, ExpertAdapters] | None = None
 
 
 class PackedLayer(NamedTuple):

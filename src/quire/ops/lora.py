@@ -54,7 +54,7 @@ class LoraRows:
         slots: adapter slot of each group.
         starts: place of each group's first row in `rows`, and the end.
         rows: rows of all groups.
-        call: number of groups and the addresses of `slots`, `starts` and `rows` (`LoraRows` in lora.cpp).
+        call: number of groups and the addresses of `slots`, `starts` and `rows` (`LoraRows` in lora.h).
     """
 
     __slots__ = ("call", "num_rows", "rows", "slots", "starts")

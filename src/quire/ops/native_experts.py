@@ -21,7 +21,7 @@ class NativeExperts:
 
     Args:
         library: library of the kernels.
-        experts: experts whose layers are `NativeLinear`.
+        experts: experts whose layers are `NativeLinear`, with adapters or without.
     """
 
     def __init__(self, library: NativeLibrary, experts: RoutedExperts) -> None:

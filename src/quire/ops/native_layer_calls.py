@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
+from quire.ops.adapted_experts import ExpertAdapters
 from quire.ops.adapted_linear import AdaptedLinear
 from quire.ops.fused_layers import PackedAttention, PackedLayer, PackedMLP, PackedRecurrence, RoutedExperts, RowNorm
 from quire.ops.interface import HeadNorms, Linear
@@ -60,7 +61,7 @@ def experts_call(experts: RoutedExperts) -> ExpertsCall:
     pairs = zip(map(linear_call, experts.gate_ups), map(linear_call, experts.downs), strict=True)
     parts = [ExpertCall()] * experts.first_expert + [ExpertCall(*pair) for pair in pairs]
     parts += [ExpertCall()] * (experts.num_experts - len(parts))
-    return ExpertsCall(
+    call = ExpertsCall(
         router=linear_call(experts.router),
         choice_bias=_pointer(experts.choice_bias),
         expert_scales=_pointer(experts.expert_scales),
@@ -76,6 +77,16 @@ def experts_call(experts: RoutedExperts) -> ExpertsCall:
         shared=ExpertCall(*map(linear_call, experts.shared or ())),
         shared_gate=linear_call(experts.shared_gate),
     )
+    if experts.adapters is not None:
+        call.gate_up_adapters, call.down_adapters = map(_table_of, experts.adapters)
+        call.step_adapters = experts.adapters[0].step.call.buffer_info()[0]
+        call.first_local, call.num_local = experts.first_expert, len(experts.downs)
+    return call
+
+
+def _table_of(adapters: ExpertAdapters) -> int:
+    assert isinstance(adapters.layer, NativeLoraLayer)
+    return adapters.layer.table
 
 
 def linear_call(linear: Linear | None) -> LinearCall:
@@ -104,8 +115,8 @@ def can_fuse(layers: Sequence[PackedLayer]) -> bool:
 
 
 def can_fuse_experts(experts: RoutedExperts) -> bool:
-    """Return whether all products are native, and none has adapters."""
-    return all(isinstance(part, NativeLinear) for part in _products_of_experts(experts))
+    """Return whether all products are native, with adapters or without."""
+    return all(map(_is_native, _products_of_experts(experts)))
 
 
 def _are_native(layer: PackedLayer) -> bool:

@@ -36,7 +36,7 @@ from quire.ops.weight_memory import WeightMemory
 
 FOLDER: Final = Path(__file__).parent / "native"
 # The number that `quire_interface_version` must return.
-INTERFACE_VERSION: Final = 30
+INTERFACE_VERSION: Final = 31
 # The best last. A processor that runs one runs those before it, except that some with AVX-512 lack AVX-VNNI.
 LEVELS: Final = ("portable", "avx2", "avx_vnni", "avx512", "avx512_bf16")
 # An environment variable with the best level to take, where that is not to be the processor's: for tests of the others.

@@ -23,8 +23,8 @@ class PackedLora(NamedTuple):
     """An adapter's matrices of a layer, as the kernel reads them.
 
     Args:
-        call: address of A, its number of ranks, address and number of `parts` (`LoraWeight` in lora.cpp).
-        parts: five numbers for each part (`LoraPart` in lora.cpp).
+        call: address of A, its number of ranks, address and number of `parts` (`LoraWeight` in lora.h).
+        parts: five numbers for each part (`LoraPart` in lora.h).
         matrices: all matrices, one behind the other.
     """
 
@@ -46,9 +46,14 @@ class NativeLoraLayer:
         self._num_columns = num_columns
         self._packed: dict[int, PackedLora] = {}
         self._weights = array("q")  # address of each slot's structure, 0 for none
-        # Address and length of that (`LoraTable` in lora.cpp); its own address stays.
+        # Address and length of that (`LoraTable` in lora.h); its own address stays.
         self._table = array("q", (0, 0))
         self._fused: array[int] | None = None
+
+    @property
+    def table(self) -> int:
+        """Address of the adapters of all slots; it is valid as long as this lives."""
+        return self._table.buffer_info()[0]
 
     def pack(self, weight: LoraWeight, memory: WeightMemory) -> PackedLora:
         """Lay all matrices out in the order in which they are read."""
@@ -91,8 +96,9 @@ class NativeLoraLayer:
             linear: the layer without adapters.
             step: adapters of the present step's rows.
         """
-        addresses = (self._table.buffer_info()[0], step.cell.buffer_info()[0])
-        self._fused = array("q", (*array("q", bytes(linear)), *addresses))  # `AdaptedLinear` in lora.cpp
+        if self._fused is None:  # several calls may have the layer
+            addresses = (self.table, step.call.buffer_info()[0])
+            self._fused = array("q", (*array("q", bytes(linear)), *addresses))  # `AdaptedLinear` in lora.h
         run: Any = self._library.adapted_linear
         kernel = ctypes.cast(run, ctypes.c_void_p)
         return LinearCall(
@@ -113,7 +119,7 @@ class NativeLoraLayer:
             x.stride(0),
             num_rows,
             width,
-            self._table.buffer_info()[0],
+            self.table,
             rows.call.buffer_info()[0],
             None if residual is None else residual.data_ptr(),
             self._num_columns,

@@ -121,13 +121,13 @@ class GatedDeltaNetCall(ctypes.Structure):
 
 
 class ExpertCall(ctypes.Structure):
-    """An expert (`Expert` in experts.cpp)."""
+    """An expert (`Expert` in experts.h)."""
 
     _fields_ = (("gate_up", LinearCall), ("down", LinearCall))
 
 
 class ExpertsCall(ctypes.Structure):
-    """Experts with a router (`Experts` in experts.cpp)."""
+    """Experts with a router (`Experts` in experts.h)."""
 
     _fields_ = (
         ("router", LinearCall),
@@ -144,6 +144,11 @@ class ExpertsCall(ctypes.Structure):
         ("logit_scale", _DOUBLE),
         ("shared", ExpertCall),
         ("shared_gate", LinearCall),
+        ("gate_up_adapters", _POINTER),
+        ("down_adapters", _POINTER),
+        ("step_adapters", _POINTER),
+        ("first_local", _INT),
+        ("num_local", _INT),
     )
 
 

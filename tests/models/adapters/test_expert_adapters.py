@@ -40,11 +40,11 @@ def save(family: str, folder: Path) -> Path:
     return folder
 
 
-def measured(llm: LLM, adapter: LoRARequest | None = None) -> torch.Tensor:
-    """Return the log probability of each token of the prompt but the first."""
-    (output,) = llm.generate([PROMPT], MEASURED, lora_request=adapter, use_tqdm=False)
+def measured(llm: LLM, adapter: LoRARequest | None = None, prompt: list[int] = PROMPT) -> torch.Tensor:
+    """Return the log probability of each token of a prompt but the first."""
+    (output,) = llm.generate([prompt], MEASURED, lora_request=adapter, use_tqdm=False)
     known: Any = output.prompt_logprobs
-    return torch.tensor([known[at][token].logprob for at, token in enumerate(PROMPT) if at])
+    return torch.tensor([known[at][token].logprob for at, token in enumerate(prompt) if at])
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -145,14 +145,25 @@ def test_a_deterministic_engine_gives_the_same_bits_beside_other_adapters(family
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_packed_experts_take_adapters(quantization: Any, tmp_path: Path) -> None:
-    model = save("qwen3-moe", tmp_path / "model")
-    adapter = LoRARequest("a", 1, str(linear_adapter(model, tmp_path / "adapter")))
+@pytest.mark.skipif("avx2" not in LIBRARIES, reason="native kernels are compared with torch's")
+@pytest.mark.parametrize(
+    ("family", "quantization"),
+    [("qwen3-moe", "int8"), ("qwen3-moe", "int4"), *((name, None) for name in NAMES)],
+)
+def test_native_calls_give_what_torch_gives(family: str, quantization: Any, tmp_path: Path) -> None:
+    """A prompt of more rows than fused layers take, and one of fewer."""
+    model = save(family, tmp_path / "model")
+    adapters = [
+        LoRARequest(name, 1, str(linear_adapter(model, tmp_path / name, seed))) for seed, name in enumerate("ab")
+    ]
+    options = OPTIONS | {"quantization": quantization, "dtype": "bfloat16" if quantization is None else "float32"}
     found = {}
     for kernels in ("auto", "torch"):
-        with LLM(str(model), enable_lora=True, quantization=quantization, kernels=kernels, **OPTIONS) as llm:
-            found[kernels], without = measured(llm, adapter), measured(llm)
+        with LLM(str(model), enable_lora=True, kernels=kernels, **options) as llm:
+            found[kernels], without = (
+                torch.cat([measured(llm, adapters[0]), measured(llm, adapters[1], PROMPT[:20])]),
+                torch.cat([measured(llm), measured(llm, None, PROMPT[:20])]),
+            )
     assert (found["auto"] - found["torch"]).std() < 0.3 * (found["auto"] - without).std()
 
 

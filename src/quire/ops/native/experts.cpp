@@ -1,11 +1,15 @@
 // Experts with a router in one call: a step of few rows runs two small products for each expert that a row goes
 // through, and the overhead of a caller in Python for each of them exceeds the running time of some.
 //
-// Rows are brought together by expert. Outputs are added in float32 and always in the order of the experts: a row gets
-// the same bits, whatever rows are beside it.
+// Rows are brought together by expert, and by adapter within an expert. What adapters add to the products of an expert
+// is their residual, which the threads that run the expert compute.
+//
+// Outputs are added in float32 and always in the order of the experts: a row gets the same bits, whatever rows are
+// beside it.
 #include <algorithm>
 #include <cmath>
 #include <memory>
+#include <numeric>
 #include <vector>
 
 #include "experts.h"
@@ -13,9 +17,19 @@
 
 namespace {
 
+constexpr int64_t kNoAdapter = -1;
+
 struct Choice {
   int64_t row;
+  int64_t adapter;  // slot of the row's adapter, or kNoAdapter
   float score;
+};
+
+// The rows of an expert that have an adapter, which are its first ones: the slot of each adapter and expert, and where
+// its rows begin and end.
+struct AdaptedRows {
+  std::vector<int64_t> slots;
+  std::vector<int64_t> starts;
 };
 
 constexpr int64_t kGrain = 1 << 14;  // number of values that justifies a second thread
@@ -96,6 +110,7 @@ class Mixture {
         width_(experts.router.width),
         inner_width_(std::max(local_width(experts), experts.shared.down.width)),
         is_few_(num_rows <= kFewRows),
+        adapted_(experts.step_adapters == nullptr ? nullptr : experts.step_adapters->at(num_rows)),
         x_(x) {
     // Of few rows, each choice has its own part of the buffers; of more, experts use the same one after the other.
     const int64_t num_places = num_rows * (is_few_ ? std::max(int64_t(1), experts.num_chosen) : 1);
@@ -151,10 +166,30 @@ class Mixture {
       if (starts_[idx + 1] > 0 && is_local(experts_.experts[idx])) present_.push_back(idx);
       starts_[idx + 1] += starts_[idx];
     }
+    list_choices(chosen, scores);
+  }
+
+  // Lists the choices of each expert: rows of an adapter follow each other, those without one come last.
+  void list_choices(const std::vector<int64_t>& chosen, const std::vector<float>& scores) {
+    const int64_t num_chosen = experts_.num_chosen;
     choices_.resize(chosen.size());
     std::vector<int64_t> next(starts_.begin(), starts_.end() - 1);
-    for (int64_t place = 0; place < int64_t(chosen.size()); ++place)
-      choices_[next[chosen[place]]++] = {place / num_chosen, scores[place]};
+    const auto add_row = [&](int64_t row, int64_t adapter) {
+      for (int64_t place = row * num_chosen; place < (row + 1) * num_chosen; ++place)
+        choices_[next[chosen[place]]++] = {row, adapter, scores[place]};
+    };
+    std::vector<char> is_added(num_rows_, 0);
+    for (int64_t group = 0; adapted_ != nullptr && group < adapted_->num_groups; ++group) {
+      for (int64_t place = adapted_->starts[group]; place < adapted_->starts[group + 1]; ++place) {
+        const int64_t row = adapted_->rows[place];
+        is_added[row] = 1;
+        add_row(row, adapted_->slots[group]);
+      }
+    }
+    for (int64_t row = 0; row < num_rows_; ++row)
+      if (!is_added[row]) add_row(row, kNoAdapter);
+    places_.resize(adapted_ == nullptr ? 0 : num_rows_);
+    std::iota(places_.begin(), places_.end(), int64_t(0));
   }
 
   // Sets the sums to what experts are added to: `start`, if there is one, and the output of the shared expert.
@@ -204,8 +239,36 @@ class Mixture {
         std::copy_n(from, width_, to);
     });
     T* const inner = inner_ + place * inner_width_;
-    expert.gate_up(type_, seen, count, nullptr, inner);
-    expert.down(type_, inner, count, nullptr, given_ + place * width_);
+    const AdaptedRows adapted = adapted_rows(idx);
+    const LoraRows rows{int64_t(adapted.slots.size()), adapted.slots.data(), adapted.starts.data(), places_.data()};
+    const StepAdapters step{&rows, nullptr, count};
+    multiply(expert.gate_up, experts_.gate_up_adapters, step, seen, inner);
+    multiply(expert.down, experts_.down_adapters, step, inner, given_ + place * width_);
+  }
+
+  // Returns the rows of an expert that have an adapter; `starts` are places among its rows.
+  AdaptedRows adapted_rows(int64_t idx) const {
+    AdaptedRows adapted;
+    if (adapted_ == nullptr) return adapted;
+    adapted.starts.push_back(0);
+    const Choice* const choices = choices_.data() + starts_[idx];
+    for (int64_t row = 0; row < count_of(idx) && choices[row].adapter != kNoAdapter; ++row) {
+      const int64_t slot = choices[row].adapter * experts_.num_local + idx - experts_.first_local;
+      if (adapted.slots.empty() || adapted.slots.back() != slot) {
+        adapted.slots.push_back(slot);
+        adapted.starts.push_back(row);
+      }
+      adapted.starts.back() = row + 1;
+    }
+    return adapted;
+  }
+
+  // Multiplies all rows of an expert, with what their adapters add.
+  void multiply(const Linear& linear, const LoraTable* table, const StepAdapters& step, const T* x, T* output) const {
+    if (table == nullptr || step.all->num_groups == 0) return linear(type_, x, step.num_rows, nullptr, output);
+    const AdaptedLinear adapted{linear, table, &step};
+    quire_adapted_linear(type_, x, linear.width, step.num_rows, &adapted, linear.num_columns, linear.width, linear.bias,
+                         nullptr, linear.gate, output);
   }
 
   // Calls `body(first, count)` for ranges of columns.
@@ -235,6 +298,7 @@ class Mixture {
   const int64_t width_;
   const int64_t inner_width_;
   const bool is_few_;
+  const LoraRows* const adapted_;  // rows of the step that have an adapter, or null
   const T* const x_;
   std::unique_ptr<T[]> buffer_;
   std::unique_ptr<float[]> sums_;
@@ -245,12 +309,13 @@ class Mixture {
   std::vector<int64_t> starts_;   // [num_experts + 1], of each expert in `choices_`
   std::vector<int64_t> present_;  // experts of this rank that a row goes through, in order
   std::vector<Choice> choices_;
+  std::vector<int64_t> places_;  // 0, 1, ...: rows of any expert
 };
 
 }  // namespace
 
 // Adds to `start` [num_rows, width], which may be null for nothing, what the experts of each row make of `x`. The
-// router sees `routed`.
+// router sees `routed`. Where rows of the step have adapters of experts, their products are computed with these.
 QUIRE_EXPORT void quire_experts(Type type, const Experts* experts, int64_t num_rows, const void* x, const void* routed,
                                 const void* start, void* output) {
   with_type(type, [&](auto* as) {

@@ -1,7 +1,7 @@
 // Experts of a layer as the caller describes them.
 #pragma once
 
-#include "linear_call.h"
+#include "lora.h"
 
 namespace {
 
@@ -27,6 +27,13 @@ struct Experts {
   double logit_scale;
   Expert shared;
   Linear shared_gate;
+  // Adapters of the layers of each expert of this rank, null where these take none; the slot of an expert's is
+  // slot of the adapter * num_local + expert - first_local.
+  const LoraTable* gate_up_adapters;
+  const LoraTable* down_adapters;
+  const StepAdapters* step_adapters;
+  int64_t first_local;
+  int64_t num_local;
 };
 
 }  // namespace

@@ -13,10 +13,9 @@
 #include <type_traits>
 #include <vector>
 
-#include "activation_functions.h"
 #include "cache.h"
 #include "gemm.h"
-#include "linear_call.h"
+#include "lora.h"
 #include "parallel.h"
 
 namespace {
@@ -31,46 +30,6 @@ constexpr int kFillRows = 8;            // rows of a job that copies residuals
 constexpr int kLoraRows = kRegisters == 32 ? 4 : 2;
 // Bytes at the start of a job's matrix that the job before prefetches, until the hardware knows where it is read.
 constexpr int kStartBytes = 1024;
-
-// The matrix B of one part of a layer.
-struct LoraPart {
-  const void* panels;  // [panels, steps of ranks, kLoraColumns, values of a step], zeros behind the last rank
-  int64_t rank;
-  int64_t first_rank;  // its ranks among those of A
-  int64_t first_column;
-  int64_t num_columns;
-};
-
-// An adapter's matrices of one layer.
-struct LoraWeight {
-  const void* a;      // [num_ranks / kAcross, vectors of the width, kAcross, values of a vector], zeros behind them
-  int64_t num_ranks;  // of all parts, rounded up to a multiple of kAcross by ranks of zeros
-  const LoraPart* parts;
-  int64_t num_parts;
-};
-
-// The matrices of each adapter slot, null where the adapter has none for the layer.
-struct LoraTable {
-  const LoraWeight* const* weights;
-  int64_t num_slots;
-
-  const LoraWeight* at(int64_t slot) const { return slot < num_slots ? weights[slot] : nullptr; }
-};
-
-// The rows of a step that have an adapter, grouped by adapter.
-struct LoraRows {
-  int64_t num_groups;
-  const int64_t* slots;   // adapter of each group
-  const int64_t* starts;  // [num_groups + 1], places in `rows`
-  const int64_t* rows;
-};
-
-// A linear layer with adapters, as fused layers take it: `packed` of a `Linear` whose kernel is `quire_adapted_linear`.
-struct AdaptedLinear {
-  Linear linear;
-  const LoraTable* table;
-  const LoraRows* const* rows;  // of the present step
-};
 
 // A part of the work: some rows of a group, from a place in `LoraRows::rows` on, and a range of ranks of A or, with a
 // part, of panels of its B. Without a weight, rows [begin, end) of the step that no adapter writes to as a whole.
@@ -354,7 +313,7 @@ QUIRE_EXPORT void quire_lora(Type type, const void* x, int64_t row_stride, int64
 QUIRE_EXPORT void quire_adapted_linear(Type type, const void* x, int64_t row_stride, int64_t num_rows,
                                        const AdaptedLinear* adapted, int64_t num_columns, int64_t width,
                                        const void* bias, const void* residual, Activation gate, void* output) {
-  const LoraRows* const rows = *adapted->rows;
+  const LoraRows* const rows = adapted->step->at(num_rows);
   bool has_any = false;
   for (int64_t group = 0; rows != nullptr && group < rows->num_groups; ++group)
     has_any |= adapted->table->at(rows->slots[group]) != nullptr;

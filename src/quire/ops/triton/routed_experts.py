@@ -86,8 +86,11 @@ class TritonExperts:
 
 
 def fuse_experts(experts: RoutedExperts, gate: Callable[[Tensor, Activation], Tensor]) -> TritonExperts | None:
-    """Return experts as one; None where not all of them are here, or a layer of theirs cannot be one."""
-    if len(experts.gate_ups) < experts.num_experts:
+    """Return experts as one; None where not all of them are here, or a layer of theirs cannot be one.
+
+    Neither are those that take adapters.
+    """
+    if len(experts.gate_ups) < experts.num_experts or experts.adapters is not None:
         return None
     gate_ups, downs = (plain_layer(each) or stored_layer(each) for each in (experts.gate_ups, experts.downs))
     return None if gate_ups is None or downs is None else TritonExperts(experts, gate_ups, downs, gate)
