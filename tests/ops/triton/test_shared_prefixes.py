@@ -34,7 +34,7 @@ def found_in(tables: list[list[int]], rule: SharingRule) -> list[tuple[list[int]
         PrefixCandidate(row, 1, start, len(table) * rule.block_size)
         for row, (start, table) in enumerate(zip(starts, tables, strict=False))
     ]
-    found = find_shared(candidates, ids, rule)
+    found = find_shared(candidates, ids, rule).ranges
     return [(sorted(each.first_row for each in members), first, end) for members, first, end in found]
 
 
@@ -204,7 +204,7 @@ def test_decodes_planned_at_once_have_the_work_of_the_slow_planner(seed: int) ->
         PrefixCandidate(row, 1, start, context - 1)
         for row, (start, context) in enumerate(zip(starts, contexts, strict=False))
     ]
-    sharing = Sharing.of(find_shared(candidates, tables, rule), rule, heads, processors)
+    sharing = Sharing.of(find_shared(candidates, tables, rule).ranges, rule, heads, processors)
     firsts = torch.tensor([sharing.ends.get(row, 0) for row in range(len(contexts))])
     num_shared = torch.tensor([sharing.num_parts.get(row, 0) for row in range(len(contexts))])
     length = split_length(int((positions + 1 - firsts).sum()), heads, processors, DECODE.tokens)

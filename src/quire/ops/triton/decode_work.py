@@ -54,10 +54,12 @@ class DecodeWork(NamedTuple):
     Args:
         items: int64 [M, 8]; see `WorkItem`, with a zero at the end.
         split_rows: int64 [S, 4]; see `SplitRows`.
+        places: int64 [n], index of the first partial result of each row that is split.
     """
 
     items: Tensor
     split_rows: Tensor
+    places: Tensor
 
 
 def plan_decodes(
@@ -102,4 +104,4 @@ def plan_decodes(
     items[:, 6] = torch.where(is_split[owners], (places + num_shared)[owners] + part, -1)
     split = is_split.nonzero()[:, 0]
     split_rows = torch.stack((split, torch.ones_like(split), places[split], num_places[split]), 1)
-    return DecodeWork(items, split_rows)
+    return DecodeWork(items, split_rows, places)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from math import lcm
 from typing import Final, NamedTuple
 
@@ -118,8 +117,21 @@ class SharedRange(NamedTuple):
     end: int
 
 
-def find_shared(candidates: Sequence[PrefixCandidate], block_ids: Tensor, rule: SharingRule) -> list[SharedRange]:
-    """Return the ranges of tokens that are read once; of a sequence, they follow each other from its first token on.
+class FoundRanges(NamedTuple):
+    """Ranges that sequences share, and how much of each table they were found from.
+
+    Args:
+        ranges: ranges of tokens that are read once; of a sequence, they follow each other from its first token on.
+        deciding: number of tokens of each candidate whose blocks decide on that, in whole units: those up to where it
+            differs from all others, and a unit more; whether it has so many decides too.
+    """
+
+    ranges: Sequence[SharedRange]
+    deciding: Sequence[int]
+
+
+def find_shared(candidates: Sequence[PrefixCandidate], block_ids: Tensor, rule: SharingRule) -> FoundRanges:
+    """Find the ranges of tokens that are read once.
 
     Args:
         candidates: sequences of the step, in its order.
@@ -127,60 +139,67 @@ def find_shared(candidates: Sequence[PrefixCandidate], block_ids: Tensor, rule: 
         rule: rule by which reading once pays.
 
     Returns:
-        Ranges, those of a sequence in the order of its tokens. None where all together save too little.
+        Ranges: none where all together save too little.
     """
-    found: list[SharedRange] = []
-    saved = 0
-    # Bytes are compared faster than numbers; this needs no numpy.
-    tables = memoryview((ctypes.c_char * block_ids.nbytes).from_address(block_ids.data_ptr()))
-    for members in _with_equal_beginnings(candidates, tables, rule):
-        for each, bytes_saved in _ranges(members, tables, rule):
-            found.append(each)
-            saved += bytes_saved
-    return found if saved > rule.least_bytes else []
-
-
-def _with_equal_beginnings(
-    candidates: Sequence[PrefixCandidate], tables: memoryview, rule: SharingRule
-) -> Iterator[list[PrefixCandidate]]:
-    """Yield sequences whose first blocks are the same, as many as the shortest range has."""
+    deciding = [rule.least_tokens] * len(candidates)
+    if rule.tile_rows < 2:  # no two rows are read together
+        return FoundRanges([], deciding)
+    tables = table_bytes(block_ids)
     num_bytes = rule.least_tokens // rule.block_size * ID_BYTES
-    by_beginning: dict[bytes, list[PrefixCandidate]] = defaultdict(list)
-    for candidate in candidates:
+    by_beginning: dict[bytes, list[int]] = defaultdict(list)
+    for idx, candidate in enumerate(candidates):
         if candidate.num_tokens >= rule.least_tokens and candidate.num_rows <= rule.tile_rows:
             start = candidate.table * ID_BYTES
-            by_beginning[bytes(tables[start : start + num_bytes])].append(candidate)
-    for members in by_beginning.values():
-        if len(members) > 1:
-            yield members
+            by_beginning[bytes(tables[start : start + num_bytes])].append(idx)
+    found: list[SharedRange] = []
+    saved = 0
+    for alike in by_beginning.values():
+        if len(alike) > 1:
+            for each, bytes_saved in _ranges(alike, candidates, tables, rule, deciding):
+                found.append(each)
+                saved += bytes_saved
+    return FoundRanges(found if saved > rule.least_bytes else [], deciding)
+
+
+def table_bytes(block_ids: Tensor) -> memoryview:
+    """Return the bytes of block tables on the host: they are compared faster than numbers, and without numpy."""
+    return memoryview((ctypes.c_char * block_ids.nbytes).from_address(block_ids.data_ptr()))
 
 
 def _ranges(
-    members: Sequence[PrefixCandidate], tables: memoryview, rule: SharingRule
+    alike: Sequence[int],
+    candidates: Sequence[PrefixCandidate],
+    tables: memoryview,
+    rule: SharingRule,
+    deciding: list[int],
 ) -> Iterator[tuple[SharedRange, int]]:
-    """Yield the ranges of sequences that share some, those of more sequences first, and the bytes that each saves."""
+    """Yield the ranges of sequences that begin alike, the bytes that each saves, and write down what decided on them.
+
+    Sequences go together as far as all have the same blocks, and are divided by their next unit.
+    """
     unit_bytes = rule.unit // rule.block_size * ID_BYTES
-
-    def blocks(candidate: PrefixCandidate) -> bytes:
-        start = candidate.table * ID_BYTES
-        return bytes(tables[start : start + candidate.num_tokens // rule.unit * unit_bytes])
-
-    # In the order of their blocks, what two sequences share is the least that neighbours between them do.
-    keyed = sorted((blocks(candidate), candidate) for candidate in members)
-    common = [_num_equal(one, other, unit_bytes) * rule.unit for (one, _), (other, _) in pairwise(keyed)]
-    members = [candidate for _, candidate in keyed]
-    open_parts = [(0, len(members), 0, 0)]
+    keys: dict[int, bytes] = {}
+    for idx in alike:
+        start = candidates[idx].table * ID_BYTES
+        keys[idx] = bytes(tables[start : start + candidates[idx].num_tokens // rule.unit * unit_bytes])
+    open_parts = [(alike, 0, 0)]
     while open_parts:
-        low, high, begin, depth = open_parts.pop()
-        if high - low < 2 or depth == MAX_RANGES:
-            continue
-        end, part = min(common[low : high - 1]), members[low:high]
-        saved = rule.saved_bytes(sum(each.num_rows for each in part), len(part), end - begin)
+        part, begin, depth = open_parts.pop()
+        part_keys = [keys[idx] for idx in part]
+        num_units = _num_equal(min(part_keys), max(part_keys), unit_bytes)
+        end, num_rows = num_units * rule.unit, sum(candidates[idx].num_rows for idx in part)
+        saved = rule.saved_bytes(num_rows, len(part), end - begin)
         if end - begin >= rule.least_tokens and saved > 0:
-            yield SharedRange(part, begin, end), saved
+            yield SharedRange([candidates[idx] for idx in part], begin, end), saved
             begin, depth = end, depth + 1
-        cuts = [low, *(idx + 1 for idx in range(low, high - 1) if common[idx] == end), high]
-        open_parts.extend((one, other, begin, depth) for one, other in pairwise(cuts))
+        by_unit: dict[bytes, list[int]] = defaultdict(list)
+        next_unit = slice(num_units * unit_bytes, (num_units + 1) * unit_bytes)
+        for idx, key in zip(part, part_keys, strict=True):
+            deciding[idx] = end + rule.unit
+            by_unit[key[next_unit]].append(idx)
+        by_unit.pop(b"", None)  # they end here
+        if depth < MAX_RANGES:
+            open_parts.extend((each, begin, depth) for each in by_unit.values() if len(each) > 1)
 
 
 def _num_equal(one: bytes, other: bytes, size: int) -> int:

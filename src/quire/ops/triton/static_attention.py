@@ -10,12 +10,13 @@ from torch import Tensor
 
 from quire.ops.interface import PagedKV
 from quire.ops.static_steps import StaticAttentionBatch, StaticLimits, StaticMemory, StaticNumbers, StaticTable
+from quire.ops.triton.decode_sharing import NO_SHARING, DecodeSharing, SharedDecodes
 from quire.ops.triton.decode_work import ITEM, SPLIT_ROWS, MostWork, plan_decodes
 from quire.ops.triton.launches import Device
-from quire.ops.triton.shared_prefixes import PrefixCandidate, SharedRange, SharingRule, find_shared
-from quire.ops.triton.shared_work import SHARED_ITEM, SHARED_ROW, MostShared, Sharing
+from quire.ops.triton.shared_prefixes import SharingRule
+from quire.ops.triton.shared_work import SHARED_ITEM, SHARED_ROW, MostShared
 from quire.ops.triton.splits import most_splits, split_length
-from quire.ops.triton.step_attention import PlacedItems, PlacedShared, TritonStepAttention, padded
+from quire.ops.triton.step_attention import PlacedItems, PlacedShared, TritonStepAttention
 from quire.ops.triton.tiles import Tile
 
 # Numbers in front of the items: how many items and split rows there are, and behind two zeros, at a multiple of
@@ -31,14 +32,14 @@ class PlannedGroup(NamedTuple):
 
     Args:
         tile: tile of a program.
-        rule: when tokens that sequences share are read once.
+        decodes: finds what sequences share, and remembers it.
         most: bounds of the largest step.
         numbers: int32: a header, then items, then split rows.
         shared_items, shared_rows: int32, items of shared tokens, and the rows of these.
     """
 
     tile: Tile
-    rule: SharingRule
+    decodes: SharedDecodes
     most: MostWork
     numbers: StaticNumbers
     shared_items: StaticTable
@@ -72,7 +73,6 @@ class TritonStaticTokens:
         self._block_ids: StaticTable = memory.take_table(limits.num_blocks + 1, torch.int64)
         self._planned: dict[int, PlannedGroup] = {}
         self._written: tuple[Tensor, Tensor, Tensor, int] | None = None
-        self._found: dict[int, list[SharedRange]] = {}
 
     def batch(self, num_rows: int, shares: bool = False) -> StaticAttentionBatch:
         """Return the batch of a step of some rows."""
@@ -91,18 +91,8 @@ class TritonStaticTokens:
     def share(self, positions: Tensor, block_ids: Tensor, block_starts: Tensor) -> bool:
         """Find shared tokens for layers with each number of query heads to a KV head."""
         firsts = self._firsts(positions)
-        # Where no two sequences begin with the same block, nothing else is looked at.
-        _, owners, counts = torch.unique(block_ids[block_starts], return_inverse=True, return_counts=True)
-        rows = ((counts[owners] > 1) & (firsts == 0)).nonzero()[:, 0]
-        candidates = [
-            PrefixCandidate(row, 1, table, position)
-            for row, table, position in zip(
-                rows.tolist(), block_starts[rows].tolist(), positions[rows].tolist(), strict=True
-            )
-        ]
-        for group, planned in self._planned.items():
-            self._found[group] = find_shared(candidates, block_ids, planned.rule) if candidates else []
-        return any(self._found.values())
+        found = [planned.decodes.find(positions, firsts, block_ids, block_starts) for planned in self._planned.values()]
+        return any(found)
 
     def write_tokens(
         self, positions: Tensor, block_ids: Tensor, block_starts: Tensor, num_rows: int, shares: bool = False
@@ -118,8 +108,8 @@ class TritonStaticTokens:
             positions = torch.cat((positions, positions.new_zeros(padding)))
             block_starts = torch.cat((block_starts, block_starts.new_full((padding,), len(block_ids) - 1)))
         self._written = positions, self._firsts(positions), block_starts, num_real
-        for group, planned in self._planned.items():
-            self._plan(planned, self._found.get(group, []) if shares else [])
+        for planned in self._planned.values():
+            self._plan(planned, planned.decodes.sharing if shares else NO_SHARING)
 
     def _firsts(self, positions: Tensor) -> Tensor:
         """Return the first token that each row sees."""
@@ -129,34 +119,30 @@ class TritonStaticTokens:
             return (positions + (1 - self._window)).clamp_(min=0)
         return torch.zeros_like(positions)
 
-    def _plan(self, planned: PlannedGroup, found: list[SharedRange]) -> None:
-        """Write the items of the step that was written last, in which some ranges are shared."""
+    def _plan(self, planned: PlannedGroup, sharing: DecodeSharing) -> None:
+        """Write the items of the step that was written last, in which some tokens are shared."""
         assert self._written is not None, "a step comes before its work"
         positions, firsts, block_starts, num_real = self._written
-        sharing = Sharing.of(found, planned.rule, self._num_kv_heads, self._num_processors)
-        num_shared = torch.zeros_like(firsts)
-        if found:
-            rows, firsts = list(sharing.ends), firsts.clone()
-            firsts[rows] = torch.tensor(list(sharing.ends.values()))
-            num_shared[rows] = torch.tensor([sharing.num_parts[row] for row in rows])
+        num_shared = None
+        if len(sharing.rows):
+            firsts, num_shared = firsts.clone(), torch.zeros_like(firsts)
+            firsts[sharing.rows] = sharing.ends
+            num_shared[sharing.rows] = sharing.num_parts
         num_tokens = int((positions[:num_real] + 1 - firsts[:num_real]).sum())
         length = split_length(num_tokens, self._num_kv_heads, self._num_processors, planned.tile.tokens)
         work = plan_decodes(positions, firsts, block_starts, num_real, planned.tile.tokens, length, num_shared)
-        shared = sharing.work(dict(work.split_rows[:, ::2].tolist()) if found else {})
+        shared_items, shared_rows = sharing.work(block_starts, work.places)
         num_items, num_split, most = len(work.items), len(work.split_rows), planned.most
         assert num_items <= most.num_items, f"{num_items} items, and there is room for {most.num_items}"
         assert num_split <= most.num_split, f"{num_split} split rows, and there is room for {most.num_split}"
         numbers = planned.numbers.host
-        numbers[0], numbers[1], numbers[SHARED_COUNT] = num_items, num_split, len(shared.items)
+        numbers[0], numbers[1], numbers[SHARED_COUNT] = num_items, num_split, len(shared_items)
         numbers[HEADER : HEADER + ITEM * num_items].view(-1, ITEM)[:] = work.items
         start = HEADER + ITEM * most.num_items
         numbers[start : start + SPLIT_ROWS * num_split].view(-1, SPLIT_ROWS)[:] = work.split_rows
-        for table, entries, width in (
-            (planned.shared_items, shared.items, SHARED_ITEM),
-            (planned.shared_rows, shared.rows, SHARED_ROW),
-        ):
-            assert len(entries) * width <= len(table), f"{len(entries)} entries, and there is room for {len(table)}"
-            table.write(torch.tensor(padded(entries, width), dtype=torch.int32))
+        for table, entries in ((planned.shared_items, shared_items), (planned.shared_rows, shared_rows)):
+            assert entries.numel() <= len(table), f"{entries.numel()} numbers, and there is room for {len(table)}"
+            table.write(entries.view(-1))
 
     def launch(self, group: int, num_rows: int, tile: Tile, rule: SharingRule, shares: bool) -> PlacedItems:
         """Return the items of a launch for steps of some rows.
@@ -174,13 +160,13 @@ class TritonStaticTokens:
             most = self._most(self._limits.num_rows, tile).with_shared(self._limits.num_rows, shared)
             planned = self._planned[group] = PlannedGroup(
                 tile,
-                rule,
+                SharedDecodes(rule, self._num_kv_heads, self._num_processors),
                 most,
                 self._memory.take(HEADER + ITEM * most.num_items + SPLIT_ROWS * most.num_split, torch.int32),
                 self._memory.take_table(SHARED_ITEM * shared.num_items, torch.int32),
                 self._memory.take_table(SHARED_ROW * shared.num_rows, torch.int32),
             )
-            self._plan(planned, [])
+            self._plan(planned, NO_SHARING)
             self._memory.upload()
         numbers, most, placed = planned.numbers.device, self._most(num_rows, tile), None
         if shares:

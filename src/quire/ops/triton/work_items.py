@@ -96,8 +96,8 @@ def plan_work(
     few = [span for span in spans if span.num_rows * group <= decode.rows]
     sharing = NOTHING_SHARED
     if rule is not None and len(few) > 1:
-        ranges = find_shared(list(_candidates(batch, few)), _host_block_ids(batch), rule)
-        sharing = Sharing.of(ranges, rule, num_kv_heads, num_processors)
+        found = find_shared(list(_candidates(batch, few)), _host_block_ids(batch), rule)
+        sharing = Sharing.of(found.ranges, rule, num_kv_heads, num_processors)
         few = [span._replace(first=sharing.ends.get(span.first_row, span.first)) for span in few]
     length = split_length(sum(each.end - each.first for each in few), num_kv_heads, num_processors, decode.tokens)
     whole: list[WorkItem] = []

@@ -1,0 +1,246 @@
+"""What decodes share, remembered from step to step, against what is found afresh; this needs no Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.ops.triton.decode_sharing import SharedDecodes
+from quire.ops.triton.shared_prefixes import PrefixCandidate, SharedRange, SharingRule, find_shared
+from quire.ops.triton.shared_work import Sharing
+from quire.ops.triton.tiles import decode_tile, shared_tile
+
+BLOCK_SIZE, GROUP, KV_HEADS, PROCESSORS = 16, 4, 2, 3
+WINDOW = 900
+# Blocks of a history: so few that tables which were different become alike.
+NUM_BLOCKS = 6
+
+
+def rule_of(least_bytes: float = 0.0) -> SharingRule:
+    """Return the rule of bfloat16 and heads of 128: ranges of 256 tokens, in units of 64."""
+    tile, decode = shared_tile(128, GROUP, 2, (9, 0)), decode_tile(128, GROUP, 2)
+    return SharingRule.of(tile, decode, GROUP, BLOCK_SIZE, 512, 128, least_bytes)
+
+
+class History:
+    """Sequences that decode, and what is remembered of them.
+
+    Args:
+        window: tokens that a row sees; None for all.
+        rule: rule by which reading once pays.
+    """
+
+    def __init__(self, window: int | None = None, rule: SharingRule | None = None) -> None:
+        self.tables: list[list[int]] = []
+        self.positions: list[int] = []
+        self._window, self._rule = window, rule or rule_of()
+        self.shared = SharedDecodes(self._rule, KV_HEADS, PROCESSORS)
+
+    def join(self, table: Sequence[int], position: int) -> None:
+        """Add a sequence whose next token has a position in the last block of its table."""
+        assert position // BLOCK_SIZE + 1 == len(table)
+        self.tables.append(list(table))
+        self.positions.append(position)
+
+    def leave(self, seq: int) -> None:
+        """Take a sequence away."""
+        del self.tables[seq], self.positions[seq]
+
+    def append(self, seq: int, count: int, block: int) -> None:
+        """Add tokens to a sequence, in the same new block over and over."""
+        self.positions[seq] += count
+        missing = self.positions[seq] // BLOCK_SIZE + 1 - len(self.tables[seq])
+        self.tables[seq] += [block] * missing
+
+    def cut(self, seq: int, position: int) -> None:
+        """Take a sequence back to a position, as where it was preempted and computed in part."""
+        self.positions[seq] = min(self.positions[seq], position)
+        del self.tables[seq][self.positions[seq] // BLOCK_SIZE + 1 :]
+
+    def step(self) -> None:
+        """Find what the next step shares, and compare it with what is found afresh."""
+        starts = list(accumulate(map(len, self.tables), initial=0))[:-1]
+        ids = torch.tensor([block for table in self.tables for block in table] + [0])
+        positions, block_starts = torch.tensor(self.positions), torch.tensor(starts)
+        firsts = torch.zeros_like(positions)
+        if self._window is not None:
+            firsts = (positions + 1 - self._window).clamp(min=0)
+        candidates = [
+            PrefixCandidate(row, 1, start, position)
+            for row, (start, position) in enumerate(zip(starts, self.positions, strict=True))
+            if firsts[row] == 0
+        ]
+        expected = find_shared(candidates, ids, self._rule).ranges
+        assert self.shared.find(positions, firsts, ids, block_starts) == bool(expected)
+        assert rows_of(self.shared.ranges) == rows_of(expected)
+        sharing, found = Sharing.of(expected, self._rule, KV_HEADS, PROCESSORS), self.shared.sharing
+        assert dict(zip(found.rows.tolist(), found.ends.tolist(), strict=True)) == sharing.ends
+        assert dict(zip(found.rows.tolist(), found.num_parts.tolist(), strict=True)) == sharing.num_parts
+        # Places that tell rows from one another.
+        places = torch.arange(len(starts)) * 1000 + 7
+        work = sharing.work(dict(enumerate(places.tolist())))
+        items, members = found.work(block_starts, places)
+        assert items.tolist() == [[*item, 0, 0] for item in work.items]
+        assert members.tolist() == [[*row, 0] for row in work.rows]
+
+
+def rows_of(ranges: Sequence[SharedRange]) -> list[tuple[list[int], int, int]]:
+    """Return the rows, in their order, first token and end of ranges."""
+    return [([each.first_row for each in members], first, end) for members, first, end in ranges]
+
+
+def own(count: int, seq: int) -> list[int]:
+    """Return blocks that no other sequence has."""
+    return [1000 * (1 + seq) + idx for idx in range(count)]
+
+
+def two_samples_and_a_stranger() -> History:
+    """Return two sequences that share 512 tokens and have 75 of their own, and one with others, after a step."""
+    history = History()
+    history.join([*range(32), *own(5, 0)], 587)
+    history.join(own(37, 1), 587)
+    history.join([*range(32), *own(5, 2)], 587)
+    history.step()
+    assert rows_of(history.shared.ranges) == [([0, 2], 0, 512)]
+    return history
+
+
+blocks = st.integers(0, NUM_BLOCKS - 1)
+# Beginnings that many sequences have, which differ early, late, or where the other one ends.
+prefixes = st.sampled_from(
+    [[0] * 16, [0] * 20, [0] * 32, [0] * 28 + [1] * 4, [0] * 32 + [2] * 20, [1] * 32, [0, *[1] * 24], [0] * 3]
+)
+numbers = st.integers(0, 1 << 16)
+changes = st.one_of(
+    st.tuples(st.just("decode"), st.integers(1, 70), blocks),
+    st.tuples(st.just("decode"), st.just(1), blocks),
+    st.tuples(st.just("join"), prefixes, st.lists(blocks, max_size=12), st.integers(0, 15)),
+    st.tuples(st.just("leave"), numbers),
+    st.tuples(st.just("append"), numbers, st.integers(1, 130), blocks),
+    st.tuples(st.just("replace"), numbers, numbers, blocks),
+    st.tuples(st.just("copy"), numbers, numbers, numbers),
+    st.tuples(st.just("cut"), numbers, st.integers(0, 700)),
+    st.tuples(st.just("swap"), numbers, numbers),
+)
+
+
+def change(history: History, kind: str, *args: object) -> None:
+    """Change the sequences of a history; numbers that are out of range go round."""
+    count = len(history.tables)
+    match kind, args:
+        case "join", (list() as prefix, list() as rest, int() as offset):
+            table = [*prefix, *rest]
+            history.join(table, (len(table) - 1) * BLOCK_SIZE + offset)
+        case "decode", (int() as number, int() as block):
+            for seq in range(count):
+                history.append(seq, number, block)
+        case _ if not count:
+            pass
+        case "leave", (int() as seq,):
+            history.leave(seq % count)
+        case "append", (int() as seq, int() as number, int() as block):
+            history.append(seq % count, number, block)
+        case "replace", (int() as seq, int() as idx, int() as block):
+            table = history.tables[seq % count]
+            table[idx % len(table)] = block
+        case "copy", (int() as seq, int() as other, int() as idx):  # one more block that two have in common
+            table, source = history.tables[seq % count], history.tables[other % count]
+            idx %= min(len(table), len(source))
+            table[idx] = source[idx]
+        case "cut", (int() as seq, int() as position):
+            history.cut(seq % count, position)
+        case "swap", (int() as seq, int() as other):
+            one, two, tables, positions = seq % count, other % count, history.tables, history.positions
+            tables[one], tables[two] = tables[two], tables[one]
+            positions[one], positions[two] = positions[two], positions[one]
+        case _:
+            raise ValueError(kind)
+
+
+def run(history: History, made: Sequence[tuple[object, ...]]) -> None:
+    """Let four sequences begin, and compare after each change."""
+    for idx in range(4):
+        history.join([*[0] * 24, *[1 + idx % 2] * (8 + idx)], (31 + idx) * BLOCK_SIZE + 3 * idx)
+    history.step()
+    for kind, *args in made:
+        change(history, str(kind), *args)
+        if history.tables:
+            history.step()
+
+
+@settings(max_examples=20)
+@given(st.lists(changes, max_size=20), st.sampled_from([None, None, WINDOW]))
+def test_what_is_remembered_is_what_is_found(made: list[tuple[object, ...]], window: int | None) -> None:
+    run(History(window), made)
+
+
+@pytest.mark.slow
+@settings(max_examples=2000)
+@given(st.lists(changes, max_size=40), st.sampled_from([None, WINDOW]), st.sampled_from([0.0, 500_000.0]))
+def test_what_is_remembered_is_what_is_found_in_long_searches(
+    made: list[tuple[object, ...]], window: int | None, least_bytes: float
+) -> None:
+    run(History(window, rule_of(least_bytes)), made)
+
+
+def test_steps_of_decodes_find_nothing_again() -> None:
+    history = two_samples_and_a_stranger()
+    found = history.shared.ranges
+    for step in range(200):
+        for seq in range(3):
+            history.append(seq, 1, 5000 + 1000 * seq + step)
+        history.step()
+        assert history.shared.ranges is found
+
+
+def test_tables_that_change_are_compared_again() -> None:
+    """A shared block that is another one, or was: what is behind the unit that differs does not count."""
+    history = two_samples_and_a_stranger()
+    found = history.shared.ranges
+    history.tables[0][36], history.tables[2][36] = 77, 78  # behind the unit that differs
+    history.step()
+    assert history.shared.ranges is found
+    history.tables[0][17] = 79
+    history.step()
+    assert rows_of(history.shared.ranges) == [([0, 2], 0, 256)]
+    history.tables[2][17] = 79
+    history.step()
+    assert rows_of(history.shared.ranges) == [([0, 2], 0, 512)]
+
+
+def test_a_table_is_compared_again_when_its_first_unit_beyond_the_others_is_whole() -> None:
+    """Two tables that are alike as far as whole units go: with the next unit they may differ, or go on alike."""
+    for is_alike in (True, False):
+        history = History()
+        for seq in range(2):
+            history.join([*range(20), 99 if is_alike else 100 + seq], 335)
+        history.step()
+        assert rows_of(history.shared.ranges) == [([0, 1], 0, 320)]
+        for seq in range(2):
+            history.append(seq, 64, 200)
+        history.step()
+        assert rows_of(history.shared.ranges) == [([0, 1], 0, 384 if is_alike else 320)]
+
+
+def test_a_stranger_that_begins_as_others_do_joins_them() -> None:
+    history = two_samples_and_a_stranger()
+    history.tables[1] = [*range(32), *own(5, 1)]
+    history.step()
+    assert rows_of(history.shared.ranges) == [([0, 1, 2], 0, 512)]
+
+
+def test_rows_that_no_longer_see_their_beginning() -> None:
+    history = History(window=597)
+    for seq in range(3):
+        history.join([*range(32), *own(5, seq)], 587 + 4 * (seq == 2))
+    history.step()
+    assert rows_of(history.shared.ranges) == [([0, 1, 2], 0, 512)]
+    for seq in range(3):
+        history.append(seq, 8, 9000 + seq)
+    history.step()
+    assert rows_of(history.shared.ranges) == [([0, 1], 0, 512)]
