@@ -32,7 +32,7 @@ PROCESSORS: Final = 132
 GROUP, KV_HEADS, HEAD_DIM = 4, 8, 128
 
 
-class Step(NamedTuple):
+class DecodeTables(NamedTuple):
     """Arguments of `TritonStaticTokens.share`."""
 
     positions: Tensor
@@ -40,7 +40,7 @@ class Step(NamedTuple):
     block_starts: Tensor
 
 
-class Traffic:
+class DecodingSequences:
     """Sequences that decode.
 
     Args:
@@ -61,7 +61,7 @@ class Traffic:
         # They are at different places in their lives.
         self._left = [self._rng.randrange(1, life) if life else 0 for _ in range(num_sequences)]
 
-    def steps(self, number: int) -> Iterator[Step]:
+    def steps(self, number: int) -> Iterator[DecodeTables]:
         """Yield steps, each a token later."""
         for _ in range(number):
             starts = list(accumulate(map(len, self._tables), initial=0))[:-1]
@@ -70,7 +70,7 @@ class Traffic:
                 ids += table
             ids.append(0)  # the null block
             positions = torch.tensor(self._contexts) - 1
-            yield Step(positions, torch.frombuffer(ids, dtype=torch.int64), torch.tensor(starts))
+            yield DecodeTables(positions, torch.frombuffer(ids, dtype=torch.int64), torch.tensor(starts))
             self._decode()
 
     def _decode(self) -> None:
@@ -125,7 +125,7 @@ class Times(NamedTuple):
 def measure(num_sequences: int, num_prompts: int, life: int, num_steps: int) -> list[Times]:
     """Return the times of each step, after a fifth of them that are not measured."""
     static, times = make_buffers(num_sequences), []
-    for step in Traffic(num_sequences, num_prompts, life).steps(num_steps):
+    for step in DecodingSequences(num_sequences, num_prompts, life).steps(num_steps):
         began, began_thread = time.perf_counter(), time.thread_time()
         shares = static.share(*step)
         static.write_tokens(*step, num_sequences, shares)
