@@ -65,6 +65,7 @@ def run(device: torch.device, file: Path) -> int:
     # Imported here: they need Triton.
     from benchmarks.gpu.correctness import check_all
     from benchmarks.gpu.speed import measure_attention, measure_engine, measure_model
+    from benchmarks.gpu.states import measure_states
     from benchmarks.gpu.timing import Bench, measure_ceilings
     from quire.ops.triton.triton_ops import TritonOps
 
@@ -74,6 +75,7 @@ def run(device: torch.device, file: Path) -> int:
     is_right = check_all(bench, ops)
     if is_right:
         measure_attention(bench, ops)
+        measure_states(bench, ops)
         for shape in (REHEARSED,) if bench.is_rehearsal else (QWEN_06B, LLAMA_8B):
             measure_model(bench, ops, shape)
         measure_engine(bench)

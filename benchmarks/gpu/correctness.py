@@ -157,17 +157,17 @@ class StatesMemory(NamedTuple):
 
 
 def states_case(device: torch.device, ops: TritonOps, dtype: torch.dtype) -> CaseResult:
-    """Convolve, scan, and apply the delta rule, for sequences with a state and without."""
-    batch = StateBatch([3, 1, 2], [0, 1, 40, 43], [True, False, True])
+    """Convolve, scan, and apply the delta rule, row by row and in chunks, from a state and from none."""
+    batch = StateBatch([3, 1, 2, 5, 4], [0, 1, 40, 43, 200, 280], [True, False, True, True, False])
     num_heads, dim, width = 4, 64, 64
     channels = num_heads * dim + 2 * width
 
     def outputs(place: torch.device) -> list[Tensor]:
-        memory = StatesMemory([randn(4, 3, channels).to(place, dtype)], [randn(4, num_heads, dim, width).to(place)])
+        memory = StatesMemory([randn(6, 3, channels).to(place, dtype)], [randn(6, num_heads, dim, width).to(place)])
         step: Recurrence = ReferenceStepStates(batch, memory)
         if place == device:
             step = TritonStepStates(batch, memory, ops.device)
-        rows, steps = randn(43, channels, seed=7).to(place, dtype), randn(43, num_heads, seed=8).to(place)
+        rows, steps = randn(280, channels, seed=7).to(place, dtype), randn(280, num_heads, seed=8).to(place)
         heads = SSMHeads(*(part.to(place) for part in (-randn(num_heads).exp(), randn(num_heads), randn(num_heads))))
         convolved = step.causal_conv(0, rows, randn(4, channels, seed=9).to(place), None, True)
         x, writes, reads = rows.split_with_sizes((num_heads * dim, width, width), 1)

@@ -26,11 +26,13 @@ from quire.ops.triton.kernels import (  # noqa: E402
     linear,
     rows,
     shared_attention,
+    state_chunks,
     states,
     stored_experts,
 )
 
-MODULES: tuple[ModuleType, ...] = (attention, experts, heads, linear, rows, shared_attention, states, stored_experts)
+MODULES: tuple[ModuleType, ...] = (attention, experts, heads, linear, rows, shared_attention, state_chunks, states)
+MODULES += (stored_experts,)
 # Bytes of shared memory that a program may have, by compute capability.
 SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 TYPES = {

@@ -149,12 +149,19 @@ def other_launches() -> list[Launch]:
                 ops.gate(x, activation)  # type: ignore[arg-type]
             ops.sigmoid_gate(x, x)
             ops.gated_norm(x.float(), x, randn(8, 512), 1e-5)
-            world = StatesWorld(
-                [(2, True), (1, False)], num_heads=32, num_groups=1, head_dim=64, state_dim=128, dtype=dtype
-            )
-            device = Device(torch.device("cpu"))
-            world.run(partial(TritonStepStates, device=device))
         ops.apply_token_bitmask(randn(2, 128256), [1], [torch.zeros(4008, dtype=torch.int32)])
+    return launches
+
+
+def state_launches(head_dim: int, state_dim: int, dtypes: tuple[torch.dtype, ...] = (BF16, FP16)) -> list[Launch]:
+    """Return the launches of recurrences over states [head_dim, state_dim], row by row and in chunks."""
+    launches: list[Launch] = []
+    with recorded(launches), torch.inference_mode():
+        for dtype in dtypes:
+            world = StatesWorld(
+                [(2, True), (70, False)], num_heads=32, head_dim=head_dim, state_dim=state_dim, dtype=dtype
+            )
+            world.run(partial(TritonStepStates, device=Device(torch.device("cpu"))))
     return launches
 
 
@@ -196,7 +203,8 @@ def stored_launches(name: str) -> list[Launch]:
     return launches
 
 
-OTHERS: dict[str, Callable[[], list[Launch]]] = {"rows and states": other_launches, "experts": expert_launches}
+OTHERS: dict[str, Callable[[], list[Launch]]] = {"rows": other_launches, "experts": expert_launches}
+OTHERS |= {f"states of {d} x {n}": partial(state_launches, d, n) for d, n in ((64, 128), (128, 128), (64, 256))}
 OTHERS |= {name: partial(stored_launches, name) for name in (*STORED, "e4m3")}
 OTHERS |= {f"experts, {name}": partial(expert_launches, name) for name in (*STORED, "e4m3")}
 

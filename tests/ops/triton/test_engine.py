@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +11,18 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError
 from quire.memory import check
-from tests.conformance.checkpoints import ragged_prompts, save_checkpoint
+from tests.conformance.checkpoints import (
+    EOS_TOKEN_ID,
+    POOL_FACTORS,
+    VOCAB_SIZE,
+    generate_with_transformers,
+    ragged_prompts,
+    save_checkpoint,
+)
 from tests.conformance.conftest import REPRESENTATIVES, make_reference
 from tests.ops.triton.interpreted import MARKS, triton
+
+from quire.ops.triton.state_chunks import StateChunks  # isort: skip - the module above skips where Triton is missing
 
 SLOW = pytest.mark.slow
 NUM_TOKENS = 6
@@ -46,6 +57,30 @@ class TestInterpreted:
             for tokens, expected in zip(found, reference.outputs, strict=False):
                 # What the reference ends by itself is compared as far as it goes.
                 assert list(tokens[: len(expected)]) == list(expected[:NUM_TOKENS])
+        check(llm.engine.scheduler.memory)
+
+    @pytest.mark.parametrize("name", ["falcon-h1", "granite4"])
+    def test_prompts_in_chunks(self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A prompt of several chunks over three steps, beside decodes and another one; then again from its snapshot."""
+        folder = save_checkpoint(name, tmp_path)
+        rng = random.Random(3)
+        prompts = [[rng.randrange(10, VOCAB_SIZE) for _ in range(count)] for count in (5, 210, 70)]
+        expected = generate_with_transformers(folder, prompts, [EOS_TOKEN_ID])
+        num_chunks, scan = [], StateChunks.scan
+
+        def scan_seen(chunks: StateChunks, *args: Any) -> None:
+            num_chunks.append(len(chunks.starts))
+            scan(chunks, *args)
+
+        monkeypatch.setattr(StateChunks, "scan", scan_seen)
+        llm = load(str(folder), 2 * POOL_FACTORS[name], max_model_len=256, max_num_batched_tokens=100,
+                   state_snapshot_interval=128)  # fmt: skip
+        for _ in range(2):
+            found = llm.generate(prompts, GREEDY, use_tqdm=False)
+            for output, tokens in zip(found, expected, strict=True):
+                known = tokens[:NUM_TOKENS]
+                assert list(output.outputs[0].token_ids)[: len(known)] == known
+        assert max(num_chunks) > 1
         check(llm.engine.scheduler.memory)
 
     @pytest.mark.parametrize("stored", ["int8", "fp8"])

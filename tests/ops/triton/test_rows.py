@@ -1,21 +1,16 @@
-"""Triton's operations on rows and on states, interpreted, against the slow twin."""
+"""Triton's operations on rows and on masks, interpreted, against the slow twin."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import get_args
 
 import pytest
 import torch
 
 from quire.ops.interface import Activation
-from tests.ops.test_states import World as StatesWorld
 from tests.ops.triton.interpreted import MARKS, make_ops
 from tests.ops.world import REFERENCE, assert_near, randn
-
-from quire.ops.triton.launches import Device  # isort: skip - the modules above skip where Triton is missing
-from quire.ops.triton.step_states import TritonStepStates  # isort: skip
 
 pytestmark = MARKS
 
@@ -68,22 +63,3 @@ def test_token_bitmask(vocab_size: int) -> None:
     REFERENCE.apply_token_bitmask(expected, [3, 1], masks)
     assert torch.equal(found, expected)
     assert torch.equal(found[[0, 2]], logits[[0, 2]])
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("num_heads", "num_groups", "kernel"), [(2, 1, 2), (4, 2, 4), (3, 3, 9)])
-@pytest.mark.parametrize(("head_dim", "state_dim"), [(1, 1), (5, 7), (32, 16)])
-def test_states(
-    dtype: torch.dtype, num_heads: int, num_groups: int, kernel: int, head_dim: int, state_dim: int
-) -> None:
-    """Sequences with a state and without, of fewer rows than a convolution sees, and of more."""
-    world = StatesWorld(
-        [(1, True), (5, False), (1, False), (2, True), (11, True)],
-        kernel=kernel,
-        num_heads=num_heads,
-        num_groups=num_groups,
-        head_dim=head_dim,
-        state_dim=state_dim,
-        dtype=dtype,
-    )
-    world.check(partial(TritonStepStates, device=Device(torch.device("cpu"))))

@@ -15,6 +15,9 @@ from quire.ops.triton.tiles import DEFAULT_CAPABILITY
 INTERPRETED_PROCESSORS: Final = 2
 # Bytes that a GPU reads while it launches a kernel: 2.5 us at 3.3 TB/s. What saves less is not worth one.
 LAUNCH_BYTES: Final = 8 << 20
+# Rows up to which a state goes through a sequence row by row. Two launches and one chunk should take about the time of
+# as many, at half a microsecond to one for a row, which waits for its loads; neither was measured.
+SINGLE_ROWS: Final = 31
 
 
 class Device:
@@ -27,14 +30,16 @@ class Device:
         capability: compute capability.
         num_processors: number of streaming multiprocessors.
         launch_bytes: bytes that must be saved for one launch more; the interpreter saves any.
+        single_rows: rows of a sequence up to which a state goes through it row by row, and not in chunks.
     """
 
-    __slots__ = ("capability", "is_gpu", "launch_bytes", "num_processors", "torch_device")
+    __slots__ = ("capability", "is_gpu", "launch_bytes", "num_processors", "single_rows", "torch_device")
 
     def __init__(self, device: torch.device) -> None:
         self.torch_device = device
         self.is_gpu = device.type == "cuda"
         self.capability, self.num_processors = DEFAULT_CAPABILITY, INTERPRETED_PROCESSORS
+        self.single_rows = SINGLE_ROWS
         self.launch_bytes: float = LAUNCH_BYTES if self.is_gpu else 0
         if self.is_gpu:
             properties = torch.cuda.get_device_properties(device)

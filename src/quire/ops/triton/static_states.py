@@ -60,4 +60,5 @@ class TritonStaticStepStates(TritonStepStates):
         assert isinstance(batch.source, TritonStaticStates), "a batch of another backend"
         self._states = states
         self._num_seqs = self._num_rows = batch.row_starts[-1]
+        self._single_rows = 1
         batch.source.put_into(self, self._num_rows)

@@ -12,6 +12,7 @@ from quire.ops.interface import PagedStates, StateBatch
 from quire.ops.recurrent_weights import SSMHeads
 from quire.ops.triton.kernels import states as kernels
 from quire.ops.triton.launches import Device
+from quire.ops.triton.state_chunks import ChunkPlan, StateBatchNumbers, StateChunks
 from quire.ops.triton.tiles import power_of_2
 
 # Channels of a program of a convolution.
@@ -21,7 +22,10 @@ CARRIED: Final = 4096
 
 
 class TritonStepStates:
-    """Recurrence of one step over one cache group: its batch lies on the device once for all layers."""
+    """Recurrence of one step over one cache group: its batch lies on the device once for all layers.
+
+    States go through rows one by one; those of Mamba 2 through sequences of many rows in chunks.
+    """
 
     def __init__(self, batch: StateBatch, states: PagedStates, device: Device) -> None:
         self._states = states
@@ -30,14 +34,31 @@ class TritonStepStates:
         owners = chain.from_iterable(
             [seq] * (end - start) for seq, (start, end) in enumerate(pairwise(batch.row_starts))
         )
-        numbers = device.numbers(chain(batch.row_starts, batch.block_ids, map(int, batch.has_state), owners))
-        sizes = (num_seqs + 1, num_seqs, num_seqs, self._num_rows)
-        self.put_numbers(*numbers.split_with_sizes(sizes))
+        self._single_rows = device.single_rows
+        plan = ChunkPlan.of(batch.row_starts, device.single_rows)
+        numbers = device.numbers(chain(batch.row_starts, batch.block_ids, map(int, batch.has_state), owners, *plan))
+        sizes = (num_seqs + 1, num_seqs, num_seqs, self._num_rows, *map(len, plan))
+        *parts, sequences, first_chunks, starts, ends = numbers.split_with_sizes(sizes)
+        chunks = StateChunks(sequences, first_chunks, starts, ends) if plan.sequences else None
+        self.put_numbers(*parts, chunks, len(plan.sequences) < num_seqs)
 
-    def put_numbers(self, row_starts: Tensor, block_ids: Tensor, has_state: Tensor, row_sequences: Tensor) -> None:
-        """Take the batch as it lies on the device, int32: [S + 1], [S], [S], and the sequence of each row [T]."""
-        self._row_starts, self._block_ids, self._has_state = row_starts, block_ids, has_state
-        self._row_sequences = row_sequences
+    def put_numbers(
+        self,
+        row_starts: Tensor,
+        block_ids: Tensor,
+        has_state: Tensor,
+        row_sequences: Tensor,
+        chunks: StateChunks | None = None,
+        has_few_rows: bool = True,
+    ) -> None:
+        """Take the batch as it lies on the device, int32: [S + 1], [S], [S], and the sequence of each row [T].
+
+        Args:
+            chunks: sequences that are carried in chunks.
+            has_few_rows: there are others.
+        """
+        self._numbers = StateBatchNumbers(row_starts, block_ids, has_state)
+        self._row_sequences, self._chunks, self._has_few_rows = row_sequences, chunks, has_few_rows
 
     def causal_conv(
         self, layer_idx: int, x: Tensor, conv_weight: Tensor, conv_bias: Tensor | None, activation: bool
@@ -58,9 +79,7 @@ class TritonStepStates:
             conv_weight,
             conv_weight if conv_bias is None else conv_bias,
             self._row_sequences,
-            self._row_starts,
-            self._block_ids,
-            self._has_state,
+            *self._numbers,
             num_channels,
             *strides,
             TAPS=len(conv_weight),
@@ -72,9 +91,7 @@ class TritonStepStates:
         kernels.store_inputs[self._num_seqs, num_parts](
             x,
             states,
-            self._row_starts,
-            self._block_ids,
-            self._has_state,
+            *self._numbers,
             num_channels,
             num_columns,
             *strides,
@@ -87,53 +104,45 @@ class TritonStepStates:
         """Carry each state through its rows."""
         states = self._states.ssm_states[layer_idx]
         _, num_heads, head_dim, state_dim = states.shape
-        x, B, C, dt = (_adjoining(part) for part in (x, B, C, dt))
+        inputs = _adjoining(x), _adjoining(B), _adjoining(C), _adjoining(dt)
         output = x.new_empty(x.shape, dtype=torch.float32)
         width = power_of_2(state_dim)
         dims = min(power_of_2(head_dim), max(1, CARRIED // width))
-        if len(x):
+        if len(x) and self._has_few_rows:
             kernels.scan[self._num_seqs, num_heads, -(-head_dim // dims)](
                 output,
-                x,
-                B,
-                C,
-                dt,
+                *inputs,
                 *heads,
                 states,
-                self._row_starts,
-                self._block_ids,
-                self._has_state,
-                *(part.stride(0) for part in (x, B, C, dt, states)),
+                *self._numbers,
+                *(part.stride(0) for part in (*inputs, states)),
                 HEADS=num_heads,
                 SHARE=num_heads * state_dim // B.shape[1],
                 HEAD_DIM=head_dim,
                 STATE_DIM=state_dim,
                 DIM=dims,
                 WIDTH=width,
+                MOST_ROWS=self._single_rows,
             )
+        if self._chunks is not None:
+            self._chunks.scan(output, inputs, heads, states, self._numbers)
         return output
 
     def gated_delta_rule(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         """Carry each state through its rows."""
         states = self._states.ssm_states[layer_idx]
         _, num_heads, key_dim, value_dim = states.shape
-        q, k, v, g, beta = (_adjoining(part) for part in (q, k, v, g, beta))
+        inputs = _adjoining(q), _adjoining(k), _adjoining(v), _adjoining(g), _adjoining(beta)
         output = v.new_empty(v.shape, dtype=torch.float32)
         keys = power_of_2(key_dim)
         columns = min(power_of_2(value_dim), max(1, CARRIED // keys))
         if len(v):
             kernels.delta_rule[self._num_seqs, num_heads, -(-value_dim // columns)](
                 output,
-                q,
-                k,
-                v,
-                g,
-                beta,
+                *inputs,
                 states,
-                self._row_starts,
-                self._block_ids,
-                self._has_state,
-                *(part.stride(0) for part in (q, k, v, g, beta, states)),
+                *self._numbers,
+                *(part.stride(0) for part in (*inputs, states)),
                 HEADS=num_heads,
                 SHARE=num_heads * key_dim // k.shape[1],
                 KEY_DIM=key_dim,

@@ -1,7 +1,8 @@
 """Recurrences over paged states: short convolutions, Mamba 2, the gated delta rule.
 
-A state is updated row by row: one program carries one head's part of one sequence's state through the rows. Flags are
-compared as vectors: the interpreter takes no scalar condition for a mask.
+A state is updated row by row: one program carries one head's part of one sequence's state through the rows. Mamba 2
+leaves sequences of many rows to `state_chunks.py`. Flags are compared as vectors: the interpreter takes no scalar
+condition for a mask.
 """
 
 import triton
@@ -11,7 +12,7 @@ from quire.ops.triton.kernels.numbers import rounded, sigmoid
 
 
 @triton.jit
-def _softplus(x):
+def softplus(x):
     """Return softplus of float32; the argument itself where the logarithm adds nothing, as torch does."""
     return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.where(x > 20.0, 0.0, x))))
 
@@ -70,32 +71,48 @@ def store_inputs(
 
 
 @triton.jit
-def scan(
-    output, x, B, C, dt, A, dt_bias, skips, states, row_starts, block_ids, has_state, stride_x, stride_B, stride_C,
-    stride_dt, stride_block, HEADS: tl.constexpr, SHARE: tl.constexpr, HEAD_DIM: tl.constexpr,
-    STATE_DIM: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+def scan_rows(
+    state, output, x, B, C, dt, A, dt_bias, skips, head, dims, first, num_rows, stride_x, stride_B, stride_C,
+    stride_dt, HEADS: tl.constexpr, SHARE: tl.constexpr, HEAD_DIM: tl.constexpr, STATE_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Carry DIM rows of one head's state [HEAD_DIM, STATE_DIM] through a sequence: Mamba 2."""
-    sequence, head = tl.program_id(0), tl.program_id(1)
-    dims = tl.program_id(2) * DIM + tl.arange(0, DIM)
+    """Return some rows (`dims`) of one head's state, [len(dims), WIDTH], after rows of a sequence: Mamba 2."""
     columns = tl.arange(0, WIDTH)
     known_dims, known_columns = dims < HEAD_DIM, columns < STATE_DIM
-    mask = known_dims[:, None] & known_columns[None, :]
-    base = states + tl.load(block_ids + sequence).to(tl.int64) * stride_block
-    where = base + (head * HEAD_DIM + dims[:, None]) * STATE_DIM + columns[None, :]
-    state = tl.load(where, mask=mask & ((columns[None, :] * 0 + tl.load(has_state + sequence)) != 0), other=0.0)
     decay_rate, bias, skip = tl.load(A + head), tl.load(dt_bias + head), tl.load(skips + head)
     group = head // SHARE * STATE_DIM
-    first = tl.load(row_starts + sequence)
-    for number in range(tl.load(row_starts + sequence + 1) - first):
+    for number in range(num_rows):
         row = first.to(tl.int64) + number
-        step = _softplus(tl.load(dt + row * stride_dt + head).to(tl.float32) + bias)
+        step = softplus(tl.load(dt + row * stride_dt + head).to(tl.float32) + bias)
         values = tl.load(x + row * stride_x + head * HEAD_DIM + dims, mask=known_dims, other=0.0).to(tl.float32)
         write = tl.load(B + row * stride_B + group + columns, mask=known_columns, other=0.0).to(tl.float32)
         read = tl.load(C + row * stride_C + group + columns, mask=known_columns, other=0.0).to(tl.float32)
         state = state * tl.exp(step * decay_rate) + (values * step)[:, None] * write[None, :]
         found = tl.sum(state * read[None, :], 1) + skip * values
         tl.store(output + (row * HEADS + head) * HEAD_DIM + dims, found, mask=known_dims)
+    return state
+
+
+@triton.jit
+def scan(
+    output, x, B, C, dt, A, dt_bias, skips, states, row_starts, block_ids, has_state, stride_x, stride_B, stride_C,
+    stride_dt, stride_block, HEADS: tl.constexpr, SHARE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    STATE_DIM: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, MOST_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Carry DIM rows of one head's state [HEAD_DIM, STATE_DIM] through a sequence of MOST_ROWS at most: Mamba 2."""
+    sequence, head = tl.program_id(0), tl.program_id(1)
+    first = tl.load(row_starts + sequence)
+    num_rows = tl.load(row_starts + sequence + 1) - first
+    if num_rows > MOST_ROWS:
+        return
+    dims = tl.program_id(2) * DIM + tl.arange(0, DIM)
+    columns = tl.arange(0, WIDTH)
+    mask = (dims < HEAD_DIM)[:, None] & (columns < STATE_DIM)[None, :]
+    base = states + tl.load(block_ids + sequence).to(tl.int64) * stride_block
+    where = base + (head * HEAD_DIM + dims[:, None]) * STATE_DIM + columns[None, :]
+    state = tl.load(where, mask=mask & ((columns[None, :] * 0 + tl.load(has_state + sequence)) != 0), other=0.0)
+    state = scan_rows(state, output, x, B, C, dt, A, dt_bias, skips, head, dims, first, num_rows, stride_x, stride_B,
+                      stride_C, stride_dt, HEADS, SHARE, HEAD_DIM, STATE_DIM, WIDTH)  # fmt: skip
     tl.store(where, state, mask=mask)
 
 
