@@ -89,7 +89,7 @@ class StateChunks(NamedTuple):
         """
         _, num_heads, head_dim, state_dim = states.shape
         shape = len(self.starts), num_heads
-        # What decay leaves of the state before each row, and of the row; and whether a chunk is not finite.
+        # Decay of the state before each row, and of the row; and a flag of chunks that are not finite.
         decays, flags = output.new_empty(*shape, 2, CHUNK), output.new_empty(shape, dtype=torch.int32)
         width = power_of_2(state_dim, LEAST_SIDE)
         whole = power_of_2(head_dim, LEAST_SIDE)
