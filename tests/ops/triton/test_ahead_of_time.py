@@ -204,7 +204,7 @@ def stored_launches(name: str) -> list[Launch]:
 
 
 OTHERS: dict[str, Callable[[], list[Launch]]] = {"rows": other_launches, "experts": expert_launches}
-OTHERS |= {f"states of {d} x {n}": partial(state_launches, d, n) for d, n in ((64, 128), (128, 128), (64, 256))}
+OTHERS |= {f"states of {d} x {n}": partial(state_launches, d, n) for d, n in ((64, 128), (64, 256))}
 OTHERS |= {name: partial(stored_launches, name) for name in (*STORED, "e4m3")}
 OTHERS |= {f"experts, {name}": partial(expert_launches, name) for name in (*STORED, "e4m3")}
 

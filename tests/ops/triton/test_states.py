@@ -69,7 +69,11 @@ def test_plan() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("head_dim", "state_dim"), [(1, 1), (5, 7), (64, 128), (80, 24), (40, 256)])
 def test_in_chunks(dtype: torch.dtype, head_dim: int, state_dim: int) -> None:
-    world = World(MIXED, num_heads=4, num_groups=2, head_dim=head_dim, state_dim=state_dim, dtype=dtype)
+    # Wide states are carried slowly here.
+    spans, num_heads, num_groups = (MIXED, 4, 2) if state_dim < 64 else (MIXED[-2:], 2, 1)
+    world = World(
+        spans, num_heads=num_heads, num_groups=num_groups, head_dim=head_dim, state_dim=state_dim, dtype=dtype
+    )
     world.check(make_step)
 
 

@@ -133,6 +133,7 @@ class StateChunks(NamedTuple):
             DIM=tile,
             WIDTH=width,
             CHUNK=CHUNK,
-            num_warps=4,
+            # 4096 numbers, which the least tile of a wide state has, would spill registers of 4 warps.
+            num_warps=4 if width * tile <= CARRIED else 8,
             num_stages=2,
         )
