@@ -38,9 +38,10 @@ class TritonStepStates:
         plan = ChunkPlan.of(batch.row_starts, device.single_rows)
         numbers = device.numbers(chain(batch.row_starts, batch.block_ids, map(int, batch.has_state), owners, *plan))
         sizes = (num_seqs + 1, num_seqs, num_seqs, self._num_rows, *map(len, plan))
-        *parts, sequences, first_chunks, starts, ends = numbers.split_with_sizes(sizes)
-        chunks = StateChunks(sequences, first_chunks, starts, ends) if plan.sequences else None
-        self.put_numbers(*parts, chunks, len(plan.sequences) < num_seqs)
+        row_starts, block_ids, has_state, row_sequences, *parts = numbers.split_with_sizes(sizes)
+        chunks = StateChunks(*parts) if plan.sequences else None
+        has_few_rows = len(plan.sequences) < num_seqs
+        self.put_numbers(row_starts, block_ids, has_state, row_sequences, chunks, has_few_rows)
 
     def put_numbers(
         self,
