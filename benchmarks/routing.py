@@ -196,11 +196,11 @@ def figures_of(hit_share: float, ttfts: Sequence[float], computed: Sequence[int]
     return Figures(hit_share, statistics.mean(ttfts), p99_s, balance, len(ttfts))
 
 
-def shapes(num_sessions: int) -> dict[str, TraceShape]:
-    """Return the traces by title."""
+def shapes(num_sessions: int, rate: float = 4.0) -> dict[str, TraceShape]:
+    """Return the traces by title, with a rate of chats a second."""
     return {
-        TITLES["chat"]: chat_shape(num_sessions, rate=4.0, pause_s=4.0),
-        TITLES["agents"]: agent_shape(num_sessions // 2, rate=1.0, pause_s=0.5),
+        TITLES["chat"]: chat_shape(num_sessions, rate=rate, pause_s=4.0),
+        TITLES["agents"]: agent_shape(num_sessions // 2, rate=rate / 4, pause_s=0.5),
     }
 
 

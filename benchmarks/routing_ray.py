@@ -108,16 +108,19 @@ def main() -> None:
     """Run a trace, print a table and save the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sessions", type=int, default=200, help="sessions of the chat trace")
+    parser.add_argument("--rate", type=float, default=4.0, help="sessions a second of the chat trace")
     parser.add_argument("--trace", choices=("chat", "agents"), default="chat")
     parser.add_argument("--beside", nargs="+", choices=[*ROUTERS][1:], default=["ray, prefixes"], help="Ray's routers")
     options = parser.parse_args()
-    title, shape = next(each for each in shapes(options.sessions).items() if each[0].startswith(options.trace))
+    title, shape = next(
+        each for each in shapes(options.sessions, options.rate).items() if each[0].startswith(options.trace)
+    )
     found = asyncio.run(run(shape, ["quire", *options.beside]))
     show(title, found)
     for other in options.beside:
         print(f"mean TTFT is {found['quire'].mean_ttft_s / found[other].mean_ttft_s:.2f} of that of {other}")
     rows = [{"trace": title, "runs": {name: each._asdict() for name, each in found.items()}}]
-    print(machine.save("routing_ray", {"num_replicas": NUM_REPLICAS, "rows": rows}))
+    print(machine.save("routing_ray", {"num_replicas": NUM_REPLICAS, "rate": options.rate, "rows": rows}))
 
 
 if __name__ == "__main__":
