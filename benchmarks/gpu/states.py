@@ -74,7 +74,8 @@ def scan(bench: Bench, ops: TritonOps, rows: Sequence[int], shape: Shape) -> par
     random = partial(torch.randn, device=bench.device)
     parameters = SSMHeads(-random(heads).exp(), random(heads), random(heads))
     widths = (heads * shape.dim, heads // shape.share * shape.width, heads // shape.share * shape.width, heads)
-    return partial(step.ssm_scan, 0, *(random(num_rows, width, dtype=torch.bfloat16) for width in widths), parameters)
+    x, writes, reads, dt = (random(num_rows, width, dtype=torch.bfloat16) for width in widths)
+    return partial(step.ssm_scan, 0, x, writes, reads, dt, parameters)
 
 
 def correct(bench: Bench, ops: TritonOps, rows: Sequence[int], shape: Shape) -> partial[Tensor]:
