@@ -27,7 +27,7 @@ class States(NamedTuple):
     ssm_states: list[Tensor]
 
 
-class Shape(NamedTuple):
+class HeadShape(NamedTuple):
     """Recurrent heads of a layer: states of [dim, width], `share` heads to a group of keys."""
 
     num_heads: int
@@ -37,9 +37,9 @@ class Shape(NamedTuple):
 
 
 # Granite 4 hybrids of 1B, and Qwen3.5.
-SCANNED: Final = Shape(48, 64, 128, 48)
-CORRECTED: Final = Shape(32, 128, 128, 2)
-REHEARSED: Final = Shape(2, 16, 16, 2)
+SCANNED: Final = HeadShape(48, 64, 128, 48)
+CORRECTED: Final = HeadShape(32, 128, 128, 2)
+REHEARSED: Final = HeadShape(2, 16, 16, 2)
 
 
 def measure_states(bench: Bench, ops: TritonOps) -> None:
@@ -60,7 +60,7 @@ def measure_states(bench: Bench, ops: TritonOps) -> None:
             ops.device.single_rows = single_rows
 
 
-def make_step(bench: Bench, ops: TritonOps, rows: Sequence[int], shape: Shape) -> TritonStepStates:
+def make_step(bench: Bench, ops: TritonOps, rows: Sequence[int], shape: HeadShape) -> TritonStepStates:
     """Return a step of sequences that have states."""
     count = len(rows)
     states = torch.randn(count + 1, shape.num_heads, shape.dim, shape.width, device=bench.device)
@@ -68,7 +68,7 @@ def make_step(bench: Bench, ops: TritonOps, rows: Sequence[int], shape: Shape) -
     return TritonStepStates(batch, States([], [states]), ops.device)
 
 
-def scan(bench: Bench, ops: TritonOps, rows: Sequence[int], shape: Shape) -> partial[Tensor]:
+def scan(bench: Bench, ops: TritonOps, rows: Sequence[int], shape: HeadShape) -> partial[Tensor]:
     """Return a scan of Mamba 2."""
     step, num_rows, heads = make_step(bench, ops, rows, shape), sum(rows), shape.num_heads
     random = partial(torch.randn, device=bench.device)
@@ -78,7 +78,7 @@ def scan(bench: Bench, ops: TritonOps, rows: Sequence[int], shape: Shape) -> par
     return partial(step.ssm_scan, 0, x, writes, reads, dt, parameters)
 
 
-def correct(bench: Bench, ops: TritonOps, rows: Sequence[int], shape: Shape) -> partial[Tensor]:
+def correct(bench: Bench, ops: TritonOps, rows: Sequence[int], shape: HeadShape) -> partial[Tensor]:
     """Return a gated delta rule."""
     step, num_rows, heads = make_step(bench, ops, rows, shape), sum(rows), shape.num_heads
     random = partial(torch.randn, num_rows, device=bench.device)
