@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.correctness import StatesMemory
 from benchmarks.gpu.timing import Bench
 from quire.ops.interface import StateBatch
 from quire.ops.recurrent_weights import SSMHeads
@@ -18,13 +19,6 @@ from quire.ops.triton.triton_ops import TritonOps
 
 # Rows of each sequence of a step.
 STEPS: Final = ((1,) * 64, (32,), (64,), (2048,), (8192,), (1024,) * 8)
-
-
-class States(NamedTuple):
-    """States of one layer without convolutions; a `PagedStates`."""
-
-    conv_states: list[Tensor]
-    ssm_states: list[Tensor]
 
 
 class HeadShape(NamedTuple):
@@ -65,7 +59,7 @@ def make_step(bench: Bench, ops: TritonOps, rows: Sequence[int], shape: HeadShap
     count = len(rows)
     states = torch.randn(count + 1, shape.num_heads, shape.dim, shape.width, device=bench.device)
     batch = StateBatch(range(1, count + 1), list(accumulate(rows, initial=0)), [True] * count)
-    return TritonStepStates(batch, States([], [states]), ops.device)
+    return TritonStepStates(batch, StatesMemory([], [states]), ops.device)
 
 
 def scan(bench: Bench, ops: TritonOps, rows: Sequence[int], shape: HeadShape) -> partial[Tensor]:

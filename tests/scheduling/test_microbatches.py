@@ -103,7 +103,7 @@ def test_tokens_are_those_of_step_by_step(arriving: list[Job], setting: Setting,
 
 
 @pytest.mark.slow
-@settings(max_examples=120)
+@settings(max_examples=300)
 @given(arriving=st.lists(jobs, min_size=1, max_size=9), setting=narrow_settings(), count=st.integers(2, 4))
 def test_tokens_are_those_of_step_by_step_in_many_runs(arriving: list[Job], setting: Setting, count: int) -> None:
     test_tokens_are_those_of_step_by_step.hypothesis.inner_test(arriving, setting, count)  # type: ignore[attr-defined]

@@ -232,10 +232,10 @@ class Router:
 
         Of many replicas, those with the longest hits and those with the shortest queues are ranked. See `route`.
         """
-        if self.config.policy != "cache_aware":
-            return self._rank_by_policy(request, excluded)
-        token_bytes = encode(request.token_ids)
         skipped = frozenset(self._numbers[name] for name in excluded if name in self._numbers)
+        if self.config.policy != "cache_aware":
+            return self._rank_by_policy(request, skipped)
+        token_bytes = encode(request.token_ids)
         paths: dict[int, list[ShadowNode]] = {}
         routes: list[Route] = []
         token_s = self._speed.seconds_per_token
@@ -293,9 +293,8 @@ class Router:
 
     # ---- parts ----
 
-    def _rank_by_policy(self, request: RouteRequest, excluded: Iterable[str]) -> list[Route]:
+    def _rank_by_policy(self, request: RouteRequest, skipped: frozenset[int]) -> list[Route]:
         """Return routes in turn, or by queues; nothing is said of hits."""
-        skipped = frozenset(self._numbers[name] for name in excluded if name in self._numbers)
         if self.config.policy == "least_loaded":
             numbers = self._order.least(MAX_IDLE, skipped)
         else:
