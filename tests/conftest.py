@@ -40,6 +40,7 @@ NEVER_LONG = (
     "tests/engine/test_structured.py::test_each_form_in_one_batch",
     "tests/memory/test_million.py",
     "tests/models/test_conformance.py",
+    "tests/platform/test_huge_pages.py",
     "tests/scheduling/test_random_runs.py::test_tokens_do_not_depend_on_memory_budget_policy_or_company",
 )
 # The line of a module whose tests are all slow.

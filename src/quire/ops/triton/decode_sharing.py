@@ -16,7 +16,8 @@ While the rows are the same and the bytes of these beginnings are, whoever has t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -99,7 +100,10 @@ class DecodeSharing(NamedTuple):
         return items, members
 
 
-NO_SHARING: Final = DecodeSharing.of(Sharing((), 0, {}, {}))
+@cache
+def no_sharing() -> DecodeSharing:
+    """Return the sharing of decodes that share nothing: made at the first use, as imports make no tensor."""
+    return DecodeSharing.of(Sharing((), 0, {}, {}))
 
 
 class Seen(NamedTuple):
@@ -142,7 +146,7 @@ class SharedDecodes:
         self._rule, self._num_kv_heads, self._num_processors = rule, num_kv_heads, num_processors
         self._seen: Seen | None = None
         self.ranges: Sequence[SharedRange] = ()
-        self.sharing = NO_SHARING
+        self.sharing = no_sharing()
 
     def find(self, positions: Tensor, firsts: Tensor, block_ids: Tensor, block_starts: Tensor) -> bool:
         """Find what a step shares; say whether reading it once pays.
@@ -183,7 +187,7 @@ class SharedDecodes:
             for row, table, position in zip(rows.tolist(), tables.tolist(), tokens.tolist(), strict=True)
         ]
         found = find_shared(candidates, block_ids, self._rule) if candidates else FoundRanges((), ())
-        self.ranges, self.sharing = found.ranges, NO_SHARING
+        self.ranges, self.sharing = found.ranges, no_sharing()
         if found.ranges:
             sharing = Sharing.of(found.ranges, self._rule, self._num_kv_heads, self._num_processors)
             self.sharing = DecodeSharing.of(sharing)

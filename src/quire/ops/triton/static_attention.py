@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.ops.interface import PagedKV
 from quire.ops.static_steps import StaticAttentionBatch, StaticLimits, StaticMemory, StaticNumbers, StaticTable
-from quire.ops.triton.decode_sharing import NO_SHARING, DecodeSharing, SharedDecodes
+from quire.ops.triton.decode_sharing import DecodeSharing, SharedDecodes, no_sharing
 from quire.ops.triton.decode_work import ITEM, SPLIT_ROWS, MostWork, plan_decodes
 from quire.ops.triton.launches import Device
 from quire.ops.triton.shared_prefixes import SharingRule
@@ -109,7 +109,7 @@ class TritonStaticTokens:
             block_starts = torch.cat((block_starts, block_starts.new_full((padding,), len(block_ids) - 1)))
         self._written = positions, self._firsts(positions), block_starts, num_real
         for planned in self._planned.values():
-            self._plan(planned, planned.decodes.sharing if shares else NO_SHARING)
+            self._plan(planned, planned.decodes.sharing if shares else no_sharing())
 
     def _firsts(self, positions: Tensor) -> Tensor:
         """Return the first token that each row sees."""
@@ -166,7 +166,7 @@ class TritonStaticTokens:
                 self._memory.take_table(SHARED_ITEM * shared.num_items, torch.int32),
                 self._memory.take_table(SHARED_ROW * shared.num_rows, torch.int32),
             )
-            self._plan(planned, NO_SHARING)
+            self._plan(planned, no_sharing())
             self._memory.upload()
         numbers, most, placed = planned.numbers.device, self._most(num_rows, tile), None
         if shares:
