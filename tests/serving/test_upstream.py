@@ -87,6 +87,15 @@ def test_an_interim_answer_is_passed_over() -> None:
     assert talk([b"HTTP/1.1 100 Continue\r\n\r\n" + WHOLE], fetch)[0] == (200, b"ok")
 
 
+def test_chunks_that_arrive_together_are_one_part() -> None:
+    async def read(upstream: Upstream) -> list[bytes]:
+        response = await upstream.request("GET", b"/", ())
+        return [part async for part in response.parts()]
+
+    answer = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\na\r\n3\r\nbcd\r\n2\r\nef\r\n0\r\n\r\n"
+    assert talk([answer], read) == ([b"abcdef"], 1)
+
+
 def test_aborted_connections_lose_their_requests() -> None:
     async def use(upstream: Upstream) -> None:
         task = asyncio.create_task(fetch(upstream))

@@ -18,6 +18,7 @@ MAX_HEAD = 64 << 10
 READ_BYTES = 1 << 16
 MAX_IDLE = 64
 Headers = Sequence[tuple[bytes, bytes]]
+Event = h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]
 
 
 class UpstreamLost(Exception):
@@ -153,22 +154,35 @@ class UpstreamConnection:
             self.close()
             raise
 
-    async def next_event(self) -> h11.Event | type[h11.PAUSED]:
+    async def next_event(self) -> Event:
         """Return what the server sends next.
 
         Raises:
             UpstreamLost: the connection failed, or what comes is not HTTP; it is closed.
         """
-        try:
-            while (event := self._http.next_event()) is h11.NEED_DATA:
+        while (event := self.arrived_event()) is h11.NEED_DATA:
+            try:
                 self._http.receive_data(await self._reader.read(READ_BYTES))
-        except (OSError, h11.RemoteProtocolError) as error:
+            except (OSError, h11.RemoteProtocolError) as error:
+                self.close()
+                raise UpstreamLost(str(error) or type(error).__name__) from error
+        return event
+
+    def arrived_event(self) -> Event:
+        """Return the next event of what has arrived, `NEED_DATA` behind the last one.
+
+        Raises:
+            UpstreamLost: what came is not HTTP, or the connection ended; it is closed.
+        """
+        try:
+            event = self._http.next_event()
+        except h11.RemoteProtocolError as error:
             self.close()
-            raise UpstreamLost(str(error) or type(error).__name__) from error
+            raise UpstreamLost(str(error)) from error
         if isinstance(event, h11.ConnectionClosed):
             self.close()
             raise UpstreamLost("the server closed the connection")
-        return event  # type: ignore[return-value]
+        return event
 
     def finish(self) -> None:
         """Keep the connection for the next request, if the answer was whole and both sides allow it."""
@@ -202,18 +216,21 @@ class UpstreamResponse:
         return next((value for each, value in self.headers if each == name), b"")
 
     async def parts(self) -> AsyncIterator[bytes]:
-        """Yield the parts of the body as they come.
+        """Yield the parts of the body as they come; those that came together as one, which is sent on at once.
 
         Raises:
             UpstreamLost: the connection ended before the body was whole.
         """
         while self._connection is not None:
-            event = await self._connection.next_event()
-            if isinstance(event, h11.Data):
-                yield bytes(event.data)
-            elif isinstance(event, h11.EndOfMessage):
+            event, data = await self._connection.next_event(), bytearray()
+            while isinstance(event, h11.Data):
+                data += event.data
+                event = self._connection.arrived_event()
+            if isinstance(event, h11.EndOfMessage):
                 connection, self._connection = self._connection, None
                 connection.finish()
+            if data:
+                yield bytes(data)
 
     def close(self) -> None:
         """Give the answer up, unless it was read to its end: the server then ends the request."""
