@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from quire.routing.router import Route, RouteRequest
+from quire.routing.router import Route
 from quire.server.auth import check_operator
 from quire.server.errors import ApiError, unavailable
 from quire.serving.proxy.exchange import Answer, BodyBudget, Exchange, fields_of
@@ -36,7 +36,6 @@ BROADCAST: Final = frozenset(
         *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
     }
 )
-SESSION_HEADER: Final = "x-session-id"
 
 
 class Proxy:
@@ -54,9 +53,8 @@ class Proxy:
     ) -> None:
         self._fleet = fleet
         self._bodies = BodyBudget(max_body_bytes)
-        self._tenant_header = tenant_header
         self._has_operators = has_operators
-        self._prompts = RoutedPrompts(fleet.ask_for_tokens)
+        self._prompts = RoutedPrompts(fleet.ask_for_tokens, tenant_header)
         self.metrics = ProxyMetrics(lambda: {name: replica.describe() for name, replica in fleet.replicas.items()})
         self.num_requests = 0
 
@@ -108,12 +106,9 @@ class Proxy:
 
     async def _route(self, exchange: Exchange) -> None:
         """Send a request where its prompt is cached, or where it begins first; elsewhere where that fails."""
-        loop, fields = asyncio.get_running_loop(), fields_of(exchange.body)
+        loop = asyncio.get_running_loop()
         started_s = loop.time()
-        tenant = None if self._tenant_header is None else exchange.headers.get(self._tenant_header)
-        prompt = await self._prompts.read(exchange.path, exchange.body, fields, tenant)
-        session = exchange.headers.get(SESSION_HEADER) or fields.get("prompt_cache_key")
-        request = RouteRequest(prompt.token_ids, prompt.scope, session if isinstance(session, str) else None)
+        request = await self._prompts.request_of(exchange)
         tried: list[str] = []
         while True:
             self._fleet.refresh()

@@ -6,9 +6,11 @@ import json
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
+from quire.routing.router import RouteRequest
 from quire.routing.shadow_tree import Scope, encode
+from quire.serving.proxy.exchange import Exchange, fields_of
 
 # Routes whose requests have a prompt that a cache may have.
 PATHS = frozenset(
@@ -17,6 +19,7 @@ PATHS = frozenset(
         *("/api/chat", "/api/generate"),
     }
 )
+SESSION_HEADER: Final = "x-session-id"
 # Tokens that are kept, of all prompts together: 4 bytes each.
 MAX_KEPT_TOKENS = 4 << 20
 
@@ -40,12 +43,22 @@ class RoutedPrompts:
 
     Args:
         ask: function that posts a body to `/prompt_tokens` of a server and returns the answer, None without one.
+        tenant_header: header that names the tenant, as at the servers; None where all clients are one.
     """
 
-    def __init__(self, ask: Ask) -> None:
+    def __init__(self, ask: Ask, tenant_header: str | None = None) -> None:
         self._ask = ask
+        self._tenant_header = tenant_header
         self._kept: OrderedDict[bytes, Prompt] = OrderedDict()
         self._num_kept = 0
+
+    async def request_of(self, exchange: Exchange) -> RouteRequest:
+        """Return what decides where a client's request goes: its prompt, and the name of its conversation."""
+        fields = fields_of(exchange.body)
+        tenant = None if self._tenant_header is None else exchange.headers.get(self._tenant_header)
+        prompt = await self.read(exchange.path, exchange.body, fields, tenant)
+        session = exchange.headers.get(SESSION_HEADER) or fields.get("prompt_cache_key")
+        return RouteRequest(prompt.token_ids, prompt.scope, session if isinstance(session, str) else None)
 
     async def read(self, path: str, raw: bytes, body: Mapping[str, Any], tenant: str | None) -> Prompt:
         """Return the prompt of a request.

@@ -28,8 +28,8 @@ from quire.routing.router import RouteRequest
 from quire.server.auth import Guard, check_operator
 from quire.server.errors import ApiError, unavailable
 from quire.server.settings import ServerConfig
-from quire.serving.proxy.app import BROADCAST, SESSION_HEADER
-from quire.serving.proxy.exchange import BodyBudget, Exchange, fields_of
+from quire.serving.proxy.app import BROADCAST
+from quire.serving.proxy.exchange import BodyBudget, Exchange
 from quire.serving.proxy.metrics import ProxyMetrics
 from quire.serving.proxy.prompts import PATHS, RoutedPrompts
 from quire.serving.proxy.upstream import UpstreamLost
@@ -88,12 +88,11 @@ class Ingress:
         self._engine = engine
         self._streams = engine.options(stream=True)
         self._app_name = app_name
-        self._tenant_header = config.tenant_header
         self._has_operators = config.operator_key is not None
         key = config.operator_key or config.api_key
         self._headers: RawHeaders = () if key is None else ((b"authorization", f"Bearer {key}".encode()),)
         self._bodies = BodyBudget(config.max_body_bytes)
-        self._prompts = RoutedPrompts(self._ask_for_tokens)
+        self._prompts = RoutedPrompts(self._ask_for_tokens, config.tenant_header)
         self._states: dict[str, dict[str, Any]] = {}
         self._metrics = ProxyMetrics(lambda: self._states)
 
@@ -116,7 +115,7 @@ class Ingress:
             if path in BROADCAST and scope["method"] == "POST":
                 await self._broadcast(exchange)
             elif path in PATHS and scope["method"] == "POST":
-                await self._route(exchange)
+                await self._send(exchange, await self._prompts.request_of(exchange))
             else:
                 await self._send(exchange, None)
 
@@ -147,15 +146,6 @@ class Ingress:
         raise ApiError(404, f"there is no such route: {method} {path[:200]}", code="not_found")
 
     # ---- requests that are passed on ----
-
-    async def _route(self, exchange: Exchange) -> None:
-        """Send a request with a prompt where the router says."""
-        tenant = None if self._tenant_header is None else exchange.headers.get(self._tenant_header)
-        fields = fields_of(exchange.body)
-        prompt = await self._prompts.read(exchange.path, exchange.body, fields, tenant)
-        session = exchange.headers.get(SESSION_HEADER) or fields.get("prompt_cache_key")
-        named = session if isinstance(session, str) else None
-        await self._send(exchange, RouteRequest(prompt.token_ids, prompt.scope, named))
 
     async def _send(self, exchange: Exchange, request: RouteRequest | None) -> None:
         """Have a replica answer a request; before the first byte, another one where that fails."""
