@@ -20,6 +20,7 @@ from quire.config.probed import Machine, ModelFacts, StepCost
 from quire.config.resolved import (
     GIB,
     ResolvedConfig,
+    capture_sizes,
     context_length,
     pool_blocks,
     resolve,
@@ -50,6 +51,7 @@ __all__ = [
     "SchedulerConfig",
     "SpeculativeConfig",
     "StepCost",
+    "capture_sizes",
     "context_length",
     "option_sections",
     "pool_blocks",

@@ -10,7 +10,7 @@ from quire.config.cpu_bind import AUTO, MAX_CPU, check_cpu_bind, cpu_lists
 from quire.errors import ConfigError
 
 MAX_RANKS: Final = 64
-ALL_REDUCE_BACKENDS: Final = ("auto", "shared_memory", "gloo")
+ALL_REDUCE_BACKENDS: Final = ("auto", "shared_memory", "gloo", "nccl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,8 @@ class ParallelConfig:
         pipeline_microbatches: number of batches, of different requests, that are in the stages at the same time, 1 to
             64; None for one a stage.
         all_reduce_backend: way in which ranks sum their parts: "shared_memory" (one host, native kernels) or "gloo"
-            (sockets); "auto" takes shared memory where all ranks have it.
+            (sockets); "auto" takes shared memory where all ranks have it. On GPUs, "auto" and "nccl" sum by NCCL, and
+            the other two go through the hosts' memory, which is slow.
         distributed_timeout_s: seconds within which each rank must take part in a sum of a step; one that does not, or
             has ended, ends all.
         enable_expert_parallel: divide a model's experts by their number, so that each rank has whole experts, in place
@@ -106,6 +107,12 @@ def check_served_by_ranks(options: dict[str, Any], size: int) -> None:
     """
     if size > 1:
         check_served(options, _SERVED, "tensor_parallel_size above 1")
+        if options["all_reduce_backend"] == "nccl" and options["device"] == "cpu":
+            raise ConfigError(
+                "all_reduce_backend must be 'auto', 'shared_memory' or 'gloo' with device 'cpu', got 'nccl', which is "
+                "for GPUs",
+                field="all_reduce_backend",
+            )
 
 
 # Options with the values that ranks serve, and the reason why they do not serve others.
@@ -114,5 +121,4 @@ _SERVED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
         ("prefix_cache_url", "kv_transfer_config"),
         ((None,), "blocks from elsewhere would be loaded at other times on each rank"),
     ),
-    "device": (("auto", "cpu"), "ranks exchange numbers between CPUs"),
 }

@@ -180,7 +180,7 @@ def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> Resolv
         swap_space=cache.swap_space,
         host_bytes=cache.host_bytes,
         kv_transfer=cache.transfer,
-        cudagraph_capture_sizes=_capture_sizes(config, machine.device),
+        cudagraph_capture_sizes=capture_sizes(config, machine.device),
         async_scheduling=is_async(config.to_options(), machine.device, is_encoder=facts.is_encoder),
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=step_tokens(scheduler, machine.device),
@@ -205,9 +205,14 @@ def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> Resolv
     )
 
 
-def _capture_sizes(config: EngineConfig, device: str) -> tuple[int, ...]:
-    """Return the sizes of captured decode steps; none where ranks share the model, which wait for each other."""
-    if config.parallel.num_ranks > 1:
+def capture_sizes(config: EngineConfig, device: str) -> tuple[int, ...]:
+    """Return the sizes of captured decode steps, rising.
+
+    None where stages share the model, which wait for each other on their hosts, or ranks on GPUs without NCCL.
+    """
+    parallel = config.parallel
+    is_staged = device == "cuda" and parallel.all_reduce_backend not in ("auto", "nccl")
+    if parallel.pipeline_parallel_size > 1 or (parallel.tensor_parallel_size > 1 and is_staged):
         return ()
     return config.graphs.sizes(config.model.kernels, device, config.scheduler.max_num_seqs)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -38,6 +39,10 @@ class RankGroup:
         """Return the sum of `x` over the ranks, and of `residual`; see `Transport`. `x` may be overwritten."""
         return self.transport.all_reduce(x.contiguous(), None if residual is None else residual.contiguous())
 
+    def is_true_of_all(self, value: bool) -> bool:
+        """Return whether something is true on every rank; all call it."""
+        return bool(self.all_reduce(torch.tensor([float(value)]))[0] == self.size)
+
     def fail(self, rank: int) -> None:
         """End the waits of this rank because a rank has failed; see `Transport`."""
         self.transport.fail(rank)
@@ -56,7 +61,7 @@ class RankGroup:
         """
         assert self.rank == 0, "rank 0 alone has whole logits"
         rows = hidden.contiguous()
-        self._send(ROWS, _bytes_of(rows))
+        self._send_rows(ROWS, rows)
         whole = self.transport.gather(product(rows).contiguous(), widths)
         assert whole is not None
         return whole
@@ -75,7 +80,7 @@ class RankGroup:
         """
         assert self.rank == 0, "rank 0 alone draws tokens"
         rows = hidden.contiguous()
-        self._send(LIKELIEST, _bytes_of(rows))
+        self._send_rows(LIKELIEST, rows)
         pairs = self._gather_likeliest(logits(rows), widths)
         assert pairs is not None
         best, rank = pairs[:, ::2].max(-1)
@@ -123,11 +128,33 @@ class RankGroup:
             if message[0] == COMMANDS:
                 self._commands = _content(message)
                 return
-            rows = message[HEADER_BYTES:].view(dtype).view(-1, width)
+            rows = self._rows_of(message, dtype, width)
             if message[0] == ROWS:
                 self.transport.gather(product(rows).contiguous(), widths)
             else:
                 self._gather_likeliest(logits(rows), widths)
+
+    def _send_rows(self, kind: int, rows: Tensor) -> None:
+        """Send contiguous rows from rank 0 to all others."""
+        self._send(kind, _bytes_of(rows))
+
+    def _rows_of(self, message: Tensor, dtype: torch.dtype, width: int) -> Tensor:
+        """Return the rows [R, width] of a message of `_send_rows`."""
+        return message[HEADER_BYTES:].view(dtype).view(-1, width)
+
+    def end_round(self) -> None:
+        """End a step that no commands follow, such as one that is measured: other ranks leave `serve_head`."""
+        if self.rank == 0:
+            self.send_commands(b"")
+        else:
+            self.receive_commands()
+
+    def watched(self) -> AbstractContextManager[None]:
+        """Return a context in which a host waits for what ranks compute; rank 0 ends it where another does not come.
+
+        Transports between hosts have a time limit of their own.
+        """
+        return nullcontext()
 
     # ---- commands ----
 

@@ -8,13 +8,13 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Final
 
-from quire.config import Machine
+from quire.config import Machine, StepCost
 from quire.distributed.cpu_sets import CpuSets
 from quire.distributed.links import LEADER, RankLinks
 from quire.distributed.rank_group import RankGroup
+from quire.distributed.rank_memory import RankMemory
 from quire.errors import ConfigError, RankFailed, WorkerError
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,8 @@ class Ranks:
         processes: processes that this one has started, by rank from 1 on.
 
     Attributes:
+        group, local_rank: the arguments of these names.
+        gpu: number of this rank's GPU among those of its process; None on a CPU.
         end_timeout_s: seconds that the other ranks have to end by themselves.
     """
 
@@ -52,7 +54,8 @@ class Ranks:
         self.group, self.links = group, links
         self.rank, self.size = group.rank, group.size
         self.num_local, self._cpus = len(cpus.shares), cpus
-        self._local_rank, self._processes = local_rank, tuple(processes)
+        self.local_rank, self._processes = local_rank, tuple(processes)
+        self.gpu: int | None = None
         self._on_failure: Callable[[WorkerError | ConfigError], None] | None = None
         self.end_timeout_s = END_TIMEOUT_S
         self._is_ending = self._is_closed = False
@@ -77,44 +80,48 @@ class Ranks:
 
     def num_threads(self, num_cores: int) -> int:
         """Return the number of threads of this rank on a host of some cores."""
-        return self._cpus.num_threads(self._local_rank, num_cores)
+        return self._cpus.num_threads(self.local_rank, num_cores)
 
     def cores(self, num_threads: int) -> tuple[int, ...]:
         """Return the hardware threads of this rank's threads; none where ranks cannot have their own."""
-        return self._cpus.cores(self._local_rank, num_threads)
+        return self._cpus.cores(self.local_rank, num_threads)
 
     @property
     def home(self) -> tuple[int, ...]:
         """Hardware threads on which this rank's memory is to lie; none where that is all the same."""
-        return self._cpus.home(self._local_rank)
+        return self._cpus.home(self.local_rank)
 
-    def agree(self, probe: Callable[[], Machine]) -> Machine:
-        """Return the machine as every rank sees it: the least memory, and the threads of a rank.
+    def agree(self, probe: Callable[[], Machine], step: StepCost) -> tuple[Machine, StepCost]:
+        """Return the machine as every rank sees it, so that all have as many blocks: the least memory of any rank.
 
         Args:
             probe: function that returns the machine as this rank sees it; it is called when all ranks have loaded.
+            step: memory of a step on this rank.
+
+        Returns:
+            The machine, with the threads of this rank, and the most memory that a step takes on any rank.
 
         Raises:
             WorkerError: a rank has failed.
         """
-        if self.is_leader:
+        if not self.is_leader:
+            self.links.send_fact(LEADER, "loaded")
+            self.links.receive_fact(LEADER, LOAD_TIMEOUT_S)
+            machine = probe()
+            self.links.send_fact(LEADER, RankMemory.of(machine, step, self.num_local))
+            agreed = RankMemory(*self.links.receive_fact(LEADER, LOAD_TIMEOUT_S))
+        else:
             others = range(1, self.size)
             for rank in others:
                 self.links.receive_fact(rank, LOAD_TIMEOUT_S)
             for rank in others:
                 self.links.send_fact(rank, "measure")
             machine = probe()
-            facts = [self.links.receive_fact(rank, LOAD_TIMEOUT_S) for rank in others]
-            least = min(machine.available_bytes // self.num_local, *facts)
+            own = RankMemory.of(machine, step, self.num_local)
+            agreed = own.least([RankMemory(*self.links.receive_fact(rank, LOAD_TIMEOUT_S)) for rank in others])
             for rank in others:
-                self.links.send_fact(rank, least)
-        else:
-            self.links.send_fact(LEADER, "loaded")
-            self.links.receive_fact(LEADER, LOAD_TIMEOUT_S)
-            machine = probe()
-            self.links.send_fact(LEADER, machine.available_bytes // self.num_local)
-            least = self.links.receive_fact(LEADER, LOAD_TIMEOUT_S)
-        return replace(machine, available_bytes=least, num_threads=self.num_threads(machine.num_threads))
+                self.links.send_fact(rank, agreed)
+        return agreed.machine(machine, self.num_threads(machine.num_threads)), agreed.step
 
     def send_commands(self, commands: bytes) -> None:
         """Send commands from rank 0 to all others.

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
+from quire.distributed.rank_group import RankGroup
 from quire.execution.graph_ladder import GraphLadder, limits_of
 from quire.execution.kv_storage import Storage
+from quire.execution.ranked_capture import RankedCapture, seen_sums
 from quire.execution.step_capture import CudaCapture, StepCapture
 from quire.execution.tape_capture import TapeCapture
 from quire.models.decoder import Decoder
@@ -50,17 +53,24 @@ def make_ladder(
         return None
     limits = limits_of(options.sizes, num_blocks, options.max_model_len, block_size)
     try:
-        capture = capture_on(decoder.device)
+        capture = capture_on(decoder.device, decoder.ranks)
         return GraphLadder(decoder, storages, options.sizes, limits, block_size, capture)
     except RuntimeError as error:
         logger.warning("Decode steps are not captured, but launched kernel by kernel: %s", error)
         return None
 
 
-def capture_on(device: torch.device) -> StepCapture:
-    """Return what captures calls on a device: CUDA graphs, or their twin where Triton interprets its kernels."""
-    if device.type == "cuda":
-        return CudaCapture(device)
-    from quire.ops.triton.interpreted_launches import seen_launches
+def capture_on(device: torch.device, ranks: RankGroup | None = None) -> StepCapture:
+    """Return what captures calls on a device: CUDA graphs, or their twin where Triton interprets its kernels.
 
-    return TapeCapture(seen_launches)
+    Args:
+        device: the device.
+        ranks: ranks that make the same calls, in which they sum; None for one process.
+    """
+    if device.type == "cuda":
+        capture: StepCapture = CudaCapture(device)
+    else:
+        from quire.ops.triton.interpreted_launches import seen_launches
+
+        capture = TapeCapture(seen_launches if ranks is None else partial(seen_sums, ranks, seen_launches))
+    return capture if ranks is None else RankedCapture(capture, ranks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -10,7 +11,9 @@ from typing import NamedTuple
 import torch
 
 from quire.config import StepCost
+from quire.distributed.rank_group import RankGroup
 from quire.execution.build import build_runner
+from quire.execution.runner import ModelRunner
 from quire.memory.results import NO_OPS
 from quire.models.decoder import Decoder
 from quire.scheduling.plan import NewSequence, ScheduledSequence, StepPlan, TableDelta
@@ -124,6 +127,14 @@ def _plan_items(
         yield ScheduledSequence(seq_id, start, (0,) * count, deltas, 1, new_sequence, num_draft)
 
 
+def run_alone(runner: ModelRunner, plan: StepPlan, ranks: RankGroup | None) -> None:
+    """Run a step that no scheduler has planned; all ranks that share the model run it."""
+    with nullcontext() if ranks is None else ranks.watched():
+        runner.execute(plan)
+    if ranks is not None:
+        ranks.end_round()
+
+
 def _peak_bytes(
     decoder: Decoder,
     limits: StepLimits,
@@ -149,7 +160,7 @@ def _peak_bytes(
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    runner.execute(plan_of(items, limits, num_groups, params))
+    run_alone(runner, plan_of(items, limits, num_groups, params), decoder.ranks)
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
     del runner

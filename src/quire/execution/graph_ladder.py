@@ -86,7 +86,8 @@ class GraphLadder:
         ]
         spec, device = decoder.spec, decoder.device
         self._hidden = torch.zeros(num_rows, spec.width, dtype=decoder.dtype, device=device)
-        self._logits = torch.zeros(num_rows, spec.vocab_size, device=device)
+        # Ranks have parts of the logits, which are asked for when a step was replayed.
+        self._logits = torch.zeros(num_rows, 0 if decoder.ranks else spec.vocab_size, device=device)
         self._limits = limits
         self._sizes = list(sizes)
         has_tokens = any(isinstance(shape.cache, TokenCacheShape) for shape in decoder.cache_groups)
@@ -112,7 +113,8 @@ class GraphLadder:
         ]
         hidden = self._decoder(self._ids.device[:size], self._positions.device[:size], batches, self._storages)
         self._hidden[:size].copy_(hidden)
-        self._logits[:size].copy_(self._decoder.logits(hidden))
+        if self._decoder.ranks is None:
+            self._logits[:size].copy_(self._decoder.logits(hidden))
 
     def takes(self, items: Sequence[ScheduledSequence]) -> bool:
         """Say whether items, of one token each, fit into a captured step."""
@@ -128,7 +130,8 @@ class GraphLadder:
             builder: has their block tables, with a slot for the token of each.
 
         Returns:
-            Hidden states before the last norm, [n, E], and logits, [n, V] of float32: both until the next step.
+            Hidden states before the last norm, [n, E], and logits, [n, V] of float32: both until the next step. Of
+            ranks, [n, 0] in place of logits.
         """
         count, laid = len(items), _lay_out(items, builder, self._groups, self._block_size)
         shares = bool(self._sharing_steps) and self._share(laid)

@@ -39,8 +39,12 @@ class GraphRunner(ModelRunner):
             self._adapters.apply_plan(plan)
         self._builder.apply_plan(plan)
         self._sampler.begin_step(plan)
-        self._replayed = hidden, _ = ladder.run(items, self._builder)
+        hidden, logits = ladder.run(items, self._builder)
         self.num_replayed += 1
+        if self._decoder.is_follower:
+            self._decoder.serve_head()
+            return StepResult(plan.tick, ())
+        self._replayed = (hidden, logits) if self._decoder.ranks is None else None
         try:
             results, found = self._sample(items, plan.beams, hidden)
         finally:

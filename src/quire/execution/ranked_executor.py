@@ -40,9 +40,12 @@ class RankedExecutor:
         if self._cores:
             self._bind()
         try:
-            if self._ranks.failure is not None:
-                raise self._ranks.failure
-            return self._inner.execute(plan)
+            self._ranks.links.check()
+            with self._ranks.group.watched():
+                result = self._inner.execute(plan)
+            # Where a rank has failed meanwhile, a device may have been freed from its wait without a result.
+            self._ranks.links.check()
+            return result
         except BaseException as error:
             raise self.failure_of(error) from error
 

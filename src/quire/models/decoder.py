@@ -93,6 +93,11 @@ class Decoder:
         return self.spec.cache_groups
 
     @property
+    def ranks(self) -> RankGroup | None:
+        """Ranks that share the model, each with its part of every layer; None for one process."""
+        return self._ranks
+
+    @property
     def kernels(self) -> str:
         """Name of the kernels."""
         return self.ops.name

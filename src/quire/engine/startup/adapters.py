@@ -6,6 +6,7 @@ import logging
 from typing import cast
 
 from quire.config import LoRAConfig
+from quire.distributed.gpu_ranks import on_gpu
 from quire.distributed.rank_calls import RankCalls, answer_calls
 from quire.distributed.ranks import Ranks
 from quire.engine.adapters import AdapterRegistry, DataPlaneSlots
@@ -55,7 +56,7 @@ def load_adapters(
     slots: DataPlaneSlots = own
     if ranks is not None and not ranks.is_leader:
         slots = FollowerSlots(own, config.max_adapters)
-        answer_calls(ranks.links, slots.answer)
+        answer_calls(ranks.links, on_gpu(ranks.gpu, slots.answer))
         return AdapterRegistry(slots, config.max_adapters, used_slots, model_name)
     if ranks is not None:
         log = cast(LoggedScheduler, scheduler).log_adapter

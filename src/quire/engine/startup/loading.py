@@ -266,7 +266,11 @@ def _resolve(
     Raises:
         ConfigError: the machine lacks what they ask for.
     """
-    machine, limit = probe(device) if ranks is None else ranks.agree(partial(probe, device)), None
+    limit = None
+    if ranks is None:
+        machine = probe(device)
+    else:
+        machine, step = ranks.agree(partial(probe, device), step)
     if not isinstance(model, Encoder):
         config, limit = fit_context(config, groups, machine, model.spec.max_position, step)
     resolved = resolve(config, machine, model_facts(config, model, groups, step, device))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from quire.capacity.pool_sizing import memory_concurrency, size_pool
-from quire.config import CACHE_DTYPES, EngineConfig, ModelFacts, StepCost, context_length, step_tokens
+from quire.config import CACHE_DTYPES, EngineConfig, ModelFacts, StepCost, capture_sizes, context_length, step_tokens
 from quire.errors import ConfigError
 from quire.execution.captured_steps import CaptureOptions
 from quire.execution.gpu_graph_profile import measure_graph_bytes
@@ -111,7 +111,7 @@ def step_cost(
 
 def _graph_bytes(config: EngineConfig, model: Decoder, draft: Decoder | None, limits: StepLimits, stored: str) -> int:
     """Return the GPU memory of captured decode steps, which no other step can use."""
-    sizes = config.graphs.sizes(config.model.kernels, "cuda", limits.max_num_seqs)
+    sizes = capture_sizes(config, "cuda")
     if not sizes or draft is not None:
         return 0
     options = CaptureOptions(sizes, limits.max_model_len)

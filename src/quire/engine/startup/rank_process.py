@@ -9,8 +9,10 @@ import time
 from typing import Any
 
 from quire.config import EngineConfig
+from quire.distributed.gpu_ranks import device_of_ranks, join_devices
 from quire.distributed.launch import join_ranks
 from quire.distributed.ranks import Ranks, exit_soon
+from quire.distributed.torchrun import torchrun_place
 from quire.engine.kv.ranked_prefetch import FollowerPrefetcher
 from quire.engine.startup.loading import LoadedModel, load
 from quire.engine.startup.ranked_adapters import FollowerSlots
@@ -44,6 +46,8 @@ def run(ranks: Ranks, config: EngineConfig) -> int:
     # Threads of the model may wait for ever where the group has failed.
     ranks.on_failure(lambda _: exit_soon(EXIT_TIMEOUT_S, 1))
     try:
+        parallel, place = config.parallel, torchrun_place(config.parallel)
+        join_devices(ranks, parallel, device_of_ranks(config.model.device, parallel, ranks.num_local), place)
         follow(ranks, config)
     except RankFailed as error:
         logger.error("%s", ranks.cause_of(error))

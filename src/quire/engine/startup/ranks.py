@@ -8,6 +8,7 @@ from functools import partial
 from typing import Final, cast
 
 from quire.config import EngineConfig, ParallelConfig, ResolvedConfig
+from quire.distributed.gpu_ranks import device_of_ranks, join_devices
 from quire.distributed.launch import start_ranks
 from quire.distributed.ranks import Ranks
 from quire.distributed.torchrun import join_torchrun, torchrun_place
@@ -37,7 +38,7 @@ PROGRAM: Final = "quire.engine.startup.rank_process:main"
 def start(config: EngineConfig) -> Ranks | None:
     """Start the other ranks of a model, of which this process is rank 0; None for a model of one process.
 
-    Where torchrun has started all ranks, they find each other.
+    Where torchrun has started all ranks, they find each other. On GPUs, each takes its own.
 
     Raises:
         ConfigError: the ranks cannot be had as the options say.
@@ -45,11 +46,20 @@ def start(config: EngineConfig) -> Ranks | None:
     """
     if config.parallel.num_ranks == 1:
         return None
+    parallel, place = config.parallel, torchrun_place(config.parallel)
+    device = device_of_ranks(config.model.device, parallel, place.num_local if place else parallel.num_ranks)
     check_shared(config)
-    place = torchrun_place(config.parallel)
     if place is not None:
-        return join_torchrun(config.parallel, place)
-    return start_ranks(config.parallel, config.to_options(), PROGRAM)
+        ranks = join_torchrun(parallel, place)
+    else:
+        ranks = start_ranks(parallel, {**config.to_options(), "device": device}, PROGRAM)
+    if ranks.is_leader:  # others do it where their errors are told
+        try:
+            join_devices(ranks, parallel, device, place)
+        except BaseException:
+            ranks.close()
+            raise
+    return ranks
 
 
 def check_shared(config: EngineConfig) -> None:

@@ -1,0 +1,118 @@
+"""A group of ranks whose tensors lie on devices: only the commands of rank 0 go through the memory of hosts."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+
+from quire.distributed.rank_group import RankGroup
+from quire.distributed.transport import Transport
+from quire.errors import RankFailed
+
+# How often a wait for a device is looked at, as a share of the time that it may take.
+LOOKS: Final = 20
+SIZE_BYTES: Final = 8
+
+
+class DeviceTransport(Transport, Protocol):
+    """A transport of tensors on a device; tensors in a host's memory go as a `Transport` of hosts moves them.
+
+    Attributes:
+        device: device of this rank.
+        num_started: number of operations on devices that were started here.
+    """
+
+    device: torch.device
+    num_started: int
+
+    def broadcast(self, x: Tensor) -> None:
+        """Fill `x`, contiguous and of one shape and dtype on all ranks, with what it is on rank 0."""
+
+
+class DeviceRankGroup(RankGroup):
+    """The ranks of a model on devices.
+
+    Rows for the output head go from device to device; the message that comes before them says how many.
+
+    Args:
+        transport: mover of numbers between them.
+        timeout_s: seconds within which the other ranks must take part in an operation of a step.
+        divides_experts: see `RankGroup`.
+
+    Attributes:
+        on_timeout: function that is called on rank 0, in a thread of its own, with the error of ranks that do not.
+    """
+
+    def __init__(self, transport: DeviceTransport, timeout_s: float, *, divides_experts: bool = False) -> None:
+        super().__init__(transport, divides_experts=divides_experts)
+        self._devices, self._timeout_s = transport, timeout_s
+        self.on_timeout: Callable[[RankFailed], None] = lambda error: self.fail(error.rank)
+        self._round: object | None = None
+        self._seen: tuple[object | None, int] = None, 0
+        self._since = time.monotonic()
+        self._is_watched = False
+
+    def _send_rows(self, kind: int, rows: Tensor) -> None:
+        """See `RankGroup`."""
+        self._send(kind, len(rows).to_bytes(SIZE_BYTES, "little"))
+        self._devices.broadcast(rows)
+
+    def _rows_of(self, message: Tensor, dtype: torch.dtype, width: int) -> Tensor:
+        """See `RankGroup`."""
+        count = int.from_bytes(bytes(message[-SIZE_BYTES:].tolist()), "little")
+        rows = torch.empty(count, width, dtype=dtype, device=self._devices.device)
+        self._devices.broadcast(rows)
+        return rows
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """See `RankGroup`: a host that waits for its device cannot know by itself that other ranks do not come.
+
+        The other ranks wait for rank 0 alone, whose end they notice.
+        """
+        if self.rank:
+            yield
+            return
+        if not self._is_watched:
+            self._is_watched = True
+            interval_s = self._timeout_s / LOOKS
+            watch = threading.Thread(target=_watch, args=(weakref.ref(self), interval_s), name="quire-device-watch")
+            watch.daemon = True
+            watch.start()
+        self._round = object()
+        try:
+            yield
+        finally:
+            self._round = None
+
+    def look(self) -> bool:
+        """Say whether a round goes on: one that starts nothing for some time waits for another rank, and ends here."""
+        now = self._round, self._devices.num_started
+        if now[0] is None or now != self._seen:
+            self._seen, self._since = now, time.monotonic()
+        elif time.monotonic() - self._since >= self._timeout_s:
+            self.on_timeout(silent_rank(self.size, self._timeout_s))
+            return False
+        return True
+
+
+def _watch(group: weakref.ref[DeviceRankGroup], interval_s: float) -> None:
+    """Look at a group now and then, as long as it is there."""
+    while True:
+        time.sleep(interval_s)
+        watched = group()
+        if watched is None or not watched.look():
+            return
+        del watched
+
+
+def silent_rank(size: int, timeout_s: float) -> RankFailed:
+    """Return the error of a rank that does not answer; which one of several it is, devices do not tell."""
+    return RankFailed(1 if size == 2 else -1, f"did not answer within {timeout_s:g} s")

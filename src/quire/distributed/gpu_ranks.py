@@ -1,0 +1,202 @@
+"""The devices of ranks: each takes the GPU of its number on its host, and tensors go between them by NCCL."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import torch
+
+from quire.config import ParallelConfig
+from quire.distributed.device_group import DeviceRankGroup, DeviceTransport
+from quire.distributed.launch import LOCAL, START_TIMEOUT_S
+from quire.distributed.links import LEADER
+from quire.distributed.ranks import Ranks
+from quire.distributed.staged import StagedTransport
+from quire.distributed.torchrun import TorchrunPlace
+from quire.errors import ConfigError
+from quire.platform.host_probe import pick_device
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# Compute capability from which GPUs have bfloat16, on which the dtype of weights depends.
+BFLOAT16_CAPABILITY: Final = (8, 0)
+VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True, slots=True)
+class RankDevice:
+    """What a rank computes on.
+
+    Args:
+        kind: "cpu" or "cuda".
+        has_bfloat16: False on a GPU without.
+        uses_nccl: True where NCCL moves tensors between GPUs.
+    """
+
+    kind: str
+    has_bfloat16: bool = True
+    uses_nccl: bool = False
+
+
+def has_nccl() -> bool:
+    """Return whether PyTorch was built with NCCL."""
+    import torch.distributed
+
+    dist: Any = torch.distributed  # its types leave out what some builds lack
+    return bool(dist.is_available() and dist.is_nccl_available())
+
+
+def device_of_ranks(option: str, config: ParallelConfig, num_local: int) -> str:
+    """Return the device of this host's ranks, "cpu" or "cuda".
+
+    Args:
+        option: option `device`.
+        config: options of the ranks.
+        num_local: number of ranks on this host.
+
+    Raises:
+        ConfigError: the host has fewer GPUs than ranks; stages on GPUs; NCCL was asked for, and cannot be had.
+    """
+    device = pick_device(option)
+    backend = config.all_reduce_backend
+    if device == "cpu":
+        if backend == "nccl":
+            raise ConfigError(
+                "all_reduce_backend 'nccl' is for GPUs, and the ranks compute on CPUs: use 'auto', 'shared_memory' or "
+                "'gloo'",
+                field="all_reduce_backend",
+            )
+        return device
+    if config.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"device must be 'cpu' with pipeline_parallel_size above 1 on a host with GPUs, got {option!r}: stages "
+            "exchange hidden states between CPUs",
+            field="device",
+        )
+    count = torch.cuda.device_count()
+    if count < num_local:
+        visible = os.environ.get(VISIBLE)
+        seen = "" if visible is None else f" (with {VISIBLE}={visible!r})"
+        raise ConfigError(
+            f"tensor_parallel_size {config.tensor_parallel_size} puts {num_local} ranks on this host, each of which "
+            f"needs a GPU of its own, and PyTorch finds {count}{seen}: use fewer ranks, more hosts, or device 'cpu'",
+            field="tensor_parallel_size",
+        )
+    if backend == "nccl" and not has_nccl():
+        raise ConfigError(
+            "all_reduce_backend 'nccl' was asked for, and this build of PyTorch has no NCCL: use 'auto', which goes "
+            "through host memory then",
+            field="all_reduce_backend",
+        )
+    return device
+
+
+def join_devices(ranks: Ranks, config: ParallelConfig, device: str, place: TorchrunPlace | None) -> None:
+    """Take this rank's device, and let the model's tensors go between those of all ranks; all of them call this.
+
+    Args:
+        ranks: the ranks, connected by their hosts' memory or by sockets.
+        config: options of the ranks.
+        device: device of this host's ranks, of `device_of_ranks`.
+        place: place among the processes of torchrun; None where Quire has started the ranks.
+
+    Raises:
+        ConfigError: ranks have devices that cannot share a model.
+        RankFailed: NCCL cannot connect the ranks.
+    """
+    own = RankDevice(device)
+    if device == "cuda":
+        torch.cuda.set_device(ranks.local_rank)
+        ranks.gpu = ranks.local_rank
+        has_bfloat16 = torch.cuda.get_device_capability() >= BFLOAT16_CAPABILITY
+        own = RankDevice(device, has_bfloat16, config.all_reduce_backend in ("auto", "nccl") and has_nccl())
+    store = _agree(ranks, own, place)
+    if device == "cpu":
+        return
+    host, gpu = ranks.group.transport, torch.device("cuda", ranks.local_rank)
+    transport: DeviceTransport = StagedTransport(host, gpu)
+    if own.uses_nccl:
+        from quire.distributed.nccl import connect_nccl
+
+        transport = connect_nccl(store(), host, gpu)
+    group = DeviceRankGroup(transport, config.distributed_timeout_s, divides_experts=config.enable_expert_parallel)
+    group.on_timeout = ranks.fail
+    ranks.group = group
+    if ranks.is_leader:
+        logger.info("Ranks: a GPU each, tensors by %s", transport.name)
+
+
+def _agree(ranks: Ranks, own: RankDevice, place: TorchrunPlace | None) -> Callable[[], Any]:
+    """Check that all ranks have such a device; return what opens the store through which their GPUs find each other."""
+    import torch.distributed
+
+    dist: Any = torch.distributed
+    links = ranks.links
+    if ranks.is_leader:
+        for rank in range(1, ranks.size):
+            check_alike(own, RankDevice(*links.receive_fact(rank, START_TIMEOUT_S)), rank)
+        server = None
+        if own.uses_nccl and place is None:
+            server = dist.TCPStore(LOCAL, 0, is_master=True, wait_for_workers=False)
+        for rank in range(1, ranks.size):
+            links.send_fact(rank, 0 if server is None else server.port)
+        return lambda: _torchrun_store(dist, place) if server is None else server
+    links.send_fact(LEADER, [own.kind, own.has_bfloat16, own.uses_nccl])
+    port = links.receive_fact(LEADER, START_TIMEOUT_S)
+    return lambda: dist.TCPStore(LOCAL, port, is_master=False) if port else _torchrun_store(dist, place)
+
+
+def check_alike(first: RankDevice, other: RankDevice, rank: int) -> None:
+    """Refuse a rank whose device differs from that of rank 0 in what results or sums depend on.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    if other.kind != first.kind:
+        raise ConfigError(
+            f"device must be the same on all ranks: it is {first.kind!r} on rank 0 and {other.kind!r} on rank {rank}; "
+            "say 'cpu' or 'cuda'",
+            field="device",
+        )
+    if other.has_bfloat16 != first.has_bfloat16:
+        has, lacks = (0, rank) if first.has_bfloat16 else (rank, 0)
+        raise ConfigError(
+            f"device 'cuda' needs GPUs that have the same dtypes: that of rank {has} computes in bfloat16, and that of "
+            f"rank {lacks} does not",
+            field="device",
+        )
+    if other.uses_nccl != first.uses_nccl:
+        has, lacks = (0, rank) if first.uses_nccl else (rank, 0)
+        raise ConfigError(
+            f"all_reduce_backend 'auto' needs PyTorch with NCCL on all ranks or none: rank {has} has it and rank "
+            f"{lacks} does not; use 'gloo'",
+            field="all_reduce_backend",
+        )
+
+
+def _torchrun_store(dist: Any, place: TorchrunPlace | None) -> Any:
+    assert place is not None, "without torchrun, rank 0 has the store"
+    return dist.PrefixStore("quire-gpus", next(iter(dist.rendezvous("env://", place.rank, place.size)))[0])
+
+
+def on_gpu(gpu: int | None, call: Callable[[Any], T]) -> Callable[[Any], T]:
+    """Return a function for another thread, which computes on a GPU: a thread begins with that of number 0.
+
+    Args:
+        gpu: number of the GPU; None for a rank on a CPU.
+        call: the function.
+    """
+    if gpu is None:
+        return call
+
+    def run(argument: Any) -> T:
+        with torch.cuda.device(gpu):
+            return call(argument)
+
+    return run

@@ -1,0 +1,227 @@
+"""Sums between ranks on GPUs by torch's NCCL; messages of rank 0 stay on a transport of hosts."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+import torch.distributed
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from quire.distributed.gloo import IDLE
+from quire.distributed.transport import Transport
+from quire.errors import RankFailed
+
+# Their types leave out what builds without NCCL lack.
+dist: Any = torch.distributed
+c10d: Any = distributed_c10d
+
+logger = logging.getLogger(__name__)
+
+# Parts up to this size are gathered whole by all ranks, in one operation; of larger ones each rank sums a slice.
+WHOLE_BYTES: Final = 1 << 18
+# Time that the end of a communicator may take before this process goes on without it.
+ABORT_TIMEOUT_S: Final = 10.0
+
+
+class NcclTransport:
+    """A rank's part of a group of GPUs.
+
+    Sums are those of `GlooTransport`, to the bit: NCCL moves parts, and they are added here, in the order of the ranks
+    and in float32. All is queued on the current stream, and nothing here waits for the device, so that a captured step
+    can have it.
+
+    Args:
+        group: torch's process group of all ranks.
+        host: transport of the same ranks, for messages and for tensors in the hosts' memory.
+        device: device of this rank.
+
+    Attributes:
+        device, num_started: see `DeviceTransport`.
+    """
+
+    name = "NCCL"
+
+    def __init__(self, group: Any, host: Transport, device: torch.device) -> None:
+        self.rank, self.size = host.rank, host.size
+        self.device, self.num_started = device, 0
+        self._group, self._host = group, host
+        self._failure: RankFailed | None = None
+        self._lock = threading.Lock()
+        self._abort: threading.Thread | None = None
+
+    def all_reduce(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """See `Transport`."""
+        if x.device.type != self.device.type:
+            return self._host.all_reduce(x, residual)
+        if not x.numel():
+            return x if residual is None else residual
+        if self.size == 2 or x.nbytes <= WHOLE_BYTES:
+            parts = self._gather_whole(x.view(-1)).view(self.size, *x.shape)
+            return sum_in_order(parts, residual)
+        return self._sum_slices(x, residual)
+
+    def _gather_whole(self, x: Tensor) -> Tensor:
+        """Return what each rank has for `x` [N], [ranks * N]."""
+        parts = x.new_empty(self.size * x.numel())
+        self._run(lambda: self._group._allgather_base(parts, x, _options(c10d.AllgatherOptions)))
+        return parts
+
+    def _sum_slices(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """Return the sum, of which each rank adds up a slice: as few bytes travel as in a ring."""
+        length = -(-x.numel() // self.size)
+        mine = slice(self.rank * length, (self.rank + 1) * length)
+        padded = _padded(x.view(-1), self.size * length)
+        parts = torch.empty_like(padded)
+        self._run(lambda: self._group.alltoall_base(parts, padded, [], [], _options(c10d.AllToAllOptions)))
+        added = None if residual is None else _padded(residual.view(-1)[mine], length)
+        total = self._gather_whole(sum_in_order(parts.view(self.size, length), added))
+        return total[: x.numel()].view(x.shape)
+
+    def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor | None:
+        """See `Transport`."""
+        if part.device.type != self.device.type:
+            return self._host.gather(part, widths)
+        if not len(part):
+            return part.new_empty(0, sum(widths)) if self.rank == 0 else None
+        padded = part
+        if part.shape[1] < max(widths):
+            padded = part.new_zeros(len(part), max(widths))
+            padded[:, : part.shape[1]] = part
+        parts = [torch.empty_like(padded) for _ in widths] if self.rank == 0 else None
+        options = _options(c10d.GatherOptions)
+        options.rootRank = 0
+        self._run(lambda: self._group.gather([] if parts is None else [parts], [padded], options))
+        if parts is None:
+            return None
+        return torch.cat([each[:, :width] for each, width in zip(parts, widths, strict=True)], 1)
+
+    def broadcast(self, x: Tensor) -> None:
+        """See `DeviceTransport`."""
+        if x.numel():
+            options = _options(c10d.BroadcastOptions)
+            options.rootRank = 0
+            self._run(lambda: self._group.broadcast([x], options))
+
+    def send(self, message: Tensor) -> None:
+        """See `Transport`."""
+        self._host.send(message)
+
+    def receive(self) -> Tensor:
+        """See `Transport`."""
+        return self._host.receive()
+
+    def _run(self, start: Callable[[], Any]) -> None:
+        """Start an operation.
+
+        Raises:
+            RankFailed: a rank has failed before.
+        """
+        if self._failure is not None:
+            raise self._failure
+        self.num_started += 1
+        try:
+            work = start()
+            if work is not None:  # what is not queued on the current stream has to be waited for
+                work.wait()
+        except RuntimeError as error:
+            # The links know which rank it was, by its closed connection.
+            why = f"cannot be reached ({' '.join(str(error).split())[:120]})"
+            raise self._failure or RankFailed(-1, why) from error
+
+    def fail(self, rank: int) -> None:
+        """See `Transport`: kernels that wait for other ranks end, and with them what a host waits for."""
+        with self._lock:
+            self._failure = self._failure or RankFailed(rank, "has ended")
+        self._host.fail(rank)
+        self._end()
+
+    def close(self) -> None:
+        """End the communicator, which takes part in nothing any more."""
+        self._end().join(ABORT_TIMEOUT_S)
+        self._host.close()
+
+    def _end(self) -> threading.Thread:
+        """End the communicator in another thread, once: that may take long, and whoever noticed a failure goes on."""
+        with self._lock:
+            if self._abort is None:
+                self._abort = threading.Thread(target=self._abort_group, name="quire-nccl-abort", daemon=True)
+                self._abort.start()
+            return self._abort
+
+    def _abort_group(self) -> None:
+        try:
+            self._group.abort()
+        except RuntimeError as error:
+            logger.warning("the communicator of rank %d did not end: %s", self.rank, error)
+
+
+def sum_in_order(parts: Tensor, residual: Tensor | None) -> Tensor:
+    """Return the sum of `parts` [ranks, ...] in their order and in float32, and of `residual` [...], rounded once.
+
+    `parts` may be overwritten.
+    """
+    total = parts[0].float()
+    for part in parts[1:]:
+        total += part
+    if residual is not None:
+        total += residual
+    return total.to(parts.dtype)
+
+
+def _padded(x: Tensor, length: int) -> Tensor:
+    """Return `x` [N] with zeros behind it, [length]."""
+    return x if len(x) == length else torch.nn.functional.pad(x, (0, length - len(x)))
+
+
+def _options(kind: Any) -> Any:
+    """Return options of an operation on the current stream, in place of one of NCCL's own."""
+    options = kind()
+    options.asyncOp = False
+    return options
+
+
+@contextmanager
+def _unwatched() -> Iterator[None]:
+    """Make a process group without torch's watch over it, which ends the whole process where a rank does not answer.
+
+    Here requests must end with an error, and the engine's program goes on: `DeviceRankGroup` and the links watch.
+    """
+    name = "TORCH_NCCL_BLOCKING_WAIT"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def connect_nccl(store: Any, host: Transport, device: torch.device) -> NcclTransport:
+    """Return the transport of a rank, once all ranks have called this.
+
+    Args:
+        store: store through which the ranks find each other.
+        host: see `NcclTransport`.
+        device: GPU of this rank, with its number.
+
+    Raises:
+        RankFailed: NCCL cannot connect the ranks.
+    """
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = IDLE
+    try:
+        with _unwatched():
+            group = dist.ProcessGroupNCCL(store, host.rank, host.size, options)
+        group.eager_connect_single_device(device)
+    except RuntimeError as error:
+        raise RankFailed(host.rank, f"is not connected by NCCL: {' '.join(str(error).split())[:300]}") from error
+    return NcclTransport(group, host, device)

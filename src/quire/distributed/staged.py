@@ -1,0 +1,68 @@
+"""Sums between ranks on devices through the hosts' memory: the slow twin of NCCL, and where torch has none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quire.distributed.transport import Transport
+
+
+class StagedTransport:
+    """A rank's part of a group whose tensors are copied to the host, summed there, and copied back.
+
+    Args:
+        host: transport of the same ranks.
+        device: device of this rank.
+
+    Attributes:
+        device, num_started: see `DeviceTransport`.
+    """
+
+    def __init__(self, host: Transport, device: torch.device) -> None:
+        self.rank, self.size = host.rank, host.size
+        self.device, self.num_started = device, 0
+        self.name = f"{host.name}, through host memory"
+        self._host = host
+
+    def all_reduce(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """See `Transport`."""
+        return self._host.all_reduce(self._staged(x), None if residual is None else self._staged(residual)).to(x.device)
+
+    def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor | None:
+        """See `Transport`."""
+        whole = self._host.gather(self._staged(part), widths)
+        return None if whole is None else whole.to(part.device)
+
+    def broadcast(self, x: Tensor) -> None:
+        """See `DeviceTransport`."""
+        if not x.numel():
+            return
+        if self.rank == 0:
+            self._host.send(self._staged(x).view(torch.uint8).flatten())
+        else:
+            self.num_started += 1
+            x.copy_(self._host.receive().view(x.dtype).view(x.shape))
+
+    def _staged(self, x: Tensor) -> Tensor:
+        """Return a tensor in the host's memory."""
+        self.num_started += 1
+        return x.cpu()
+
+    def send(self, message: Tensor) -> None:
+        """See `Transport`."""
+        self._host.send(message)
+
+    def receive(self) -> Tensor:
+        """See `Transport`."""
+        return self._host.receive()
+
+    def fail(self, rank: int) -> None:
+        """See `Transport`."""
+        self._host.fail(rank)
+
+    def close(self) -> None:
+        """See `Transport`."""
+        self._host.close()

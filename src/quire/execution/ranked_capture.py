@@ -1,0 +1,107 @@
+"""Captured calls of ranks: all capture a call or none does, and on CPUs their sums are launches of the tape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from quire.distributed.rank_group import RankGroup
+from quire.distributed.transport import Transport
+from quire.execution.step_capture import CapturedCall, StepCapture
+from quire.execution.tape_capture import SeenLaunches
+
+
+class RankedCapture:
+    """Captures calls that all ranks make, in the same order.
+
+    A replayed step has rows of padding, and one that is launched as it comes has none. So a call that one rank cannot
+    capture is captured by none: their sums would be of different shapes.
+
+    Args:
+        inner: captures the calls of this rank.
+        ranks: the ranks.
+    """
+
+    def __init__(self, inner: StepCapture, ranks: RankGroup) -> None:
+        self._inner, self._ranks = inner, ranks
+
+    def capture(self, run: Callable[[], object]) -> CapturedCall:
+        """Capture a call; see `StepCapture`.
+
+        Raises:
+            RuntimeError: a rank cannot capture it.
+        """
+        found: CapturedCall | RuntimeError
+        try:
+            found = self._inner.capture(run)
+        except RuntimeError as error:
+            found = error
+        is_captured = self._ranks.is_true_of_all(isinstance(found, CapturedCall))
+        if isinstance(found, RuntimeError):
+            raise found
+        if not is_captured:
+            raise RuntimeError("another rank cannot capture it")
+        return found
+
+
+@contextmanager
+def seen_sums(
+    ranks: RankGroup, seen_launches: SeenLaunches, see: Callable[[Callable[[], None]], None]
+) -> Iterator[None]:
+    """Give each launch of a kernel, and each sum of ranks, that is made in this context to a function.
+
+    On CPUs, a sum is no operator of torch, so that a tape would not have it. See `SeenLaunches`.
+
+    Args:
+        ranks: the ranks.
+        seen_launches: does so for kernels.
+        see: function that is given a launch.
+    """
+    transport = ranks.transport
+    ranks.transport = _SeenTransport(transport, see)
+    try:
+        with seen_launches(see):
+            yield
+    finally:
+        ranks.transport = transport
+
+
+class _SeenTransport:
+    """A transport whose sums are launches, from the memory of an operand to that of a result."""
+
+    def __init__(self, inner: Transport, see: Callable[[Callable[[], None]], None]) -> None:
+        self.rank, self.size, self.name = inner.rank, inner.size, inner.name
+        self._inner, self._see = inner, see
+
+    def all_reduce(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """See `Transport`; `x` stays as it is, since the next replay does not write all of it again."""
+        total = torch.empty_like(x)
+
+        def launch() -> None:
+            total.copy_(self._inner.all_reduce(x.clone(), residual))
+
+        self._see(launch)
+        return total
+
+    def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor | None:
+        """Refuse it: a captured step ends before the output head."""
+        raise RuntimeError(f"a captured call gathers columns of other ranks ({len(part)} rows of {sum(widths)})")
+
+    def send(self, message: Tensor) -> None:
+        """Refuse it, as `gather`."""
+        raise RuntimeError(f"a captured call sends {len(message)} bytes to other ranks")
+
+    def receive(self) -> Tensor:
+        """Refuse it, as `gather`."""
+        raise RuntimeError("a captured call waits for rank 0")
+
+    def fail(self, rank: int) -> None:
+        """See `Transport`."""
+        self._inner.fail(rank)
+
+    def close(self) -> None:
+        """See `Transport`."""
+        self._inner.close()

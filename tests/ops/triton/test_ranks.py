@@ -1,0 +1,66 @@
+"""Ranks on Triton's kernels, interpreted: two processes give the greedy tokens of transformers, as one does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM
+from quire.execution.graph_runner import GraphRunner
+from quire.execution.ranked_executor import RankedExecutor
+from quire.execution.runner import InProcessExecutor
+from quire.memory import check
+from tests.conformance.checkpoints import (
+    EOS_TOKEN_ID,
+    POOL_FACTORS,
+    generate_with_transformers,
+    ragged_prompts,
+    save_checkpoint,
+)
+from tests.distributed.in_threads import native_library
+from tests.ops.triton.interpreted import MARKS
+from tests.ops.triton.test_engine import GREEDY, NUM_TOKENS, load
+
+pytestmark = MARKS
+CAPTURED = {"cudagraph_capture_sizes": (4,), "max_num_seqs": 4}
+MORE = pytest.mark.exhaustive
+
+
+def runner_of(llm: LLM) -> Any:
+    executor = llm.engine.executor
+    assert isinstance(executor, RankedExecutor)
+    assert isinstance(executor._inner, InProcessExecutor)
+    return executor._inner._runner
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama3", CAPTURED),
+        ("qwen3.5", {}),
+        pytest.param("llama3", {"all_reduce_backend": "gloo"}, marks=MORE),
+        pytest.param("qwen3.5", CAPTURED, marks=MORE),
+        pytest.param("granite4", CAPTURED, marks=MORE),
+        pytest.param("gpt-oss", {"enable_expert_parallel": True}, marks=MORE),
+        pytest.param("gemma4", {}, marks=MORE),
+    ],
+)
+def test_two_ranks(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """Prompts together and in chunks, then decodes: launched as they come, or captured on both ranks."""
+    native_library()
+    folder, prompts = save_checkpoint(name, tmp_path), ragged_prompts()[:3]
+    expected = generate_with_transformers(folder, prompts, [EOS_TOKEN_ID])
+    options = {"max_num_batched_tokens": 32, **options}
+    with load(str(folder), POOL_FACTORS.get(name, 1), tensor_parallel_size=2, **options) as llm:
+        vars(llm.engine.scheduler)["_digest_interval"] = 1
+        found = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
+        for tokens, known in zip(found, expected, strict=True):
+            # What the reference ends by itself is compared as far as it goes.
+            assert list(tokens[: len(known)]) == list(known[:NUM_TOKENS])
+        runner = runner_of(llm)
+        assert isinstance(runner, GraphRunner) == ("cudagraph_capture_sizes" in options)
+        if isinstance(runner, GraphRunner):
+            assert runner.num_replayed >= NUM_TOKENS - 2
+        check(llm.engine.scheduler.memory)
