@@ -120,7 +120,7 @@ NEEDED: dict[str, dict[str, Any]] = {
         ("tensor_parallel_size", [1, 2, 64], [0, 65, None, "2", True]),
         ("pipeline_parallel_size", [1, 2, 64], [0, 65, None, "2", True]),
         ("pipeline_microbatches", [None, 1, 64], [0, 65, 2.0, "2", True]),
-        ("all_reduce_backend", ["auto", "shared_memory", "gloo"], ["nccl", "", None]),
+        ("all_reduce_backend", ["auto", "shared_memory", "gloo", "nccl"], ["mpi", "", None]),
         ("enable_expert_parallel", [True, False], [1, None, "yes"]),
         ("cpu_bind", ["auto", "none", "0-3|4-7", "1,3|0"], ["cores", "0-3|3", "0|1|2", "5-4|1", "0|", 3, None]),
         ("enforce_eager", [True, False], [1, None, "no"]),

@@ -175,7 +175,8 @@ def test_a_round_that_another_rank_does_not_join_is_ended() -> None:
 def test_a_round_that_goes_on_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    transport, errors = StagedTransport(make_transports(2)[0], CPU), []
+    errors: list[RankFailed] = []
+    transport = StagedTransport(make_transports(2)[0], CPU)
     group = DeviceRankGroup(transport, 3600.0)
     group.on_timeout = errors.append
     # Between rounds, nobody is waited for.

@@ -145,7 +145,7 @@ def test_drafts_that_need_no_model(method: str) -> None:
     ("options", "field"),
     [
         ({"prefix_cache_url": "redis://host:6379"}, "prefix_cache_url"),
-        ({"device": "cuda"}, "device"),
+        ({"device": "cpu", "all_reduce_backend": "nccl"}, "all_reduce_backend"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size"),
         ({"tensor_parallel_size": 65}, "tensor_parallel_size"),
         ({"tensor_parallel_size": True}, "tensor_parallel_size"),

@@ -16,7 +16,7 @@ from quire.distributed.rank_group import RankGroup
 from quire.distributed.transport import Transport
 from quire.errors import RankFailed
 
-# How often a wait for a device is looked at, as a share of the time that it may take.
+# Number of checks of a wait for a device, over the time that it may take.
 LOOKS: Final = 20
 SIZE_BYTES: Final = 8
 

@@ -31,7 +31,7 @@ VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True, slots=True)
 class RankDevice:
-    """What a rank computes on.
+    """Device of a rank, as far as the others must have one like it.
 
     Args:
         kind: "cpu" or "cuda".

@@ -123,17 +123,20 @@ class NcclTransport:
         Raises:
             RankFailed: a rank has failed before.
         """
-        if self._failure is not None:
-            raise self._failure
+        self._check()
         self.num_started += 1
         try:
             work = start()
             if work is not None:  # what is not queued on the current stream has to be waited for
                 work.wait()
         except RuntimeError as error:
+            self._check()
             # The links know which rank it was, by its closed connection.
-            why = f"cannot be reached ({' '.join(str(error).split())[:120]})"
-            raise self._failure or RankFailed(-1, why) from error
+            raise RankFailed(-1, f"cannot be reached ({' '.join(str(error).split())[:120]})") from error
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
 
     def fail(self, rank: int) -> None:
         """See `Transport`: kernels that wait for other ranks end, and with them what a host waits for."""

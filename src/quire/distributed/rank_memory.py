@@ -13,7 +13,7 @@ class RankMemory(NamedTuple):
     """Memory of a rank after its part of the weights is loaded, in bytes.
 
     Args:
-        available: what can still be allocated for its cache: of a GPU, or this rank's share of the host's.
+        available: memory that can still be allocated: of its GPU, or on a CPU its share of the host's.
         total: total memory of its GPU; None on a CPU.
         host: its share of the host's memory that can still be allocated; None on a CPU.
         fixed, per_token: memory of a step; see `StepCost`.
@@ -38,7 +38,7 @@ class RankMemory(NamedTuple):
         totals = [rank.total for rank in ranks if rank.total is not None]
         available, total = min(rank.available for rank in ranks), None
         if totals:
-            # What is taken counts for itself: a share is of the total, and the taken bytes are within it.
+            # A cache is a share of the total without the bytes that are taken, so each of the two has its own extreme.
             total = min(totals)
             available = max(0, total - max(rank.total - rank.available for rank in ranks if rank.total is not None))
         hosts = [rank.host for rank in ranks if rank.host is not None]
