@@ -109,7 +109,7 @@ class NcclTransport:
             options.rootRank = 0
             self._run(lambda: self._group.broadcast([x], options))
 
-    def send(self, message: Tensor) -> None:
+    def send(self, message: Any) -> None:
         """See `Transport`."""
         self._host.send(message)
 
