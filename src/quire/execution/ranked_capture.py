@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,7 +91,7 @@ class _SeenTransport:
         """Refuse it: a captured step ends before the output head."""
         raise RuntimeError(f"a captured call gathers columns of other ranks ({len(part)} rows of {sum(widths)})")
 
-    def send(self, message: Tensor) -> None:
+    def send(self, message: Any) -> None:
         """Refuse it, as `gather`."""
         raise RuntimeError(f"a captured call sends {len(message)} bytes to other ranks")
 
