@@ -195,14 +195,13 @@ def test_a_round_that_goes_on_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> 
     assert [each.rank for each in errors] == [1]
 
 
-def device_ranks(size: int, folder: Path) -> list[Ranks]:
-    """Return ranks on devices, connected as processes are."""
-    pairs = {rank: socket.socketpair() for rank in range(1, size)}
+def linked(groups: Sequence[RankGroup]) -> list[Ranks]:
+    """Return the ranks of a group, connected as processes are."""
+    pairs = {rank: socket.socketpair() for rank in range(1, len(groups))}
     links = [RankLinks(LEADER, {rank: pair[0] for rank, pair in pairs.items()})]
     links += [RankLinks(rank, {LEADER: pair[1]}) for rank, pair in pairs.items()]
-    connected = zip(process_groups(size, folder), make_transports(size), strict=True)
-    made = [DeviceRankGroup(NcclTransport(group, host, CPU), 60.0) for group, host in connected]
-    return [Ranks(group, each, CpuSets(((),) * size), group.rank) for group, each in zip(made, links, strict=True)]
+    anywhere = CpuSets(((),) * len(groups))
+    return [Ranks(group, each, anywhere, group.rank) for group, each in zip(groups, links, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -210,8 +209,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, LLM]]:
     """Return an engine of one process, and one of two ranks on devices."""
     options: dict[str, Any] = {"num_threads": 1, "dtype": "float32", "max_model_len": 256, "num_kv_blocks": 40}
 
-    def make(size: int, **_: Any) -> list[Ranks]:
-        return device_ranks(size, tmp_path_factory.mktemp("ranks"))
+    def make(*_: Any, **__: Any) -> list[Ranks]:
+        connected = zip(process_groups(2, tmp_path_factory.mktemp("ranks")), make_transports(2), strict=True)
+        return linked([DeviceRankGroup(NcclTransport(group, host, CPU), 60.0) for group, host in connected])
 
     with (
         LLM("bundled", **options) as one,

@@ -11,18 +11,32 @@ import torch
 
 from quire import LLM
 from quire.config import EngineConfig, Machine, ParallelConfig, StepCost
-from quire.distributed.gpu_ranks import RankDevice, check_alike, device_of_ranks, has_nccl, join_devices, on_gpu
+from quire.distributed.gpu_ranks import (
+    RankDevice,
+    check_alike,
+    device_of_ranks,
+    has_nccl,
+    join_devices,
+    on_gpu,
+    while_all_live,
+)
+from quire.distributed.rank_group import RankGroup
 from quire.distributed.rank_memory import RankMemory
-from quire.errors import ConfigError, WorkerError
+from quire.distributed.ranks import Ranks
+from quire.errors import ConfigError, RankFailed, WorkerError
 from quire.execution.build import build_runner
 from quire.execution.gpu_memory_profile import StepLimits, decode_items, plan_of, prefill_items, run_alone
 from quire.models.checkpoint import Checkpoint
 from quire.models.loading import load_decoder
-from tests.distributed.engines import make_ranks
-from tests.distributed.in_threads import run_ranks
+from tests.distributed.in_threads import make_transports, run_ranks
+from tests.distributed.test_device_group import linked
 from tests.execution.test_runner import Tiny, tiny_qwen3
 
 GIB = 1 << 30
+
+
+def two_ranks() -> list[Ranks]:
+    return linked([RankGroup(transport) for transport in make_transports(2)])
 
 
 def put_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
@@ -99,7 +113,7 @@ class TestDevice:
         """On one of two hosts, `auto` has found a GPU."""
         monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-        leader, other = make_ranks(2)
+        leader, other = two_ranks()
         config = ParallelConfig(tensor_parallel_size=2)
         errors: list[BaseException] = []
 
@@ -118,6 +132,20 @@ class TestDevice:
         thread.join(60)
         assert len(errors) == 1
         other.close()
+
+    def test_a_rank_that_ends_while_gpus_are_connected_is_noticed(self) -> None:
+        leader, other = two_ranks()
+        never = threading.Event()
+        assert while_all_live(leader.links, lambda: 5) == 5
+        with pytest.raises(ZeroDivisionError):
+            while_all_live(leader.links, lambda: 1 // 0)
+        with pytest.raises(RankFailed, match=r"was not connected within 0\.2 s"):
+            while_all_live(leader.links, never.wait, 0.2)
+        other.links.close()
+        with pytest.raises(RankFailed, match="rank 1 has ended"):
+            while_all_live(leader.links, never.wait)
+        never.set()
+        leader.close()
 
     def test_threads_of_a_rank_compute_on_its_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         entered: list[int] = []
@@ -175,7 +203,7 @@ class TestMemory:
         assert cpu.least([cpu._replace(available=GIB)]).available == GIB
 
     def test_all_ranks_get_the_same(self) -> None:
-        ranks = make_ranks(2)
+        ranks = two_ranks()
         machines = [Machine(device="cuda", available_bytes=free, num_threads=4, host_bytes=100, total_bytes=total)
                     for free, total in ((70, 80), (50, 64))]  # fmt: skip
         steps = [StepCost(fixed_bytes=3, bytes_per_token=2), StepCost(fixed_bytes=4, bytes_per_token=1)]

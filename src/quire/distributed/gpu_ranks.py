@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 import torch
 
 from quire.config import ParallelConfig
 from quire.distributed.device_group import DeviceRankGroup, DeviceTransport
 from quire.distributed.launch import LOCAL, START_TIMEOUT_S
-from quire.distributed.links import LEADER
+from quire.distributed.links import LEADER, RankLinks
 from quire.distributed.ranks import Ranks
 from quire.distributed.staged import StagedTransport
 from quire.distributed.torchrun import TorchrunPlace
-from quire.errors import ConfigError
+from quire.errors import ConfigError, RankFailed
 from quire.platform.host_probe import pick_device
 
 logger = logging.getLogger(__name__)
@@ -26,6 +29,7 @@ T = TypeVar("T")
 
 # Compute capability from which GPUs have bfloat16, on which the dtype of weights depends.
 BFLOAT16_CAPABILITY: Final = (8, 0)
+LOOK_S: Final = 0.1
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 
 
@@ -124,7 +128,8 @@ def join_devices(ranks: Ranks, config: ParallelConfig, device: str, place: Torch
     if own.uses_nccl:
         from quire.distributed.nccl import connect_nccl
 
-        transport = connect_nccl(store(), host, gpu)
+        connect = on_gpu(ranks.gpu, lambda keys: connect_nccl(keys, host, gpu))
+        transport = while_all_live(ranks.links, lambda: connect(store()))
     group = DeviceRankGroup(transport, config.distributed_timeout_s, divides_experts=config.enable_expert_parallel)
     group.on_timeout = ranks.fail
     ranks.group = group
@@ -183,6 +188,36 @@ def check_alike(first: RankDevice, other: RankDevice, rank: int) -> None:
 def _torchrun_store(dist: Any, place: TorchrunPlace | None) -> Any:
     assert place is not None, "without torchrun, rank 0 has the store"
     return dist.PrefixStore("quire-gpus", next(iter(dist.rendezvous("env://", place.rank, place.size)))[0])
+
+
+def while_all_live(links: RankLinks, call: Callable[[], T], timeout_s: float = START_TIMEOUT_S) -> T:
+    """Return the result of a call that waits for all other ranks; it is left behind where one of them has failed.
+
+    Raises:
+        WorkerError: a rank has failed, or not all took part in time.
+        ConfigError: a rank cannot load the model.
+    """
+    results: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            results.put((call(), None))
+        except BaseException as error:
+            results.put((None, error))
+
+    threading.Thread(target=work, name="quire-connect", daemon=True).start()
+    deadline = time.monotonic() + timeout_s
+    while True:
+        links.check()
+        try:
+            result, error = results.get(timeout=LOOK_S)
+        except queue.Empty:
+            if time.monotonic() < deadline:
+                continue
+            raise RankFailed(-1, f"was not connected within {timeout_s:g} s") from None
+        if error is not None:
+            raise error
+        return cast(T, result)
 
 
 def on_gpu(gpu: int | None, call: Callable[[Any], T]) -> Callable[[Any], T]:
