@@ -47,7 +47,7 @@ def run(num_seqs: int, num_steps: int, *, has_events: bool) -> tuple[float, int]
         begin_s = time.perf_counter()
         plan = scheduler.plan(0)
         scheduler.update_from_results(plan.items, executor.execute(plan).items)
-        if collector is not None and publisher is not None and collector.events:
+        if collector is not None and publisher is not None and collector.has_events:
             publisher.publish(collector.take_events())
         spent_s += time.perf_counter() - begin_s
     num_batches = 0

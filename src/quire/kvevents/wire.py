@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any, Final, NamedTuple
 
 from quire.errors import ConfigError, QuireError, shown
-from quire.memory.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, ExtraKeys, KVEvent
+from quire.memory.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, ExtraKeys, KVEvent, token_ids_of
 from quire.routing.shadow_tree import MAX_GROUPS, encode
 
 # Fields in the order of arrays.
@@ -59,8 +59,7 @@ def encode_batch(batch: EventBatch, form: str) -> bytes:
         form: "map" or "array".
     """
     write = _as_map if form == "map" else _as_array
-    events = [write(type(event).__name__, _values_of(event)) for event in batch.events]
-    return _msgpack()[0]([batch.ts, events, batch.rank])
+    return _msgpack()[0]([batch.ts, [write(event) for event in batch.events], batch.rank])
 
 
 def decode_batch(data: bytes) -> EventBatch:
@@ -96,28 +95,40 @@ def _msgpack() -> tuple[Callable[[Any], bytes], Callable[[bytes], Any]]:
     return msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder().decode
 
 
-def _values_of(event: KVEvent) -> list[Any]:
-    """Return the fields of an event in the order of `FIELDS`."""
-    if isinstance(event, BlockStored):
-        return [
-            *(event.block_hashes, event.parent_block_hash, event.token_ids, event.block_size, None, event.medium),
-            *(event.adapter, event.extra_keys, event.group_idx, event.kind, event.window),
-        ]
-    return [*event]
-
-
-def _as_map(kind: str, values: list[Any]) -> dict[str, Any]:
-    fields = {"type": kind}
-    for idx, (name, value) in enumerate(zip(FIELDS[kind], values, strict=True)):
-        if value is not None or idx < NUM_REQUIRED[kind]:
-            fields[name] = value
+def _as_map(event: KVEvent) -> dict[str, Any]:
+    """Return the map of an event, in the order of `FIELDS`; written out, since steps have hundreds of fields."""
+    if isinstance(event, BlockRemoved):
+        hashes, medium, group_idx = event
+        return {"type": "BlockRemoved", "block_hashes": hashes, "medium": medium, "group_idx": group_idx}
+    if isinstance(event, AllBlocksCleared):
+        return {"type": "AllBlocksCleared"}
+    hashes, parent, tokens, size, medium, group_idx, adapter, extra_keys, kind, window = event
+    fields: dict[str, Any] = {
+        "type": "BlockStored",
+        "block_hashes": hashes,
+        "parent_block_hash": parent,
+        "token_ids": token_ids_of(tokens),
+        "block_size": size,
+        "lora_id": None,
+        "medium": medium,
+        "lora_name": adapter,
+    }
+    if extra_keys is not None:
+        fields["extra_keys"] = extra_keys
+    fields["group_idx"] = group_idx
+    fields["kv_cache_spec_kind"] = kind
+    if window is not None:
+        fields["kv_cache_spec_sliding_window"] = window
     return fields
 
 
-def _as_array(kind: str, values: list[Any]) -> list[Any]:
-    while len(values) > NUM_REQUIRED[kind] and values[-1] is None:
+def _as_array(event: KVEvent) -> list[Any]:
+    fields = _as_map(event)
+    kind = fields["type"]
+    values = [kind, *map(fields.get, FIELDS[kind])]
+    while len(values) > 1 + NUM_REQUIRED[kind] and values[-1] is None:
         values.pop()
-    return [kind, *values]
+    return values
 
 
 def _read_event(event: Any) -> KVEvent:

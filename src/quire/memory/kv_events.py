@@ -16,16 +16,16 @@ equal prefixes of one manager have equal hashes, on all tiers.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from struct import Struct, unpack
 from typing import NamedTuple
 
 from quire.memory.manager import KVCacheManager
 from quire.memory.prefix.prompt_embeddings import read_entries
 from quire.memory.prefix.published import PublishedBlocks
 from quire.memory.prefix.radix_node import NodePosition, RadixNode
-from quire.memory.prefix.token_chain import TOKEN_BYTES, Namespace
+from quire.memory.prefix.token_chain import DIGEST_BYTES, TOKEN_BYTES, Namespace
 from quire.memory.results import Tier
 from quire.memory.specs import ChunkedLocal, FullAttention, KVCacheSpec, SlidingWindow
 
@@ -70,7 +70,7 @@ class BlockStored(NamedTuple):
     @property
     def token_ids(self) -> list[int]:
         """Token ids of all blocks."""
-        return array("I", self.tokens).tolist()
+        return list(token_ids_of(self.tokens))
 
 
 class BlockRemoved(NamedTuple):
@@ -94,9 +94,25 @@ class AllBlocksCleared(NamedTuple):
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
+# The low 64 bits of a digest.
+_LOW = f"{DIGEST_BYTES - 8}xQ"
+_ONE = Struct(">" + _LOW)
+
+
 def hash_of(digest: bytes) -> int:
     """Return the hash under which events name a block: the low 64 bits of its digest."""
-    return int.from_bytes(digest[-8:], "big")
+    found: int = _ONE.unpack(digest)[0]
+    return found
+
+
+def _hashes_of(digests: Sequence[bytes]) -> tuple[int, ...]:
+    """Return the hashes of blocks, all in one call: a step may publish and evict hundreds."""
+    return unpack(">" + _LOW * len(digests), b"".join(digests))
+
+
+def token_ids_of(tokens: bytes) -> tuple[int, ...]:
+    """Return the ids of encoded tokens."""
+    return unpack(f"{len(tokens) // TOKEN_BYTES}I", tokens)
 
 
 @lru_cache(maxsize=1024)
@@ -115,19 +131,33 @@ def _kind_of(spec: KVCacheSpec) -> tuple[str, int | None]:
     return "mamba", None
 
 
+class _Removal:
+    """Blocks that were withdrawn one after the other from a pool, which become one event.
+
+    Args:
+        digests: digests of the blocks.
+        medium: tier of the blocks.
+        group_idx: cache group of the blocks.
+    """
+
+    __slots__ = ("digests", "group_idx", "medium")
+
+    def __init__(self, digests: list[bytes], medium: str, group_idx: int) -> None:
+        self.digests = digests
+        self.medium = medium
+        self.group_idx = group_idx
+
+
 class KVEventCollector:
     """Collects the events of a manager until they are taken, in the thread that owns the manager.
 
     Args:
         manager: memory manager; its pools report to the collector from now on.
         adapter_name: name of the adapter with a digest.
-
-    Attributes:
-        events: events that were not taken yet.
     """
 
     def __init__(self, manager: KVCacheManager, adapter_name: Callable[[str], str] = str) -> None:
-        self.events: list[KVEvent] = []
+        self._collected: list[KVEvent | _Removal] = []
         self._manager = manager
         self._adapter_name = adapter_name
         self._pools: list[_PoolPublications] = []
@@ -137,13 +167,22 @@ class KVEventCollector:
             tiers.append((Tier.HOST, manager.host.groups))
         for tier, groups in tiers:
             for group_idx, group in enumerate(groups):
-                observer = _PoolPublications(self, group.pool.index, group_idx, MEDIA[tier])
+                observer = _PoolPublications(self, self._collected, group.pool.index, group_idx, MEDIA[tier])
                 group.pool.index.observer = observer
                 self._pools.append(observer)
 
+    @property
+    def has_events(self) -> bool:
+        """Whether there are events that were not taken yet."""
+        return bool(self._collected)
+
     def take_events(self) -> list[KVEvent]:
         """Return the events since the last call."""
-        events, self.events = self.events, []
+        events = [
+            BlockRemoved(_hashes_of(each.digests), each.medium, each.group_idx) if isinstance(each, _Removal) else each
+            for each in self._collected
+        ]
+        self._collected.clear()
         return events
 
     def snapshot(self) -> list[KVEvent]:
@@ -159,21 +198,19 @@ class KVEventCollector:
 
     def stored(self, node: RadixNode, start: int, count: int, group_idx: int, medium: str) -> BlockStored:
         """Return the event for blocks of a node that are published."""
-        size = len(node.data) if node.is_tail else node.layout.block_bytes
+        size = min(len(node.data), node.layout.block_bytes)  # a tail has one block, which is not full
         end = start + count
-        root = node
-        while root.parent is not None:
-            root = root.parent
-        namespace = _namespace_of(root.name)
-        extra_keys: ExtraKeys | None = None
+        digests = node.digests(end)  # of all blocks at once
         is_first = node.first + start == 0
+        namespace = _namespace_of(node.namespace)
+        extra_keys: ExtraKeys | None = None
         if node.entries or (is_first and (namespace.cache_salt, namespace.tenant) != (None, None)):
             keys = [_extra_keys(node, position, namespace) for position in range(start, end)]
             extra_keys = tuple(keys) if any(keys) else None
         kind, window = self._kinds[group_idx]
         return BlockStored(
-            tuple(hash_of(node.digest(position)) for position in range(start, end)),
-            None if is_first else hash_of(node.digest_before(start)),
+            _hashes_of(digests[start:end]),
+            None if is_first else hash_of(digests[start - 1] if start else node.digest_before(0)),
             bytes(node.data[start * size : end * size]),
             size // TOKEN_BYTES,
             medium,
@@ -193,39 +230,47 @@ class _PoolPublications:
     """Reports the published and withdrawn blocks of one pool; a `PublicationObserver`.
 
     Args:
-        collector: collector of the events.
+        collector: maker of the events.
+        collected: the collector's events, which it clears.
         index: published blocks of the pool.
         group_idx: index of the cache group.
         medium: name of the tier in events.
     """
 
-    __slots__ = ("_collector", "_group_idx", "_index", "_medium")
+    __slots__ = ("_collected", "_collector", "_group_idx", "_index", "_medium")
 
-    def __init__(self, collector: KVEventCollector, index: PublishedBlocks, group_idx: int, medium: str) -> None:
+    def __init__(
+        self,
+        collector: KVEventCollector,
+        collected: list[KVEvent | _Removal],
+        index: PublishedBlocks,
+        group_idx: int,
+        medium: str,
+    ) -> None:
         self._collector = collector
+        self._collected = collected
         self._index = index
         self._group_idx = group_idx
         self._medium = medium
 
     def on_publish(self, node: RadixNode, start: int, count: int) -> None:
         """Collect the event of published blocks."""
-        self._collector.events.append(self._collector.stored(node, start, count, self._group_idx, self._medium))
+        self._collected.append(self._collector.stored(node, start, count, self._group_idx, self._medium))
 
     def on_withdraw(self, node: RadixNode, positions: Sequence[int]) -> None:
         """Collect the event of withdrawn blocks; consecutive ones of a pool share an event."""
-        events = self._collector.events
-        hashes = tuple(hash_of(node.digest(position)) for position in positions)
-        last = events[-1] if events else None
-        if isinstance(last, BlockRemoved) and (last.medium, last.group_idx) == (self._medium, self._group_idx):
-            events[-1] = last._replace(block_hashes=last.block_hashes + hashes)
+        known = node.digests(max(positions) + 1)
+        digests = [known[position] for position in positions]
+        last = self._collected[-1] if self._collected else None
+        if isinstance(last, _Removal) and last.group_idx == self._group_idx and last.medium == self._medium:
+            last.digests += digests
         else:
-            events.append(BlockRemoved(hashes, self._medium, self._group_idx))
+            self._collected.append(_Removal(digests, self._medium, self._group_idx))
 
     def on_clear(self) -> None:
         """Collect the event of a reset, once for all pools."""
-        events = self._collector.events
-        if not events or not isinstance(events[-1], AllBlocksCleared):
-            events.append(AllBlocksCleared())
+        if not self._collected or not isinstance(self._collected[-1], AllBlocksCleared):
+            self._collected.append(AllBlocksCleared())
 
     def stored_of(self, node: RadixNode) -> list[BlockStored]:
         """Return the events of a node's blocks that are published, one for each run without a gap."""

@@ -44,7 +44,7 @@ class KVEventRouter(SimulatedRouter):
     def on_step_results(self, idx: int, now_s: float) -> None:  # noqa: ARG002
         """Apply the events of a replica's step."""
         collector, name = self._collectors[idx], str(idx)
-        if collector.events:
+        if collector.has_events:
             self.router.apply(name, self.router.feeds[name].next_seq, collector.take_events())
 
     def on_first_token(self, request: SimulatedRequest, idx: int, now_s: float) -> None:  # noqa: ARG002

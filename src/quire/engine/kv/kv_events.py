@@ -69,7 +69,7 @@ class KVEventSource:
         if self._wants_all:
             self._wants_all = False
             self._publish_all()
-        elif self._collector.events:
+        elif self._collector.has_events:
             self._publish(self._collector.take_events())
 
     def describe(self) -> dict[str, Any]:

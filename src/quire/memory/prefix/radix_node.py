@@ -38,6 +38,7 @@ class RadixNode:
         name: key under which the node is found: the namespace of a root, else the digest of the first block.
 
     Attributes:
+        namespace: encoded namespace, the name of the root above; it stays when the node is removed.
         length: number of blocks; 0 for a root.
         data: token ids of the blocks, as bytes.
         entries: position -> media entries of the block.
@@ -62,6 +63,7 @@ class RadixNode:
         "layout",
         "length",
         "name",
+        "namespace",
         "never_published",
         "num_published",
         "parent",
@@ -71,6 +73,7 @@ class RadixNode:
     def __init__(self, layout: TreeLayout, parent: RadixNode | None, first: int, base: bytes, name: bytes) -> None:
         self.layout = layout
         self.parent = parent
+        self.namespace: bytes = name if parent is None else parent.namespace
         self.first = first
         self.name = name
         self.length = 0
@@ -104,12 +107,16 @@ class RadixNode:
 
     def digest_before(self, position: int) -> bytes:
         """Return the digest before a block."""
+        return self.digests(position)[position - 1] if position else self._base
+
+    def digests(self, end: int) -> list[bytes]:
+        """Return the digests of the first blocks, at least `end` of them; do not change the list."""
         known = len(self._digests)
-        if known < position:
+        if known < end:
             block_size = self.layout.block_bytes // TOKEN_BYTES
             parent = self._digests[-1] if known else self._base
-            self._digests += digests_of(parent, self.data, self.entries, block_size, known, position)
-        return self._digests[position - 1] if position else self._base
+            self._digests += digests_of(parent, self.data, self.entries, block_size, known, end)
+        return self._digests
 
     def block_at(self, pool_idx: int, position: int) -> int:
         """Return the block that a pool has published at a position, or the null block."""
