@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from typing import Any, cast
 
 import pytest
@@ -32,7 +33,7 @@ from tests.scheduling.random_jobs import jobs, narrow_settings, samples
 class Pair:
     """A harness whose scheduler is logged, and a scheduler that repeats the log as it is sent."""
 
-    def __init__(self, setting: Setting, *, has_drafts: bool = False) -> None:
+    def __init__(self, setting: Setting, *, has_drafts: bool = False, digest_interval: int = 1) -> None:
         self.leader = Harness(setting, is_audited=False)
         self.follower = Harness(setting, is_audited=False).scheduler
         if has_drafts:
@@ -44,11 +45,13 @@ class Pair:
         self.replay = CommandReplay(self.follower)
         self.plans: list[StepPlan] = []
         self.num_pinned = 0
-        logged = LoggedScheduler(self.leader.scheduler, self._send, digest_interval=1)
+        self.tags: Counter[bytes] = Counter()
+        logged = LoggedScheduler(self.leader.scheduler, self._send, digest_interval)
         self.leader.scheduler = cast(Scheduler, logged)
         self.logged = logged
 
     def _send(self, commands: bytes) -> None:
+        self.tags[commands[:1]] += 1
         self.plans += self.replay.apply(commands)
 
     def step(self) -> None:
@@ -91,15 +94,20 @@ def serve(pair: Pair, arriving: list[Job]) -> None:
             leader.scheduler.reset_prefix_cache()
         if leader.setting.pin_limit:
             pin_or_unpin(pair, rng)
-        # What a clock decides differs from step to step, and travels.
-        leader.scheduler.chunk_tokens = rng.choice([None, 1, 4])
-        drafter = leader.scheduler.drafter
-        if isinstance(drafter, AdaptiveDrafter):
-            drafter.is_measuring = rng.random() < 0.1
-            drafter.step_costs = [1.0, *(1.0 + rng.random() * depth / 4 for depth in range(1, 5))]
-        leader.scheduler.preemption.rates = TransferRates(rng.uniform(1e3, 1e9), rng.uniform(1, 1e4))
+        if rng.random() < 0.5:
+            change_what_a_clock_decides(leader.scheduler, rng)
         pair.step()
     assert not pair.follower.has_unfinished
+
+
+def change_what_a_clock_decides(scheduler: Scheduler, rng: random.Random) -> None:
+    """Change what differs from step to step, and travels."""
+    scheduler.chunk_tokens = rng.choice([None, 1, 4])
+    drafter = scheduler.drafter
+    if isinstance(drafter, AdaptiveDrafter):
+        drafter.is_measuring = rng.random() < 0.1
+        drafter.step_costs = [1.0, *(1.0 + rng.random() * depth / 4 for depth in range(1, 5))]
+    scheduler.preemption.rates = TransferRates(rng.uniform(1e3, 1e9), rng.uniform(1, 1e4))
 
 
 def pin_or_unpin(pair: Pair, rng: random.Random) -> None:
@@ -117,7 +125,7 @@ def pin_or_unpin(pair: Pair, rng: random.Random) -> None:
 @given(arriving=st.lists(jobs, min_size=1, max_size=7), setting=narrow_settings())
 def test_the_log_repeats_random_runs(arriving: list[Job], setting: Setting) -> None:
     arriving = [Job(**{**vars(job), "media": ()}) for job in arriving]
-    serve(Pair(Setting(**{**vars(setting), "drafts": ""})), arriving)
+    serve(Pair(Setting(**{**vars(setting), "drafts": ""}), digest_interval=2), arriving)
 
 
 def test_block_tables_are_equal_after_500_steps() -> None:
@@ -133,11 +141,12 @@ def test_block_tables_are_equal_after_500_steps() -> None:
         )
         for step in range(0, 500, 2)
     ]
-    pair = Pair(Setting(num_blocks=60, host_blocks=30, budget=24, max_num_seqs=8, pin_limit=12))
+    pair = Pair(Setting(num_blocks=60, host_blocks=30, budget=24, max_num_seqs=8, pin_limit=12), digest_interval=3)
     serve(pair, arriving)
     assert pair.leader.tick >= 500
     assert pair.leader.scheduler.stats.num_preemptions > 0
     assert pair.num_pinned > 0
+    assert min(pair.tags[tag] for tag in (b"p", b"r", b"[")) > 50, "messages of each form were repeated"
 
 
 def test_pins_that_cannot_be_repeated_are_refused_or_end_the_ranks() -> None:
@@ -160,14 +169,14 @@ def test_pins_that_cannot_be_repeated_are_refused_or_end_the_ranks() -> None:
 def test_the_log_repeats_drafts_whose_number_follows_times(arriving: list[Job], setting: Setting) -> None:
     # Few tokens, so that earlier occurrences are found.
     arriving = [Job(**{**vars(job), "media": (), "max_tokens": 9, "ignore_eos": True}) for job in arriving]
-    serve(Pair(Setting(**{**vars(setting), "drafts": ""}), has_drafts=True), arriving)
+    serve(Pair(Setting(**{**vars(setting), "drafts": ""}), has_drafts=True, digest_interval=2), arriving)
 
 
 @settings(max_examples=30)
 @given(arriving=st.lists(samples, min_size=1, max_size=5), setting=narrow_settings())
 def test_the_log_repeats_drafts_of_a_model(arriving: list[Job], setting: Setting) -> None:
     arriving = [Job(**{**vars(job), "media": (), "max_tokens": 9, "ignore_eos": True}) for job in arriving]
-    serve(Pair(Setting(**{**vars(setting), "drafts": "model"})), arriving)
+    serve(Pair(Setting(**{**vars(setting), "drafts": "model"}), digest_interval=2), arriving)
 
 
 @pytest.mark.parametrize("what", ["token", "block"])

@@ -60,11 +60,11 @@ class GlooTransport:
             return None
         return torch.cat([each[:, :width] for each, width in zip(parts, widths, strict=True)], 1)
 
-    def send(self, message: Tensor) -> None:
+    def send(self, message: bytes) -> None:
         """See `Transport`."""
-        self._broadcast(torch.tensor([message.numel()]))
-        if message.numel():
-            self._broadcast(message)
+        self._broadcast(torch.tensor([len(message)]))
+        if message:
+            self._broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8))
 
     def receive(self) -> Tensor:
         """See `Transport`."""

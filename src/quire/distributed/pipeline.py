@@ -113,6 +113,10 @@ class _Channel(SharedMemoryTransport):
         super().__init__(*arguments, **options)
         self._peer = peer
 
+    def put(self, x: Tensor) -> None:
+        """Send a contiguous tensor."""
+        self.check(self._kernels.send(self.call, x.data_ptr(), x.nbytes))
+
     def take(self, x: Tensor) -> None:
         """Fill `x` with the next message."""
         length = ctypes.c_int64()
@@ -143,7 +147,7 @@ class SharedMemoryLink:
 
     def send(self, x: Tensor) -> None:
         """See `StageLink`."""
-        self._next().send(x.view(torch.uint8).flatten())
+        self._next().put(x)
 
     def receive(self, x: Tensor) -> None:
         """See `StageLink`."""

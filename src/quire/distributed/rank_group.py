@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 # Kinds of messages of rank 0. What follows begins at a multiple of the size of any value.
 COMMANDS, ROWS, LIKELIEST = 0, 1, 2
 HEADER_BYTES: Final = 8
+_HEADERS: Final = tuple(kind.to_bytes(HEADER_BYTES, "little") for kind in (COMMANDS, ROWS, LIKELIEST))
 
 
 class RankGroup:
@@ -172,10 +173,8 @@ class RankGroup:
         return _content(message)
 
     def _send(self, kind: int, content: bytes | ctypes.Array[ctypes.c_ubyte]) -> None:
-        # Without operators of torch, which would take longer than all else of a short message.
-        message = bytearray(HEADER_BYTES + len(content))
-        message[0], message[HEADER_BYTES:] = kind, content
-        self.transport.send(torch.frombuffer(message, dtype=torch.uint8))
+        # As bytes, since making a tensor would take longer than all else of a short message.
+        self.transport.send(_HEADERS[kind] + content)
 
 
 def _bytes_of(tensor: Tensor) -> ctypes.Array[ctypes.c_ubyte]:

@@ -107,9 +107,9 @@ class SharedMemoryTransport:
         self.check(self._kernels.gather(self.call, part.data_ptr(), len(part), num_bytes, pointer))
         return whole
 
-    def send(self, message: Tensor) -> None:
+    def send(self, message: bytes) -> None:
         """See `Transport`."""
-        self.check(self._kernels.send(self.call, message.data_ptr(), message.numel()))
+        self.check(self._kernels.send(self.call, message, len(message)))
 
     def receive(self) -> Tensor:
         """See `Transport`."""

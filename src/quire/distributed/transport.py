@@ -40,11 +40,11 @@ class Transport(Protocol):
             widths: number of columns of each rank.
         """
 
-    def send(self, message: Tensor) -> None:
-        """Send bytes, uint8 [N], from rank 0 to all others."""
+    def send(self, message: bytes) -> None:
+        """Send bytes from rank 0 to all others."""
 
     def receive(self) -> Tensor:
-        """Return the next message of rank 0, for which there is no time limit while that lives."""
+        """Return the next message of rank 0, uint8 [N], for which there is no time limit while that lives."""
 
     def fail(self, rank: int) -> None:
         """End the waits of this rank, and where possible of all others, because a rank has failed."""
