@@ -107,6 +107,8 @@ def hash_of(digest: bytes) -> int:
 
 def _hashes_of(digests: Sequence[bytes]) -> tuple[int, ...]:
     """Return the hashes of blocks, all in one call: a step may publish and evict hundreds."""
+    if len(digests) == 1:
+        return _ONE.unpack(digests[0])
     return unpack(">" + _LOW * len(digests), b"".join(digests))
 
 

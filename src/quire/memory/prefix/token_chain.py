@@ -238,7 +238,10 @@ def digests_of(
     size = block_size * TOKEN_BYTES
     # Slices of bytes cost a third of slices of a bytearray, which are copied twice.
     encoded = bytes(data[start * size : end * size])
-    contents = [encoded[offset : offset + size] for offset in range(0, len(encoded), size)]
+    if end - start == 1:  # a block that has filled while decoding
+        contents = [encoded]
+    else:
+        contents = [encoded[offset : offset + size] for offset in range(0, len(encoded), size)]
     if entries:
         contents = [content + entries.get(idx, b"") for idx, content in enumerate(contents, start)]
     return block_digests(parent, contents)
