@@ -70,7 +70,7 @@ class TimedObserver:
 
 
 class Run(NamedTuple):
-    """What a run of some steps took.
+    """Times of a run of some steps.
 
     Args:
         steps_s: processor seconds of each step on the engine's thread, its events included.
