@@ -38,8 +38,9 @@ def test_preempted(reference: Reference, mode: str) -> None:
 
 
 def test_seeded_tokens_and_what_is_told_of_them(reference: Reference) -> None:
-    """Samples, log probabilities, reasons of ends, and cached tokens, in two rounds."""
-    params = SamplingParams(temperature=1.0, top_p=0.9, seed=11, max_tokens=NEW_TOKENS, n=2, logprobs=2)
+    """Samples with penalties, log probabilities, reasons of ends, and cached tokens, in two rounds."""
+    penalties: dict[str, Any] = {"repetition_penalty": 1.2, "frequency_penalty": 0.3}
+    params = SamplingParams(temperature=1.0, top_p=0.9, seed=11, max_tokens=NEW_TOKENS, n=2, logprobs=2, **penalties)
 
     def found(is_async: bool) -> list[Any]:
         llm = load(reference, async_scheduling=is_async)

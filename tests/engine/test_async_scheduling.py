@@ -146,7 +146,10 @@ def test_an_end_by_length_costs_no_step_and_an_end_token_costs_one_token() -> No
 
 
 def test_rows_that_wait_for_the_host_stay_together_where_they_are_most() -> None:
-    """Requests that come one after the other are in one step; beside more that go on, each waits for every second."""
+    """Requests that come one after the other are in one step; beside more that go on, each waits for every second.
+
+    Rows with penalties are among those that go on.
+    """
     for num_plain, is_ahead in ((0, False), (1, False), (4, True)):
         world = AheadEngine(Setting())
         plans: list[StepPlan] = []
@@ -158,10 +161,10 @@ def test_rows_that_wait_for_the_host_stay_together_where_they_are_most() -> None
 
         world.executor.launch = seen  # type: ignore[method-assign]
         for seed in range(3):
-            params = SamplingParams(max_tokens=20, ignore_eos=True, repetition_penalty=1.2, seed=seed, detokenize=False)
+            params = SamplingParams(max_tokens=20, ignore_eos=True, logit_bias={3: 1.0}, seed=seed, detokenize=False)
             world.engine.add_request(f"host {seed}", {"prompt_token_ids": [1, seed]}, params)
             world.engine.step()
-        params = SamplingParams(max_tokens=20, ignore_eos=True, seed=9, detokenize=False)
+        params = replace(params, logit_bias=None, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.1)
         for seed in range(num_plain):
             world.engine.add_request(f"plain {seed}", {"prompt_token_ids": [2, seed]}, params)
         for _ in range(3):
@@ -193,17 +196,17 @@ def never_the_same(_prompt: list[int], output: list[int], logits: Any) -> Any:
 
 
 def mixed_params() -> list[SamplingParams]:
-    """Return plain rows, rows that end unforeseen, and rows that wait for the host."""
+    """Return plain rows, rows with penalties, rows that end unforeseen, and rows that wait for the host."""
     return [
         SamplingParams(temperature=0.0, max_tokens=14),
         SamplingParams(seed=1, max_tokens=17, logprobs=3, top_k=40),
-        SamplingParams(temperature=0.0, max_tokens=30, stop=("fox", " the")),
+        SamplingParams(temperature=0.0, max_tokens=30, stop=("fox", " the"), presence_penalty=0.4),
         SamplingParams(seed=3, max_tokens=12, structured_outputs=StructuredOutputs(regex="[a-z ]{3,20}[.!]")),
         SamplingParams(seed=4, max_tokens=9, logits_processors=(never_the_same,)),
-        SamplingParams(seed=5, max_tokens=11, repetition_penalty=1.3, logprobs=0),
-        SamplingParams(seed=6, max_tokens=9, n=2, min_p=0.05),
+        SamplingParams(seed=5, max_tokens=25, repetition_penalty=1.3, logprobs=0),
+        SamplingParams(seed=6, max_tokens=9, n=2, min_p=0.05, frequency_penalty=0.7),
         SamplingParams(temperature=0.0, max_tokens=8, beam_width=2),
-        SamplingParams(seed=8, max_tokens=20, stop_token_ids=tuple(range(200, 264)), min_tokens=3),
+        SamplingParams(seed=8, max_tokens=20, stop_token_ids=tuple(range(200, 264)), min_tokens=3, presence_penalty=1),
         SamplingParams(seed=9, max_tokens=10, prompt_logprobs=2),
     ]
 
@@ -257,7 +260,10 @@ def test_a_row_that_cannot_be_sampled_ends_its_own_request(monkeypatch: pytest.M
         return draw(self, logits, items)
 
     monkeypatch.setattr(DeferredSampler, "_draw", draw_or_fail)
-    params = [SamplingParams(seed=seed, max_tokens=40, ignore_eos=True) for seed in (12, 13, 14)]
+    params = [
+        SamplingParams(seed=seed, max_tokens=40, ignore_eos=True, presence_penalty=0.5 * (seed > 12))
+        for seed in (12, 13, 14)
+    ]
     with closing(LLM("bundled", num_threads=1, max_model_len=128, async_scheduling=True)) as llm:
         good, bad, other = llm.generate([STORY] * 3, params, use_tqdm=False)
         assert "could not be sampled" in (bad.error or "")

@@ -27,10 +27,12 @@ class DeferredTokens:
         self._before: list[tuple[tuple[int, ...], Tensor]] = []
         self._own: list[tuple[tuple[int, ...], Tensor]] = []
         self._reads: list[Callable[[], list[ItemResult]]] = []
+        # The place of each sequence's token among those of the step before, int64 [n]; once they are asked for.
+        self._drawn: tuple[dict[int, int], Tensor] | None = None
 
     def begin_step(self) -> None:
         """Begin a step: what the one before it has drawn is what its placeholders stand for."""
-        self._before, self._own, self._reads = self._own, [], []
+        self._before, self._own, self._reads, self._drawn = self._own, [], [], None
 
     def add(self, items: Sequence[ScheduledSequence], token_ids: Tensor, read: Callable[[], list[ItemResult]]) -> None:
         """Keep tokens of the present step.
@@ -57,19 +59,21 @@ class DeferredTokens:
 
         Args:
             input_ids: int64 [T] on the device, changed.
-            items: items of the step.
+            items: items of the step, all or some.
             rows: first row of each of them, at least one for each.
         """
         wanted = [(row, item.seq_id) for row, item in zip(rows, items, strict=False) if item.token_ids[0] == UNKNOWN]
         if not wanted:
             return
-        seq_ids = [seq_id for known, _ in self._before for seq_id in known]
-        token_ids = [tokens for _, tokens in self._before]
-        drawn = token_ids[0] if len(token_ids) == 1 else torch.cat(token_ids)
-        place_of = {seq_id: place for place, seq_id in enumerate(seq_ids)}
+        if self._drawn is None:
+            seq_ids = [seq_id for known, _ in self._before for seq_id in known]
+            token_ids = [tokens for _, tokens in self._before]
+            drawn = token_ids[0] if len(token_ids) == 1 else torch.cat(token_ids)
+            self._drawn = {seq_id: place for place, seq_id in enumerate(seq_ids)}, drawn
+        place_of, drawn = self._drawn
         targets, sources = [row for row, _ in wanted], [place_of[seq_id] for _, seq_id in wanted]
-        if targets == sources == list(range(len(seq_ids))):  # mostly the same sequences decode
-            input_ids[: len(seq_ids)].copy_(drawn)
+        if targets == sources == list(range(len(drawn))):  # mostly the same sequences decode
+            input_ids[: len(drawn)].copy_(drawn)
             return
         numbers = placed(torch.tensor((targets, sources), dtype=torch.int64), self._device)
         input_ids.index_copy_(0, numbers[0], drawn.index_select(0, numbers[1]))

@@ -14,7 +14,7 @@ memory manager publishes what `update_from_results` says is computed, and nothin
 
 A sequence is left out of the plan made ahead, and is in the next one,
 
-- where its next token needs the host: grammars, penalties, logits processors and whatever else is not sampled on the
+- where its next token needs the host: grammars, bad words, logits processors and whatever else is not sampled on the
   device, several samples of one row, beams;
 - where it ends with the step in flight by its length, which is known;
 - where the step in flight ends at a snapshot of its states, which the step after it would overwrite.
@@ -150,7 +150,9 @@ def _needs_host(sequence: Sequence, item: ScheduledSequence) -> bool:
 def is_sampled_on_device(params: SamplingParams) -> bool:
     """Return whether the device draws a request's tokens without the host, and the next one needs nothing but them."""
     return not (
-        params.needs_history
+        params.bad_words
+        or params.dry_multiplier
+        or params.logits_processors
         or params.structured_outputs is not None
         or params.thinking_token_budget is not None
         or params.strategy is not None

@@ -12,6 +12,7 @@ from quire.execution.deferred_tokens import DeferredTokens
 from quire.execution.pinned import HostCopy
 from quire.execution.sampling.device_sampler import BROKEN, FINE, DeviceSampler, DrawnRows
 from quire.execution.sampling.logits_processing import KeepTokens
+from quire.execution.sampling.token_history import TokenHistory
 from quire.scheduling.plan import ItemResult, ScheduledSequence
 from quire.structured.mask_filler import GrammarStates
 
@@ -43,6 +44,9 @@ class DeferredSampler(DeviceSampler):
     def _sample_own(self, logits: Tensor, items: Sequence[ScheduledSequence]) -> list[ItemResult]:
         return self._defer(items, *self._draw(logits, items))
 
+    def _put_drawn(self, token_ids: Tensor, items: Sequence[ScheduledSequence]) -> None:
+        self._deferred.fill(token_ids, items, range(len(items)))
+
     def _defer(
         self,
         items: Sequence[ScheduledSequence],
@@ -54,5 +58,17 @@ class DeferredSampler(DeviceSampler):
         """Keep the tokens of items; see `DrawnRows`."""
         later = None if measures is None else HostCopy(measures)
         drawn = DrawnRows(items, HostCopy(found), errors, measured, later)
-        self._deferred.add(items, found[:, 0], partial(self._results, drawn))
+        histories = [self._with_history.get(item.seq_id) for item in items] if self._with_history else ()
+        self._deferred.add(items, found[:, 0], partial(self._read, drawn, histories))
         return [ItemResult(item.seq_id, ()) for item in items]
+
+    def _read(self, drawn: DrawnRows, histories: Sequence[TokenHistory | None]) -> list[ItemResult]:
+        """Read the tokens of rows, add them to the histories of their sequences, and return the results of the items.
+
+        The next step has begun meanwhile, and may have closed a sequence: then its history is read by nobody.
+        """
+        results = self._results(drawn)
+        for item, history, result in zip(drawn.items, histories, results, strict=False):
+            if history is not None and result.token_ids:
+                history.add_drawn(item.start + len(item.token_ids), result.token_ids[0])
+        return results

@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from quire.decoding.drafting import UNKNOWN
 from quire.execution.pinned import placed
 from quire.execution.sampling.token_history import TokenHistory
+from quire.scheduling.plan import ScheduledSequence
+
+# Writes the tokens that placeholders of items stand for over those in int64 [n], one for each item.
+PutDrawn = Callable[[Tensor, Sequence[ScheduledSequence]], None]
+
+
+class CountedRow(NamedTuple):
+    """A row whose sequence's tokens are counted.
+
+    Args:
+        item: its item.
+        history: the tokens that the host knows: of the item too, but for a placeholder, and all before it.
+        num_prompt: length of the prompt.
+    """
+
+    item: ScheduledSequence
+    history: TokenHistory
+    num_prompt: int
 
 
 class RowPenalties(NamedTuple):
@@ -31,6 +50,9 @@ class RowPenalties(NamedTuple):
 class DeviceCounts:
     """The counts of each sequence's tokens, a row of a table for each.
 
+    A step adds the token that it computes for a sequence, from the device where the host has not read it. The host
+    keeps how many tokens are counted; where a step does not go on from there, they are counted anew.
+
     Args:
         device: device of the logits.
     """
@@ -51,32 +73,31 @@ class DeviceCounts:
         if slot is not None:
             self._free.append(slot)
 
-    def sync(self, known: Sequence[tuple[int, int, Sequence[int], TokenHistory, int]], vocab_size: int) -> Tensor:
-        """Bring the counts of sequences up to date.
+    def sync(self, rows: Sequence[CountedRow], vocab_size: int, put_drawn: PutDrawn) -> Tensor:
+        """Bring the counts of sequences up to date; a second call in a step changes nothing.
 
         Args:
-            known: their ids, starts and tokens in this step, histories with them, and lengths of their prompts.
+            rows: rows of the sequences.
             vocab_size: V.
+            put_drawn: see `PutDrawn`.
 
         Returns:
             Their slots, int64 [n].
         """
-        added: list[tuple[int, int]] = []
-        slots = []
-        for seq_id, start, token_ids, history, num_prompt in known:
-            slot = self._slots.get(seq_id)
-            if slot is not None and len(token_ids) == 1 and start >= num_prompt and self._lengths[seq_id] == start:
-                added.append((slot, token_ids[0]))
-            else:
+        added: list[tuple[int, int, int]] = []
+        for (seq_id, start, token_ids, *_), history, num_prompt in rows:
+            slot, token_id = self._slots.get(seq_id), token_ids[0]
+            goes_on = len(token_ids) == 1 and start >= num_prompt and self._lengths.get(seq_id) == start
+            if slot is None or not goes_on:
                 slot = self._take(seq_id, vocab_size)
                 self._fill(slot, history)
             self._lengths[seq_id] = start + len(token_ids)
-            slots.append(slot)
-        if added:
-            where = self._placed(added)
-            ones = torch.ones(len(added), dtype=torch.int32, device=self._device)
-            self._output.index_put_((where[:, 0], where[:, 1]), ones, accumulate=True)
-        return self._placed(slots)
+            # A history has all tokens but a placeholder's.
+            added.append((slot, token_id, 1) if goes_on or token_id == UNKNOWN else (slot, 0, 0))
+        slots, tokens, counts = self._placed(added).unbind(1)
+        put_drawn(tokens, [row.item for row in rows])
+        self._output.index_put_((slots, tokens), counts.int(), accumulate=True)
+        return slots
 
     def penalize(self, logits: Tensor, penalties: RowPenalties) -> None:
         """Change logits, float32 [R, V], as `penalties.penalize_tokens` does."""
@@ -107,12 +128,12 @@ class DeviceCounts:
 
     def _fill(self, slot: int, history: TokenHistory) -> None:
         """Count the tokens of a sequence anew."""
-        ids, seen, output = history.counts()
-        ids = ids.to(self._device)
+        known, seen, known_output = history.counts()
+        ids, output, is_prompt = placed(torch.stack((known, known_output, seen > known_output)), self._device)
         self._output[slot] = 0
-        self._output[slot, ids] = output.to(self._device)
+        self._output[slot, ids] = output.int()
         self._in_prompt[slot] = False
-        self._in_prompt[slot, ids] = (seen > output).to(self._device)
+        self._in_prompt[slot, ids] = is_prompt.bool()
 
-    def _placed(self, values: Sequence[int] | Sequence[tuple[int, int]]) -> Tensor:
+    def _placed(self, values: Sequence[tuple[int, int, int]]) -> Tensor:
         return placed(torch.tensor(values, dtype=torch.int64), self._device)

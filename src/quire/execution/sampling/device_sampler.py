@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire.errors import NO_TOKEN
 from quire.execution.pinned import placed
-from quire.execution.sampling.device_counts import DeviceCounts, RowPenalties
+from quire.execution.sampling.device_counts import CountedRow, DeviceCounts, RowPenalties
 from quire.execution.sampling.device_draws import (
     NARROW,
     RowFilters,
@@ -205,12 +205,12 @@ class DeviceSampler(Sampler):
         rows = [row for row, state in enumerate(states) if state.params.penalizes_tokens]
         if not rows:
             return False
-        known = []
+        counted = []
         for row in rows:
-            item, own = items[row], states[row].adjustments
+            own = states[row].adjustments
             assert own.history is not None, "penalties have a history"
-            known.append((item.seq_id, item.start, item.token_ids, own.history, own.num_prompt))
-        slots = self._counts.sync(known, logits.shape[1])
+            counted.append(CountedRow(items[row], own.history, own.num_prompt))
+        slots = self._counts.sync(counted, logits.shape[1], self._put_drawn)
         given = [states[row].params for row in rows]
         factors = torch.tensor(
             [(each.repetition_penalty, each.frequency_penalty, each.presence_penalty) for each in given]
@@ -218,6 +218,12 @@ class DeviceSampler(Sampler):
         penalties = RowPenalties(self._numbers(rows), slots, *placed(factors, self._device).unbind(1))
         self._counts.penalize(logits, penalties)
         return True
+
+    def _put_drawn(self, token_ids: Tensor, items: Sequence[ScheduledSequence]) -> None:
+        """Replace placeholders, in int64 [n], by the tokens that they stand for: in place, and the host does not wait.
+
+        The host has read all tokens when a step of this sampler begins, so there are none.
+        """
 
     def _choose(
         self,

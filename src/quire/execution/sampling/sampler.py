@@ -9,6 +9,7 @@ from math import isfinite
 
 import torch
 
+from quire.decoding.drafting import UNKNOWN
 from quire.execution.sampling.logits_processing import KeepTokens
 from quire.execution.sampling.row_sampling import Row, SamplingState, sample_rows
 from quire.execution.sampling.token_history import TokenHistory
@@ -64,7 +65,8 @@ class Sampler:
         if self._with_history:
             for item in items:
                 history = self._with_history.get(item.seq_id)
-                if history is not None:
+                # The token of a placeholder is learnt when it is read.
+                if history is not None and item.token_ids[0] != UNKNOWN:
                     # Drafts are learnt one by one, as they turn out to be right.
                     certain = item.token_ids[: len(item.token_ids) - item.num_draft]
                     history.sync(item.start, certain, is_end=item.num_samples > 0)

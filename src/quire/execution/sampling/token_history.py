@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -24,7 +25,11 @@ class TokenCounts(NamedTuple):
 
 
 class TokenHistory:
-    """A sequence's tokens and their counts, kept up to date by differences.
+    """A sequence's tokens and their counts, which are brought up to date by differences when they are asked for.
+
+    ```
+     tokens   |<-- counted -->|<-- not yet -->|
+    ```
 
     Args:
         token_ids: prompt and output so far.
@@ -42,6 +47,7 @@ class TokenHistory:
             torch.bincount(inverse[num_prompt:], minlength=len(ids)).to(torch.int32),
         )
         self._slots = {token_id: slot for slot, token_id in enumerate(ids.tolist())}
+        self._num_counted = len(self._token_ids)
 
     def sync(self, start: int, token_ids: Sequence[int], *, is_end: bool) -> None:
         """Make the tokens at `[start, start + len)` those given, and drop what a roll back has made untrue.
@@ -58,14 +64,22 @@ class TokenHistory:
         while same < min(end, len(known)) and known[same] == token_ids[same - start]:
             same += 1
         if same < end or is_end:
-            while len(known) > same:
-                self._count(known.pop(), len(known), -1)
-            for token_id in token_ids[same - start :]:
-                known.append(token_id)
-                self._count(token_id, len(known) - 1, 1)
+            for position in range(self._num_counted - 1, same - 1, -1):
+                self._count(known[position], position, -1)
+            self._num_counted = min(self._num_counted, same)
+            del known[same:]
+            known.extend(islice(token_ids, same - start, None))
+
+    def add_drawn(self, position: int, token_id: int) -> None:
+        """Add a token that was drawn for a position, before a step names it.
+
+        Nothing is added where the tokens before it are not known: drawing one of them has failed, and so the sequence.
+        """
+        if position == len(self._token_ids):
+            self._token_ids.append(token_id)
 
     def tokens(self) -> torch.Tensor:
-        """Return prompt and output, int32 [n], as a view that is valid until the next `sync`."""
+        """Return prompt and output, int32 [n], as a view that is valid until tokens are added."""
         return torch.frombuffer(self._token_ids, dtype=torch.int32)
 
     def prompt_and_output(self) -> tuple[list[int], list[int]]:
@@ -73,7 +87,10 @@ class TokenHistory:
         return self._token_ids[: self._num_prompt].tolist(), self._token_ids[self._num_prompt :].tolist()
 
     def counts(self) -> TokenCounts:
-        """Return the counts as views; they change with the next `sync`."""
+        """Return the counts as views; they change with the next call."""
+        for position in range(self._num_counted, len(self._token_ids)):
+            self._count(self._token_ids[position], position, 1)
+        self._num_counted = len(self._token_ids)
         size = len(self._slots)
         return TokenCounts(*(column[:size] for column in self._counts))
 
