@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -239,7 +240,10 @@ class TestEngine:
 
     @pytest.mark.parametrize("name", ["llama3", "qwen3.5"])
     def test_steps_that_are_launched_ahead(self, name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-        """The tokens of a replayed step are written into the static memory of the next one, which nobody has read."""
+        """The tokens of a replayed step are written into the static memory of the next one, which nobody has read.
+
+        They are counted for penalties too; with a bias, which is none, their host reads each before the next step.
+        """
         reference = make_reference(name, tmp_path_factory)
         sizes = (1, 4)
         llm = load(str(reference.folder), reference.pool_factor, cudagraph_capture_sizes=sizes, async_scheduling=True)
@@ -248,9 +252,12 @@ class TestEngine:
             SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
             for count in (NUM_TOKENS, NUM_TOKENS - 2, NUM_TOKENS - 1)
         ]
-        for output, expected in zip(
-            llm.generate(reference.prompts[:3], params, use_tqdm=False), reference.outputs, strict=False
-        ):
+        penalized = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, frequency_penalty=1.5)
+        prompts = [*reference.prompts[:3], reference.prompts[0]]
+        *found, counted = llm.generate(prompts, [*params, penalized], use_tqdm=False)
+        (read,) = llm.generate(prompts[3:], replace(penalized, logit_bias={0: 0.0}), use_tqdm=False)
+        assert counted.outputs[0].token_ids == read.outputs[0].token_ids
+        for output, expected in zip(found, reference.outputs, strict=False):
             tokens = output.outputs[0].token_ids
             known = min(len(tokens), len(expected))
             assert list(tokens[:known]) == list(expected[:known])
