@@ -93,18 +93,23 @@ class StaticMemory:
 
 
 class StaticTable:
-    """Numbers of which only the first ones are used in a step."""
+    """Numbers of which only the first ones are used in a step.
+
+    Attributes:
+        host: numbers as they were written last.
+        device: numbers as of the last upload.
+    """
 
     def __init__(self, chunk: _Chunk, dtype: torch.dtype) -> None:
-        self._chunk, self._host = chunk, chunk.host.view(dtype)
-        self.device = chunk.device.view(dtype)
+        self._chunk = chunk
+        self.host, self.device = chunk.host.view(dtype), chunk.device.view(dtype)
 
     def __len__(self) -> int:
-        return len(self._host)
+        return len(self.host)
 
     def write(self, numbers: Tensor) -> None:
         """Replace the numbers; they are copied with the next upload."""
-        self._host[: len(numbers)] = numbers
+        self.host[: len(numbers)] = numbers
         self._chunk.used = numbers.nbytes
 
 

@@ -9,10 +9,20 @@ import pytest
 import torch
 
 from quire.ops.interface import AttentionBatch
-from quire.ops.triton.decode_work import MostWork, plan_decodes
+from quire.ops.static_steps import StaticMemory
+from quire.ops.triton.decode_sharing import DecodeSharing, SharedDecodes, no_sharing
+from quire.ops.triton.decode_work import ITEM, SPLIT_ROWS, MostWork, plan_decodes
+from quire.ops.triton.shared_prefixes import SharingRule
+from quire.ops.triton.shared_work import SHARED_ITEM, SHARED_ROW, MostShared
 from quire.ops.triton.splits import split_length
-from quire.ops.triton.tiles import Tile
+from quire.ops.triton.tiles import Tile, decode_tile, shared_tile
 from quire.ops.triton.work_items import WorkItem, plan_work
+from quire.ops.triton.written_decodes import HEADER, DecodeRows, WorkBuffers, WrittenDecodes
+
+BLOCK_SIZE, GROUP, KV_HEADS = 16, 4, 2
+DECODE = decode_tile(128, GROUP, 2)
+RULE = SharingRule.of(shared_tile(128, GROUP, 2, (9, 0)), DECODE, GROUP, BLOCK_SIZE, 512, 128, 0.0)
+MOST_ROWS = 12
 
 
 def batch_of(positions: list[int], window: int | None, chunk: int | None) -> AttentionBatch:
@@ -51,3 +61,82 @@ def test_padding_is_not_split() -> None:
     found = plan_decodes(torch.tensor([40, 0, 0]), torch.zeros(3).long(), torch.tensor([0, 3, 3]), 1, 16, 16)
     assert [item[0] for item in found.items.tolist()] == [0, 0, 0, 1, 2]
     assert found.items[3:, 4:7].tolist() == [[0, 1, -1]] * 2
+
+
+def positions_later(rng: random.Random, positions: list[int]) -> list[int]:
+    """Return the positions of a step later; a sequence may have gone, or come, or been taken back."""
+    later = [position + 1 for position in positions]
+    match rng.randrange(12):
+        case 0:
+            del later[rng.randrange(len(later))]
+        case 1:
+            later.append(rng.choice([3, 700, 5000]))
+        case 2:
+            later[rng.randrange(len(later))] = rng.choice([40, 900])
+    return later[:MOST_ROWS] or [3]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_written_again_is_what_is_written_whole(seed: int) -> None:
+    """Over steps of decodes, with padding and windows, where items of all rows begin to be split and to share."""
+    rng = random.Random(seed)
+    window, processors = [(None, 2), (None, 132), (400, 2)][seed]
+    buffers, whole = make_buffers(processors), make_buffers(processors)
+    writer = make_writer(processors, buffers)
+    finder = SharedDecodes(RULE, KV_HEADS, processors)
+    positions = [600 + rng.randrange(100) for _ in range(6)]
+    num_same, written = 0, None
+    tables = [[*range(32), *range(1000 * row, 1000 * row + 320)] for row in range(1, MOST_ROWS + 1)]
+    for step in range(80):
+        real = torch.tensor(positions)
+        counts = [position // BLOCK_SIZE + 1 for position in positions]
+        ids = torch.tensor([block for table, count in zip(tables, counts, strict=False) for block in table[:count]])
+        starts = torch.tensor([*accumulate(counts, initial=0)][:-1])
+        firsts = torch.zeros_like(real) if window is None else (real + 1 - window).clamp(min=0)
+        # Now and then, what is shared is not read once.
+        shares = finder.find(real, firsts, ids, starts) and step % 50 < 40
+        sharing = finder.sharing if shares else no_sharing()
+        padding = torch.zeros(rng.choice([0, 2]) if step % 10 == 0 else 0, dtype=torch.int64)
+        rows = DecodeRows(*(torch.cat((each, padding)) for each in (real, firsts, starts)), len(positions))
+        writer.write(rows, sharing)
+        num_same += writer._written is written
+        written = writer._written
+        make_writer(processors, whole).write(rows, sharing)
+        assert numbers_of(buffers, sharing) == numbers_of(whole, sharing)
+        positions = positions_later(rng, positions)
+    assert num_same > 20
+
+
+def make_buffers(num_processors: int) -> WorkBuffers:
+    """Return static buffers of a cache group."""
+    memory, (most, shared) = StaticMemory(torch.device("cpu")), most_of(num_processors)
+    return WorkBuffers(
+        memory.take(HEADER + ITEM * most.num_items + SPLIT_ROWS * most.num_split, torch.int32),
+        memory.take_table(SHARED_ITEM * shared.num_items, torch.int32),
+        memory.take_table(SHARED_ROW * shared.num_rows, torch.int32),
+    )
+
+
+def most_of(num_processors: int) -> tuple[MostWork, MostShared]:
+    """Return the bounds of the largest step."""
+    shared = MostShared.of(MOST_ROWS + 2, RULE.tile_rows, KV_HEADS, num_processors)
+    most = MostWork.of(MOST_ROWS + 2, DECODE.tokens, KV_HEADS, num_processors)
+    return most.with_shared(MOST_ROWS + 2, shared), shared
+
+
+def make_writer(num_processors: int, buffers: WorkBuffers) -> WrittenDecodes:
+    """Return a writer that has written nothing."""
+    return WrittenDecodes(DECODE.tokens, most_of(num_processors)[0], KV_HEADS, num_processors, buffers)
+
+
+def numbers_of(buffers: WorkBuffers, sharing: DecodeSharing) -> list[list[int]]:
+    """Return header, items, split rows, shared items and their rows, as far as kernels read them."""
+    numbers, most = buffers.numbers.host, most_of(2)[0]
+    num_items, num_split = numbers[:2].tolist()
+    start = len(numbers) - SPLIT_ROWS * most.num_split
+    return [
+        numbers[: HEADER + ITEM * num_items].tolist(),
+        numbers[start : start + SPLIT_ROWS * num_split].tolist(),
+        buffers.shared_items.host[: sharing.items.numel()].tolist(),
+        buffers.shared_rows.host[: sharing.item_members.numel()].tolist(),
+    ]

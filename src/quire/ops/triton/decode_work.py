@@ -55,11 +55,42 @@ class DecodeWork(NamedTuple):
         items: int64 [M, 8]; see `WorkItem`, with a zero at the end.
         split_rows: int64 [S, 4]; see `SplitRows`.
         places: int64 [n], index of the first partial result of each row that is split.
+        counts: int64 [n], number of items of each row.
+        parts: int64 [M], index of each item among those of its row.
     """
 
     items: Tensor
     split_rows: Tensor
     places: Tensor
+    counts: Tensor
+    parts: Tensor
+
+
+def num_parts(lengths: Tensor, num_real: int, length: int) -> Tensor:
+    """Return the number of items of each row, int64 [n].
+
+    Args:
+        lengths: int64 [n], tokens of each row from the start of a tile on; changed.
+        num_real: number of rows that may be split, from the first on.
+        length: number of tokens of a split.
+    """
+    counts = lengths.add_(length - 1).div_(length, rounding_mode="floor")
+    if num_real < len(counts):
+        counts[num_real:] = 1
+    return counts
+
+
+def parts_of(starts: Tensor, firsts: Tensor, ends: Tensor, parts: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Return the first token and the end of items, int64 [M] each.
+
+    Args:
+        starts: int64 [M], where the tile of each item's row starts.
+        firsts, ends: int64 [M], first token and end of each item's row.
+        parts: int64 [M], index of each item among those of its row.
+        length: number of tokens of a split.
+    """
+    begin = torch.add(starts, parts, alpha=length)
+    return torch.maximum(begin, firsts), torch.minimum(begin.add_(length), ends)
 
 
 def plan_decodes(
@@ -84,24 +115,22 @@ def plan_decodes(
     """
     ends = positions + 1
     starts = firsts // tile_tokens * tile_tokens
-    counts = (ends - starts + (length - 1)) // length
-    counts[num_real:] = 1
+    counts = num_parts(ends - starts, num_real, length)
     if num_shared is None:
         num_shared = torch.zeros_like(counts)
-    is_split = counts + num_shared > 1
-    num_places = (counts + num_shared) * is_split
+    all_parts = counts + num_shared
+    is_split = all_parts > 1
+    num_places = all_parts * is_split
     places = num_places.cumsum(0) - num_places
     owners = torch.repeat_interleave(counts)
-    part = torch.arange(len(owners)) - (counts.cumsum(0) - counts)[owners]
-    begin = starts[owners] + part * length
+    parts = torch.arange(len(owners)) - (counts.cumsum(0) - counts)[owners]
     items = torch.zeros(len(owners), ITEM, dtype=torch.int64)
     items[:, 0] = owners
     items[:, 1] = 1
     items[:, 2] = positions[owners]
     items[:, 3] = block_starts[owners]
-    torch.maximum(begin, firsts[owners], out=items[:, 4])
-    torch.minimum(begin + length, ends[owners], out=items[:, 5])
-    items[:, 6] = torch.where(is_split[owners], (places + num_shared)[owners] + part, -1)
+    items[:, 4], items[:, 5] = parts_of(starts[owners], firsts[owners], ends[owners], parts, length)
+    items[:, 6] = torch.where(is_split[owners], (places + num_shared)[owners] + parts, -1)
     split = is_split.nonzero()[:, 0]
     split_rows = torch.stack((split, torch.ones_like(split), places[split], num_places[split]), 1)
-    return DecodeWork(items, split_rows, places)
+    return DecodeWork(items, split_rows, places, counts, parts)

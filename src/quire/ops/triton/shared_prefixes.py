@@ -10,9 +10,12 @@
 from __future__ import annotations
 
 import ctypes
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from math import lcm
+from operator import itemgetter
 from typing import Final, NamedTuple
 
 from torch import Tensor
@@ -175,36 +178,44 @@ def _ranges(
 ) -> Iterator[tuple[SharedRange, int]]:
     """Yield the ranges of sequences that begin alike, the bytes that each saves, and write down what decided on them.
 
-    Sequences go together as far as all have the same blocks, and are divided by their next unit.
+    Sequences go together as far as all have the same blocks, and are divided by their next unit. They are in the order
+    of their tables, so those that go together are neighbours, and the first and the last tell how far.
     """
     unit_bytes = rule.unit // rule.block_size * ID_BYTES
-    keys: dict[int, bytes] = {}
+    by_idx: dict[int, bytes] = {}
     for idx in alike:
-        start = candidates[idx].table * ID_BYTES
-        keys[idx] = bytes(tables[start : start + candidates[idx].num_tokens // rule.unit * unit_bytes])
-    open_parts = [(alike, 0, 0)]
+        first = candidates[idx].table * ID_BYTES
+        by_idx[idx] = bytes(tables[first : first + candidates[idx].num_tokens // rule.unit * unit_bytes])
+    num_equal = _num_equal(min(by_idx.values()), max(by_idx.values()), unit_bytes, 0)
+    different = slice(num_equal * unit_bytes, None)
+    order = sorted(alike, key=lambda idx: by_idx[idx][different])
+    keys = [by_idx[idx] for idx in order]
+    rows_before = list(accumulate((candidates[idx].num_rows for idx in order), initial=0))
+    open_parts = [(0, len(order), num_equal, 0, 0)]
     while open_parts:
-        part, begin, depth = open_parts.pop()
-        part_keys = [keys[idx] for idx in part]
-        num_units = _num_equal(min(part_keys), max(part_keys), unit_bytes)
-        end, num_rows = num_units * rule.unit, sum(candidates[idx].num_rows for idx in part)
-        saved = rule.saved_bytes(num_rows, len(part), end - begin)
+        start, stop, num_equal, begin, depth = open_parts.pop()
+        num_equal = _num_equal(keys[start], keys[stop - 1], unit_bytes, num_equal)
+        end = num_equal * rule.unit
+        saved = rule.saved_bytes(rows_before[stop] - rows_before[start], stop - start, end - begin)
         if end - begin >= rule.least_tokens and saved > 0:
-            yield SharedRange([candidates[idx] for idx in part], begin, end), saved
+            yield SharedRange([candidates[idx] for idx in sorted(order[start:stop])], begin, end), saved
             begin, depth = end, depth + 1
-        by_unit: dict[bytes, list[int]] = defaultdict(list)
-        next_unit = slice(num_units * unit_bytes, (num_units + 1) * unit_bytes)
-        for idx, key in zip(part, part_keys, strict=True):
-            deciding[idx] = end + rule.unit
-            by_unit[key[next_unit]].append(idx)
-        by_unit.pop(b"", None)  # they end here
-        if depth < MAX_RANGES:
-            open_parts.extend((each, begin, depth) for each in by_unit.values() if len(each) > 1)
+        next_unit = itemgetter(slice(num_equal * unit_bytes, (num_equal + 1) * unit_bytes))
+        while start < stop:
+            unit, part_stop = next_unit(keys[start]), start + 1
+            if part_stop < stop and next_unit(keys[part_stop]) == unit:
+                part_stop = bisect_right(keys, unit, part_stop, stop, key=next_unit)
+            if unit and part_stop - start > 1 and depth < MAX_RANGES:
+                open_parts.append((start, part_stop, num_equal + 1, begin, depth))
+            else:  # they end here, or nothing more is shared
+                for idx in order[start:part_stop]:
+                    deciding[idx] = end + rule.unit
+            start = part_stop
 
 
-def _num_equal(one: bytes, other: bytes, size: int) -> int:
-    """Return how many parts of some bytes are equal at the beginning of both."""
-    low, high = 0, min(len(one), len(other)) // size
+def _num_equal(one: bytes, other: bytes, size: int, low: int) -> int:
+    """Return how many parts of some bytes are equal at the beginning of both: `low` of them at least."""
+    high = min(len(one), len(other)) // size
     if one[: high * size] == other[: high * size]:
         return high
     # The first `low` parts are equal, the first `high` are not.

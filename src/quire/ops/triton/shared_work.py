@@ -103,11 +103,12 @@ class Sharing(NamedTuple):
         num_tokens = sum(len(each.tiles) * (each.end - each.first) for each in ranges)
         length = split_length(num_tokens, num_kv_heads, num_processors, rule.tile.tokens)
         ends: dict[int, int] = {}
-        num_parts: Counter[int] = Counter()
-        for each in found:
-            for member in each.members:
-                ends[member.first_row] = each.end
-                num_parts[member.first_row] += -(-(each.end - each.first) // length)
+        num_parts: dict[int, int] = {}
+        for members, first, end in found:
+            parts = -(-(end - first) // length)
+            for member in members:
+                row = member.first_row
+                ends[row], num_parts[row] = end, num_parts.get(row, 0) + parts
         return cls(ranges, length, ends, num_parts)
 
     def work(self, places: Mapping[int, int]) -> SharedWork:

@@ -9,20 +9,17 @@ import torch
 from torch import Tensor
 
 from quire.ops.interface import PagedKV
-from quire.ops.static_steps import StaticAttentionBatch, StaticLimits, StaticMemory, StaticNumbers, StaticTable
-from quire.ops.triton.decode_sharing import DecodeSharing, SharedDecodes, no_sharing
-from quire.ops.triton.decode_work import ITEM, SPLIT_ROWS, MostWork, plan_decodes
+from quire.ops.static_steps import StaticAttentionBatch, StaticLimits, StaticMemory, StaticTable
+from quire.ops.triton.decode_sharing import SharedDecodes, no_sharing
+from quire.ops.triton.decode_work import ITEM, SPLIT_ROWS, MostWork
 from quire.ops.triton.launches import Device
 from quire.ops.triton.shared_prefixes import SharingRule
 from quire.ops.triton.shared_work import SHARED_ITEM, SHARED_ROW, MostShared
-from quire.ops.triton.splits import most_splits, split_length
+from quire.ops.triton.splits import most_splits
 from quire.ops.triton.step_attention import PlacedItems, PlacedShared, TritonStepAttention
 from quire.ops.triton.tiles import Tile
+from quire.ops.triton.written_decodes import HEADER, SHARED_COUNT, DecodeRows, WorkBuffers, WrittenDecodes
 
-# Numbers in front of the items: how many items and split rows there are, and behind two zeros, at a multiple of
-# `ALIGNMENT` bytes, how many items of shared tokens.
-HEADER: Final = 8
-SHARED_COUNT: Final = 4
 # Programs over shared tokens for each that processors have room for: each takes its share of the items.
 SHARED_PROGRAMS: Final = 4
 
@@ -31,19 +28,16 @@ class PlannedGroup(NamedTuple):
     """The work of layers with one number of query heads to a KV head.
 
     Args:
-        tile: tile of a program.
         decodes: finds what sequences share, and remembers it.
+        written: writes the work, and remembers it.
         most: bounds of the largest step.
-        numbers: int32: a header, then items, then split rows.
-        shared_items, shared_rows: int32, items of shared tokens, and the rows of these.
+        buffers: where it is written.
     """
 
-    tile: Tile
     decodes: SharedDecodes
+    written: WrittenDecodes
     most: MostWork
-    numbers: StaticNumbers
-    shared_items: StaticTable
-    shared_rows: StaticTable
+    buffers: WorkBuffers
 
 
 class TritonStaticTokens:
@@ -72,7 +66,7 @@ class TritonStaticTokens:
         self._slots = memory.take(limits.num_rows, torch.int64)
         self._block_ids: StaticTable = memory.take_table(limits.num_blocks + 1, torch.int64)
         self._planned: dict[int, PlannedGroup] = {}
-        self._written: tuple[Tensor, Tensor, Tensor, int] | None = None
+        self._rows: DecodeRows | None = None
 
     def batch(self, num_rows: int, shares: bool = False) -> StaticAttentionBatch:
         """Return the batch of a step of some rows."""
@@ -100,16 +94,19 @@ class TritonStaticTokens:
         """Write slots, tables and items."""
         num_real, size = len(positions), self._block_size
         slots = self._slots.host
-        slots[:num_real] = block_ids[block_starts + positions // size] * size + positions % size
-        slots[num_real:num_rows] = 0
+        # (block - position // size) * size + position is the block's slot of that position.
+        idx = positions // size
+        blocks = block_ids.index_select(0, block_starts + idx)
+        torch.add(positions, blocks.sub_(idx), alpha=size, out=slots[:num_real])
         self._block_ids.write(block_ids)
         padding = num_rows - num_real
         if padding:  # the last entry of the tables is the null block
+            slots[num_real:num_rows] = 0
             positions = torch.cat((positions, positions.new_zeros(padding)))
             block_starts = torch.cat((block_starts, block_starts.new_full((padding,), len(block_ids) - 1)))
-        self._written = positions, self._firsts(positions), block_starts, num_real
+        self._rows = DecodeRows(positions, self._firsts(positions), block_starts, num_real)
         for planned in self._planned.values():
-            self._plan(planned, planned.decodes.sharing if shares else no_sharing())
+            planned.written.write(self._rows, planned.decodes.sharing if shares else no_sharing())
 
     def _firsts(self, positions: Tensor) -> Tensor:
         """Return the first token that each row sees."""
@@ -118,31 +115,6 @@ class TritonStaticTokens:
         if self._window is not None:
             return (positions + (1 - self._window)).clamp_(min=0)
         return torch.zeros_like(positions)
-
-    def _plan(self, planned: PlannedGroup, sharing: DecodeSharing) -> None:
-        """Write the items of the step that was written last, in which some tokens are shared."""
-        assert self._written is not None, "a step comes before its work"
-        positions, firsts, block_starts, num_real = self._written
-        num_shared = None
-        if len(sharing.rows):
-            firsts, num_shared = firsts.clone(), torch.zeros_like(firsts)
-            firsts[sharing.rows] = sharing.ends
-            num_shared[sharing.rows] = sharing.num_parts
-        num_tokens = int((positions[:num_real] + 1 - firsts[:num_real]).sum())
-        length = split_length(num_tokens, self._num_kv_heads, self._num_processors, planned.tile.tokens)
-        work = plan_decodes(positions, firsts, block_starts, num_real, planned.tile.tokens, length, num_shared)
-        shared_items, shared_rows = sharing.work(block_starts, work.places)
-        num_items, num_split, most = len(work.items), len(work.split_rows), planned.most
-        assert num_items <= most.num_items, f"{num_items} items, and there is room for {most.num_items}"
-        assert num_split <= most.num_split, f"{num_split} split rows, and there is room for {most.num_split}"
-        numbers = planned.numbers.host
-        numbers[0], numbers[1], numbers[SHARED_COUNT] = num_items, num_split, len(shared_items)
-        numbers[HEADER : HEADER + ITEM * num_items].view(-1, ITEM)[:] = work.items
-        start = HEADER + ITEM * most.num_items
-        numbers[start : start + SPLIT_ROWS * num_split].view(-1, SPLIT_ROWS)[:] = work.split_rows
-        for table, entries in ((planned.shared_items, shared_items), (planned.shared_rows, shared_rows)):
-            assert entries.numel() <= len(table), f"{entries.numel()} numbers, and there is room for {len(table)}"
-            table.write(entries.view(-1))
 
     def launch(self, group: int, num_rows: int, tile: Tile, rule: SharingRule, shares: bool) -> PlacedItems:
         """Return the items of a launch for steps of some rows.
@@ -158,24 +130,29 @@ class TritonStaticTokens:
         if planned is None:
             shared = self._most_shared(self._limits.num_rows, rule)
             most = self._most(self._limits.num_rows, tile).with_shared(self._limits.num_rows, shared)
-            planned = self._planned[group] = PlannedGroup(
-                tile,
-                SharedDecodes(rule, self._num_kv_heads, self._num_processors),
-                most,
+            buffers = WorkBuffers(
                 self._memory.take(HEADER + ITEM * most.num_items + SPLIT_ROWS * most.num_split, torch.int32),
                 self._memory.take_table(SHARED_ITEM * shared.num_items, torch.int32),
                 self._memory.take_table(SHARED_ROW * shared.num_rows, torch.int32),
             )
-            self._plan(planned, no_sharing())
+            heads, processors = self._num_kv_heads, self._num_processors
+            planned = self._planned[group] = PlannedGroup(
+                SharedDecodes(rule, heads, processors),
+                WrittenDecodes(tile.tokens, most, heads, processors, buffers),
+                most,
+                buffers,
+            )
+            assert self._rows is not None, "a step comes before its work"
+            planned.written.write(self._rows, no_sharing())
             self._memory.upload()
-        numbers, most, placed = planned.numbers.device, self._most(num_rows, tile), None
+        numbers, most, placed = planned.buffers.numbers.device, self._most(num_rows, tile), None
         if shares:
             shared = self._most_shared(num_rows, rule)
             most = most.with_shared(num_rows, shared)
             num_programs = min(
                 shared.num_items, SHARED_PROGRAMS * most_splits(self._num_kv_heads, self._num_processors)
             )
-            items, rows = planned.shared_items.device, planned.shared_rows.device
+            items, rows = planned.buffers.shared_items.device, planned.buffers.shared_rows.device
             placed = PlacedShared(rule.tile, items, rows, numbers[SHARED_COUNT:], num_programs)
         num_items, num_places, num_split = most
         split_rows = numbers[HEADER + ITEM * planned.most.num_items :]
