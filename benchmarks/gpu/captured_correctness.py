@@ -49,7 +49,7 @@ def captured_attention_error(
     positions = torch.tensor([history for history, _ in spans])
     ids: Tensor = torch.cat((batch.block_ids.cpu(), torch.zeros(1, dtype=torch.int64)))
     starts = torch.tensor(batch.block_starts[:-1])
-    if static.share(positions, ids, starts) != (shared > 0):
+    if static.share(positions, ids, starts, range(len(starts))) != (shared > 0):
         return float("inf")
     static.write_tokens(positions, ids, starts, num_rows, shared > 0)
     memory.upload()

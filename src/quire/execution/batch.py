@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate, chain, count
 from operator import add
 
 import torch
@@ -16,6 +16,8 @@ from quire.models.spec import StateCacheShape, TokenCacheShape
 from quire.ops.interface import AttentionBatch, StateBatch
 from quire.platform.prefault import CacheUse
 from quire.scheduling.plan import ScheduledSequence, StepPlan, TableDelta
+
+_stamps = count(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +38,26 @@ class Batch:
 
 
 class BlockTable:
-    """One sequence's blocks in one cache group: an array that grows, and is cut or overwritten in place."""
+    """One sequence's blocks in one cache group: an array that grows, and is cut or overwritten in place.
 
-    __slots__ = ("ids",)
+    Attributes:
+        ids: the blocks; only `change` changes them.
+        stamp: a number that no other table ever has. While it is the same, the table has only grown.
+    """
+
+    __slots__ = ("ids", "stamp")
 
     def __init__(self) -> None:
         self.ids = array("q")
+        self.stamp = next(_stamps)
 
     def change(self, delta: TableDelta) -> None:
         """Set `table[delta.start:]` to the delta's blocks."""
         _, start, block_ids = delta
         ids = self.ids
         assert start <= len(ids), f"a table of {len(ids)} blocks cannot change from {start} on"
+        if start < len(ids):
+            self.stamp = next(_stamps)
         ids[start:] = array("q", block_ids)
 
     def first(self, num_blocks: int) -> array[int]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
 from functools import partial
-from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -15,10 +13,11 @@ from torch import Tensor
 
 from quire.execution.batch import BatchBuilder
 from quire.execution.kv_storage import StateStorage, Storage
+from quire.execution.laid_tables import LaidTables
 from quire.execution.step_capture import CapturedCall, StepCapture
 from quire.models.decoder import Decoder
 from quire.models.spec import TokenCacheShape
-from quire.ops.static_steps import MakesStaticSteps, StaticLimits, StaticMemory, StaticStates, StaticTokens
+from quire.ops.static_steps import MakesStaticSteps, StaticLimits, StaticMemory, StaticStates, StaticTokens, vector
 from quire.scheduling.plan import ScheduledSequence
 
 logger = logging.getLogger(__name__)
@@ -84,6 +83,9 @@ class GraphLadder:
             _static_group(decoder, shape.cache, storage, memory, limits)
             for shape, storage in zip(decoder.cache_groups, storages, strict=True)
         ]
+        self._tables = [
+            None if isinstance(group, StaticStates) else LaidTables(group.block_ids) for group in self._groups
+        ]
         spec, device = decoder.spec, decoder.device
         self._hidden = torch.zeros(num_rows, spec.width, dtype=decoder.dtype, device=device)
         # Ranks have parts of the logits, which are asked for when a step was replayed.
@@ -100,7 +102,7 @@ class GraphLadder:
         """Capture steps of padding: its work is for no more rows than they have."""
         steps = []
         for size in reversed(sizes):
-            self._write(_lay_out((), None, self._groups, self._block_size), size, shares)
+            self._write(self._lay_out((), None), size, shares)
             self._memory.upload()
             steps.append(CapturedStep(size, capture.capture(partial(self._compute, size, shares))))
         return steps[::-1]
@@ -133,7 +135,7 @@ class GraphLadder:
             Hidden states before the last norm, [n, E], and logits, [n, V] of float32: both until the next step. Of
             ranks, [n, 0] in place of logits.
         """
-        count, laid = len(items), _lay_out(items, builder, self._groups, self._block_size)
+        count, laid = len(items), self._lay_out(items, builder)
         shares = bool(self._sharing_steps) and self._share(laid)
         steps = self._sharing_steps if shares else self._steps
         step = steps[bisect_left(steps, count, key=lambda each: each.size)]
@@ -154,15 +156,30 @@ class GraphLadder:
 
     def _write(self, laid: LaidOut, size: int, shares: bool) -> None:
         """Write a step and its padding into static memory, on the host's side."""
-        self._memory.wait()
         for numbers, values in ((self._ids, laid.input_ids), (self._positions, laid.positions)):
             numbers.host[: len(values)] = values
-            numbers.host[len(values) : size] = 0
+            if len(values) < size:
+                numbers.host[len(values) : size] = 0
         for group, tables in zip(self._groups, laid.tables, strict=True):
             if isinstance(group, StaticStates):
-                group.write_states(*tables, size)
+                blocks, has_state = tables
+                group.write_states(blocks, has_state, size)
             else:
-                group.write_tokens(laid.positions, *tables, size, shares)
+                group.write_tokens(laid.positions, tables.block_ids, tables.block_starts, size, shares)
+
+    def _lay_out(self, items: Sequence[ScheduledSequence], builder: BatchBuilder | None) -> LaidOut:
+        """Lay items out, one row each, their block tables in static memory; without a builder there are none."""
+        self._memory.wait()
+        starts = [item.start for item in items]
+        num_blocks = [start // self._block_size + 1 for start in starts]
+        laid: list[Any] = []
+        for idx, group_tables in enumerate(self._tables):
+            tables = [] if builder is None else [builder.tables[item.seq_id][idx] for item in items]
+            if group_tables is None:
+                laid.append(([table.ids[-1] for table in tables], [start > 0 for start in starts]))
+            else:
+                laid.append(group_tables.lay(tables, num_blocks))
+        return LaidOut(vector([item.token_ids[0] for item in items]), vector(starts), laid)
 
 
 class LaidOut(NamedTuple):
@@ -171,37 +188,13 @@ class LaidOut(NamedTuple):
     Args:
         input_ids: int64 [n], token of each row.
         positions: int64 [n], its position.
-        tables: arguments of `write_tokens` or `write_states` that are of blocks, for each group.
+        tables: block tables of each group, as `PlacedTables`; of a group of states, the blocks of these and which are
+            there, see `write_states`.
     """
 
     input_ids: Tensor
     positions: Tensor
-    tables: list[tuple[Any, Any]]
-
-
-def _lay_out(
-    items: Sequence[ScheduledSequence],
-    builder: BatchBuilder | None,
-    groups: Sequence[StaticTokens | StaticStates],
-    block_size: int,
-) -> LaidOut:
-    """Lay items out, one row each; without a builder there are none."""
-    starts = [item.start for item in items]
-    num_blocks = [start // block_size + 1 for start in starts]
-    block_starts = torch.tensor([*accumulate(num_blocks, initial=0)][:-1], dtype=torch.int64)
-    laid: list[tuple[Any, Any]] = []
-    for idx, group in enumerate(groups):
-        tables = [] if builder is None else [builder.tables[item.seq_id][idx].ids for item in items]
-        if isinstance(group, StaticStates):
-            laid.append(([ids[-1] for ids in tables], [start > 0 for start in starts]))
-            continue
-        block_ids = array("q")
-        for ids, number in zip(tables, num_blocks, strict=True):
-            block_ids += ids if len(ids) == number else ids[:number]
-        block_ids.append(0)  # the null block of the padding
-        laid.append((torch.frombuffer(block_ids, dtype=torch.int64), block_starts))
-    input_ids = torch.tensor([item.token_ids[0] for item in items], dtype=torch.int64)
-    return LaidOut(input_ids, torch.tensor(starts, dtype=torch.int64), laid)
+    tables: list[Any]
 
 
 def sharing_sizes(sizes: Sequence[int]) -> list[int]:

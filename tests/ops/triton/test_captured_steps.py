@@ -165,7 +165,7 @@ class TestAttention:
                 positions = torch.tensor([length - 1 for length in world.batch.context_lens])
                 ids = torch.cat((world.batch.block_ids, torch.zeros(1, dtype=torch.int64)))
                 starts = torch.tensor(world.batch.block_starts[:-1])
-                assert static.share(positions, ids, starts) == is_shared
+                assert static.share(positions, ids, starts, range(len(starts))) == is_shared
                 for shares in (True, False):
                     static.write_tokens(positions, ids, starts, 8, shares)
                     memory.upload()

@@ -10,10 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.execution.batch import BlockTable
 from quire.ops.triton.decode_sharing import SharedDecodes
 from quire.ops.triton.shared_prefixes import PrefixCandidate, SharedRange, SharingRule, find_shared
 from quire.ops.triton.shared_work import Sharing
 from quire.ops.triton.tiles import decode_tile, shared_tile
+from quire.scheduling.plan import TableDelta
 
 BLOCK_SIZE, GROUP, KV_HEADS, PROCESSORS = 16, 4, 2, 3
 WINDOW = 900
@@ -36,7 +38,7 @@ class History:
     """
 
     def __init__(self, window: int | None = None, rule: SharingRule | None = None) -> None:
-        self.tables: list[list[int]] = []
+        self.tables: list[BlockTable] = []
         self.positions: list[int] = []
         self._window, self._rule = window, rule or rule_of()
         self.shared = SharedDecodes(self._rule, KV_HEADS, PROCESSORS)
@@ -44,8 +46,17 @@ class History:
     def join(self, table: Sequence[int], position: int) -> None:
         """Add a sequence whose next token has a position in the last block of its table."""
         assert position // BLOCK_SIZE + 1 == len(table)
-        self.tables.append(list(table))
+        self.tables.append(BlockTable())
+        self.change(-1, 0, table)
         self.positions.append(position)
+
+    def change(self, seq: int, start: int, blocks: Sequence[int]) -> None:
+        """Set what a table has from an entry on."""
+        self.tables[seq].change(TableDelta(0, start, tuple(blocks)))
+
+    def replace(self, seq: int, idx: int, block: int) -> None:
+        """Set an entry of a table."""
+        self.change(seq, idx, (block, *self.tables[seq].ids[idx + 1 :]))
 
     def leave(self, seq: int) -> None:
         """Take a sequence away."""
@@ -54,18 +65,23 @@ class History:
     def append(self, seq: int, count: int, block: int) -> None:
         """Add tokens to a sequence, in the same new block over and over."""
         self.positions[seq] += count
-        missing = self.positions[seq] // BLOCK_SIZE + 1 - len(self.tables[seq])
-        self.tables[seq] += [block] * missing
+        ids = self.tables[seq].ids
+        self.change(seq, len(ids), [block] * (self.positions[seq] // BLOCK_SIZE + 1 - len(ids)))
 
     def cut(self, seq: int, position: int) -> None:
         """Take a sequence back to a position, as where it was preempted and computed in part."""
         self.positions[seq] = min(self.positions[seq], position)
-        del self.tables[seq][self.positions[seq] // BLOCK_SIZE + 1 :]
+        self.change(seq, self.positions[seq] // BLOCK_SIZE + 1, ())
+
+    def stamps(self) -> list[int]:
+        """Return the stamp of each table."""
+        return [table.stamp for table in self.tables]
 
     def step(self) -> None:
         """Find what the next step shares, and compare it with what is found afresh."""
-        starts = list(accumulate(map(len, self.tables), initial=0))[:-1]
-        ids = torch.tensor([block for table in self.tables for block in table] + [0])
+        tables = [table.ids for table in self.tables]
+        starts = list(accumulate(map(len, tables), initial=0))[:-1]
+        ids = torch.tensor([block for table in tables for block in table] + [0])
         positions, block_starts = torch.tensor(self.positions), torch.tensor(starts)
         firsts = torch.zeros_like(positions)
         if self._window is not None:
@@ -76,7 +92,7 @@ class History:
             if firsts[row] == 0
         ]
         expected = find_shared(candidates, ids, self._rule).ranges
-        assert self.shared.find(positions, firsts, ids, block_starts) == bool(expected)
+        assert self.shared.find(positions, firsts, ids, block_starts, self.stamps()) == bool(expected)
         assert rows_of(self.shared.ranges) == rows_of(expected)
         sharing, found = Sharing.of(expected, self._rule, KV_HEADS, PROCESSORS), self.shared.sharing
         assert dict(zip(found.rows.tolist(), found.ends.tolist(), strict=True)) == sharing.ends
@@ -146,12 +162,11 @@ def change(history: History, kind: str, *args: object) -> None:
         case "append", (int() as seq, int() as number, int() as block):
             history.append(seq % count, number, block)
         case "replace", (int() as seq, int() as idx, int() as block):
-            table = history.tables[seq % count]
-            table[idx % len(table)] = block
+            history.replace(seq % count, idx % len(history.tables[seq % count].ids), block)
         case "copy", (int() as seq, int() as other, int() as idx):  # one more block that two have in common
-            table, source = history.tables[seq % count], history.tables[other % count]
-            idx %= min(len(table), len(source))
-            table[idx] = source[idx]
+            ids, source = history.tables[seq % count].ids, history.tables[other % count].ids
+            idx %= min(len(ids), len(source))
+            history.replace(seq % count, idx, source[idx])
         case "cut", (int() as seq, int() as position):
             history.cut(seq % count, position)
         case "swap", (int() as seq, int() as other):
@@ -198,17 +213,16 @@ def test_steps_of_decodes_find_nothing_again() -> None:
         assert history.shared.ranges is found
 
 
-def test_tables_that_change_are_compared_again() -> None:
-    """A shared block that is another one, or was: what is behind the unit that differs does not count."""
+def test_tables_that_change_are_looked_at_again() -> None:
+    """A shared block that is another one, or was; and one behind the unit that differs, which changes nothing."""
     history = two_samples_and_a_stranger()
-    found = history.shared.ranges
-    history.tables[0][36], history.tables[2][36] = 77, 78  # behind the unit that differs
+    history.replace(0, 36, 77)
     history.step()
-    assert history.shared.ranges is found
-    history.tables[0][17] = 79
+    assert rows_of(history.shared.ranges) == [([0, 2], 0, 512)]
+    history.replace(0, 17, 79)
     history.step()
     assert rows_of(history.shared.ranges) == [([0, 2], 0, 256)]
-    history.tables[2][17] = 79
+    history.replace(2, 17, 79)
     history.step()
     assert rows_of(history.shared.ranges) == [([0, 2], 0, 512)]
 
@@ -229,7 +243,7 @@ def test_a_table_is_compared_again_when_its_first_unit_beyond_the_others_is_whol
 
 def test_a_stranger_that_begins_as_others_do_joins_them() -> None:
     history = two_samples_and_a_stranger()
-    history.tables[1] = [*range(32), *own(5, 1)]
+    history.change(1, 0, [*range(32), *own(5, 1)])
     history.step()
     assert rows_of(history.shared.ranges) == [([0, 1, 2], 0, 512)]
 

@@ -88,16 +88,17 @@ def test_what_is_written_again_is_what_is_written_whole(seed: int) -> None:
     num_same, written = 0, None
     tables = [[*range(32), *range(1000 * row, 1000 * row + 320)] for row in range(1, MOST_ROWS + 1)]
     for step in range(80):
-        real = torch.tensor(positions)
+        real, stamps = torch.tensor(positions), list(range(len(positions)))
         counts = [position // BLOCK_SIZE + 1 for position in positions]
         ids = torch.tensor([block for table, count in zip(tables, counts, strict=False) for block in table[:count]])
         starts = torch.tensor([*accumulate(counts, initial=0)][:-1])
         firsts = torch.zeros_like(real) if window is None else (real + 1 - window).clamp(min=0)
         # Now and then, what is shared is not read once.
-        shares = finder.find(real, firsts, ids, starts) and step % 50 < 40
+        shares = finder.find(real, firsts, ids, starts, stamps) and step % 50 < 40
         sharing = finder.sharing if shares else no_sharing()
         padding = torch.zeros(rng.choice([0, 2]) if step % 10 == 0 else 0, dtype=torch.int64)
-        rows = DecodeRows(*(torch.cat((each, padding)) for each in (real, firsts, starts)), len(positions))
+        padded = [torch.cat((each, padding)) for each in (real, firsts, starts)]
+        rows = DecodeRows(padded[0], padded[1], padded[2], len(positions))
         writer.write(rows, sharing)
         num_same += writer._written is written
         written = writer._written

@@ -56,6 +56,63 @@ def test_ranges_behind_each_other() -> None:
     assert found_in(tables, rule_of()) == [([0, 1, 2], 0, 256), ([0, 2], 256, 576)]
 
 
+def shared_by_definition(
+    tables: list[list[int]], rule: SharingRule
+) -> tuple[list[tuple[list[int], int, int]], list[int]]:
+    """Return what `find_shared` finds: part by part, each as far as all of its tables are equal."""
+    size = rule.unit // rule.block_size
+    units = [[tuple(table[idx : idx + size]) for idx in range(0, len(table), size)] for table in tables]
+    units = [each if not each or len(each[-1]) == size else each[:-1] for each in units]
+    found, deciding = [], [rule.least_tokens] * len(tables)
+    least = rule.least_tokens // rule.unit
+    parts = [
+        ([row for row, each in enumerate(units) if len(each) >= least and each[:least] == head], 0, 0)
+        for head in {tuple(each[:least]): each[:least] for each in units if len(each) >= least}.values()
+    ]
+    while parts:
+        rows, begin, depth = parts.pop()
+        if len(rows) < 2:
+            continue
+        shortest = min((units[row] for row in rows), key=len)
+        num_equal = next(
+            (idx for idx, unit in enumerate(shortest) if any(units[row][idx] != unit for row in rows)), len(shortest)
+        )
+        end = num_equal * rule.unit
+        if end - begin >= rule.least_tokens and rule.saved_bytes(len(rows), len(rows), end - begin) > 0:
+            found.append((rows, begin, end))
+            begin, depth = end, depth + 1
+        for row in rows:
+            deciding[row] = end + rule.unit
+        if depth < MAX_RANGES:
+            going_on = [row for row in rows if len(units[row]) > num_equal]
+            parts += [
+                ([row for row in going_on if units[row][num_equal] == unit], begin, depth)
+                for unit in {units[row][num_equal] for row in going_on}
+            ]
+    return sorted(found), deciding
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_found_is_what_the_definition_says(seed: int) -> None:
+    """In trees of tables and in chains, where each parts from the one before at another place."""
+    rng = random.Random(seed)
+    rule, tables = rule_of(), [own(80, 0)]
+    for seq in range(1, 40):
+        source = tables[-1] if seed % 2 else rng.choice(tables)
+        table = source[: rng.randrange(len(source) + 1)] + own(rng.randrange(4, 40), seq)
+        tables.insert(rng.randrange(len(tables)), table)
+    starts = list(accumulate(map(len, tables), initial=0))
+    ids = torch.tensor([block for table in tables for block in table])
+    candidates = [
+        PrefixCandidate(row, 1, start, len(table) * rule.block_size)
+        for row, (start, table) in enumerate(zip(starts, tables, strict=False))
+    ]
+    found = find_shared(candidates, ids, rule)
+    ranges = sorted(([each.first_row for each in members], first, end) for members, first, end in found.ranges)
+    assert (ranges, found.deciding) == shared_by_definition(tables, rule)
+    assert len(ranges) > 2
+
+
 def test_too_short_a_range_is_left_to_those_who_share_more() -> None:
     """The first 320 tokens of all pay, the 64 that follow do not: they count to the range of two."""
     first, more, last = list(range(20)), list(range(100, 104)), list(range(200, 232))

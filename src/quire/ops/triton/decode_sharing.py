@@ -1,7 +1,8 @@
 """Shared tokens of captured decodes, remembered from step to step: found again where a step could share others.
 
-Between two steps tables grow, and hardly anything else happens to them. What is shared depends on no more of a table
-than its beginning, up to the first unit of tokens in which it differs from every other one:
+Between two steps tables grow, and hardly anything else happens to them; a stamp tells for each whether it has only
+grown. What is shared depends on no more of a table than its beginning, up to the first unit of tokens in which it
+differs from every other one:
 
 ```
  table 0   |<-- shared by 0, 1, 2 -->|<-- differs -->|  anything
@@ -9,44 +10,30 @@ than its beginning, up to the first unit of tokens in which it differs from ever
  table 2   |<-- shared by 0, 1, 2 -->|<-- shared by 1, 2 -->|<-- differs -->|  anything
 ```
 
-While the rows are the same and the bytes of these beginnings are, whoever has them, the ranges are too.
-`find_shared` is the slow twin.
+While the stamps are the same, and no row goes on into another whole unit of its beginning, the ranges are too.
+`find_shared` is the slow twin, which knows no stamps.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from quire.ops.static_steps import vector
 from quire.ops.triton.shared_prefixes import (
-    ID_BYTES,
-    FoundRanges,
     PrefixCandidate,
     SharedRange,
     SharingRule,
-    find_shared,
+    find_equal,
     table_bytes,
+    unit_bytes,
 )
 from quire.ops.triton.shared_work import SHARED_ITEM, SHARED_ROW, Sharing
-
-
-def _table(numbers: array[int], width: int) -> Tensor:
-    """Return numbers of 32 bits as [., width]."""
-    if not numbers:
-        return torch.zeros(0, width, dtype=torch.int32)
-    return torch.frombuffer(numbers, dtype=torch.int32).view(-1, width)
-
-
-def _vector(numbers: Iterable[int]) -> Tensor:
-    """Return int64 [n]: a tensor over an array is made in a fraction of the time that one of a list takes."""
-    made = array("q", numbers)
-    return torch.frombuffer(made, dtype=torch.int64) if made else torch.zeros(0, dtype=torch.int64)
 
 
 class DecodeSharing(NamedTuple):
@@ -73,31 +60,35 @@ class DecodeSharing(NamedTuple):
     @classmethod
     def of(cls, sharing: Sharing) -> DecodeSharing:
         """Return what some decodes share, of one row each; `Sharing.work` is the slow twin of the items."""
-        items, members = array("i"), array("i")
+        items: list[int] = []
         item_rows: list[int] = []
+        member_rows: list[int] = []
+        places: list[int] = []
         num_before = dict.fromkeys(sharing.ends, 0)
         for tiles, first, end in sharing.ranges:
             tiled, starts = [], range(first, end, sharing.length)
             for tile in tiles:
                 rows = [member.first_row for member in tile]
-                tiled.append((len(members) // SHARED_ROW, len(rows), rows[0]))
-                for row in rows:
-                    before = num_before[row]
-                    members.extend((row, before, 1, 0))
-                    num_before[row] = before + len(starts)
+                tiled.append((len(member_rows), len(rows), rows[0]))
+                member_rows += rows
+                before = [num_before[row] for row in rows]
+                places += before
+                num_before.update(zip(rows, [place + len(starts) for place in before], strict=True))
             for part, start in enumerate(starts):
                 for first_row, num_rows, row in tiled:
-                    items.extend((first_row, num_rows, 0, start, min(start + sharing.length, end), part, 0, 0))
+                    items += first_row, num_rows, 0, start, min(start + sharing.length, end), part, 0, 0
                     item_rows.append(row)
-        member_table = _table(members, SHARED_ROW)
+        members = torch.zeros(len(member_rows), SHARED_ROW, dtype=torch.int32)
+        of_members = vector(member_rows)
+        members[:, 0], members[:, 1], members[:, 2] = of_members, vector(places), 1
         return cls(
-            _vector(sharing.ends),
-            _vector(sharing.ends.values()),
-            _vector(map(sharing.num_parts.__getitem__, sharing.ends)),
-            _table(items, SHARED_ITEM),
-            _vector(item_rows),
-            member_table,
-            member_table[:, 0].long(),
+            vector(sharing.ends),
+            vector(sharing.ends.values()),
+            vector(map(sharing.num_parts.__getitem__, sharing.ends)),
+            vector(items).view(-1, SHARED_ITEM).int(),
+            vector(item_rows),
+            members,
+            of_members,
         )
 
     def work(self, block_starts: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,22 +119,18 @@ class Seen(NamedTuple):
     """All that ranges were found from.
 
     Args:
-        heads: int64 [n], first block of each row.
+        stamps: stamp of the table of each row.
         sees_all: bool [n], the row sees its first token.
         rows: int64 [c], rows that see it, and begin with the same block as another one that does not differ in that.
         deciding: int64 [c], whole units up to which the table of each decides what is shared.
         compared: int64 [c], how many of these it had.
-        num_bytes: their bytes in the table of each; none where it is too short to share.
-        beginnings: those bytes.
     """
 
-    heads: Tensor
+    stamps: list[int]
     sees_all: Tensor
     rows: Tensor
     deciding: Tensor
     compared: Tensor
-    num_bytes: Sequence[int]
-    beginnings: Sequence[bytes]
 
 
 class SharedDecodes:
@@ -163,63 +150,76 @@ class SharedDecodes:
     def __init__(self, rule: SharingRule, num_kv_heads: int, num_processors: int) -> None:
         self._rule, self._num_kv_heads, self._num_processors = rule, num_kv_heads, num_processors
         self._seen: Seen | None = None
+        self._known: dict[int, bytes] = {}  # bytes of tables by their stamps
         self.ranges: Sequence[SharedRange] = ()
         self.sharing = no_sharing()
 
-    def find(self, positions: Tensor, firsts: Tensor, block_ids: Tensor, block_starts: Tensor) -> bool:
+    def find(
+        self, positions: Tensor, firsts: Tensor, block_ids: Tensor, block_starts: Tensor, stamps: Sequence[int]
+    ) -> bool:
         """Find what a step shares; say whether reading it once pays.
 
         Args:
             positions: int64 [n], position of each row in its sequence; on the host, as all here.
             firsts: int64 [n], first token that each row sees.
-            block_ids: int64, block tables of the sequences, one behind the other.
+            block_ids: int64, block tables of the sequences.
             block_starts: int64 [n], where each table starts.
+            stamps: see `StaticTokens.share`.
         """
-        heads, sees_all = block_ids[block_starts], firsts == 0
-        if self._seen is None or not self._is_seen(self._seen, heads, sees_all, positions, block_ids, block_starts):
-            self._find(heads, sees_all, positions, block_ids, block_starts)
+        sees_all = firsts == 0
+        if self._seen is None or not self._is_seen(self._seen, sees_all, positions, stamps):
+            self._find(sees_all, positions, block_ids, block_starts, stamps)
         return bool(self.ranges)
 
-    def _is_seen(
-        self, seen: Seen, heads: Tensor, sees_all: Tensor, positions: Tensor, block_ids: Tensor, block_starts: Tensor
-    ) -> bool:
+    def _is_seen(self, seen: Seen, sees_all: Tensor, positions: Tensor, stamps: Sequence[int]) -> bool:
         """Say whether the ranges that were found last are those of a step too."""
-        if not (torch.equal(heads, seen.heads) and torch.equal(sees_all, seen.sees_all)):
+        if seen.stamps != stamps or not torch.equal(sees_all, seen.sees_all):
             return False
-        compared = torch.minimum(positions[seen.rows] // self._rule.unit, seen.deciding)
-        if not torch.equal(compared, seen.compared):
-            return False
-        starts = (block_starts[seen.rows] * ID_BYTES).tolist()
-        return _beginnings(block_ids, starts, seen.num_bytes) == seen.beginnings
+        return torch.equal(self._compared(seen.rows, seen.deciding, positions), seen.compared)
+
+    def _compared(self, rows: Tensor, deciding: Tensor, positions: Tensor) -> Tensor:
+        """Return how many of the units that decide the table of each row has, int64 [c]."""
+        units = positions.index_select(0, rows).div_(self._rule.unit, rounding_mode="floor")
+        return torch.minimum(units, deciding)
 
     def _find(
-        self, heads: Tensor, sees_all: Tensor, positions: Tensor, block_ids: Tensor, block_starts: Tensor
+        self, sees_all: Tensor, positions: Tensor, block_ids: Tensor, block_starts: Tensor, stamps: Sequence[int]
     ) -> None:
         """Find the ranges of a step, and keep what they were found from."""
+        self._seen = None  # if this fails, the next step does it again
         # Where no two sequences begin with the same block, nothing else is looked at.
-        ids = heads.tolist()
-        counts = Counter(ids)
-        of_all = zip(ids, sees_all.tolist(), block_starts.tolist(), positions.tolist(), strict=True)
+        heads = block_ids.index_select(0, block_starts).tolist()
+        counts = Counter(heads)
+        of_all = zip(heads, sees_all.tolist(), block_starts.tolist(), positions.tolist(), strict=True)
         candidates = [
             PrefixCandidate(row, 1, table, position)
             for row, (head, sees, table, position) in enumerate(of_all)
             if sees and counts[head] > 1
         ]
-        rows = _vector([each.first_row for each in candidates])
-        tables, tokens = block_starts[rows], positions[rows]
-        found = find_shared(candidates, block_ids, self._rule) if candidates else FoundRanges((), ())
+        found = find_equal(candidates, self._unit_bytes(candidates, block_ids, stamps), self._rule)
         self.ranges, self.sharing = found.ranges, no_sharing()
         if found.ranges:
             sharing = Sharing.of(found.ranges, self._rule, self._num_kv_heads, self._num_processors)
             self.sharing = DecodeSharing.of(sharing)
-        deciding = _vector(found.deciding) // self._rule.unit
-        compared = torch.minimum(tokens // self._rule.unit, deciding)
-        unit_bytes = self._rule.unit // self._rule.block_size * ID_BYTES
-        num_bytes = (compared * (tokens >= self._rule.least_tokens) * unit_bytes).tolist()
-        beginnings = _beginnings(block_ids, (tables * ID_BYTES).tolist(), num_bytes)
-        self._seen = Seen(heads, sees_all, rows, deciding, compared, num_bytes, beginnings)
+        rows = vector([each.first_row for each in candidates])
+        deciding = vector(found.deciding) // self._rule.unit
+        compared = self._compared(rows, deciding, positions)
+        self._seen = Seen(list(stamps), sees_all, rows, deciding, compared)
 
-
-def _beginnings(block_ids: Tensor, starts: Sequence[int], num_bytes: Sequence[int]) -> list[bytes]:
-    tables = table_bytes(block_ids)
-    return [bytes(tables[start : start + size]) for start, size in zip(starts, num_bytes, strict=True)]
+    def _unit_bytes(
+        self, candidates: Sequence[PrefixCandidate], block_ids: Tensor, stamps: Sequence[int]
+    ) -> list[bytes]:
+        """Return the whole units of the tables of candidates: those of tables that have only grown are known."""
+        rule, known, tables = self._rule, self._known, table_bytes(block_ids)
+        unit, num_bytes = rule.unit, rule.unit_bytes
+        later: dict[int, bytes] = {}
+        keys: list[bytes] = []
+        for row, _, table, num_tokens in candidates:
+            stamp, num_units = stamps[row], num_tokens // unit
+            key = known.get(stamp, b"")
+            if len(key) != num_units * num_bytes:
+                key = unit_bytes(tables, table, num_units, rule)
+            later[stamp] = key
+            keys.append(key)
+        self._known = later
+        return keys

@@ -57,6 +57,7 @@ class DecodeWork(NamedTuple):
         places: int64 [n], index of the first partial result of each row that is split.
         counts: int64 [n], number of items of each row.
         parts: int64 [M], index of each item among those of its row.
+        owners: int64 [M], row of each item.
     """
 
     items: Tensor
@@ -64,6 +65,7 @@ class DecodeWork(NamedTuple):
     places: Tensor
     counts: Tensor
     parts: Tensor
+    owners: Tensor
 
 
 def num_parts(lengths: Tensor, num_real: int, length: int) -> Tensor:
@@ -116,21 +118,26 @@ def plan_decodes(
     ends = positions + 1
     starts = firsts // tile_tokens * tile_tokens
     counts = num_parts(ends - starts, num_real, length)
-    if num_shared is None:
-        num_shared = torch.zeros_like(counts)
-    all_parts = counts + num_shared
+    all_parts = counts if num_shared is None else counts + num_shared
     is_split = all_parts > 1
     num_places = all_parts * is_split
     places = num_places.cumsum(0) - num_places
-    owners = torch.repeat_interleave(counts)
-    parts = torch.arange(len(owners)) - (counts.cumsum(0) - counts)[owners]
-    items = torch.zeros(len(owners), ITEM, dtype=torch.int64)
-    items[:, 0] = owners
-    items[:, 1] = 1
-    items[:, 2] = positions[owners]
-    items[:, 3] = block_starts[owners]
-    items[:, 4], items[:, 5] = parts_of(starts[owners], firsts[owners], ends[owners], parts, length)
-    items[:, 6] = torch.where(is_split[owners], (places + num_shared)[owners] + parts, -1)
+    own_places = places if num_shared is None else places + num_shared
+    # A row that is not split has -1.
+    own_places = ((own_places + 1) * is_split).sub_(1)
+    num_items = int(counts.sum())
+    if num_items == len(counts):
+        owners, parts = torch.arange(num_items), torch.zeros_like(counts)
+        begin, end, tables = firsts, ends, block_starts
+    else:
+        owners = torch.repeat_interleave(counts, output_size=num_items)
+        before = counts.cumsum(0) - counts
+        rows = torch.stack((positions, block_starts, starts, firsts, ends, own_places, before)).index_select(1, owners)
+        positions, tables, starts, firsts, ends, own_places, before = rows.unbind()
+        parts = torch.arange(num_items) - before
+        begin, end = parts_of(starts, firsts, ends, parts, length)
+    ones, zeros = torch.ones_like(owners), torch.zeros_like(owners)
+    items = torch.stack((owners, ones, positions, tables, begin, end, own_places + parts, zeros), 1)
     split = is_split.nonzero()[:, 0]
     split_rows = torch.stack((split, torch.ones_like(split), places[split], num_places[split]), 1)
-    return DecodeWork(items, split_rows, places, counts, parts)
+    return DecodeWork(items, split_rows, places, counts, parts, owners)

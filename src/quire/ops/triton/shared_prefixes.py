@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import lcm
 from operator import itemgetter
@@ -59,6 +59,11 @@ class SharingRule(NamedTuple):
     def tile_rows(self) -> int:
         """Number of rows in a tile."""
         return self.tile.rows // self.group
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of a unit's block ids."""
+        return self.unit // self.block_size * ID_BYTES
 
     @property
     def least_tokens(self) -> int:
@@ -144,21 +149,32 @@ def find_shared(candidates: Sequence[PrefixCandidate], block_ids: Tensor, rule: 
     Returns:
         Ranges: none where all together save too little.
     """
+    tables = table_bytes(block_ids)
+    keys = [unit_bytes(tables, each.table, each.num_tokens // rule.unit, rule) for each in candidates]
+    return find_equal(candidates, keys, rule)
+
+
+def find_equal(candidates: Sequence[PrefixCandidate], keys: Sequence[bytes], rule: SharingRule) -> FoundRanges:
+    """Find the ranges of tokens that are read once.
+
+    Args:
+        candidates: see `find_shared`; their tables are not read.
+        keys: `unit_bytes` of each of them, of all its whole units.
+        rule: rule by which reading once pays.
+    """
     deciding = [rule.least_tokens] * len(candidates)
     if rule.tile_rows < 2:  # no two rows are read together
         return FoundRanges([], deciding)
-    tables = table_bytes(block_ids)
     num_bytes = rule.least_tokens // rule.block_size * ID_BYTES
-    by_beginning: dict[bytes, list[int]] = defaultdict(list)
-    for idx, candidate in enumerate(candidates):
-        if candidate.num_tokens >= rule.least_tokens and candidate.num_rows <= rule.tile_rows:
-            start = candidate.table * ID_BYTES
-            by_beginning[bytes(tables[start : start + num_bytes])].append(idx)
+    by_beginning: dict[bytes, dict[int, bytes]] = defaultdict(dict)
+    for idx, (candidate, key) in enumerate(zip(candidates, keys, strict=True)):
+        if len(key) >= num_bytes and candidate.num_rows <= rule.tile_rows:
+            by_beginning[key[:num_bytes]][idx] = key
     found: list[SharedRange] = []
     saved = 0
     for alike in by_beginning.values():
         if len(alike) > 1:
-            for each, bytes_saved in _ranges(alike, candidates, tables, rule, deciding):
+            for each, bytes_saved in _ranges(alike, candidates, rule, deciding):
                 found.append(each)
                 saved += bytes_saved
     return FoundRanges(found if saved > rule.least_bytes else [], deciding)
@@ -169,10 +185,22 @@ def table_bytes(block_ids: Tensor) -> memoryview:
     return memoryview((ctypes.c_char * block_ids.nbytes).from_address(block_ids.data_ptr()))
 
 
+def unit_bytes(tables: memoryview, table: int, num_units: int, rule: SharingRule) -> bytes:
+    """Return the bytes of a table's first units.
+
+    Args:
+        tables: `table_bytes` of all block tables.
+        table: index of the table's first block.
+        num_units: number of units.
+        rule: has their size.
+    """
+    start = table * ID_BYTES
+    return bytes(tables[start : start + num_units * rule.unit_bytes])
+
+
 def _ranges(
-    alike: Sequence[int],
+    alike: Mapping[int, bytes],
     candidates: Sequence[PrefixCandidate],
-    tables: memoryview,
     rule: SharingRule,
     deciding: list[int],
 ) -> Iterator[tuple[SharedRange, int]]:
@@ -181,36 +209,32 @@ def _ranges(
     Sequences go together as far as all have the same blocks, and are divided by their next unit. They are in the order
     of their tables, so those that go together are neighbours, and the first and the last tell how far.
     """
-    unit_bytes = rule.unit // rule.block_size * ID_BYTES
-    by_idx: dict[int, bytes] = {}
-    for idx in alike:
-        first = candidates[idx].table * ID_BYTES
-        by_idx[idx] = bytes(tables[first : first + candidates[idx].num_tokens // rule.unit * unit_bytes])
-    num_equal = _num_equal(min(by_idx.values()), max(by_idx.values()), unit_bytes, 0)
-    different = slice(num_equal * unit_bytes, None)
-    order = sorted(alike, key=lambda idx: by_idx[idx][different])
-    keys = [by_idx[idx] for idx in order]
+    size = rule.unit_bytes
+    num_equal = _num_equal(min(alike.values()), max(alike.values()), size, 0)
+    different = itemgetter(slice(num_equal * size, None))
+    order = sorted(alike, key=lambda idx: different(alike[idx]))
+    keys = [alike[idx] for idx in order]
     rows_before = list(accumulate((candidates[idx].num_rows for idx in order), initial=0))
     open_parts = [(0, len(order), num_equal, 0, 0)]
     while open_parts:
         start, stop, num_equal, begin, depth = open_parts.pop()
-        num_equal = _num_equal(keys[start], keys[stop - 1], unit_bytes, num_equal)
+        num_equal = _num_equal(keys[start], keys[stop - 1], size, num_equal)
         end = num_equal * rule.unit
         saved = rule.saved_bytes(rows_before[stop] - rows_before[start], stop - start, end - begin)
         if end - begin >= rule.least_tokens and saved > 0:
             yield SharedRange([candidates[idx] for idx in sorted(order[start:stop])], begin, end), saved
             begin, depth = end, depth + 1
-        next_unit = itemgetter(slice(num_equal * unit_bytes, (num_equal + 1) * unit_bytes))
-        while start < stop:
-            unit, part_stop = next_unit(keys[start]), start + 1
-            if part_stop < stop and next_unit(keys[part_stop]) == unit:
-                part_stop = bisect_right(keys, unit, part_stop, stop, key=next_unit)
-            if unit and part_stop - start > 1 and depth < MAX_RANGES:
-                open_parts.append((start, part_stop, num_equal + 1, begin, depth))
+        next_unit = itemgetter(slice(num_equal * size, (num_equal + 1) * size))
+        units = list(map(next_unit, keys[start:stop]))
+        first = 0
+        while first < len(units):
+            last = bisect_right(units, units[first], first + 1)
+            if units[first] and last - first > 1 and depth < MAX_RANGES:
+                open_parts.append((start + first, start + last, num_equal + 1, begin, depth))
             else:  # they end here, or nothing more is shared
-                for idx in order[start:part_stop]:
+                for idx in order[start + first : start + last]:
                     deciding[idx] = end + rule.unit
-            start = part_stop
+            first = last
 
 
 def _num_equal(one: bytes, other: bytes, size: int, low: int) -> int:

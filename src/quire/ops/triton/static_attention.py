@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -49,6 +49,9 @@ class TritonStaticTokens:
         memory: gives the buffers.
         limits: the largest step.
         device: the backend's.
+
+    Attributes:
+        block_ids: see `StaticTokens`.
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class TritonStaticTokens:
         self._num_kv_heads, self._block_size = kv.data.shape[3:5]
         self._num_processors = device.num_processors
         self._slots = memory.take(limits.num_rows, torch.int64)
-        self._block_ids: StaticTable = memory.take_table(limits.num_blocks + 1, torch.int64)
+        self.block_ids: StaticTable = memory.take_table(limits.num_blocks + 1, torch.int64)
         self._planned: dict[int, PlannedGroup] = {}
         self._rows: DecodeRows | None = None
 
@@ -74,7 +77,7 @@ class TritonStaticTokens:
             self._slots.device[:num_rows],
             range(num_rows + 1),
             (1,) * num_rows,
-            self._block_ids.device,
+            self.block_ids.device,
             range(num_rows + 1),
             self._window,
             self._chunk,
@@ -82,10 +85,13 @@ class TritonStaticTokens:
             shares=shares,
         )
 
-    def share(self, positions: Tensor, block_ids: Tensor, block_starts: Tensor) -> bool:
+    def share(self, positions: Tensor, block_ids: Tensor, block_starts: Tensor, stamps: Sequence[int]) -> bool:
         """Find shared tokens for layers with each number of query heads to a KV head."""
         firsts = self._firsts(positions)
-        found = [planned.decodes.find(positions, firsts, block_ids, block_starts) for planned in self._planned.values()]
+        found = [
+            planned.decodes.find(positions, firsts, block_ids, block_starts, stamps)
+            for planned in self._planned.values()
+        ]
         return any(found)
 
     def write_tokens(
@@ -98,7 +104,7 @@ class TritonStaticTokens:
         idx = positions // size
         blocks = block_ids.index_select(0, block_starts + idx)
         torch.add(positions, blocks.sub_(idx), alpha=size, out=slots[:num_real])
-        self._block_ids.write(block_ids)
+        self.block_ids.write(block_ids)
         padding = num_rows - num_real
         if padding:  # the last entry of the tables is the null block
             slots[num_real:num_rows] = 0

@@ -64,10 +64,10 @@ class WorkBuffers(NamedTuple):
 
 
 class OwnTokens(NamedTuple):
-    """Which tokens each row reads by itself; it stays the same while the rows see the same first tokens and share.
+    """The tokens that each row reads by itself, as far as they stay the same: where they begin.
 
     Args:
-        sharing: what is shared.
+        sharing: tokens that rows share.
         seen: int64 [n], first token that each row sees.
         firsts: int64 [n], first token that each row reads by itself.
         starts: int64 [n], the tile's in which that is.
@@ -96,7 +96,7 @@ class Written(NamedTuple):
     """The items that lie in the buffers.
 
     Args:
-        sharing: what is shared.
+        sharing: tokens that rows share.
         num_real: see `DecodeRows`.
         counts: int64 [n], number of items of each row.
         owners: int64 [M], row of each item.
@@ -147,6 +147,7 @@ class WrittenDecodes:
         if written is not None and is_same and torch.equal(written.counts, counts):
             self._write_again(written, rows, own, ends, length)
         else:
+            self._written = None  # if writing fails, the next step does it again
             self._written = self._write_all(rows, own, length)
 
     def _write_again(self, written: Written, rows: DecodeRows, own: OwnTokens, ends: Tensor, length: int) -> None:
@@ -183,5 +184,4 @@ class WrittenDecodes:
             table.write(entries.view(-1))
         shared = tables.host[: shared_items.numel()].view(-1, SHARED_ITEM)
         columns = tuple(items[:, column] for column in (POSITION, TABLE, FIRST, END))
-        owners = work.items[:, 0].contiguous()
-        return Written(sharing, rows.num_real, work.counts, owners, work.parts, columns, shared[:, SHARED_TABLE])
+        return Written(sharing, rows.num_real, work.counts, work.owners, work.parts, columns, shared[:, SHARED_TABLE])
