@@ -38,7 +38,7 @@ from quire.memory.specs import FullAttention
 from quire.models.checkpoint import locate
 from quire.simulation.fit import MeasuredStep, fit_step_time, quality_of
 from quire.simulation.fleet import SimulatedFleet
-from quire.simulation.replica import ReplicaSettings
+from quire.simulation.replica_settings import ReplicaSettings
 from quire.simulation.request import SimulatedRequest
 from quire.simulation.routing import RoundRobin
 from quire.simulation.step_time import FittedStepTime, StepItem

@@ -42,7 +42,7 @@ SHORT_DIGESTS = Seam(token_chain, "block_digests", shorten_digests)
 
 
 def branch_by_digest(_: Any, node: RadixNode, position: int, content: bytes) -> RadixNode | None:
-    return node.branches.get(position, {}).get(token_chain.block_digest(node.digest_before(position), content))
+    return node.branches.get(position, {}).get(node.name_of_branch(content))
 
 
 def count_all_equal(_: Any, node: RadixNode, __: TokenChain, start: int, end: int) -> int:

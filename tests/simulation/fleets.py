@@ -9,7 +9,7 @@ from typing import Any
 from quire.memory.recording.settings import MemorySettings
 from quire.memory.specs import FullAttention, KVCacheSpec
 from quire.simulation.fleet import FleetTotals, SimulatedFleet
-from quire.simulation.replica import ReplicaSettings
+from quire.simulation.replica_settings import ReplicaSettings
 from quire.simulation.request import SimulatedRequest
 from quire.simulation.routers import ROUTERS
 from quire.simulation.samples import SimulationSamples

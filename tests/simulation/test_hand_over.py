@@ -12,7 +12,7 @@ from quire.memory.invariants import check
 from quire.memory.specs import FullAttention, SlidingWindow
 from quire.simulation.fleet import FleetTotals, SimulatedFleet
 from quire.simulation.hand_over import PrefillSplit
-from quire.simulation.replica import ReplicaSettings
+from quire.simulation.replica_settings import ReplicaSettings
 from quire.simulation.request import SimulatedRequest
 from quire.simulation.routers import ROUTERS
 from quire.simulation.samples import SimulationSamples

@@ -123,8 +123,8 @@ def test_a_leap_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(EngineReplica, "_begin_step", begin_step)
     _, totals = simulate([one_request(10, 100)])
-    # The prompt's step, and the last one.
-    assert len(plans) == 2
+    # The prompt's step; the leap behind it ends the request.
+    assert len(plans) == 1
     assert totals.num_steps == 100
 
 

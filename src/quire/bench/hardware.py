@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
-from quire.bench.roofline import ModelShape, Rates, least_s, step_work
+from quire.bench.roofline import STATE_OPERATIONS, ModelShape, Rates, StepWork, least_s, step_work
 from quire.simulation.step_time import StepItem
 
 
@@ -74,6 +75,11 @@ class RooflineStepTime:
         self._overhead_s = overhead_s
         kinds = [kind for kind, _ in (*model.attention, *model.late_attention)]
         self._is_additive = all(kind.window is None and kind.chunk is None for kind in kinds)
+        # Operations of a row and a token that it sees, and values of a cached token: of the layers up to the last keys
+        # and values, and of those behind.
+        layers = model.attention, model.late_attention
+        self._pair_operations = [sum(4 * n * kind.num_heads * kind.head_dim for kind, n in part) for part in layers]
+        self._cached_values = [sum(2 * n * kind.num_kv_heads * kind.head_dim for kind, n in part) for part in layers]
         # Without windows, bytes and operations of a decoding step are sums of integers: so much for the step, for each
         # sequence, and for each cached token.
         one, longer, two = (
@@ -97,7 +103,8 @@ class RooflineStepTime:
 
     def of_step(self, parts: Sequence[StepItem]) -> float:
         """Return the seconds of a step."""
-        return least_s(step_work(self._model, parts), self._rates) + self._overhead_s
+        work = self._additive_work(parts) if self._is_additive else step_work(self._model, parts)
+        return least_s(work, self._rates) + self._overhead_s
 
     def decode_ends(
         self,
@@ -108,16 +115,63 @@ class RooflineStepTime:
         count: int,
     ) -> list[float]:
         """Return the ends of consecutive steps of one token for each sequence."""
+        if not count:
+            return []
         read_bytes_per_s, operations_per_s = self._rates
         overhead_s = self._overhead_s
         each_bytes, each_operations = self._of_cached
         rest_bytes, rest_operations = (
             rest + num_sequences * each for rest, each in zip(self._of_rest, self._of_sequence, strict=True)
         )
-        ends_s, end_s = [], start_s
-        for cached in range(num_cached, num_cached + count * num_sequences, num_sequences):
-            num_bytes, operations = rest_bytes + cached * each_bytes, rest_operations + cached * each_operations
-            # The same operations in the same order as in `of_step`.
-            end_s += max(num_bytes / read_bytes_per_s, operations / operations_per_s) + overhead_s
-            ends_s.append(end_s)
-        return ends_s
+        first_bytes, first_operations = (
+            rest_bytes + num_cached * each_bytes,
+            rest_operations + num_cached * each_operations,
+        )
+        more_bytes, more_operations = num_sequences * each_bytes, num_sequences * each_operations
+        steps = range(count)
+        # Both times are lines over the steps: where the reads take longer in the first and in the last one, by more
+        # than rounding, they do in all of them.
+        are_reads_longer = all(
+            (first_bytes + idx * more_bytes) / read_bytes_per_s
+            > (1 + 1e-9) * ((first_operations + idx * more_operations) / operations_per_s)
+            for idx in (0, count - 1)
+        )
+        # The same operations in the same order as in `of_step`.
+        if are_reads_longer:
+            seconds = [(first_bytes + idx * more_bytes) / read_bytes_per_s + overhead_s for idx in steps]
+        else:
+            seconds = [
+                max(
+                    (first_bytes + idx * more_bytes) / read_bytes_per_s,
+                    (first_operations + idx * more_operations) / operations_per_s,
+                )
+                + overhead_s
+                for idx in steps
+            ]
+        seconds[0] += start_s
+        return list(accumulate(seconds))
+
+    def _additive_work(self, parts: Sequence[StepItem]) -> StepWork:
+        """Return `step_work` of a model without windows and chunks, whose sums need no loop over its layers."""
+        num_tokens = num_read = num_pairs = num_late_pairs = num_cached = num_late_cached = num_carried = 0
+        for start, count, item_read, _ in parts:
+            num_tokens += count
+            num_pairs += count * start + count * (count + 1) // 2
+            num_cached += start
+            num_carried += start > 0
+            if item_read:
+                num_read += item_read
+                num_late_pairs += item_read * (start + count - item_read) + item_read * (item_read + 1) // 2
+                num_late_cached += start
+        model = self._model
+        read_weights = int(model.weight_bytes[0] * model.num_tail) + int(model.weight_bytes[1] * model.num_head)
+        (operations, late_operations), (values, late_values) = self._pair_operations, self._cached_values
+        return StepWork(
+            weight_bytes=int(model.weight_bytes[0] * model.num_body) + (read_weights if num_read else 0),
+            cache_bytes=model.element_bytes * (values * num_cached + late_values * num_late_cached)
+            + model.state_bytes * num_carried,
+            operations=2 * (num_tokens * model.num_body + num_read * (model.num_tail + model.num_head))
+            + operations * num_pairs
+            + late_operations * num_late_pairs
+            + STATE_OPERATIONS * num_tokens * model.num_state_values,
+        )

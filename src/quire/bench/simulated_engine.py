@@ -19,7 +19,7 @@ from quire.models.checkpoint import read_config
 from quire.models.families import build
 from quire.models.parameter_estimate import estimate_parameters
 from quire.models.quantization_config import without_quantization
-from quire.simulation.replica import ReplicaSettings
+from quire.simulation.replica_settings import ReplicaSettings
 from quire.simulation.step_time import FittedStepTime, StepTimeModel
 
 VERSION = 1

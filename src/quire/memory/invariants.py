@@ -229,9 +229,11 @@ def _check_tree(manager: KVCacheManager) -> None:
         raise InvariantViolation("M4", "pools publish in different trees")
     for node in tree.nodes():
         if node.parent is not None:
-            base = node.parent.digest_before(node.first - node.parent.first)
-            if block_digest(base, node.content(0)) != node.name:
+            if node.parent.name_of_branch(node.content(0)) != node.name:
                 raise InvariantViolation("M4", f"the name {node.name!r} of a node is not its digest")
+            before = node.parent.digest_before(node.first - node.parent.first)
+            if node.digest(0) != block_digest(before, node.content(0)):
+                raise InvariantViolation("M4", f"the digest of the first block of node {node.name!r} is another one")
         if node.num_published != sum(block_id != NULL_BLOCK for blocks in node.blocks for block_id in blocks):
             raise InvariantViolation("M4", f"a node counts {node.num_published} published blocks, has another number")
         if any(len(blocks) > node.length for blocks in node.blocks):

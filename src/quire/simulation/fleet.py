@@ -7,11 +7,12 @@ compute prompts and hand their blocks over to those of the second. Each stage ha
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from heapq import heappop, heappush
 from typing import NamedTuple
 
 from quire.errors import ConfigError
+from quire.simulation.cycles import no_cycle_collection
 from quire.simulation.hand_over import (
     HandedRequest,
     Links,
@@ -21,7 +22,8 @@ from quire.simulation.hand_over import (
     receive_blocks,
     split_settings,
 )
-from quire.simulation.replica import EngineReplica, ReplicaSettings
+from quire.simulation.replica import EngineReplica
+from quire.simulation.replica_settings import ReplicaSettings
 from quire.simulation.request import SimulatedRequest
 from quire.simulation.routing import ReplicaLoads, SimulatedRouter
 from quire.simulation.samples import SimulationSamples
@@ -153,7 +155,11 @@ class SimulatedFleet:
         Raises:
             ConfigError: a request arrives before the one before it.
         """
-        coming = iter(requests)
+        with no_cycle_collection():
+            self._run(iter(requests))
+        return self._totals()
+
+    def _run(self, coming: Iterator[SimulatedRequest]) -> None:
         request = next(coming, None)
         events, replicas = self._events, self._replicas
         while request is not None or events:
@@ -176,7 +182,6 @@ class SimulatedFleet:
             replica = replicas[idx]
             if replica is not None and replica.version == version:
                 self._end_step(idx, replica)
-        return self._totals()
 
     def hit_tokens(self, number: int, request: SimulatedRequest) -> int:
         """Return the tokens of a request's prompt that a replica would reuse."""

@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from quire.config.cache import STAGING_BYTES
 from quire.errors import ConfigError, shown
 from quire.memory.results import FetchedBlock, StoredBlock
-from quire.simulation.replica import NAMESPACE, EngineReplica, ReplicaSettings
+from quire.simulation.replica import NAMESPACE, EngineReplica
+from quire.simulation.replica_settings import ReplicaSettings
 from quire.simulation.request import SimulatedRequest
 from quire.simulation.tokens import TokenTable
 

@@ -1,8 +1,6 @@
-"""The state of an unfinished request of a simulated replica, and of steps that it takes together."""
+"""The state of an unfinished request of a simulated replica."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 from quire.sequences.sequence import Sequence
 from quire.simulation.request import SimulatedRequest
@@ -43,10 +41,3 @@ class LiveRequest:
         self.num_new = self.num_remaining = num_new
         self.num_cached = num_cached
         self.first_s = self.last_s = -1.0
-
-
-class Leap(NamedTuple):
-    """Decoding steps that are taken together: the moment before the first, and the end of each."""
-
-    start_s: float
-    ends_s: list[float]

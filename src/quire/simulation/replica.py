@@ -5,58 +5,41 @@
  leap        |  .  |  .  |  .  |  .  |  .  |  .  |  .  |  .  |     decoding steps in which nothing is decided
 ```
 
-While all running sequences decode, none ends and no block is missing, a step decides nothing. Such steps are taken in
-one leap: the sequences get the slots and the tokens of all steps at once. The times are added up step by step, as the
-real steps would, so that a simulation without leaps gives the same results, bit for bit.
+While all running sequences decode and no block is missing, a step decides nothing; the first that ends one is the last
+of these. Such steps are taken in one leap: the sequences get the slots and the tokens of all steps at once. The times
+are added up step by step, as the real steps would, so that a simulation without leaps gives the same results, bit for
+bit.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from quire.errors import PromptTooLong
 from quire.memory.manager import KVCacheManager
 from quire.memory.prefix.token_chain import Namespace
-from quire.memory.recording.settings import MemorySettings
 from quire.memory.results import MemoryOps, Tier
-from quire.scheduling.plan import ItemResult, StepPlan
+from quire.scheduling.plan import ItemResult, ScheduledSequence, StepPlan
 from quire.scheduling.scheduler import Scheduler
 from quire.sequences.params import SamplingParams
 from quire.sequences.sequence import Request
-from quire.simulation.live_request import Leap, LiveRequest
+from quire.simulation.leaps import Leap, num_steps_with_room
+from quire.simulation.live_request import LiveRequest
+from quire.simulation.replica_settings import ReplicaSettings
 from quire.simulation.request import SimulatedRequest
 from quire.simulation.samples import SimulationSamples
 from quire.simulation.step_parts import parts_of
 from quire.simulation.step_time import StepItem, StepTimeModel, shared_tokens
-from quire.simulation.tokens import TokenSpan, TokenTable
+from quire.simulation.tokens import TokenTable
 
-# A shorter leap costs more than its steps.
-MIN_LEAP_STEPS = 2
 # Prompt tokens of the step by which the rate of prefilling is told to the scheduler.
 RATE_TOKENS = 512
 _GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
 NAMESPACE = Namespace()
 _BOTH_TIERS = {Tier.DEVICE, Tier.HOST}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaSettings:
-    """The options of a replica; see `MemorySettings` and `Scheduler`.
-
-    Args:
-        memory: settings of the memory manager.
-        copy_bytes_per_s: rate of copies between the device and the host.
-    """
-
-    memory: MemorySettings
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    policy: str = "fcfs"
-    priority_aging: int = 256
-    preemption_policy: str = "last"
-    preemption_mode: str = "auto"
-    copy_bytes_per_s: float = 20e9
+# The fields of a result besides its sequence and its tokens.
+_NO_MORE = ItemResult(0, ())[2:]
 
 
 class EngineReplica:
@@ -203,6 +186,7 @@ class EngineReplica:
         """Bring a leap to the present: its ended steps are taken, and the step in progress is one by itself."""
         if self._leap is not None:
             start_s, ends_s = self._leap
+            # The last step, which may end requests, is not among them: it ends by its own event.
             num_ended = bisect_left(ends_s, now_s)
             self._take_steps(num_ended)
             self._begin_step(ends_s[num_ended - 1] if num_ended else start_s)
@@ -222,8 +206,7 @@ class EngineReplica:
         assert self.end_s is not None, "no step is in progress"
         if self._leap is None:
             return self._take_results(self.end_s)
-        self._take_steps(len(self._leap.ends_s))
-        return [], []
+        return [], self._take_steps(len(self._leap.ends_s))
 
     def begin_next(self) -> None:
         """Begin the next step or leap where one has ended."""
@@ -239,7 +222,7 @@ class EngineReplica:
             self._set_end(None)
             return
         num_steps = self._leap_length(now_s) if self._can_leap else 0
-        if num_steps < MIN_LEAP_STEPS:
+        if not num_steps:
             self._begin_step(now_s)
             return
         running = self.scheduler.running
@@ -278,6 +261,7 @@ class EngineReplica:
         assert plan is not None, "no step is in progress"
         self._plan = None
         results, sampled = [], []
+        new = tuple.__new__  # the same as the class, without a Python call
         for item in plan.items:
             token_ids: tuple[int, ...] = ()
             if item.num_samples:
@@ -285,19 +269,23 @@ class EngineReplica:
                 position = job.num_new - job.num_remaining
                 token_ids = (table.token_at(job.request.output_stream, position),)
                 sampled.append(job)
-            results.append(ItemResult(item.seq_id, token_ids))
+            results.append(new(ItemResult, (item.seq_id, token_ids, *_NO_MORE)))
         self.scheduler.update_from_results(plan.items, results)
         started, ended = [], []
+        # Nearly all sequences got their last token at one moment.
+        num_before: dict[float, int] = {}
         for job in sampled:
             job.num_remaining -= 1
             if job.first_s < 0:
                 job.first_s = now_s
                 started.append(job.request)
             else:
-                self._samples.add_gap(now_s - job.last_s)
+                num_before[job.last_s] = num_before.get(job.last_s, 0) + 1
             job.last_s = now_s
             if not job.num_remaining:
                 ended.append(self._end(job))
+        for before_s, count in num_before.items():
+            self._samples.add_gap(now_s - before_s, count)
         return started, ended
 
     def _end(self, job: LiveRequest) -> SimulatedRequest:
@@ -331,9 +319,10 @@ class EngineReplica:
     def _leap_length(self, now_s: float) -> int:
         """Return the number of next steps in which nothing is decided.
 
-        Every running sequence decodes and got a token just now, none of them ends, none of the others can be admitted,
-        and no block is missing. A waiting sequence that was not admitted in the last step has less room in these, as
-        long as no running one ends. One of a higher priority may preempt as soon as others have grown, however.
+        Every running sequence decodes and got a token just now, none of them ends before the last of the steps, none of
+        the others can be admitted, and no block is missing. A waiting sequence that was not admitted in the last step
+        has less room in these, as long as no running one ends. One of a higher priority may preempt as soon as others
+        have grown, however.
         """
         scheduler, jobs = self.scheduler, self._jobs
         running = scheduler.running
@@ -346,52 +335,50 @@ class EngineReplica:
             job = jobs[sequence.seq_id]
             if job.last_s != now_s or sequence.num_pending != 1:
                 return 0
-            num_steps = min(num_steps, job.num_remaining - 1)
+            num_steps = min(num_steps, job.num_remaining)
             if self.is_followed:
                 num_steps = min(num_steps, -states[sequence.seq_id].num_slots % size)
-        return self._num_steps_with_room(num_steps)
+        return num_steps_with_room(self.memory, running, num_steps)
 
-    def _num_steps_with_room(self, most: int) -> int:
-        """Return the number of steps, at most `most`, for which there are blocks without preemption."""
-        size, states = self.memory.block_size, self.memory.sequences
-        filled = [states[sequence.seq_id].num_slots for sequence in self.scheduler.running]
-        pool = self.memory.groups[0].pool
-        # An eviction to the host is a copy, which takes time in its own step.
-        room = len(pool.free) if self.memory.host is not None else len(pool.ref_counts) - 1 - pool.num_used
-
-        def num_blocks(count: int) -> int:
-            return sum([(slots + count - 1) // size - (slots - 1) // size for slots in filled])
-
-        if most < MIN_LEAP_STEPS or num_blocks(most) <= room:
-            return most
-        low, high = 0, most
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if num_blocks(middle) <= room else (low, middle)
-        return low
-
-    def _take_steps(self, count: int) -> None:
-        """Take the first steps of the leap in progress, which ends."""
+    def _take_steps(self, count: int) -> list[SimulatedRequest]:
+        """Take the first steps of the leap in progress, which ends; return the requests that end with the last."""
         leap, self._leap = self._leap, None
         assert leap is not None, "no leap is in progress"
         if not count:
-            return
+            return []
         memory, jobs, running = self.memory, self._jobs, self.scheduler.running
         last_s = leap.ends_s[count - 1]
         self._samples.add_gaps(leap.start_s, leap.ends_s[:count], len(running))
-        computed = {}
+        computed, ending = {}, []
         memory.append_slots([sequence.seq_id for sequence in running], count)
+        ids = self._table.at_least(max([jobs[sequence.seq_id].num_new for sequence in running]))
         for sequence in running:
             seq_id = sequence.seq_id
             job = jobs[seq_id]
+            # The first token came with the prompt's last step, so all of these have their positions as ids.
             position = job.num_new - job.num_remaining
-            span = TokenSpan(job.request.output_stream, position, position + count)
-            sequence.tokens += self._table.token_ids((span,))
-            sequence.num_computed += count
-            computed[seq_id] = sequence.num_computed
             job.num_remaining -= count
             job.last_s = last_s
+            computed[seq_id] = sequence.num_computed + count
+            num_taken = count
+            if not job.num_remaining:
+                # The scheduler appends the last token itself, and ends the sequence.
+                num_taken -= 1
+                ending.append(job)
+            sequence.tokens += ids[position : position + num_taken]
+            sequence.num_computed += num_taken
         memory.publish_each(computed)
-        memory.take_table_deltas(computed)
         memory.take_ops()
         self.num_steps += count
+        return self._finish(ending) if ending else []
+
+    def _finish(self, jobs: list[LiveRequest]) -> list[SimulatedRequest]:
+        """Give sequences their last tokens, by which the scheduler ends them, and record their requests."""
+        items, results = [], []
+        for job in jobs:
+            sequence = job.sequence
+            items.append(ScheduledSequence(sequence.seq_id, sequence.num_computed, sequence.tokens[-1:], (), 1, None))
+            token_id = self._table.token_at(job.request.output_stream, job.num_new - 1)
+            results.append(ItemResult(sequence.seq_id, (token_id,)))
+        self.scheduler.update_from_results(items, results)
+        return [self._end(job) for job in jobs]

@@ -21,25 +21,42 @@ class ReplicaLoads:
         num_replicas: number of replicas.
     """
 
-    __slots__ = ("_heap", "counts")
+    __slots__ = ("_heaps", "_listed", "_lowest", "counts")
 
     def __init__(self, num_replicas: int) -> None:
         self.counts = [0] * num_replicas
-        # Entries of counts that have changed since stay until they come up.
-        self._heap = [(0, idx) for idx in range(num_replicas)]
+        # Number of requests -> heap of the replicas that have so many, and of some that had: those stay until they come
+        # up, each at most once, as `_listed` says.
+        self._heaps: list[list[int]] = [list(range(num_replicas))]
+        self._listed = [set(range(num_replicas))]
+        # No replica has fewer.
+        self._lowest = 0
 
     def set(self, idx: int, count: int) -> None:
         """Set the number of unfinished requests of a replica."""
-        if self.counts[idx] != count:
-            self.counts[idx] = count
-            heappush(self._heap, (count, idx))
+        if self.counts[idx] == count:
+            return
+        self.counts[idx] = count
+        while len(self._heaps) <= count:
+            self._heaps.append([])
+            self._listed.append(set())
+        if idx not in self._listed[count]:
+            self._listed[count].add(idx)
+            heappush(self._heaps[count], idx)
+        self._lowest = min(self._lowest, count)
 
     def least(self) -> int:
         """Return the replica with the fewest unfinished requests; of equals, the first."""
-        heap, counts = self._heap, self.counts
-        while counts[heap[0][1]] != heap[0][0]:
-            heappop(heap)
-        return heap[0][1]
+        counts = self.counts
+        while True:
+            count = self._lowest
+            heap, listed = self._heaps[count], self._listed[count]
+            while heap:
+                idx = heap[0]
+                if counts[idx] == count:
+                    return idx
+                listed.remove(heappop(heap))
+            self._lowest += 1
 
 
 class RouterView(Protocol):

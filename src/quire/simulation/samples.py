@@ -7,6 +7,7 @@ from array import array
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
+from operator import sub
 
 # Gaps between tokens are counted in ranges, each so much wider than the one before; the last is open.
 GAP_RATIO = 1.01
@@ -41,17 +42,17 @@ class SimulationSamples:
 
     def add_gaps(self, before_s: float, moments_s: Iterable[float], count: int) -> None:
         """Count the gaps between consecutive moments at each of which so many sequences got a token."""
-        gaps, low, high, idx, num_gaps = self.gaps, 0.0, 0.0, 0, 0
-        for moment_s in moments_s:
-            seconds = moment_s - before_s
-            before_s = moment_s
-            if not low < seconds <= high:
-                gaps[idx] += num_gaps * count
-                num_gaps, idx = 0, bisect_left(GAP_BOUNDS, seconds)
-                low = GAP_BOUNDS[idx - 1] if idx else 0.0
-                high = GAP_BOUNDS[idx] if idx < len(GAP_BOUNDS) else math.inf
-            num_gaps += 1
-        gaps[idx] += num_gaps * count
+        moments = list(moments_s)
+        seconds = list(map(sub, moments, [before_s, *moments]))
+        if not seconds:
+            return
+        # Steps of a leap take about as long, so nearly always one range has them all.
+        idx = bisect_left(GAP_BOUNDS, min(seconds))
+        if idx == bisect_left(GAP_BOUNDS, max(seconds)):
+            self.gaps[idx] += len(seconds) * count
+        else:
+            for each in seconds:
+                self.add_gap(each, count)
 
     def add_request(
         self, arrival_s: float, first_s: float, ended_s: float, num_new: int, num_prompt: int, num_cached: int

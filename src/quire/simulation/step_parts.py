@@ -14,7 +14,8 @@ def parts_of(items: Sequence[ScheduledSequence], memory: KVCacheManager) -> list
     states = memory.sequences
     tables = [(states[item.seq_id].tables[0], item.start) for item in items]
     num_shared = shared_tokens(tables, memory.block_size)
+    new = tuple.__new__  # the same as the class, without a Python call
     return [
-        StepItem(item.start, len(item.token_ids), min(1, item.num_samples), shared)
+        new(StepItem, (item.start, len(item.token_ids), min(1, item.num_samples), shared))
         for item, shared in zip(items, num_shared, strict=True)
     ]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from quire.errors import ConfigError, shown
 from quire.simulation.fleet import SimulatedFleet
 from quire.simulation.hand_over import PrefillSplit
-from quire.simulation.replica import ReplicaSettings
+from quire.simulation.replica_settings import ReplicaSettings
 from quire.simulation.report import NO_LIMITS, ServiceLevel, SimulationReport, report_of
 from quire.simulation.routers import ROUTERS
 from quire.simulation.step_time import StepTimeModel

@@ -34,14 +34,19 @@ class TokenTable:
     def __init__(self, num_ids: int = 4096) -> None:
         self._ids = list(range(num_ids))
 
+    def at_least(self, count: int) -> list[int]:
+        """Return the ids at positions of a stream, the first of which is another one; do not change the list."""
+        ids = self._ids
+        if count > len(ids):
+            ids += range(len(ids), max(count, 2 * len(ids)))
+        return ids
+
     def token_ids(self, spans: Iterable[TokenSpan]) -> list[int]:
         """Return the token ids of consecutive spans."""
         token_ids: list[int] = []
         for stream, start, end in spans:
-            if end > len(self._ids):
-                self._ids += range(len(self._ids), max(end, 2 * len(self._ids)))
             position = len(token_ids)
-            token_ids += self._ids[start:end]
+            token_ids += self.at_least(end)[start:end]
             if start == 0 and end > 0:
                 token_ids[position] = FIRST_ID + stream
         return token_ids

@@ -34,8 +34,8 @@ class RadixNode:
         layout: layout of the tree.
         parent: node that this one branches off; None for a root, and once the node is removed.
         first: index of the node's first block in a sequence.
-        base: digest before the first block.
-        name: key under which the node is found: the namespace of a root, else the digest of the first block.
+        root_digest: digest of the namespace.
+        name: key under which the node is found: the namespace of a root, else `name_of_branch` of its first block.
 
     Attributes:
         namespace: encoded namespace, the name of the root above; it stays when the node is removed.
@@ -44,7 +44,7 @@ class RadixNode:
         entries: position -> media entries of the block.
         blocks: published block of each pool at each position; 0, or no item, where none is published.
         num_published: number of published blocks of all pools.
-        branches: position -> nodes whose first block is an alternative at that position, by its digest.
+        branches: position -> nodes whose first block is an alternative at that position, by their names.
         children: position -> nodes (this one included) with a published block there, mapped to that block's first
             token; the most recently published last. Only positions with a branch and a published block.
         never_published: positions where no block was ever published.
@@ -67,14 +67,18 @@ class RadixNode:
         "never_published",
         "num_published",
         "parent",
+        "root_digest",
         "version",
     )
 
-    def __init__(self, layout: TreeLayout, parent: RadixNode | None, first: int, base: bytes, name: bytes) -> None:
+    def __init__(
+        self, layout: TreeLayout, parent: RadixNode | None, first: int, root_digest: bytes, name: bytes
+    ) -> None:
         self.layout = layout
         self.parent = parent
         self.namespace: bytes = name if parent is None else parent.namespace
         self.first = first
+        self.root_digest = root_digest
         self.name = name
         self.length = 0
         self.data = bytearray()
@@ -85,8 +89,9 @@ class RadixNode:
         self.children: dict[int, dict[RadixNode, bytes]] = {}
         self.never_published: set[int] = set()
         self.version = 0
-        self._base = base
-        self._digests = [] if parent is None else [name]
+        # The digest before the first block, once it is asked for, and those of the first blocks.
+        self._base = root_digest if parent is None else None
+        self._digests: list[bytes] = []
 
     # ---- questions ----
 
@@ -107,16 +112,37 @@ class RadixNode:
 
     def digest_before(self, position: int) -> bytes:
         """Return the digest before a block."""
-        return self.digests(position)[position - 1] if position else self._base
+        return self.digests(position)[position - 1] if position else self._digest_before_all()
 
     def digests(self, end: int) -> list[bytes]:
         """Return the digests of the first blocks, at least `end` of them; do not change the list."""
         known = len(self._digests)
         if known < end:
             block_size = self.layout.block_bytes // TOKEN_BYTES
-            parent = self._digests[-1] if known else self._base
+            parent = self._digests[-1] if known else self._digest_before_all()
             self._digests += digests_of(parent, self.data, self.entries, block_size, known, end)
         return self._digests
+
+    def name_of_branch(self, content: bytes) -> bytes:
+        """Return the name of a branch whose first block has this content.
+
+        All branches at a position follow the same blocks, so the name leaves these out: a sequence that ends need not
+        have all of its blocks hashed. It is keyed, as the digest of the namespace is.
+        """
+        return block_digest(self.root_digest if self.parent is None else self.root_digest + b"/", content)
+
+    def _digest_before_all(self) -> bytes:
+        """Return the digest before the first block."""
+        if self._base is None:
+            # A loop: the chain of nodes may be as long as a prompt has blocks.
+            path = [self]
+            while (parent := path[-1].parent) is not None and parent._base is None:
+                path.append(parent)
+            for node in reversed(path):
+                assert node.parent is not None, "a node that is removed has no digest"
+                node._base = node.parent.digest_before(node.first - node.parent.first)
+        assert self._base is not None, "just computed"
+        return self._base
 
     def block_at(self, pool_idx: int, position: int) -> int:
         """Return the block that a pool has published at a position, or the null block."""
@@ -140,7 +166,7 @@ class RadixNode:
         """Return the branch at a position whose first block has this content, None without one."""
         if position not in self.branches:
             return None
-        found = self.branches[position].get(block_digest(self.digest_before(position), content))
+        found = self.branches[position].get(self.name_of_branch(content))
         return found if found is not None and found.content(0) == content else None
 
     def children_at(self, position: int, limit: int, first: bytes | None = None) -> list[NodePosition]:
@@ -163,13 +189,12 @@ class RadixNode:
     # ---- commands: which positions there are ----
 
     def add_branch(self, position: int, content: bytes) -> RadixNode | None:
-        """Add a branch without blocks, for a first block with this content; None where its digest is taken."""
-        base = self.digest_before(position)
-        digest = block_digest(base, content)
+        """Add a branch without blocks, for a first block with this content; None where its name is taken."""
+        name = self.name_of_branch(content)
         others = self.branches.setdefault(position, {})
-        if digest in others:
+        if name in others:
             return None
-        others[digest] = node = RadixNode(self.layout, self, self.first + position, base, digest)
+        others[name] = node = RadixNode(self.layout, self, self.first + position, self.root_digest, name)
         return node
 
     def extend(self, chain: TokenChain, start: int, end: int) -> None:

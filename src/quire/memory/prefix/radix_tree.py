@@ -9,8 +9,8 @@
 
 A node and a position in it identify a block: the pair stands for all content from the namespace on. To match a chain,
 contents are compared, a whole node at a time. Only where nodes part there is a look-up, by a keyed digest of the first
-block of a branch, and the content of that block is compared too. So long prompts take few steps, and a collision is a
-miss.
+block of a branch, and the content of that block is compared too. So long prompts take few steps, no digest of a whole
+prefix is computed for it, and a collision is a miss.
 
 The tree knows blocks by number, and not their holders. All pools (of each cache group on each tier) share it: a node
 has, for each pool and position, the block that the pool has published there, or 0. Positions without any block stay
