@@ -128,17 +128,18 @@ class RooflineStepTime:
             rest_operations + num_cached * each_operations,
         )
         more_bytes, more_operations = num_sequences * each_bytes, num_sequences * each_operations
-        steps = range(count)
-        # Both times are lines over the steps: where the reads take longer in the first and in the last one, by more
-        # than rounding, they do in all of them.
-        are_reads_longer = all(
-            (first_bytes + idx * more_bytes) / read_bytes_per_s
-            > (1 + 1e-9) * ((first_operations + idx * more_operations) / operations_per_s)
-            for idx in (0, count - 1)
-        )
-        # The same operations in the same order as in `of_step`.
-        if are_reads_longer:
-            seconds = [(first_bytes + idx * more_bytes) / read_bytes_per_s + overhead_s for idx in steps]
+        last_bytes = first_bytes + (count - 1) * more_bytes
+        last_operations = first_operations + (count - 1) * more_operations
+        # The same operations in the same order as in `of_step`. Both times are lines over the steps: where the reads
+        # take longer in the first and in the last one, by more than rounding, they do in all of them.
+        margin = 1 + 1e-9
+        if (
+            first_bytes / read_bytes_per_s > margin * (first_operations / operations_per_s)
+            and last_bytes / read_bytes_per_s > margin * (last_operations / operations_per_s)
+            and more_bytes
+        ):
+            all_bytes = range(first_bytes, last_bytes + 1, more_bytes)
+            seconds = [num_bytes / read_bytes_per_s + overhead_s for num_bytes in all_bytes]
         else:
             seconds = [
                 max(
@@ -146,7 +147,7 @@ class RooflineStepTime:
                     (first_operations + idx * more_operations) / operations_per_s,
                 )
                 + overhead_s
-                for idx in steps
+                for idx in range(count)
             ]
         seconds[0] += start_s
         return list(accumulate(seconds))

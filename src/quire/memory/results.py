@@ -39,6 +39,9 @@ class HitEnd(Enum):
     LIMIT = "prefix caching is off, or the request limits how much is reused"
     LAST_TOKEN = "at least one token must be computed"
 
+    # Members are compared by identity, and `Enum`'s own hash is a call of Python.
+    __hash__ = object.__hash__
+
     @property
     def label(self) -> str:
         """The reason in one word, for counters."""

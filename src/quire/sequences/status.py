@@ -13,6 +13,9 @@ class SequenceStatus(Enum):
     SWAPPED = "swapped"
     FINISHED = "finished"
 
+    # Members are compared by identity, and `Enum`'s own hash is a call of Python.
+    __hash__ = object.__hash__
+
 
 TRANSITIONS: dict[SequenceStatus, frozenset[SequenceStatus]] = {
     SequenceStatus.WAITING: frozenset({SequenceStatus.RUNNING, SequenceStatus.FINISHED}),

@@ -330,14 +330,15 @@ class EngineReplica:
             return 0
         if scheduler.waiting and not (self._is_decided and self._settings.policy == "fcfs"):
             return 0
-        num_steps, size, states = 1 << 62, self.memory.block_size, self.memory.sequences
-        for sequence in running:
-            job = jobs[sequence.seq_id]
-            if job.last_s != now_s or sequence.num_pending != 1:
+        coming = [jobs[sequence.seq_id] for sequence in running]
+        for job in coming:
+            sequence = job.sequence
+            if job.last_s != now_s or len(sequence.tokens) - sequence.num_computed != 1:
                 return 0
-            num_steps = min(num_steps, job.num_remaining)
-            if self.is_followed:
-                num_steps = min(num_steps, -states[sequence.seq_id].num_slots % size)
+        num_steps = min([job.num_remaining for job in coming])
+        if self.is_followed:
+            size, states = self.memory.block_size, self.memory.sequences
+            num_steps = min(num_steps, *(-states[sequence.seq_id].num_slots % size for sequence in running))
         return num_steps_with_room(self.memory, running, num_steps)
 
     def _take_steps(self, count: int) -> list[SimulatedRequest]:
@@ -368,7 +369,8 @@ class EngineReplica:
             sequence.tokens += ids[position : position + num_taken]
             sequence.num_computed += num_taken
         memory.publish_each(computed)
-        memory.take_ops()
+        if memory.tables.pending_copies:
+            memory.take_ops()
         self.num_steps += count
         return self._finish(ending) if ending else []
 

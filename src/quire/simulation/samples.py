@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
+from itertools import chain
 from operator import sub
 
 # Gaps between tokens are counted in ranges, each so much wider than the one before; the last is open.
@@ -40,19 +41,19 @@ class SimulationSamples:
         """Count gaps between two tokens."""
         self.gaps[bisect_left(GAP_BOUNDS, seconds)] += count
 
-    def add_gaps(self, before_s: float, moments_s: Iterable[float], count: int) -> None:
+    def add_gaps(self, before_s: float, moments_s: Sequence[float], count: int) -> None:
         """Count the gaps between consecutive moments at each of which so many sequences got a token."""
-        moments = list(moments_s)
-        seconds = list(map(sub, moments, [before_s, *moments]))
+        # Consecutive steps take about as long: one range or two have them all, and they are nearly in order.
+        seconds = sorted(map(sub, moments_s, chain((before_s,), moments_s)))
         if not seconds:
             return
-        # Steps of a leap take about as long, so nearly always one range has them all.
-        idx = bisect_left(GAP_BOUNDS, min(seconds))
-        if idx == bisect_left(GAP_BOUNDS, max(seconds)):
-            self.gaps[idx] += len(seconds) * count
-        else:
-            for each in seconds:
-                self.add_gap(each, count)
+        gaps, start, last = self.gaps, 0, bisect_left(GAP_BOUNDS, seconds[-1])
+        for idx in range(bisect_left(GAP_BOUNDS, seconds[0]), last):
+            end = bisect_right(seconds, GAP_BOUNDS[idx], start)
+            if start < end:
+                gaps[idx] += (end - start) * count
+                start = end
+        gaps[last] += (len(seconds) - start) * count
 
     def add_request(
         self, arrival_s: float, first_s: float, ended_s: float, num_new: int, num_prompt: int, num_cached: int

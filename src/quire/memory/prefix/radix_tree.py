@@ -20,7 +20,6 @@ as tombstones until enough others follow: a hit that ends there can name the rea
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from itertools import islice
 
 from quire.memory.prefix.radix_node import NodePosition, RadixNode, TreeLayout
@@ -65,14 +64,20 @@ class PrefixCursor:
         node, position = self.position(num_blocks - 1)
         return node, position + 1
 
-    def ranges(self, start: int, end: int) -> Iterator[tuple[RadixNode, int, int]]:
-        """Yield the nodes of the matched blocks `[start, end)`, each with its first position and the one behind."""
-        nodes = self.nodes
+    def ranges(self, start: int, end: int) -> list[tuple[RadixNode, int, int]]:
+        """Return the nodes of the matched blocks `[start, end)`, each with its first position and the one behind."""
+        nodes, end = self.nodes, min(end, self.num_known)
+        if start >= end:
+            return []
+        if start >= nodes[-1].first:
+            return [(nodes[-1], start - nodes[-1].first, end - nodes[-1].first)]
+        found = []
         for idx, node in enumerate(nodes):
             first = max(start, node.first)
-            last = min(end, self.num_known if idx + 1 == len(nodes) else nodes[idx + 1].first)
+            last = end if idx + 1 == len(nodes) else min(end, nodes[idx + 1].first)
             if first < last:
-                yield node, first - node.first, last - node.first
+                found.append((node, first - node.first, last - node.first))
+        return found
 
 
 class RadixTree:

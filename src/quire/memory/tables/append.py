@@ -32,6 +32,8 @@ def append_slots(tables: BlockTables, seq_ids: Sequence[int], num_tokens: int, l
         return len(seq_ids) if append_one_to_all(tables, seq_ids) else 0
     if (num_tokens, lookahead) == (1, 0):
         return append_one_to_each(tables, seq_ids)
+    if len(seq_ids) > 1 and num_tokens > 1 and not lookahead and append_more_to_each(tables, seq_ids, num_tokens):
+        return len(seq_ids)
     grants = (append_to_one(tables, seq_id, num_tokens, lookahead) for seq_id in seq_ids)
     return sum(takewhile(bool, grants))
 
@@ -91,6 +93,38 @@ def append_one_to_each(tables: BlockTables, seq_ids: Sequence[int]) -> int:
         num_available = _num_plain_blocks(tables)
     _add_block_to_each(tables, crossing)
     return len(seq_ids)
+
+
+def append_more_to_each(tables: BlockTables, seq_ids: Sequence[int], num_tokens: int) -> bool:
+    """Give sequences slots for several tokens each, with all their blocks taken together.
+
+    This has the effect of `append_to_one` for each in turn.
+
+    Returns:
+        False, and nothing is changed, where another sequence is to be appended to in its own way, or blocks lack.
+    """
+    if len(tables.groups) > 1 or tables.recurrent_groups:
+        return False
+    size = tables.groups[0].spec.block_size
+    states, needs = [tables.sequences[seq_id] for seq_id in seq_ids], []
+    for state in states:
+        if state.host_tables is not None or (state.num_slots % size and not state.tail_is_private):
+            return False
+        needs.append((state.num_slots + num_tokens + size - 1) // size - len(state.tables[0]))
+    num_blocks = sum(needs)
+    if num_blocks > _num_plain_blocks(tables):
+        return False
+    block_ids = tables.take(0, num_blocks) if num_blocks else []
+    start = 0
+    for state, need in zip(states, needs, strict=True):
+        state.num_slots += num_tokens
+        if need:
+            table = state.tables[0]
+            state.mark_dirty(0, len(table))
+            table += block_ids[start : start + need]
+            start += need
+            tables.version += 1
+    return True
 
 
 def _num_plain_blocks(tables: BlockTables) -> int:

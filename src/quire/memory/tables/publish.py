@@ -42,10 +42,10 @@ def publish_blocks(groups: Sequence[CacheGroup], state: SequenceBlocks, num_full
         state.num_published = num_full
         return 0
     known = tree.match(chain, num_full).num_known
-    state.num_published = end = tree.insert(chain, num_full, start)
+    state.num_published = end = num_full if known >= num_full else tree.insert(chain, num_full, start)
     state.is_publishing = end == num_full
     num_merges, first = 0, max(start, known)
-    ranges = list(tree.match(chain, end).ranges(first, end))
+    ranges = tree.match(chain, end).ranges(first, end)
     for idx, group in enumerate(groups):
         if not group.is_recurrent:
             if start < known:
