@@ -378,6 +378,10 @@ class KVCacheManager:
 
 def _take_deltas(state: SequenceBlocks) -> tuple[TableDelta, ...]:
     state.is_dirty = False
+    if len(state.tables) == 1:
+        (table,), (start,) = state.tables, state.dirty_from
+        state.dirty_from[0] = len(table)
+        return (TableDelta(0, start, tuple(table[start:])),)
     starts, state.dirty_from = state.dirty_from, list(map(len, state.tables))
     changed = zip(starts, state.tables, strict=True)
     return tuple(TableDelta(idx, start, tuple(table[start:])) for idx, (start, table) in enumerate(changed))

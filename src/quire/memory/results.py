@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum, IntEnum
+from operator import add
 from typing import NamedTuple
 
 
@@ -93,8 +94,8 @@ class TokenAccount(NamedTuple):
 
     def plus(self, other: TokenAccount) -> TokenAccount:
         """Return the sum of both accounts."""
-        sources = TokenSources(*(mine + theirs for mine, theirs in zip(self.sources, other.sources, strict=True)))
-        return TokenAccount(sources, tuple(map(sum, zip(self.reasons, other.reasons, strict=True))))
+        sources = TokenSources._make(map(add, self.sources, other.sources))
+        return TokenAccount(sources, tuple(map(add, self.reasons, other.reasons)))
 
     def minus(self, earlier: TokenAccount) -> TokenAccount:
         """Return the difference to an earlier account."""

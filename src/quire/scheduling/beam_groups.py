@@ -47,7 +47,8 @@ def slots_needed(sequence: Sequence) -> int:
     """
     request = sequence.request
     if request.search is None:
-        return 1 if request.is_forked else request.params.num_sequences
+        num_samples = request.params.num_sequences
+        return 1 if num_samples == 1 or request.is_forked else num_samples
     beams = request.unfinished
     return request.params.num_sequences - len(beams) + 1 if sequence is beams[0] else 1
 

@@ -214,7 +214,7 @@ class SimulatedFleet:
             stage.router.on_step_results(idx, self._now_s)
         for each in started:
             stage.router.on_first_token(each, idx, self._now_s)
-        for each, num_cached in zip(ended, stage.samples.num_cached[num_before:], strict=True):
+        for each, num_cached in zip(ended, stage.samples.num_cached[num_before:] if ended else (), strict=True):
             stage.router.on_end(each, idx, self._now_s)
             if stage is self._stages[-1]:
                 self._continue(each)

@@ -226,9 +226,9 @@ class EngineReplica:
             self._begin_step(now_s)
             return
         running = self.scheduler.running
-        num_cached = sum([sequence.num_computed for sequence in running])
         states = self.memory.sequences
         tables = [(states[sequence.seq_id].tables[0], sequence.num_computed) for sequence in running]
+        num_cached = sum([num_computed for _, num_computed in tables])
         num_shared = sum(shared_tokens(tables, self.memory.block_size))
         ends_s = self._step_time.decode_ends(now_s, len(running), num_cached, num_shared, num_steps)
         self._leap = Leap(now_s, ends_s)
@@ -250,6 +250,8 @@ class EngineReplica:
 
     def _copy_s(self, ops: MemoryOps) -> float:
         """Return the seconds of copies between the device and the host; others are counted as nothing."""
+        if not ops.copies:
+            return 0.0
         groups = self.memory.groups
         moved = [copy.group_idx for copy in ops.copies if {copy.src_tier, copy.dst_tier} == _BOTH_TIERS]
         num_bytes = sum(groups[idx].spec.bytes_per_block for idx in moved)

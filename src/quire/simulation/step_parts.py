@@ -16,6 +16,6 @@ def parts_of(items: Sequence[ScheduledSequence], memory: KVCacheManager) -> list
     num_shared = shared_tokens(tables, memory.block_size)
     new = tuple.__new__  # the same as the class, without a Python call
     return [
-        new(StepItem, (item.start, len(item.token_ids), min(1, item.num_samples), shared))
+        new(StepItem, (item.start, len(item.token_ids), 1 if item.num_samples else 0, shared))
         for item, shared in zip(items, num_shared, strict=True)
     ]

@@ -27,7 +27,7 @@ class StepItem(NamedTuple):
     num_shared: int = 0
 
 
-def shared_tokens(tables: Iterable[tuple[Sequence[int], int]], block_size: int) -> list[int]:
+def shared_tokens(tables: Sequence[tuple[Sequence[int], int]], block_size: int) -> list[int]:
     """Return for each sequence how many of its cached tokens lie in blocks that an earlier sequence has too.
 
     A kernel of attention can read such blocks once for all. Sequences share leading blocks only, so each is compared
@@ -37,6 +37,9 @@ def shared_tokens(tables: Iterable[tuple[Sequence[int], int]], block_size: int) 
         tables: block table and number of cached tokens of each sequence of a step.
         block_size: tokens per block.
     """
+    first_blocks = [table[0] for table, num_cached in tables if num_cached]
+    if len({*first_blocks}) == len(first_blocks):
+        return [0] * len(tables)
     found: list[int] = []
     # First block -> the first table that has it, and the last one so far.
     known: dict[int, tuple[Sequence[int], Sequence[int]]] = {}

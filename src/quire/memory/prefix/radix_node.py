@@ -183,7 +183,8 @@ class RadixNode:
             if pool_idx is None or not self.block_at(pool_idx, position):
                 return []
             children = {self: self._first_token(position)}
-        nodes = [node for node, token in islice(reversed(children.items()), limit) if first in (None, token)]
+        latest = islice(reversed(children.items()), limit)
+        nodes = [node for node, token in latest if token == first or first is None]
         return [(node, position if node is self else 0) for node in nodes]
 
     # ---- commands: which positions there are ----

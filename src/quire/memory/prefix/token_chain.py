@@ -149,8 +149,7 @@ class TokenChain:
         size = self._block_size
         known = len(self.data) // (size * TOKEN_BYTES)
         if known < num_blocks:
-            tokens = self.tokens[known * size :] if known else self.tokens
-            self.data += memoryview(array("I", tokens))[: (num_blocks - known) * size]
+            self.data += array("I", self.tokens[known * size : num_blocks * size])
             if self.media:
                 self.entries |= self._entries_of(known, num_blocks)
 
