@@ -11,7 +11,7 @@ import pytest
 
 from quire.bench import step_probe
 from quire.bench.hardware import HARDWARE, RooflineStepTime
-from quire.bench.roofline import AttentionShape, ModelShape
+from quire.bench.roofline import AttentionShape, ModelShape, step_work
 from quire.bench.simulated_engine import engine_of_step_times, engine_on_hardware, step_times_json
 from quire.bench.step_probe import StepProbe
 from quire.bench.workloads import BenchRequest
@@ -32,17 +32,32 @@ def written(folder: Path, name: str) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("num_sequences", [1, 5, 200])
+# Of 322 short sequences, the operations of a step take about as long as its reads; of 1,500, longer.
+@pytest.mark.parametrize("num_sequences", [1, 5, 200, 322, 1500])
 def test_ends_of_decoding_steps_are_those_of_the_steps_of_a_roofline(num_sequences: int, tmp_path: Path) -> None:
     model = engine_on_hardware({"model": written(tmp_path, "Qwen3 8B")}, "l4").step_time
     rng = random.Random(num_sequences)
-    starts = [rng.randrange(1, 5000) for _ in range(num_sequences)]
+    starts = [rng.randrange(1, 5000 if num_sequences < 300 else 20) for _ in range(num_sequences)]
     ends, end_s = [], 7.5
     for step in range(20):
         end_s += model.of_step([StepItem(start + step, 1, 1) for start in starts])
         ends.append(end_s)
     assert model.is_additive
     assert model.decode_ends(7.5, num_sequences, sum(starts), 0, 20) == ends
+
+
+def test_the_work_of_steps_without_windows_is_that_of_the_roofline() -> None:
+    late = AttentionShape(8, 4, 16, None)
+    shapes = ((AttentionShape(4, 2, 8, None), 3), (AttentionShape(6, 1, 8, None), 2))
+    model = ModelShape(1000, 300, 200, 2, (1.5, 2.0), shapes, ((late, 1),), state_bytes=70, num_state_values=9)
+    step_time, rng = RooflineStepTime(model, HARDWARE["l4"]), random.Random(1)
+    assert step_time.is_additive
+    for _ in range(50):
+        parts = []
+        for _ in range(rng.randrange(1, 9)):
+            count = rng.choice((1, 1, 1, rng.randrange(1, 300)))
+            parts.append(StepItem(rng.choice((0, rng.randrange(900))), count, rng.randrange(count + 1)))
+        assert step_time._additive_work(parts) == step_work(model, parts)
 
 
 def test_a_step_of_a_known_model_takes_about_what_others_measured(tmp_path: Path) -> None:

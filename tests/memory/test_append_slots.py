@@ -24,10 +24,10 @@ WORLDS: dict[str, Callable[[], KVCacheManager]] = {
 }
 
 
-def append_in_turn(memory: KVCacheManager, seq_ids: list[int]) -> int:
+def append_in_turn(memory: KVCacheManager, seq_ids: list[int], num_tokens: int) -> int:
     """Do what `append_slots` does for many, with one call a sequence."""
     for position, seq_id in enumerate(seq_ids):
-        if not memory.append_slots((seq_id,), 1):
+        if not memory.append_slots((seq_id,), num_tokens):
             return position
     return len(seq_ids)
 
@@ -57,10 +57,10 @@ class World:
         del self.tokens[seq_id]
         self.memory.free(seq_id, retain=seq_id % 2 == 0)
 
-    def finish(self, seq_ids: list[int]) -> None:
+    def finish(self, seq_ids: list[int], num_tokens: int) -> None:
         """Have the new slots written."""
         for seq_id in seq_ids:
-            self.tokens[seq_id].append(seq_id % 2)
+            self.tokens[seq_id] += [seq_id % 2] * num_tokens
             self.memory.publish(seq_id, len(self.tokens[seq_id]))
 
 
@@ -83,13 +83,14 @@ def test_what_is_done_for_all_is_done_for_each_in_turn(make: Callable[[], KVCach
             for world in (together, in_turn):
                 world.fork(live[0], 1000 + step)
         seq_ids = rng.sample(list(together.tokens), len(together.tokens))
-        num_served = together.memory.append_slots(seq_ids)
-        assert num_served == append_in_turn(in_turn.memory, seq_ids)
+        num_tokens = rng.choice((1, 1, 3, 6))
+        num_served = together.memory.append_slots(seq_ids, num_tokens)
+        assert num_served == append_in_turn(in_turn.memory, seq_ids, num_tokens)
         deltas: list[tuple[TableDelta, ...]] = [in_turn.memory.take_table_deltas((seq_id,))[0] for seq_id in seq_ids]
         assert together.memory.take_table_deltas(seq_ids) == deltas
         assert together.memory.take_ops() == in_turn.memory.take_ops()
         for world in (together, in_turn):
-            world.finish(seq_ids[:num_served])
+            world.finish(seq_ids[:num_served], num_tokens)
             for seq_id in seq_ids[num_served : num_served + 1]:
                 world.free(seq_id)
         assert together.memory.usage() == in_turn.memory.usage()

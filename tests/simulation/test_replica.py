@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from itertools import accumulate
 from typing import Any
 
@@ -178,3 +179,9 @@ def test_wrong_coefficients_are_refused(coefficients: dict[str, Any], field: str
     with pytest.raises(ConfigError) as caught:
         step_time(**coefficients)
     assert caught.value.field == field
+
+
+def test_cycles_are_collected_again_after_a_run_that_fails() -> None:
+    with pytest.raises(ConfigError, match="arrival_s"):
+        simulate([one_request(10, 1, 5.0), one_request(10, 1, 4.0, stream=3)])
+    assert gc.isenabled()

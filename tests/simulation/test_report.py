@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from itertools import accumulate, pairwise
 
 import pytest
 
@@ -63,6 +64,18 @@ def test_percentiles_of_gaps_are_at_most_a_percent_too_high() -> None:
         assert found is not None
         assert exact <= found * (1 + 1e-9)
         assert found <= exact * GAP_RATIO * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("spread", [0.0, 1e-6, 0.02, 2.0])
+def test_gaps_of_several_moments_are_those_of_each(spread: float) -> None:
+    rng = random.Random(2)
+    moments = list(accumulate(0.01 * math.exp(rng.uniform(-spread, spread)) for _ in range(300)))
+    together, each = SimulationSamples(), SimulationSamples()
+    together.add_gaps(0.0, moments, 3)
+    together.add_gaps(7.0, [], 3)
+    for before_s, moment_s in pairwise([0.0, *moments]):
+        each.add_gap(moment_s - before_s, 3)
+    assert together.gaps == each.gaps
 
 
 def test_an_interval_is_students() -> None:

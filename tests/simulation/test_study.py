@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -146,6 +147,16 @@ def test_the_least_loaded_replica_is_the_first_of_those_with_the_fewest() -> Non
     loads.set(2, 5)
     loads.set(0, 4)
     assert loads.least() == 1
+
+
+def test_the_least_loaded_replica_is_found_after_every_change() -> None:
+    loads, counts, rng = ReplicaLoads(7), [0] * 7, random.Random(3)
+    for _ in range(2000):
+        idx = rng.randrange(7)
+        counts[idx] = max(0, counts[idx] + rng.choice((-1, 1, 1, -2)))
+        loads.set(idx, counts[idx])
+        if rng.random() < 0.7:
+            assert loads.least() == counts.index(min(counts))
 
 
 def test_a_chart_has_a_bar_for_each_variant_and_escapes_names() -> None:
