@@ -149,7 +149,10 @@ class TokenChain:
         size = self._block_size
         known = len(self.data) // (size * TOKEN_BYTES)
         if known < num_blocks:
-            self.data += array("I", self.tokens[known * size : num_blocks * size])
+            if known:
+                self.data += array("I", self.tokens[known * size : num_blocks * size])
+            else:  # mostly all of a prompt: no copy of the list
+                self.data += memoryview(array("I", self.tokens))[: num_blocks * size]
             if self.media:
                 self.entries |= self._entries_of(known, num_blocks)
 
