@@ -20,6 +20,8 @@ from tests.distributed.in_threads import native_library
 NAMES = ("bundled", "falcon-h1", "gemma4", "gpt-oss", "granite4-moe", "lfm2", "llama3", "llama4", "qwen3.5")
 # And in the slow run of CI: each kind of cache, and experts.
 KINDS = frozenset({"falcon-h1", "gemma4", "gpt-oss", "llama3", "llama4", "qwen3.5"})
+# And with ranks in each stage: one with attention alone, and one with states beside it.
+GRID = frozenset({"llama3", "qwen3.5"})
 
 
 # Processes take seconds to start. The default run has two stages beside one process in `tests/engine/test_stages.py`.
@@ -58,3 +60,18 @@ def test_as_many_stages_as_there_can_be(name: str, references: Callable[[str], R
         load(reference, pipeline_parallel_size=size + 1)
     with load(reference, pipeline_parallel_size=size) as llm:
         assert outputs_of(llm, reference.prompts) == reference.outputs
+
+
+# Processes: in the default run, ranks of stages are threads (`tests/engine/test_staged_ranks.py`).
+@pytest.mark.parametrize("name", [pytest.param(name, marks=slow_or_exhaustive(name, GRID)) for name in NAMES])
+def test_stages_of_two_ranks(name: str, references: Callable[[str], Reference]) -> None:
+    native_library()
+    reference = references(name)
+    short = {"num_kv_blocks": SMALLEST_POOL.get(name, 12), "max_model_len": 96}
+    options: dict[str, Any] = {**short, "swap_space": 8 << 20, "preemption_mode": "swap"}
+    with load(reference, pipeline_parallel_size=2, tensor_parallel_size=2, **options) as llm:
+        vars(llm.engine.scheduler)["_digest_interval"] = 1
+        assert outputs_of(llm, reference.prompts) == reference.outputs
+        # Again: from cached prefixes, where those were not evicted.
+        assert outputs_of(llm, reference.prompts) == reference.outputs
+        assert llm.stats.num_preemptions > 0

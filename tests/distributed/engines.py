@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -18,18 +18,20 @@ from quire.distributed.ranks import Ranks
 from quire.engine.startup.rank_process import follow
 from quire.engine.startup.ranks import check_shared
 from tests.distributed.in_threads import TIMEOUT_S, make_transports
+from tests.distributed.test_pipeline import make_stages
 
 
 @contextmanager
 def llm_of_threads(
-    model: str = "bundled", size: int = 2, errors: list[BaseException] | None = None, **options: Any
+    model: str = "bundled", size: int = 2, errors: list[BaseException] | None = None, stages: int = 1, **options: Any
 ) -> Iterator[LLM]:
     """Load a model of which this thread runs rank 0, and others the other ranks; the plan of every step is compared.
 
     Args:
         model: the model.
-        size: number of ranks.
+        size: number of ranks, of each stage.
         errors: takes the errors of other ranks; None where there must be none.
+        stages: number of stages.
         options: options of the engine.
     """
     threads: list[threading.Thread] = []
@@ -38,7 +40,13 @@ def llm_of_threads(
 
     def start(config: EngineConfig) -> Ranks:
         check_shared(config)
-        leader, *others = make_ranks(size, divides_experts=config.parallel.enable_expert_parallel)
+        divides_experts = config.parallel.enable_expert_parallel
+        if stages > 1:
+            shape = {"tensor_parallel_size": size, "enable_expert_parallel": divides_experts}
+            groups: list[RankGroup] = [*make_stages(stages, num_microbatches=config.parallel.num_microbatches, **shape)]
+        else:
+            groups = [RankGroup(each, divides_experts=divides_experts) for each in make_transports(size)]
+        leader, *others = make_ranks(groups)
         ended.append(leader.links)
 
         def work(ranks: Ranks) -> None:
@@ -57,7 +65,8 @@ def llm_of_threads(
 
     try:
         with patch("quire.engine.startup.loading.start", start):
-            llm = LLM(model, tensor_parallel_size=size, **{"num_threads": 1, "dtype": "float32", **options})
+            sizes = {"tensor_parallel_size": size, "pipeline_parallel_size": stages}
+            llm = LLM(model, **sizes, **{"num_threads": 1, "dtype": "float32", **options})
         vars(llm.engine.scheduler)["_digest_interval"] = 1
         with llm:
             yield llm
@@ -70,11 +79,10 @@ def llm_of_threads(
     assert errors is not None or not found, found
 
 
-def make_ranks(size: int, **options: Any) -> list[Ranks]:
-    """Return the ranks of a new group, connected as processes are."""
-    pairs = {rank: socket.socketpair() for rank in range(1, size)}
+def make_ranks(groups: Sequence[RankGroup]) -> list[Ranks]:
+    """Return the ranks of a group, connected as processes are."""
+    pairs = {rank: socket.socketpair() for rank in range(1, len(groups))}
     links = [RankLinks(LEADER, {rank: pair[0] for rank, pair in pairs.items()})]
     links += [RankLinks(rank, {LEADER: pair[1]}) for rank, pair in pairs.items()]
-    groups = [RankGroup(transport, **options) for transport in make_transports(size)]
-    anywhere = CpuSets(((),) * size)
+    anywhere = CpuSets(((),) * len(groups))
     return [Ranks(group, each, anywhere, group.rank) for group, each in zip(groups, links, strict=True)]

@@ -133,7 +133,7 @@ def test_three_stages(backend: str, microbatches: int) -> None:
         ({"pipeline_parallel_size": 0}, "pipeline_parallel_size"),
         ({"pipeline_parallel_size": 65}, "pipeline_parallel_size"),
         ({"pipeline_parallel_size": True}, "pipeline_parallel_size"),
-        ({"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, "pipeline_parallel_size"),
+        ({"pipeline_parallel_size": 9, "tensor_parallel_size": 8}, "pipeline_parallel_size"),
         ({"pipeline_microbatches": 0}, "pipeline_microbatches"),
         ({"pipeline_microbatches": 65}, "pipeline_microbatches"),
     ],
@@ -152,11 +152,24 @@ def test_more_stages_than_layers_are_refused_and_leave_no_process() -> None:
     assert children() == before
 
 
-def test_torchrun_must_have_started_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"pipeline_parallel_size": 2}, r"^pipeline_parallel_size must be .* has started \(4\), got 2$"),
+        (
+            {"pipeline_parallel_size": 3, "tensor_parallel_size": 2},
+            r"^tensor_parallel_size x pipeline_parallel_size must be .* has started \(4\), got 2 x 3$",
+        ),
+    ],
+)
+def test_torchrun_must_have_started_as_many(
+    sizes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=r"pipeline_parallel_size must be .* has started \(4\), got 2"):
-        torchrun_place(ParallelConfig(pipeline_parallel_size=2))
+    with pytest.raises(ConfigError, match=message) as refused:
+        torchrun_place(ParallelConfig(**sizes))
+    assert refused.value.field == "pipeline_parallel_size"
 
 
 @pytest.mark.slow

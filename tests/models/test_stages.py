@@ -17,6 +17,7 @@ from quire.models.checkpoint import Checkpoint
 from quire.models.families import build
 from quire.models.loading import load_decoder
 from quire.models.parameter_estimate import layer_parameters
+from quire.models.sharding import Share, splits_of
 from quire.models.spec import Attention, GatedMLP, LayerSpec, ModelSpec, RMSNorm
 from quire.models.stage_spec import ELSEWHERE, divide, most_stages, stage_spec, stage_weights
 from quire.models.stages import StageDecoder
@@ -24,7 +25,7 @@ from quire.quantization.quantize import QuantizeOptions, quantize
 from tests.conformance.checkpoints import FAMILIES, save_checkpoint
 from tests.distributed.in_threads import run_groups
 from tests.distributed.test_pipeline import make_stages
-from tests.models.test_sharding import REPRESENTATIVES, steps, whole_steps
+from tests.models.test_sharding import REPRESENTATIVES, RankedRun, ranked_steps, steps, whole_steps
 from tests.models.tiny import PagedRun
 
 NORM = RMSNorm(1e-6)
@@ -53,17 +54,28 @@ def spec_of(folder: Path) -> ModelSpec:
     return build(Checkpoint.open(str(folder)).config)[0]
 
 
-def staged_steps(folder: Path, size: int, dtype: torch.dtype = torch.float32, **options: Any) -> list[torch.Tensor]:
-    """Return the logits of a model in stages."""
+def staged_steps(
+    folder: Path,
+    size: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    tensor_size: int = 1,
+    by_expert: bool = False,
+    **options: Any,
+) -> list[torch.Tensor]:
+    """Return the logits of a model in stages, each of which some ranks share."""
 
     def body(group: PipelineGroup) -> list[torch.Tensor]:
         decoder = load_decoder(Checkpoint.open(str(folder)), device="cpu", dtype=dtype, ranks=group, **options)
         assert isinstance(decoder, StageDecoder)
+        if tensor_size > 1:
+            return steps(RankedRun(decoder, group))
         if decoder.is_follower:
             decoder.logits = lambda hidden: hidden  # type: ignore[method-assign]
         return steps(PagedRun(decoder))
 
-    return run_groups(make_stages(size), body)[0]
+    sizes = {"tensor_parallel_size": tensor_size, "enable_expert_parallel": by_expert}
+    return run_groups(make_stages(size, **sizes), body)[0]
 
 
 def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
@@ -80,6 +92,36 @@ def test_stages_have_the_bits_of_one_process(name: str, folders: Any) -> None:
     expected = whole_steps(folder)
     for count in {2, size}:
         assert_equal(staged_steps(folder, count), expected)
+
+
+# By default that family of which a stage has columns of a table, and a rank of the stage rows of those.
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=[] if each == "gemma4" else pytest.mark.slow) for each in sorted({*FAMILIES} - UNCUT)],
+)
+def test_stages_of_two_ranks_have_the_bits_of_two_ranks(name: str, folders: Any) -> None:
+    folder = folders(name)
+    size = most_stages(spec_of(folder))
+    expected = ranked_steps(folder, 2)
+    for count in {2, size}:
+        assert_equal(staged_steps(folder, count, tensor_size=2), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt-oss", "llama4", "lfm2-moe"])
+def test_stages_of_ranks_with_whole_experts(name: str, folders: Any) -> None:
+    folder = folders(name)
+    found = staged_steps(folder, 2, tensor_size=2, by_expert=True)
+    assert_equal(found, ranked_steps(folder, 2, by_expert=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_fused_layers_in_stages_of_ranks(quantization: Any, folders: Any) -> None:
+    """bfloat16: the layers of a stage are one native call in decode steps, with the sums of its ranks."""
+    options, folder = {"quantization": quantization}, folders("llama3")
+    found = staged_steps(folder, 2, torch.bfloat16, tensor_size=2, **options)
+    assert_equal(found, ranked_steps(folder, 2, torch.bfloat16, **options))
 
 
 @pytest.mark.parametrize("quantization", [None, "int8", pytest.param("int4", marks=pytest.mark.slow)])
@@ -121,6 +163,29 @@ def test_every_weight_is_where_it_is_needed(name: str, folders: Any) -> None:
             wanted["embedding"] = [0, size - 1] if spec.tied_head and size > 1 else [0]
             assert idxs == wanted.get(part, idxs[:1])
         assert len(places) == len({(name.split(".")[0], *sources) for name, sources in weight_map.items()})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rank_of_a_stage_reads_its_own_part(name: str, folders: Any) -> None:
+    """A stage reads of its layers what a tensor parallel rank of the whole model reads of them, and nothing more."""
+    spec, weight_map = build(Checkpoint.open(str(folders(name))).config)
+    shares = splits_of(spec, Share(1, 2))
+    for stage in divide(spec, most_stages(spec)):
+        _, splits = stage_weights(spec, stage, weight_map, shares)
+        for idx in range(stage.first, stage.end):
+            whole, own = f"layers.{idx}.", f"layers.{idx - stage.first}."
+            wanted = {own + key.removeprefix(whole): split for key, split in shares.items() if key.startswith(whole)}
+            assert {key: split for key, split in splits.items() if key.startswith(own)} == wanted
+        assert splits["embedding.weight"] == shares["embedding.weight"]
+        if spec.per_layer_inputs is not None:
+            name_of_table = "per_layer_inputs.embedding.weight"
+            split, width = splits[name_of_table], spec.per_layer_inputs.width
+            table = torch.arange(spec.per_layer_inputs.vocab_size)[:, None] * 1000 + torch.arange(split.length)
+            (first, end), columns = shares[name_of_table].ranges[0], slice(stage.first * width, stage.end * width)
+            (cut,) = split.cut([table], name_of_table)
+            assert isinstance(cut, torch.Tensor)
+            assert torch.equal(cut, table[first:end, columns])
+            assert split.whole_shape(tuple(cut.shape)) == table.shape
 
 
 @pytest.mark.parametrize("name", NAMES)

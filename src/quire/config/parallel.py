@@ -15,13 +15,14 @@ ALL_REDUCE_BACKENDS: Final = ("auto", "shared_memory", "gloo", "nccl")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """Several processes (ranks) that share a model: each has a part of every layer, or some layers.
+    """Several processes (ranks) that share a model: each has a part of every layer, or some layers, or parts of some.
 
     Args:
-        tensor_parallel_size: number of ranks that have a part of every layer each, 1 to 64. Quire starts them on this
+        tensor_parallel_size: number of ranks that have a part of a layer each, 1 to 64. Quire starts them on this
             host, unless torchrun has started this process as one of them.
         pipeline_parallel_size: number of ranks that have consecutive layers each (stages), 1 to 64; they start in the
-            same way. Not together with `tensor_parallel_size` above 1.
+            same way. With `tensor_parallel_size` above 1, each stage has as many ranks, which have a part of each of
+            its layers: the product of both is the number of processes, 64 at most.
         pipeline_microbatches: number of batches, of different requests, that are in the stages at the same time, 1 to
             64; None for one a stage.
         all_reduce_backend: way in which ranks sum their parts: "shared_memory" (one host, native kernels) or "gloo"
@@ -50,10 +51,11 @@ class ParallelConfig:
         check_whole("pipeline_parallel_size", self.pipeline_parallel_size, 1, MAX_RANKS)
         if self.pipeline_microbatches is not None:
             check_whole("pipeline_microbatches", self.pipeline_microbatches, 1, MAX_RANKS)
-        if self.tensor_parallel_size > 1 and self.pipeline_parallel_size > 1:
+        if self.num_ranks > MAX_RANKS:
             raise ConfigError(
-                f"pipeline_parallel_size must be 1 with tensor_parallel_size above 1, got {self.pipeline_parallel_size}"
-                f" with {self.tensor_parallel_size}: layers of a stage are not divided further",
+                f"pipeline_parallel_size must be at most {MAX_RANKS // self.tensor_parallel_size} with "
+                f"tensor_parallel_size {self.tensor_parallel_size}, got {self.pipeline_parallel_size}: a model has at "
+                f"most {MAX_RANKS} processes",
                 field="pipeline_parallel_size",
             )
         check_cpu_bind(self.cpu_bind, self.num_ranks)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 from torch import Tensor
 
-from quire.distributed.gloo import dist, make_group
-from quire.distributed.pipeline import PipelineGroup, rank_of, stage_of
+from quire.config import ParallelConfig
+from quire.distributed.gloo import GlooTransport, dist, make_group
+from quire.distributed.pipeline import PipelineGroup
+from quire.distributed.rank_grid import RankGrid
+from quire.distributed.rank_group import RankGroup
 from quire.distributed.transport import Transport
 from quire.errors import RankFailed
 
@@ -49,17 +53,36 @@ class GlooLink:
         """Do nothing: the connections of a process that ends are closed, which ends the waits for it."""
 
 
-def connect_links(transport: Transport, store: Any, timeout_s: float, hostname: str | None) -> PipelineGroup:
-    """Return the group of a rank whose links are sockets.
+def connect_stages(
+    store: Any, rank: int, config: ParallelConfig, hostname: str | None, sums: Transport | None = None
+) -> PipelineGroup:
+    """Return the group of a rank whose parts are connected by sockets.
 
     Args:
-        transport: the rank's transport.
         store: store through which the ranks find each other.
-        timeout_s, hostname: see `GlooTransport`.
+        rank: number of the rank.
+        config: options of the ranks.
+        hostname: see `GlooTransport`.
+        sums: transport of the ranks of this stage where they share memory; None to connect them, too.
     """
-    rank, size = transport.rank, transport.size
-    group = make_group(dist.PrefixStore("stages", store), rank, size, timeout_s, hostname)
-    stage = stage_of(rank, size)
-    source = None if stage == 0 else GlooLink(group, rank_of(stage - 1, size), timeout_s)
-    target = None if stage == size - 1 else GlooLink(group, rank_of(stage + 1, size), timeout_s)
-    return PipelineGroup(transport, source, target)
+    grid, timeout_s = RankGrid.of(config), config.distributed_timeout_s
+    stage, commands, tensor = grid.stage_of(rank), None, None
+
+    def connect(name: str, members: Sequence[int]) -> Transport:
+        part = dist.PrefixStore(name, store)
+        return GlooTransport(part, members.index(rank), len(members), timeout_s, hostname)
+
+    # All ranks join their groups in one order, since each waits for the others of a group.
+    if rank in grid.commanded:
+        commands = connect("commands", grid.commanded)
+    if grid.tensor_size > 1:
+        sums = sums or connect(f"stage-{stage}", grid.ranks_of(stage))
+        tensor = RankGroup(sums, divides_experts=config.enable_expert_parallel)
+    group = make_group(dist.PrefixStore("stages", store), rank, grid.size, timeout_s, hostname)
+
+    def link(other_stage: int) -> GlooLink:
+        return GlooLink(group, grid.rank_of(other_stage, grid.tensor_rank_of(rank)), timeout_s)
+
+    source = None if stage == 0 else link(stage - 1)
+    target = None if stage == grid.num_stages - 1 else link(stage + 1)
+    return PipelineGroup(rank, grid, commands, source, target, tensor)

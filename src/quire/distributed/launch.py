@@ -19,10 +19,11 @@ from typing import Any, Final
 from quire.config import ParallelConfig
 from quire.distributed.cpu_sets import CpuSets
 from quire.distributed.links import LEADER, RankLinks
-from quire.distributed.pipeline import links_bytes, share_links
 from quire.distributed.rank_group import RankGroup
 from quire.distributed.ranks import Ranks
 from quire.distributed.shared_memory import SharedMemoryTransport, has_shared_memory, make_memory
+from quire.distributed.shared_stages import make_stages_memory, share_stages
+from quire.distributed.transport import Transport
 from quire.errors import ConfigError, WorkerError
 from quire.ops.native_library import NativeLibrary, find_library
 from quire.platform.host_probe import num_cores
@@ -123,9 +124,10 @@ def pick_library(backend: str) -> NativeLibrary | None:
 
 def make_shared(library: NativeLibrary, config: ParallelConfig) -> int:
     """Return the descriptor of new memory for the ranks of this host."""
-    page_bytes, size = library.ranks.page_bytes, config.num_ranks
-    is_pipeline = config.pipeline_parallel_size > 1
-    return make_memory(page_bytes, size, links_bytes(page_bytes, size, config.num_microbatches) if is_pipeline else 0)
+    page_bytes = library.ranks.page_bytes
+    if config.pipeline_parallel_size > 1:
+        return make_stages_memory(page_bytes, config)
+    return make_memory(page_bytes, config.num_ranks)
 
 
 def make_group(
@@ -135,6 +137,7 @@ def make_group(
     config: ParallelConfig,
     store: Any,
     hostname: str | None = LOCAL,
+    sums: Transport | None = None,
 ) -> RankGroup:
     """Return the group of a rank: in shared memory, or without a library by gloo.
 
@@ -145,25 +148,27 @@ def make_group(
         config: options of the ranks.
         store: store through which ranks find each other by gloo, or the path of a file for one.
         hostname: see `GlooTransport`.
+        sums: see `connect_stages`.
     """
     size, timeout_s, is_pipeline = config.num_ranks, config.distributed_timeout_s, config.pipeline_parallel_size > 1
     if library is not None:
+        if is_pipeline:
+            return share_stages(library, memory, rank, config, num_cores())
         shared = SharedMemoryTransport(library, os.dup(memory), rank, size, timeout_s, num_cores())
-        if not is_pipeline:
-            return RankGroup(shared, divides_experts=config.enable_expert_parallel)
-        return share_links(library, memory, shared, config.num_microbatches, timeout_s, num_cores())
+        return RankGroup(shared, divides_experts=config.enable_expert_parallel)
     import torch.distributed
 
     from quire.distributed.gloo import GlooTransport
-    from quire.distributed.gloo_links import connect_links
+    from quire.distributed.gloo_links import connect_stages
 
     dist: Any = torch.distributed  # its types leave out what some builds lack
     if isinstance(store, str):
         store = dist.FileStore(store, size)
-    transport = GlooTransport(store, rank, size, timeout_s, hostname)
     if is_pipeline:
-        return connect_links(transport, store, timeout_s, hostname)
-    return RankGroup(transport, divides_experts=config.enable_expert_parallel)
+        return connect_stages(store, rank, config, hostname, sums)
+    return RankGroup(
+        GlooTransport(store, rank, size, timeout_s, hostname), divides_experts=config.enable_expert_parallel
+    )
 
 
 def describe_end(process: subprocess.Popen[bytes]) -> str:

@@ -29,7 +29,10 @@ class RankGroup:
     Attributes:
         rank, size: number of this rank, and of ranks.
         divides_experts: the argument.
+        runs_ahead: True where this rank executes plans as soon as they are made, and not together with rank 0.
     """
+
+    runs_ahead = False
 
     def __init__(self, transport: Transport, *, divides_experts: bool = False) -> None:
         self.transport, self.divides_experts = transport, divides_experts

@@ -55,6 +55,7 @@ class SharedMemoryTransport:
         num_cores: number of cores of this host; ranks that have none of their own do not poll.
         offset: place of the group in the memory, in bytes.
         slot_bytes: bytes of a slot.
+        members: numbers of the group's ranks among all of the model; none where these are all.
 
     Attributes:
         call: the group as native calls take it.
@@ -73,8 +74,10 @@ class SharedMemoryTransport:
         *,
         offset: int = 0,
         slot_bytes: int = SLOT_BYTES,
+        members: Sequence[int] = (),
     ) -> None:
         self.rank, self.size = rank, size
+        self._members = tuple(members) or tuple(range(size))
         self._kernels = library.ranks
         length = region_bytes(self._kernels.page_bytes, size, slot_bytes)
         self._memory = mmap.mmap(descriptor, length, offset=offset)
@@ -128,8 +131,9 @@ class SharedMemoryTransport:
         if status > 0:
             raise RankFailed(status - 1, "has ended")
         if status < 0:
-            self.fail(-1 - status)
-            raise RankFailed(-1 - status, f"did not answer within {self.call.timeout_us / 1e6:g} s")
+            late = self._members[-1 - status]
+            self.fail(late)
+            raise RankFailed(late, f"did not answer within {self.call.timeout_us / 1e6:g} s")
 
     def fail(self, rank: int) -> None:
         """See `Transport`."""

@@ -16,9 +16,15 @@ from quire.config import ParallelConfig
 from quire.distributed.cpu_sets import CpuSets
 from quire.distributed.launch import LOCAL, make_group, make_shared, pick_library
 from quire.distributed.links import LEADER, RankLinks
+from quire.distributed.rank_grid import RankGrid
 from quire.distributed.rank_group import RankGroup
 from quire.distributed.ranks import Ranks
+from quire.distributed.shared_memory import SharedMemoryTransport, make_memory
+from quire.distributed.shared_stages import SharedPlace
+from quire.distributed.transport import Transport
 from quire.errors import ConfigError, RankFailed, WorkerError
+from quire.ops.native_library import NativeLibrary
+from quire.platform.host_probe import num_cores
 
 # Time for all ranks to find each other.
 RENDEZVOUS_TIMEOUT_S: Final = 300.0
@@ -70,10 +76,12 @@ def torchrun_place(config: ParallelConfig) -> TorchrunPlace | None:
     """
     place = TorchrunPlace.of(os.environ) if config.num_ranks > 1 else None
     if place is not None and place.size != config.num_ranks:
-        name = "pipeline_parallel_size" if config.pipeline_parallel_size > 1 else "tensor_parallel_size"
+        sizes = {name: getattr(config, name) for name in ("tensor_parallel_size", "pipeline_parallel_size")}
+        given = {name: size for name, size in sizes.items() if size > 1}
+        names, numbers = " x ".join(given), " x ".join(map(str, given.values()))
         raise ConfigError(
-            f"{name} must be the number of processes that torchrun has started ({place.size}), got {config.num_ranks}",
-            field=name,
+            f"{names} must be the number of processes that torchrun has started ({place.size}), got {numbers}",
+            field=[*given][-1],
         )
     return place
 
@@ -158,7 +166,10 @@ def _keep_alive(connection: socket.socket) -> None:
 
 
 def _make_group(config: ParallelConfig, place: TorchrunPlace, store: Any, links: RankLinks) -> RankGroup:
-    """Return the group that all ranks can have: in shared memory where all are on one host, else by gloo."""
+    """Return the group that all ranks can have: in shared memory where all are on one host, else by gloo.
+
+    Between hosts, the sums of a stage whose ranks are on one host are taken in shared memory, too.
+    """
     rank, size = place.rank, place.size
     library = pick_library(config.all_reduce_backend)
     can_share = library is not None and place.num_local == size
@@ -191,6 +202,44 @@ def _make_group(config: ParallelConfig, place: TorchrunPlace, store: Any, links:
     finally:
         if memory >= 0:
             os.close(memory)
-    if config.all_reduce_backend == "shared_memory":
-        raise ConfigError("all_reduce_backend 'shared_memory' needs all ranks on one host", field="all_reduce_backend")
-    return make_group(None, -1, rank, config, store, LOCAL if place.num_local == size else None)
+    sums = _share_sums(config, place, store, library)
+    if config.all_reduce_backend == "shared_memory" and sums is None:
+        raise ConfigError(
+            "all_reduce_backend 'shared_memory' needs all ranks that sum with each other on one host",
+            field="all_reduce_backend",
+        )
+    return make_group(None, -1, rank, config, store, LOCAL if place.num_local == size else None, sums)
+
+
+def _share_sums(
+    config: ParallelConfig, place: TorchrunPlace, store: Any, library: NativeLibrary | None
+) -> Transport | None:
+    """Return the transport of the ranks of a stage in shared memory; None where they cannot share any.
+
+    All of them find the same, since each says to the others through the store what it can.
+    """
+    grid, rank = RankGrid.of(config), place.rank
+    stage = grid.stage_of(rank)
+    members, first_here = grid.ranks_of(stage), rank - place.local_rank
+    here = range(first_here, first_here + place.num_local)
+    if grid.num_stages == 1 or grid.tensor_size == 1 or not set(members) <= set(here):
+        return None
+    memory = -1
+    if rank == members[0]:
+        if library is not None:
+            memory = make_memory(library.ranks.page_bytes, len(members))
+        store.set(f"sums-{stage}", f"/proc/{os.getpid()}/fd/{memory}")
+    elif library is not None:
+        with suppress(OSError):
+            memory = os.open(Path(store.get(f"sums-{stage}").decode()), os.O_RDWR | os.O_CLOEXEC)
+    store.set(f"sums-{stage}-{rank}", "1" if memory >= 0 else "0")
+    can_share = [store.get(f"sums-{stage}-{member}") == b"1" for member in members]
+    try:
+        if not all(can_share):
+            return None
+        assert library is not None
+        shared = SharedPlace(library, rank, config.distributed_timeout_s, place.num_local, num_cores())
+        return shared.join(SharedMemoryTransport, memory, members)
+    finally:
+        if memory >= 0:
+            os.close(memory)

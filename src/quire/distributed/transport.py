@@ -14,7 +14,7 @@ class Transport(Protocol):
     Each raises `RankFailed` where a rank has ended, or does not answer in time.
 
     Attributes:
-        rank, size: number of this rank, and of ranks.
+        rank, size: number of this rank in the group, and of the group's ranks.
         name: name of the transport, for logs.
     """
 
@@ -47,7 +47,7 @@ class Transport(Protocol):
         """Return the next message of rank 0, uint8 [N], for which there is no time limit while that lives."""
 
     def fail(self, rank: int) -> None:
-        """End the waits of this rank, and where possible of all others, because a rank has failed."""
+        """End the waits of this rank, and where possible of all others, because a rank of the model has failed."""
 
     def close(self) -> None:
         """Let go of what the transport holds."""

@@ -23,9 +23,7 @@ from quire.models.families.encoders import build_encoder
 from quire.models.quantization_config import without_quantization
 from quire.models.sharding import shard_spec, share_of, splits_of
 from quire.models.sizes import check_sizes
-from quire.models.spec import ModelSpec, WeightMap
-from quire.models.stage_spec import divide, stage_spec, stage_weights
-from quire.models.stages import StageDecoder
+from quire.models.stages import StageDecoder, part_of
 from quire.models.tensor_reader import TensorReader
 from quire.models.weights import load_weights
 from quire.ops import make_ops
@@ -79,9 +77,12 @@ def load_decoder(
     ops = make_ops(torch_device, kernels, quantization, weight_packing, deterministic)
     if wrap_ops is not None:
         ops = wrap_ops(ops)
-    splits = None
     if isinstance(ranks, PipelineGroup):
-        return _load_stage(checkpoint, spec, weight_map, ops, dtype, torch_device, ranks)
+        part = part_of(spec, weight_map, ranks)
+        stage_decoder = StageDecoder(part, ops=ops, dtype=dtype, device=torch_device, group=ranks)
+        load_weights(checkpoint, part.weight_map, stage_decoder, part.splits)
+        return stage_decoder
+    splits = None
     experts = ExpertLayers(spec, weight_map)
     if ranks is not None:
         share = share_of(ranks)
@@ -93,24 +94,6 @@ def load_decoder(
         merged = read_merged(adapter, checkpoint, slots, weight_map, row_count, experts, max_lora_rank, splits)
         decoder.merged_adapter = merged.digest
     load_weights(checkpoint, weight_map, decoder, splits, merged)
-    return decoder
-
-
-def _load_stage(
-    checkpoint: Checkpoint,
-    spec: ModelSpec,
-    weight_map: WeightMap,
-    ops: Ops,
-    dtype: torch.dtype,
-    device: torch.device,
-    group: PipelineGroup,
-) -> StageDecoder:
-    """Return the decoder of this rank's stage, with its weights."""
-    stages = divide(spec, group.size)
-    stage = stages[group.stage]
-    decoder = StageDecoder(stage_spec(spec, stages, stage.idx), stage, ops=ops, dtype=dtype, device=device, group=group)
-    own_map, splits = stage_weights(spec, stage, weight_map)
-    load_weights(checkpoint, own_map, decoder, splits)
     return decoder
 
 

@@ -83,15 +83,19 @@ class Split(NamedTuple):
         ranges: ranges of it that the rank has, rising.
         length: its whole length.
         is_first: True on the first rank.
+        then: part that the rank reads of this part, along another dimension; None for all of it.
     """
 
     dim: int | None
     ranges: tuple[Range, ...] = ()
     length: int = 0
     is_first: bool = True
+    then: Split | None = None
 
     def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the whole weight, given that of the part."""
+        if self.then is not None:
+            shape = self.then.whole_shape(shape)
         if self.dim is None:
             return shape
         return (*shape[: self.dim], self.length, *shape[self.dim + 1 :])
@@ -102,6 +106,8 @@ class Split(NamedTuple):
         Raises:
             ConfigError: a weight that is stored quantised cannot be cut there.
         """
+        if self.then is not None:
+            return self.then.cut(self._replace(then=None).cut(parts, name), name)
         if self.dim is None:
             return list(parts) if self.is_first else [torch.zeros_like(part) for part in parts if _is_plain(part)]
         if self.dim > 0:

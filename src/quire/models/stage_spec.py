@@ -9,7 +9,7 @@ block of each cache group of the model, with as many layers as the stage with mo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -134,7 +134,13 @@ def _places_to_cut(layers: tuple[LayerSpec, ...]) -> list[int]:
 
 
 def stage_spec(spec: ModelSpec, stages: tuple[Stage, ...], idx: int) -> StageSpec:
-    """Return the model that a stage computes; vocabulary and width are those of the whole."""
+    """Return the model that a stage computes; vocabulary and width are those of the whole.
+
+    Args:
+        spec: specification of the whole model, or of a tensor parallel rank's part of it.
+        stages: its stages.
+        idx: number of the stage.
+    """
     stage = stages[idx]
     given = {each.name: getattr(spec, each.name) for each in fields(ModelSpec)}
     parts = [replace(spec, layers=_moved(spec.layers[each.first : each.end], each.first)) for each in stages]
@@ -159,7 +165,9 @@ def _moved(layers: tuple[LayerSpec, ...], first: int) -> tuple[LayerSpec, ...]:
     )
 
 
-def stage_weights(spec: ModelSpec, stage: Stage, weight_map: WeightMap) -> tuple[WeightMap, dict[str, Split]]:
+def stage_weights(
+    spec: ModelSpec, stage: Stage, weight_map: WeightMap, shares: Mapping[str, Split] | None = None
+) -> tuple[WeightMap, dict[str, Split]]:
     """Return the weight map of a stage, in which layers have their numbers in it, and the parts that it reads.
 
     Weights of other stages are in it under `ELSEWHERE`, since the checkpoint has them.
@@ -168,22 +176,22 @@ def stage_weights(spec: ModelSpec, stage: Stage, weight_map: WeightMap) -> tuple
         spec: specification of the whole model.
         stage: the stage.
         weight_map: weight map of the whole model.
+        shares: parts of weights of the whole model that this one of several ranks of the stage reads; None for one.
     """
-    renamed = _renamer(stage)
-    splits: dict[str, Split] = {}
+    renamed = renamer(stage)
+    splits = {renamed(name): split for name, split in (shares or {}).items()}
     if spec.per_layer_inputs is not None:
         width = spec.per_layer_inputs.width
         own, length = (stage.first * width, stage.end * width), len(spec.layers) * width
         # A column of the table, and a row of the projection, for each value that a layer of the stage is told.
-        splits = {
-            "per_layer_inputs.embedding.weight": Split(1, (own,), length),
-            "per_layer_inputs.projection.weight": Split(0, (own,), length),
-        }
+        table, projection = "per_layer_inputs.embedding.weight", "per_layer_inputs.projection.weight"
+        splits[table] = Split(1, (own,), length, then=splits.get(table))
+        splits[projection] = Split(0, (own,), length)
     return {renamed(name): sources for name, sources in weight_map.items()}, splits
 
 
-def _renamer(stage: Stage) -> Callable[[str], str]:
-    """Return a function from the name of a weight in the whole model to that in a stage."""
+def renamer(stage: Stage) -> Callable[[str], str]:
+    """Return a function from the name of a weight in the whole model to that in a stage; see `ELSEWHERE`."""
 
     def renamed(name: str) -> str:
         part, _, rest = name.partition(".")

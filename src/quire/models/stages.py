@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,10 +12,45 @@ from quire.distributed.pipeline import MAX_MESSAGE_BYTES, PipelineGroup
 from quire.errors import ConfigError
 from quire.models.blocks import OutputRows
 from quire.models.decoder import Decoder
-from quire.models.stage_spec import Stage, StageSpec
+from quire.models.sharding import Split, shard_spec, share_of, splits_of
+from quire.models.spec import ModelSpec, WeightMap
+from quire.models.stage_spec import Stage, StageSpec, divide, stage_spec, stage_weights
 from quire.models.weight_slots import WeightTable
 from quire.ops.interface import AttentionBatch, Ops, PagedKV, PagedStates, StateBatch
 from quire.ops.lora import LoraRows
+
+
+class StagePart(NamedTuple):
+    """The part of a model in stages that a rank has.
+
+    Args:
+        stage: its stage.
+        spec: specification of the layers of the stage; of this rank's part, where others share the stage.
+        weight_map: see `stage_weights`.
+        splits: parts of weights that are read, by their names in the stage; all others are read whole.
+    """
+
+    stage: Stage
+    spec: StageSpec
+    weight_map: WeightMap
+    splits: dict[str, Split]
+
+
+def part_of(spec: ModelSpec, weight_map: WeightMap, group: PipelineGroup) -> StagePart:
+    """Return what this rank has of a model.
+
+    Args:
+        spec: specification of the whole model.
+        weight_map: weight map of the whole model.
+        group: ranks of the stages.
+
+    Raises:
+        ConfigError: the model cannot be divided so.
+    """
+    stages, share = divide(spec, group.grid.num_stages), share_of(group.tensor)
+    stage, shares = stages[group.stage], None if group.tensor is None else splits_of(spec, share)
+    own_spec = stage_spec(shard_spec(spec, share), stages, stage.idx)
+    return StagePart(stage, own_spec, *stage_weights(spec, stage, weight_map, shares))
 
 
 class StageDecoder(Decoder):
@@ -27,24 +63,18 @@ class StageDecoder(Decoder):
     ```
 
     With per-layer inputs, the embeddings [T, E] travel beside the hidden states: each stage makes those of its layers.
+    Where tensor parallel ranks share a stage, each has a part of every layer of it, and all have the hidden states.
 
     Args:
-        spec: specification of the stage's model.
-        stage: its place.
+        part: part of the model that this rank has.
         group: ranks of the stages.
     """
 
     def __init__(
-        self,
-        spec: StageSpec,
-        stage: Stage,
-        *,
-        ops: Ops,
-        dtype: torch.dtype,
-        device: torch.device,
-        group: PipelineGroup,
+        self, part: StagePart, *, ops: Ops, dtype: torch.dtype, device: torch.device, group: PipelineGroup
     ) -> None:
-        super().__init__(spec, ops=ops, dtype=dtype, device=device)
+        stage, spec = part.stage, part.spec
+        super().__init__(spec, ops=ops, dtype=dtype, device=device, ranks=group.tensor)
         self._stage, self._group = stage, group
         self._embeddings: Tensor | None = None
         self._num_sent, self._make_inputs = 1, self._per_layer_inputs
@@ -110,11 +140,13 @@ class StageDecoder(Decoder):
 
     @property
     def is_follower(self) -> bool:
-        """True on other stages than the last one, on which tokens are drawn."""
-        return not self._stage.is_last
+        """True on all ranks but 0, on which tokens are drawn."""
+        return not self._stage.is_last or super().is_follower
 
     def serve_head(self) -> None:
-        """Do nothing: the last stage has the whole head."""
+        """See `Decoder`; other stages than the last one have no part of the head."""
+        if self._stage.is_last:
+            super().serve_head()
 
     def _fuse(self) -> None:
         super()._fuse()

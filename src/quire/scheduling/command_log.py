@@ -274,13 +274,15 @@ class CommandReplay:
     Args:
         scheduler: scheduler that was made as the log's was.
         parts: other parts of this process that follow the log; None for none.
+        runs_ahead: True to yield the plans of microbatches as they are made; False as the log's process executes them.
 
     Attributes:
         is_closed: True after the end of the log.
     """
 
-    def __init__(self, scheduler: Scheduler, parts: FollowingParts | None = None) -> None:
+    def __init__(self, scheduler: Scheduler, parts: FollowingParts | None = None, *, runs_ahead: bool = True) -> None:
         self.is_closed = False
+        self._runs_ahead = runs_ahead
         self._parts = parts
         self._scheduler = scheduler
         self._plan: StepPlan | None = None
@@ -296,7 +298,7 @@ class CommandReplay:
             match name:
                 case "plan":
                     plan = self._plan = scheduler.plan(given[0])
-                    if isinstance(scheduler, MicrobatchScheduler):
+                    if self._runs_ahead and isinstance(scheduler, MicrobatchScheduler):
                         yield from scheduler.new_plans
                     elif plan.items:
                         yield plan

@@ -72,7 +72,7 @@ def follow(ranks: Ranks, config: EngineConfig) -> None:
     own = EngineConfig.from_options(**{**config.to_options(), **OF_LEADER})
     loaded = load(own, ranks=ranks)
     engine = loaded.engine
-    replay = CommandReplay(engine.scheduler, LoadedParts(loaded))
+    replay = CommandReplay(engine.scheduler, LoadedParts(loaded), runs_ahead=ranks.group.runs_ahead)
     while not replay.is_closed:
         for plan in replay.apply(ranks.group.receive_commands()):
             engine.executor.execute(plan)

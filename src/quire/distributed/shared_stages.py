@@ -1,0 +1,185 @@
+"""Stages of one host, in memory that all ranks map.
+
+```
+ | commands | links of stages 0 and 1 | links of stages 1 and 2 | ... | sums of stage 0 | sums of stage 1 | ...
+            '- for each tensor parallel rank a link, of a channel for each microbatch
+```
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from typing import Final, NamedTuple, TypeVar
+
+from torch import Tensor
+
+from quire.config import ParallelConfig
+from quire.distributed.pipeline import MAX_MESSAGE_BYTES, PipelineGroup
+from quire.distributed.rank_grid import RankGrid
+from quire.distributed.rank_group import RankGroup
+from quire.distributed.shared_memory import SLOT_BYTES, SharedMemoryTransport, make_memory, region_bytes
+from quire.ops.native_library import NativeLibrary
+
+T = TypeVar("T", bound=SharedMemoryTransport)
+
+CHANNEL_SLOT_BYTES: Final = MAX_MESSAGE_BYTES + (1 << 16)
+
+
+class _Channel(SharedMemoryTransport):
+    """A group of two ranks of a pipeline, of which the first one sends."""
+
+    def put(self, x: Tensor) -> None:
+        """Send a contiguous tensor."""
+        self.check(self._kernels.send(self.call, x.data_ptr(), x.nbytes))
+
+    def take(self, x: Tensor) -> None:
+        """Fill `x` with the next message."""
+        length = ctypes.c_int64()
+        self.check(self._kernels.wait(self.call, self.call.timeout_us, length))
+        assert length.value == x.nbytes, "ranks have planned different steps"
+        self.check(self._kernels.receive(self.call, x.data_ptr(), length.value))
+
+
+class SharedMemoryLink:
+    """One end of a link in shared memory.
+
+    Args:
+        channels: its channels, which take turns.
+    """
+
+    def __init__(self, channels: Sequence[_Channel]) -> None:
+        self._channels, self._turn = tuple(channels), 0
+
+    def _next(self) -> _Channel:
+        self._turn = (self._turn + 1) % len(self._channels)
+        return self._channels[self._turn]
+
+    def send(self, x: Tensor) -> None:
+        """See `StageLink`."""
+        self._next().put(x)
+
+    def receive(self, x: Tensor) -> None:
+        """See `StageLink`."""
+        self._next().take(x)
+
+    def fail(self, rank: int) -> None:
+        """See `StageLink`."""
+        for channel in self._channels:
+            channel.fail(rank)
+
+
+class _Layout(NamedTuple):
+    """Places in the memory, in bytes.
+
+    Args:
+        page_bytes: bytes of a group before its slots.
+        grid: stages and their ranks.
+        num_channels: channels of a link.
+    """
+
+    page_bytes: int
+    grid: RankGrid
+    num_channels: int
+
+    def channel(self, first_stage: int, tensor_rank: int, idx: int) -> int:
+        """Return the place of a channel of the link that begins at a stage."""
+        link = first_stage * self.grid.tensor_size + tensor_rank
+        return self._commands_bytes + (link * self.num_channels + idx) * self._channel_bytes
+
+    def sums(self, stage: int) -> int:
+        """Return the place of the group of a stage; of the stage after the last one, the end."""
+        stage_bytes = region_bytes(self.page_bytes, self.grid.tensor_size) if self.grid.tensor_size > 1 else 0
+        return self.channel(self.grid.num_stages - 1, 0, 0) + stage * stage_bytes
+
+    @property
+    def _commands_bytes(self) -> int:
+        return region_bytes(self.page_bytes, len(self.grid.commanded))
+
+    @property
+    def _channel_bytes(self) -> int:
+        return region_bytes(self.page_bytes, 2, CHANNEL_SLOT_BYTES)
+
+
+def make_stages_memory(page_bytes: int, config: ParallelConfig) -> int:
+    """Return the descriptor of new memory for all ranks of a pipeline; see `make_memory`."""
+    grid = RankGrid.of(config)
+    layout = _Layout(page_bytes, grid, config.num_microbatches)
+    num_commanded = len(grid.commanded)
+    return make_memory(page_bytes, num_commanded, layout.sums(grid.num_stages) - layout.channel(0, 0, 0))
+
+
+class SharedPlace(NamedTuple):
+    """A rank of a host, as what it takes to join groups in memory.
+
+    Args:
+        library: compiled kernels.
+        rank: number of the rank.
+        timeout_s: see `SharedMemoryTransport`.
+        num_ranks: number of ranks on this host.
+        num_cores: number of its cores.
+    """
+
+    library: NativeLibrary
+    rank: int
+    timeout_s: float
+    num_ranks: int
+    num_cores: int
+
+    def join(
+        self, kind: type[T], descriptor: int, members: Sequence[int], offset: int = 0, slot_bytes: int = SLOT_BYTES
+    ) -> T:
+        """Return this rank's part of a group of some ranks.
+
+        Args:
+            kind: type of the part.
+            descriptor: memory, which stays open.
+            members: numbers of the ranks.
+            offset, slot_bytes: see `SharedMemoryTransport`.
+        """
+        return kind(
+            self.library,
+            os.dup(descriptor),
+            members.index(self.rank),
+            len(members),
+            self.timeout_s,
+            # All ranks poll, or none: they have a core each or share cores.
+            self.num_cores - self.num_ranks + len(members),
+            offset=offset,
+            slot_bytes=slot_bytes,
+            members=members,
+        )
+
+
+def share_stages(
+    library: NativeLibrary, descriptor: int, rank: int, config: ParallelConfig, num_cores: int
+) -> PipelineGroup:
+    """Return the group of a rank whose parts all lie in one memory.
+
+    Args:
+        library: compiled kernels.
+        descriptor: memory of `make_stages_memory`.
+        rank: number of the rank.
+        config: options of the ranks.
+        num_cores: number of cores of this host.
+    """
+    grid = RankGrid.of(config)
+    place = SharedPlace(library, rank, config.distributed_timeout_s, grid.size, num_cores)
+    layout = _Layout(library.ranks.page_bytes, grid, config.num_microbatches)
+
+    def link(first_stage: int) -> SharedMemoryLink:
+        tensor_rank = grid.tensor_rank_of(rank)
+        ends = [grid.rank_of(stage, tensor_rank) for stage in (first_stage, first_stage + 1)]
+        offsets = [layout.channel(first_stage, tensor_rank, idx) for idx in range(config.num_microbatches)]
+        return SharedMemoryLink([place.join(_Channel, descriptor, ends, each, CHANNEL_SLOT_BYTES) for each in offsets])
+
+    stage, commands, tensor = grid.stage_of(rank), None, None
+    if rank in grid.commanded:
+        commands = place.join(SharedMemoryTransport, descriptor, grid.commanded)
+    if grid.tensor_size > 1:
+        sums = place.join(SharedMemoryTransport, descriptor, grid.ranks_of(stage), layout.sums(stage))
+        tensor = RankGroup(sums, divides_experts=config.enable_expert_parallel)
+    source = None if stage == 0 else link(stage - 1)
+    target = None if stage == grid.num_stages - 1 else link(stage)
+    return PipelineGroup(rank, grid, commands, source, target, tensor)
