@@ -19,6 +19,7 @@ from quire import LLM, LoRARequest, SamplingParams
 from quire.memory import check
 from tests.conformance.checkpoints import FAMILIES, ragged_prompts, save_checkpoint
 from tests.conformance.conftest import slow_or_exhaustive
+from tests.distributed.engines import llm_of_threads
 from tests.distributed.in_threads import native_library
 from tests.models.adapters.folders import linear_widths, merge, random_matrices, write_adapter
 
@@ -76,10 +77,14 @@ def logprobs(model: Any, prompts: list[list[int]]) -> list[torch.Tensor]:
 
 
 def load(adapted: Adapted, **options: Any) -> LLM:
+    return LLM(**options_of(adapted, **options))
+
+
+def options_of(adapted: Adapted, **options: Any) -> dict[str, Any]:
     paths = {name: str(path) for name, path in adapted.adapters.items()}
     defaults: dict[str, Any] = {"skip_tokenizer_init": True, "dtype": "float32", "num_threads": 1, "block_size": 8}
     defaults |= {"max_model_len": 128, "num_kv_blocks": 800, "enable_lora": True, "lora_modules": paths}
-    return LLM(str(adapted.folder), **defaults | options)
+    return {"model": str(adapted.folder), **defaults, **options}
 
 
 def tokens(llm: LLM, adapted: Adapted, params: SamplingParams = GREEDY) -> list[list[int]]:
@@ -114,6 +119,19 @@ def test_two_ranks_have_the_tokens_of_one_process(adapted: Any, family: str) -> 
         vars(two.engine.scheduler)["_digest_interval"] = 1
         expected = tokens(one, case)
         assert tokens(two, case) == expected == tokens(two, case)  # then from cached prefixes
+
+
+# Ranks are threads here: `tests/conformance/test_stages.py` has processes.
+@pytest.mark.slow
+@pytest.mark.parametrize("family", DEFAULT)
+def test_stages_have_the_tokens_of_one_process(adapted: Any, family: str) -> None:
+    case = adapted(family)
+    options: dict[str, Any] = {"max_num_batched_tokens": 40, "max_num_seqs": 8}
+    with load(case) as one:
+        expected = tokens(one, case)
+    for size in (1, 2):
+        with llm_of_threads(size=size, stages=2, **options_of(case, **options)) as staged:
+            assert tokens(staged, case) == expected == tokens(staged, case)  # then from cached prefixes
 
 
 @pytest.mark.parametrize("family", ["llama3", *(pytest.param(x, marks=pytest.mark.slow) for x in DEFAULT[1:])])

@@ -41,7 +41,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return World(tmp_path_factory.mktemp("adapters"))
 
 
-def test_adapters_come_and_go_as_in_one_process(world: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("size", "stages"), [(2, 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 3), (2, 2)))]
+)
+def test_adapters_come_and_go_as_in_one_process(world: World, tmp_path: Path, size: int, stages: int) -> None:
     def use(llm: LLM) -> list[Any]:
         found: list[Any] = [run(llm, adapter) for adapter in (None, LoRARequest("one"), world.request("two"))]
         assert llm.engine.adapters is not None
@@ -54,7 +57,7 @@ def test_adapters_come_and_go_as_in_one_process(world: World, tmp_path: Path) ->
         return [*found, *(run(llm, LoRARequest(name)) for name in ("same", "two"))]
 
     options = world.options("one", max_cpu_loras=3)
-    with LLM(**options) as one, llm_of_threads(**options) as two:
+    with LLM(**options) as one, llm_of_threads(size=size, stages=stages, **options) as two:
         assert use(two) == use(one)
 
 

@@ -9,8 +9,6 @@ from quire.config.checks import check_served
 # Options with the values that stages serve, and the reason why they do not serve others.
 _SERVED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "speculative_method": (("off", "ngram", "suffix"), "models that make drafts are not divided into stages"),
-    "enable_lora": ((False,), "adapters are not divided into stages"),
-    "merge_lora": ((False,), "adapters are merged into whole models"),
     "prefix_cache_dir": ((None,), "stages do not store blocks on disk"),
     **dict.fromkeys(
         ("prefix_cache_url", "kv_transfer_config"),

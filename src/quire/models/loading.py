@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -12,7 +12,8 @@ from quire.distributed.pipeline import PipelineGroup
 from quire.distributed.rank_group import RankGroup
 from quire.errors import ConfigError
 from quire.models.adapters.expert_layers import ExpertLayers
-from quire.models.adapters.merging import read_merged
+from quire.models.adapters.merging import module_shapes, read_merged
+from quire.models.adapters.peft_folder import ModuleShape
 from quire.models.adapters.slots import AdapterSlots
 from quire.models.checkpoint import Checkpoint
 from quire.models.decoder import Decoder
@@ -21,8 +22,10 @@ from quire.models.encoder import Encoder
 from quire.models.families import build
 from quire.models.families.encoders import build_encoder
 from quire.models.quantization_config import without_quantization
-from quire.models.sharding import shard_spec, share_of, splits_of
+from quire.models.sharding import Split, shard_spec, share_of, splits_of
 from quire.models.sizes import check_sizes
+from quire.models.spec import ModelSpec, WeightMap
+from quire.models.stage_spec import renamer
 from quire.models.stages import StageDecoder, part_of
 from quire.models.tensor_reader import TensorReader
 from quire.models.weights import load_weights
@@ -77,24 +80,45 @@ def load_decoder(
     ops = make_ops(torch_device, kernels, quantization, weight_packing, deterministic)
     if wrap_ops is not None:
         ops = wrap_ops(ops)
+    decoder, own_map, splits = _make_decoder(spec, weight_map, ops, dtype, torch_device, ranks)
+    merged = None
+    if adapter is not None:
+        modules = _adapted_modules(checkpoint, spec, weight_map, decoder, ranks)
+        merged = read_merged(adapter, checkpoint, modules, ExpertLayers(spec, weight_map), weight_map, max_lora_rank)
+        decoder.merged_adapter = merged.digest
+    load_weights(checkpoint, own_map, decoder, splits, merged)
+    return decoder
+
+
+def _make_decoder(
+    spec: ModelSpec, weight_map: WeightMap, ops: Ops, dtype: torch.dtype, device: torch.device, ranks: RankGroup | None
+) -> tuple[Decoder, WeightMap, Mapping[str, Split] | None]:
+    """Return the decoder of this process without weights, its weight map, and the parts of weights that it has."""
     if isinstance(ranks, PipelineGroup):
         part = part_of(spec, weight_map, ranks)
-        stage_decoder = StageDecoder(part, ops=ops, dtype=dtype, device=torch_device, group=ranks)
-        load_weights(checkpoint, part.weight_map, stage_decoder, part.splits)
-        return stage_decoder
+        return StageDecoder(part, ops=ops, dtype=dtype, device=device, group=ranks), part.weight_map, part.splits
     splits = None
-    experts = ExpertLayers(spec, weight_map)
     if ranks is not None:
         share = share_of(ranks)
         splits, spec = splits_of(spec, share), shard_spec(spec, share)
-    decoder = Decoder(spec, ops=ops, dtype=dtype, device=torch_device, ranks=ranks)
-    merged = None
-    if adapter is not None:
-        slots, row_count = decoder.weights.slots, _row_counter(checkpoint)
-        merged = read_merged(adapter, checkpoint, slots, weight_map, row_count, experts, max_lora_rank, splits)
-        decoder.merged_adapter = merged.digest
-    load_weights(checkpoint, weight_map, decoder, splits, merged)
-    return decoder
+    return Decoder(spec, ops=ops, dtype=dtype, device=device, ranks=ranks), weight_map, splits
+
+
+def _adapted_modules(
+    checkpoint: Checkpoint, spec: ModelSpec, weight_map: WeightMap, decoder: Decoder, ranks: RankGroup | None
+) -> Mapping[str, ModuleShape]:
+    """Return the widths of the modules of a whole model that take adapters, by `module_key`.
+
+    Args:
+        checkpoint: the model's files.
+        spec: specification of the whole model.
+        weight_map: weight map of the whole model.
+        decoder: decoder of this process.
+        ranks: ranks that share the model, each of which has a part of it; None for one process.
+    """
+    # Of a part, the slots are those of other shapes, or of some layers. The weights of this decoder are not loaded.
+    whole = decoder if ranks is None else Decoder(spec, ops=decoder.ops, dtype=decoder.dtype, device=decoder.device)
+    return module_shapes(whole.weights.slots, weight_map, _row_counter(checkpoint))
 
 
 def load_encoder(
@@ -138,9 +162,16 @@ def make_adapter_slots(
         ranks: ranks that share the decoder; None for one process.
     """
     spec, weight_map = build(without_quantization(checkpoint.config))
+    modules = _adapted_modules(checkpoint, spec, weight_map, decoder, ranks)
+    experts, row_count = ExpertLayers(spec, weight_map), _row_counter(checkpoint)
+    if isinstance(ranks, PipelineGroup):
+        part = part_of(spec, weight_map, ranks)
+        own_name = renamer(part.stage)
+        return AdapterSlots(
+            decoder, part.weight_map, row_count, max_rank, experts, modules, part.splits, own_name=own_name
+        )
     splits = None if ranks is None else splits_of(spec, share_of(ranks))
-    experts = ExpertLayers(spec, weight_map)
-    return AdapterSlots(decoder, weight_map, _row_counter(checkpoint), max_rank, experts, splits)
+    return AdapterSlots(decoder, weight_map, row_count, max_rank, experts, modules, splits)
 
 
 def _row_counter(checkpoint: Checkpoint) -> Callable[[str], int]:

@@ -115,9 +115,10 @@ class StageDecoder(Decoder):
     ) -> Tensor:
         """Run the layers of this stage; see `Decoder`. Other stages than the last one compute and send all rows."""
         assert given is None, "embeddings of media do not travel"
-        assert adapters is None, "adapters are not divided into stages"
         rows = output_rows if self._stage.is_last else None
-        x = super().__call__(input_ids, positions, groups, storages, None, rows)
+        if adapters is not None and rows is None:
+            adapters = adapters[0], None
+        x = super().__call__(input_ids, positions, groups, storages, None, rows, adapters)
         if not self._stage.is_last:
             parts = [x] if self._embeddings is None else [x, self._embeddings]
             self._group.send(torch.stack(parts))

@@ -13,11 +13,13 @@ from quire import LLM, LoRARequest, SamplingParams
 from quire.distributed.rank_group import RankGroup
 from quire.models.checkpoint import Checkpoint
 from tests.conformance.checkpoints import FAMILIES, save_checkpoint
-from tests.distributed.in_threads import native_library, run_ranks
+from tests.distributed.in_threads import native_library, run_groups, run_ranks
+from tests.distributed.test_pipeline import make_stages
 from tests.models.adapters.expert_folders import linear_adapter, merged_checkpoint
 from tests.models.adapters.test_ranks import World, adapted_steps
 from tests.models.family_cases import EXPERT_CASES
 from tests.models.test_sharding import assert_near
+from tests.models.test_stages import assert_equal
 from tests.ops.backends import LIBRARIES
 
 PROMPT = [idx * 7 % 190 + 5 for idx in range(37)]
@@ -179,5 +181,10 @@ def test_ranks_have_their_parts_of_experts(family: str, by_expert: bool, tmp_pat
     def steps(group: RankGroup) -> list[torch.Tensor]:
         return adapted_steps(world, RankGroup(group.transport, divides_experts=by_expert))
 
-    assert_near(run_ranks(2, steps)[0], whole, 1e-4)
+    ranked = run_ranks(2, steps)[0]
+    assert_near(ranked, whole, 1e-4)
+    stages = make_stages(2, tensor_parallel_size=2, enable_expert_parallel=by_expert)
+    assert_equal(run_groups(stages, lambda group: adapted_steps(world, group))[0], ranked)
+    if not by_expert:
+        assert_equal(run_groups(make_stages(2), lambda group: adapted_steps(world, group))[0], whole)
     assert not torch.allclose(whole[-1], adapted_steps(world, is_on=False)[-1], atol=0.1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,17 +12,21 @@ import pytest
 import torch
 
 from quire.distributed.links import RankLinks
+from quire.distributed.pipeline import PipelineGroup
 from quire.distributed.rank_calls import RankCalls, answer_calls
 from quire.distributed.rank_group import RankGroup
 from quire.engine.startup.ranked_adapters import FollowerSlots, LeaderSlots
 from quire.errors import CheckpointError, LockstepDrift
 from quire.models.adapters.slots import AdapterSlots
 from quire.models.checkpoint import Checkpoint
+from quire.models.decoder import Decoder
 from quire.models.loading import load_decoder, make_adapter_slots
 from tests.conformance.checkpoints import FAMILIES, save_checkpoint
-from tests.distributed.in_threads import run_ranks
+from tests.distributed.in_threads import run_groups, run_ranks
+from tests.distributed.test_pipeline import make_stages
 from tests.models.adapters.folders import random_matrices, write_adapter
 from tests.models.test_sharding import RankedRun, assert_near, steps
+from tests.models.test_stages import UNCUT, assert_equal, staged_run
 from tests.models.tiny import PagedRun
 
 MODULES = (
@@ -31,6 +35,8 @@ MODULES = (
 )
 # Heads in another order and gated beside a shared expert, heads that ranks share, states beside attention.
 NAMES = ["llama3", *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name != "llama3")]
+# The two layers of the other family share a cache.
+CUT = [pytest.param(name, marks=[] if name == "llama3" else pytest.mark.slow) for name in sorted({*FAMILIES} - UNCUT)]
 
 
 class World(NamedTuple):
@@ -50,13 +56,24 @@ def make_world(folder: Path, name: str) -> World:
     return World(checkpoint, write_adapter(folder / "adapter", random_matrices(widths, 4, 1)))  # type: ignore[arg-type]
 
 
+def run_of(decoder: Decoder, group: RankGroup | None) -> PagedRun:
+    if group is None:
+        return PagedRun(decoder)
+    return staged_run(decoder, group) if isinstance(group, PipelineGroup) else RankedRun(decoder, group)
+
+
+def staged(body: Callable[[RankGroup], list[torch.Tensor]], tensor_size: int) -> list[torch.Tensor]:
+    """Return what rank 0 has of two stages, of some ranks each."""
+    return run_groups(make_stages(2, tensor_parallel_size=tensor_size), body)[0]
+
+
 def adapted_steps(
     world: World, group: RankGroup | None = None, dtype: torch.dtype = torch.float32, *, is_on: bool = True
 ) -> list[torch.Tensor]:
     decoder = load_decoder(world.checkpoint, device="cpu", dtype=dtype, ranks=group)
     slots = make_adapter_slots(world.checkpoint, decoder, 16, group)
     slots.put(3, slots.read(world.adapter))
-    run = PagedRun(decoder) if group is None else RankedRun(decoder, group)
+    run = run_of(decoder, group)
     run.adapter = 3 if is_on else None
     return steps(run)
 
@@ -67,6 +84,21 @@ def test_matrices_are_cut_as_weights_are(name: str, tmp_path: Path) -> None:
     whole = adapted_steps(world)
     assert_near(run_ranks(2, lambda group: adapted_steps(world, group))[0], whole, 3e-5)
     assert not torch.allclose(whole[-1], adapted_steps(world, is_on=False)[-1], atol=0.1)
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_stages_have_the_matrices_of_their_layers(name: str, tmp_path: Path) -> None:
+    world = make_world(tmp_path, name)
+    assert_equal(staged(lambda group: adapted_steps(world, group), 1), adapted_steps(world))
+    ranked = run_ranks(2, lambda group: adapted_steps(world, group))[0]
+    assert_equal(staged(lambda group: adapted_steps(world, group), 2), ranked)
+
+
+@pytest.mark.slow
+def test_fused_layers_have_adapters_on_stages(tmp_path: Path) -> None:
+    world = make_world(tmp_path, "llama3")
+    whole = adapted_steps(world, dtype=torch.bfloat16)
+    assert_equal(staged(lambda group: adapted_steps(world, group, torch.bfloat16), 1), whole)
 
 
 def test_fused_layers_have_adapters_on_ranks(tmp_path: Path) -> None:
@@ -86,10 +118,12 @@ def test_an_adapter_is_merged_into_the_weights_of_ranks(name: str, tmp_path: Pat
     def merged(group: RankGroup | None = None) -> list[torch.Tensor]:
         options: dict[str, Any] = {"adapter": world.adapter, "max_lora_rank": 16, "ranks": group}
         decoder = load_decoder(world.checkpoint, device="cpu", dtype=torch.float32, **options)
-        return steps(PagedRun(decoder) if group is None else RankedRun(decoder, group))
+        return steps(run_of(decoder, group))
 
-    whole = merged()
-    assert_near(run_ranks(2, merged)[0], whole, 3e-5)
+    whole, ranked = merged(), run_ranks(2, merged)[0]
+    assert_near(ranked, whole, 3e-5)
+    assert_equal(staged(merged, 1), whole)
+    assert_equal(staged(merged, 2), ranked)
     assert_near(adapted_steps(world), whole, 1e-3)
 
 

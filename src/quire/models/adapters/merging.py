@@ -15,7 +15,6 @@ from quire.models.adapters.peft_folder import ModuleShape, PeftAdapter, read_pef
 from quire.models.adapters.slots import HEAD
 from quire.models.checkpoint import Checkpoint
 from quire.models.quantization_config import read_quantization_config
-from quire.models.sharding import Split
 from quire.models.spec import WeightMap
 from quire.models.tensor_reader import WEIGHT
 from quire.models.weight_slots import WeightSlots
@@ -73,24 +72,20 @@ class MergedAdapter:
 def read_merged(
     folder: Path,
     checkpoint: Checkpoint,
-    slots: WeightSlots,
-    weight_map: WeightMap,
-    row_count: Callable[[str], int],
+    modules: Mapping[str, ModuleShape],
     experts: ExpertLayers,
+    weight_map: WeightMap,
     max_rank: int,
-    splits: Mapping[str, Split] | None = None,
 ) -> MergedAdapter:
     """Read an adapter that is to be merged into the weights of a checkpoint.
 
     Args:
         folder: folder of the adapter.
         checkpoint: the model's files.
-        slots: slots of the model's weights.
-        weight_map: parameter name -> names of the family's tensors.
-        row_count: function that returns the number of rows of a tensor of the family, given its name.
+        modules: widths of the modules of the whole model that take adapters, as `module_shapes` returns them.
         experts: layers of single experts of the whole model.
+        weight_map: parameter name -> names of the family's tensors.
         max_rank: largest rank that is accepted.
-        splits: parts of weights that the slots take; None where all are whole.
 
     Raises:
         ConfigError: the weights are stored quantised.
@@ -103,7 +98,7 @@ def read_merged(
             "adapter beside the model, with enable_lora in place of merge_lora",
             field="merge_lora",
         )
-    adapter = read_peft(folder, _shapes(slots, weight_map, row_count, splits or {}), experts, max_rank)
+    adapter = read_peft(folder, modules, experts, max_rank)
     return MergedAdapter(adapter, experts.sources(weight_map), folder)
 
 
@@ -115,14 +110,19 @@ def _stored_method(checkpoint: Checkpoint) -> str | None:
     return None if found is None else f"quantised by {found.method}"
 
 
-def _shapes(
-    slots: WeightSlots, weight_map: WeightMap, row_count: Callable[[str], int], splits: Mapping[str, Split]
+def module_shapes(
+    slots: WeightSlots, weight_map: WeightMap, row_count: Callable[[str], int]
 ) -> Mapping[str, ModuleShape]:
-    """Return the widths of the modules that take adapters, by `module_key`."""
+    """Return the widths of the modules that take adapters, by `module_key`.
+
+    Args:
+        slots: slots of the weights of the whole model.
+        weight_map: parameter name -> names of the family's tensors.
+        row_count: function that returns the number of rows of a tensor of the family, given its name.
+    """
     shapes = {}
     for name, slot in slots.items():
         if slot.adapted and not name.startswith(HEAD):
-            _, in_width = splits[name].whole_shape(slot.shape) if name in splits else slot.shape
             for source in weight_map[name]:
-                shapes[module_key(source.removesuffix(WEIGHT))] = ModuleShape(in_width, row_count(source))
+                shapes[module_key(source.removesuffix(WEIGHT))] = ModuleShape(slot.shape[1], row_count(source))
     return shapes

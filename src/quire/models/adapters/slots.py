@@ -51,7 +51,7 @@ class Adapter(NamedTuple):
     Args:
         digest: digest of what it computes.
         packed: matrices by the index of their linear layer.
-        experts: matrices of single experts, by the weight of their layer in the decoder, and by expert.
+        experts: matrices of single experts, by the weight of their layer in the whole model, and by expert.
         folder: folder that it was read from.
     """
 
@@ -80,7 +80,8 @@ class AdapterSlots:
 
     Each linear layer that takes adapters is wrapped, once all weights are there and layers are fused: what was fused
     before is run for steps without adapters, which cost nothing more. On a rank, the matrices are cut as the layers'
-    weights are: B where a layer has a part of the outputs, A where it has a part of the inputs.
+    weights are: B where a layer has a part of the outputs, A where it has a part of the inputs. On a stage, those of
+    other stages are read and checked, but not kept.
 
     Args:
         decoder: decoder with all its weights.
@@ -88,7 +89,9 @@ class AdapterSlots:
         row_count: function that returns the number of rows of a tensor of the family, given its name.
         max_rank: largest rank of an adapter.
         experts: layers of single experts of the whole model.
+        modules: widths of the modules of the whole model that take adapters, by `module_key`.
         splits: parts of weights that the decoder has; all others are whole, as all are where this is None.
+        own_name: function from the name of a weight in the whole model to that in the decoder.
     """
 
     def __init__(
@@ -98,38 +101,44 @@ class AdapterSlots:
         row_count: Callable[[str], int],
         max_rank: int,
         experts: ExpertLayers,
+        modules: Mapping[str, ModuleShape],
         splits: Mapping[str, Split] | None = None,
+        *,
+        own_name: Callable[[str], str] = lambda name: name,
     ) -> None:
         self._dtype, self._device, self._max_rank = decoder.dtype, decoder.device, max_rank
         self._linears: list[AdaptedLinear] = []
         self._experts = experts
-        self._adapted_experts = self._adapt_experts(decoder, splits or {})
+        self._adapted_experts = self._adapt_experts(decoder, splits or {}, own_name)
         self._places: dict[str, list[Place]] = {}
-        self._shapes: dict[str, ModuleShape] = {}
+        self._shapes = modules
         for name, slot in decoder.weights.slots.items():
             if not slot.adapted or name.startswith(HEAD):
                 continue
             linears = [self._wrap(decoder, each) for each in slot.adapted]
             split = None if splits is None else splits.get(name)
             inputs = split.ranges[0] if split is not None and split.dim == 1 else None
-            _, in_width = slot.shape if split is None else split.whole_shape(slot.shape)
             start = 0
             for source in weight_map[name]:
                 key, num_rows = module_key(source.removesuffix(WEIGHT)), row_count(source)
-                self._shapes[key] = ModuleShape(in_width, num_rows)
                 places = self._places.setdefault(key, [])
                 for linear_idx, (_, rows) in zip(linears, slot.adapted, strict=True):
                     places += _places(linear_idx, _whole_rows(rows, split), start, num_rows, inputs)
                 start += num_rows
         decoder.fuse_adapted()
 
-    def _adapt_experts(self, decoder: Decoder, splits: Mapping[str, Split]) -> dict[str, _AdaptedExperts]:
-        """Let the layers of single experts take adapters, and return them by the name of their weight."""
+    def _adapt_experts(
+        self, decoder: Decoder, splits: Mapping[str, Split], own_name: Callable[[str], str]
+    ) -> dict[str, _AdaptedExperts]:
+        """Let layers of single experts take adapters, and return them by the whole model's name of their weight."""
         adapted = {}
         for name, layer in self._experts.layers.items():
-            taker = decoder.weights.slots[name].experts
+            own = own_name(name)
+            if own not in decoder.weights.slots:
+                continue  # of another stage
+            taker = decoder.weights.slots[own].experts
             assert taker is not None, "layers of experts take adapters"
-            down = splits.get(name.replace(".gate_up.", ".down."))
+            down = splits.get(own.replace(".gate_up.", ".down."))
             columns = down.ranges[0] if down is not None and down.dim == 1 else None
             adapted[name] = _AdaptedExperts(layer, taker.adapt(decoder.ops, decoder.step_adapters), columns)
         return adapted
@@ -151,7 +160,7 @@ class AdapterSlots:
         digest, matrices, of_experts = read_peft(folder, self._shapes, self._experts, self._max_rank)
         parts: dict[int, list[tuple[Matrices, Place]]] = {}
         for module, each in matrices.items():
-            for place in self._places[module]:
+            for place in self._places.get(module, ()):
                 parts.setdefault(place.linear_idx, []).append((each, place))
         memory = WeightMemory(ADAPTER_SLAB_BYTES)
         packed = {
@@ -159,7 +168,9 @@ class AdapterSlots:
             for idx, of_linear in sorted(parts.items())
         }
         experts = {
-            name: self._pack_experts(self._adapted_experts[name], of_experts[name], memory) for name in of_experts
+            name: self._pack_experts(self._adapted_experts[name], of_experts[name], memory)
+            for name in of_experts
+            if name in self._adapted_experts
         }
         return Adapter(digest, packed, experts, folder)
 
