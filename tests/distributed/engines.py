@@ -42,7 +42,7 @@ def llm_of_threads(
         check_shared(config)
         divides_experts = config.parallel.enable_expert_parallel
         if stages > 1:
-            shape = {"tensor_parallel_size": size, "enable_expert_parallel": divides_experts}
+            shape: dict[str, Any] = {"tensor_parallel_size": size, "enable_expert_parallel": divides_experts}
             groups: list[RankGroup] = [*make_stages(stages, num_microbatches=config.parallel.num_microbatches, **shape)]
         else:
             groups = [RankGroup(each, divides_experts=divides_experts) for each in make_transports(size)]

@@ -115,14 +115,24 @@ def forget(llm: LLM) -> None:
     serve(llm, [[number] * 150 for number in range(50, 58)])
 
 
-@pytest.mark.parametrize("policy", ["write_back", pytest.param("write_through", marks=pytest.mark.slow)])
-def test_each_rank_keeps_its_part_over_a_restart(policy: str, tmp_path: Path) -> None:
-    options = disk_options(tmp_path, prefix_cache_write_policy=policy)
+@pytest.mark.parametrize(
+    ("policy", "size", "stages"),
+    [
+        ("write_back", 2, 1),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("write_through", 2, 1), ("write_back", 1, 2), ("write_back", 2, 2))
+        ),
+    ],
+)
+def test_each_rank_keeps_its_part_over_a_restart(policy: str, size: int, stages: int, tmp_path: Path) -> None:
+    options = disk_options(tmp_path, prefix_cache_write_policy=policy, size=size, stages=stages)
     with LLM("bundled", **OPTIONS) as one:
         expected = tokens(one)
     with llm_of_threads(**options) as two:
         assert tokens(two) == expected
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0-of-2", "rank-1-of-2"]
+    names = [f"rank-{rank}-of-{2 if stages == 1 else f'{size}x{stages}'}" for rank in range(size * stages)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
     with llm_of_threads(**options) as two:
         found = serve(two)
         assert [each for each, _ in found] == expected
@@ -134,32 +144,47 @@ def test_each_rank_keeps_its_part_over_a_restart(policy: str, tmp_path: Path) ->
         assert [cached for _, cached in serve(two)] == [0, 0, 0]
 
 
-def test_a_block_that_one_rank_lacks_is_a_miss_for_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("size", "stages", "other", "last"),
+    [
+        (2, 1, "rank-1-of-2", "rank-0-of-2"),
+        # Of four ranks, one of the first stage, and that beside rank 0.
+        pytest.param(2, 2, "rank-3-of-2x2", "rank-1-of-2x2", marks=pytest.mark.slow),
+    ],
+)
+def test_a_block_that_one_rank_lacks_is_a_miss_for_all(
+    size: int, stages: int, other: str, last: str, tmp_path: Path
+) -> None:
     folder, kept = tmp_path / "cache", tmp_path / "kept"
-    options = disk_options(folder)
+    options = disk_options(folder, size=size, stages=stages)
     with LLM("bundled", **OPTIONS) as one:
         expected = tokens(one)
     with llm_of_threads(**options) as two:
         serve(two, [PROMPTS[0]])
-    shutil.copytree(folder / "rank-1-of-2", kept)
+    shutil.copytree(folder / other, kept)
     with llm_of_threads(**options) as two:
         assert tokens(two) == expected
-    # Rank 1 has the blocks of the first prompt only.
-    shutil.rmtree(folder / "rank-1-of-2")
-    shutil.copytree(kept, folder / "rank-1-of-2")
+    # One rank has the blocks of the first prompt only.
+    shutil.rmtree(folder / other)
+    shutil.copytree(kept, folder / other)
     with llm_of_threads(**options) as two:
         found = serve(two)
         assert [each for each, _ in found] == expected
         assert [cached for _, cached in found] == [32, 0, 0]
-    shutil.rmtree(folder / "rank-0-of-2")
+    shutil.rmtree(folder / last)
     with llm_of_threads(**options) as two:
         found = serve(two)
         assert [each for each, _ in found] == expected
         assert [cached for _, cached in found] == [0, 0, 0]
 
 
-def test_blocks_go_to_disk_and_come_back_while_requests_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("size", "stages"),
+    [(2, 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 2), (1, 3), (2, 2)))],
+)
+def test_blocks_go_to_disk_and_come_back_while_requests_run(size: int, stages: int, tmp_path: Path) -> None:
     options = disk_options(tmp_path, num_kv_blocks=20, swap_space=1 << 19, max_num_batched_tokens=16, max_num_seqs=4)
+    options |= {"size": size, "stages": stages}
     with LLM("bundled", **{**OPTIONS, "num_kv_blocks": 20}) as one:
         expected = tokens(one)
     with llm_of_threads(**options) as two:
@@ -169,6 +194,29 @@ def test_blocks_go_to_disk_and_come_back_while_requests_run(tmp_path: Path) -> N
         found = serve(two)
         assert [each for each, _ in found] == expected
         assert two.engine.scheduler.memory.archive.num_loads > loads
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "stages"), [(1, 3), (2, 2)])
+def test_a_cache_that_is_saved_with_plans_in_flight_is_right(size: int, stages: int, tmp_path: Path) -> None:
+    """The engine is closed in the middle of requests, in a small pool: copies of plans in flight are made first."""
+    scarce = {"num_kv_blocks": 20, "swap_space": 1 << 19, "max_num_batched_tokens": 16, "max_num_seqs": 6}
+    options = disk_options(tmp_path, **scarce, size=size, stages=stages)
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    with LLM("bundled", **{**OPTIONS, "num_kv_blocks": 20}) as one:
+        expected = tokens(one)
+    given: Any = [{"prompt_token_ids": prompt} for prompt in PROMPTS * 2]
+    hits = 0
+    for num_outputs in (1, 9, 40, 90):
+        with llm_of_threads(**options) as staged:
+            stream = staged.stream(given, params)
+            for _ in range(num_outputs):
+                next(stream)
+        with llm_of_threads(**options) as staged:
+            found = serve(staged)
+            assert [each for each, _ in found] == expected
+            hits += sum(cached or 0 for _, cached in found)
+    assert hits > 0
 
 
 # ---- the end ----

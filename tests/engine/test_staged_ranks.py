@@ -58,7 +58,7 @@ def test_features(microbatches: int) -> None:
         SamplingParams(temperature=0.0, max_tokens=60, stop=("the", ".")),
     )
     options = {**OPTIONS, **SCARCE}
-    staged = {"size": 2, "stages": 2, "pipeline_microbatches": microbatches}
+    staged: dict[str, Any] = {"size": 2, "stages": 2, "pipeline_microbatches": microbatches}
     with LLM("bundled", **options) as one, llm_of_threads(**staged, **options) as four:
         for params in every:
             assert texts(four, params) == texts(one, params)

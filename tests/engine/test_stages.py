@@ -120,7 +120,10 @@ def test_three_stages(backend: str, microbatches: int) -> None:
     ("options", "field"),
     [
         ({"speculative_config": {"method": "mtp"}}, "speculative_method"),
-        ({"prefix_cache_dir": "/folder"}, "prefix_cache_dir"),
+        (
+            {"prefix_cache_dir": "/folder", "prefix_cache_write_policy": "write_through"},
+            "prefix_cache_write_policy",
+        ),
         ({"prefix_cache_url": "http://host:8000"}, "prefix_cache_url"),
         ({"kv_events_config": {"enable_kv_cache_events": True}}, "kv_events_config"),
         ({"enable_expert_parallel": True}, "enable_expert_parallel"),

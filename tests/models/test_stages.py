@@ -80,7 +80,7 @@ def staged_steps(
         decoder = load_decoder(Checkpoint.open(str(folder)), device="cpu", dtype=dtype, ranks=group, **options)
         return steps(staged_run(decoder, group))
 
-    sizes = {"tensor_parallel_size": tensor_size, "enable_expert_parallel": by_expert}
+    sizes: dict[str, Any] = {"tensor_parallel_size": tensor_size, "enable_expert_parallel": by_expert}
     return run_groups(make_stages(size, **sizes), body)[0]
 
 

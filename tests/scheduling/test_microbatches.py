@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.memory.results import BlockCopy, MemoryOps, StoredBlock, Tier
 from quire.scheduling import Scheduler, StepPlan
 from quire.scheduling.command_log import CommandReplay, LoggedScheduler
 from quire.scheduling.microbatches import MicrobatchScheduler
@@ -179,8 +180,18 @@ def test_ranks_repeat_plans_that_are_made_ahead(
         guesser: Any = leader.scheduler.drafter
         assert isinstance(guesser, Guesser)
         follower.scheduler.drafts.drafter = guesser
+    beside = PipelinedHarness(setting, count)
+    if has_drafts:
+        beside.scheduler.drafts.drafter = guesser
     replay, made = CommandReplay(follower.scheduler), list[StepPlan]()
-    logged = LoggedScheduler(leader.microbatches, lambda commands: made.extend(replay.apply(commands)), 1)
+    # A rank that executes plans together with rank 0.
+    replay_beside, executed = CommandReplay(beside.scheduler, runs_ahead=False), list[StepPlan]()
+
+    def send(commands: bytes) -> None:
+        made.extend(replay.apply(commands))
+        executed.extend(replay_beside.apply(commands))
+
+    logged = LoggedScheduler(leader.microbatches, send, 1)
     leader.scheduler = cast(Scheduler, logged)
     added: dict[int, Request] = {}
     rng = random.Random(0)
@@ -193,8 +204,10 @@ def test_ranks_repeat_plans_that_are_made_ahead(
                 leader.abort(added[idx])
         leader.scheduler.chunk_tokens = rng.choice([None, 1, 4])
         made.clear()
+        executed.clear()
         plan = logged.plan(leader.tick)
         assert made == leader.microbatches.new_plans
+        assert executed == ([plan] if plan.items else [])
         leader.in_flight += leader.microbatches.new_plans
         leader.in_flight = leader.in_flight[1:]
         leader.finish_step(plan)
@@ -203,3 +216,21 @@ def test_ranks_repeat_plans_that_are_made_ahead(
         assert [each.seq_id for each in first.running] == [each.seq_id for each in second.running]
         assert first.memory.usage() == second.memory.usage()
     assert not follower.scheduler.has_unfinished
+
+
+def test_copies_of_plans_in_flight_come_before_those_not_planned_yet() -> None:
+    """Copies to disk name their blocks by a number, which is that among the blocks of all."""
+    scheduler = PipelinedHarness(Setting(), 3).microbatches
+    blocks = [StoredBlock(0, bytes([idx]), b"", b"") for idx in range(3)]
+
+    def ops(*idxs: int) -> MemoryOps:
+        to_disk = [BlockCopy(0, idx, number, Tier.DEVICE, Tier.DISK) for number, idx in enumerate(idxs)]
+        return MemoryOps((BlockCopy(0, 7, 8, Tier.DEVICE, Tier.HOST), *to_disk), tuple(blocks[idx] for idx in idxs))
+
+    scheduler._in_flight.extend(StepPlan(tick, (), each, ()) for tick, each in enumerate((ops(2), ops(0, 1))))
+    taken = scheduler.take_ops()
+    assert [taken.saves[copy.dst_id] for copy in taken.copies if copy.dst_tier is Tier.DISK] == [
+        blocks[idx] for idx in (2, 0, 1)
+    ]
+    assert [copy.dst_id for copy in taken.copies if copy.dst_tier is Tier.HOST] == [8, 8]
+    assert scheduler.take_ops() == MemoryOps()

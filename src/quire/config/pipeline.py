@@ -9,7 +9,7 @@ from quire.config.checks import check_served
 # Options with the values that stages serve, and the reason why they do not serve others.
 _SERVED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "speculative_method": (("off", "ngram", "suffix"), "models that make drafts are not divided into stages"),
-    "prefix_cache_dir": ((None,), "stages do not store blocks on disk"),
+    "prefix_cache_write_policy": ((None, "write_back"), "blocks go to disk in the order of plans, not as requests end"),
     **dict.fromkeys(
         ("prefix_cache_url", "kv_transfer_config"),
         ((None,), "blocks from elsewhere would be loaded at other times on each rank"),

@@ -102,6 +102,19 @@ class PipelineGroup(RankGroup):
         self._source.receive(x)
         return x
 
+    def all_reduce(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Return the sum of `x` over all ranks of all stages, while none of them is in a step; see `RankGroup`."""
+        if self.tensor is None:
+            return super().all_reduce(x, residual)
+        total = self.tensor.all_reduce(x)
+        if self.rank in self.grid.commanded:
+            # In the group of commands, each stage's sum is that of its first rank.
+            is_first = self.grid.tensor_rank_of(self.rank) == 0
+            total = super().all_reduce(total if is_first else torch.zeros_like(total))
+        if not self.runs_ahead:  # of this stage, rank 0 alone has that
+            total = self.tensor.all_reduce(total if self.rank == 0 else torch.zeros_like(total))
+        return total if residual is None else total + residual
+
     def send_commands(self, commands: bytes) -> None:
         """See `RankGroup`: first to the other stages, where steps begin, then to the ranks of this one."""
         super().send_commands(commands)

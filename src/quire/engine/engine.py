@@ -266,7 +266,7 @@ class Engine:
                 self.abort_request(request_id)
             # After a failure of the worker the contents of its blocks are unknown.
             if self._disk_prefetch is not None and not self._early_ends.num_failed_steps:
-                self._disk_prefetch.save_all(self.executor, self.scheduler.memory.take_ops(), self._clock)
+                self._disk_prefetch.save_all(self.executor, self.scheduler.take_ops(), self._clock)
         finally:
             self.executor.close()
             if self.grammars is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum, IntEnum
 from operator import add
 from typing import NamedTuple
@@ -243,3 +244,17 @@ class TableDelta(NamedTuple):
 
 
 NO_OPS = MemoryOps()
+
+
+def joined(parts: Iterable[MemoryOps]) -> MemoryOps:
+    """Return the copies of several plans as one, in their order."""
+    copies: list[BlockCopy] = []
+    saves: list[StoredBlock] = []
+    for part in parts:
+        # A copy to disk names its block by the number in `saves`.
+        first = len(saves)
+        copies += (
+            copy._replace(dst_id=first + copy.dst_id) if copy.dst_tier is Tier.DISK else copy for copy in part.copies
+        )
+        saves += part.saves
+    return MemoryOps(tuple(copies), tuple(saves))

@@ -116,7 +116,7 @@ def _adapted_modules(
         decoder: decoder of this process.
         ranks: ranks that share the model, each of which has a part of it; None for one process.
     """
-    # Of a part, the slots are those of other shapes, or of some layers. The weights of this decoder are not loaded.
+    # Slots of a part have other shapes, or are of some layers only. The weights of this decoder are not loaded.
     whole = decoder if ranks is None else Decoder(spec, ops=decoder.ops, dtype=decoder.dtype, device=decoder.device)
     return module_shapes(whole.weights.slots, weight_map, _row_counter(checkpoint))
 

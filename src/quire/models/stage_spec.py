@@ -65,9 +65,11 @@ class StageSpec(ModelSpec):
 
     Args:
         groups: cache groups of the whole model, with the layers of the stage that has most of them.
+        first: number of its first layer in the whole model.
     """
 
     groups: tuple[LayerGroup, ...] = ()
+    first: int = 0
 
     @property
     def cache_groups(self) -> tuple[LayerGroup, ...]:
@@ -146,7 +148,9 @@ def stage_spec(spec: ModelSpec, stages: tuple[Stage, ...], idx: int) -> StageSpe
     parts = [replace(spec, layers=_moved(spec.layers[each.first : each.end], each.first)) for each in stages]
     counts = [{cache: num_layers for num_layers, cache in part.cache_groups} for part in parts]
     groups = (LayerGroup(max(each.get(cache, 0) for each in counts), cache) for _, cache in spec.cache_groups)
-    return StageSpec(**given | {"layers": parts[stage.idx].layers, "mtp": None, "groups": tuple(groups)})
+    return StageSpec(
+        **given | {"layers": parts[stage.idx].layers, "mtp": None, "groups": tuple(groups), "first": stage.first}
+    )
 
 
 def _moved(layers: tuple[LayerSpec, ...], first: int) -> tuple[LayerSpec, ...]:

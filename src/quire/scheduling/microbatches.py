@@ -21,7 +21,7 @@ from itertools import chain
 from typing import Any
 
 from quire.memory.manager import KVCacheManager
-from quire.memory.results import NO_OPS
+from quire.memory.results import NO_OPS, MemoryOps, joined
 from quire.scheduling.beam_groups import slots_needed
 from quire.scheduling.plan import StepPlan
 from quire.scheduling.scheduler import Scheduler
@@ -65,6 +65,12 @@ class MicrobatchScheduler(Scheduler):
         if not self._in_flight:
             return StepPlan(tick, (), NO_OPS, ())
         return self._in_flight.popleft()._replace(tick=tick)
+
+    def take_ops(self) -> MemoryOps:
+        """See `Scheduler.take_ops`: those of the plans in flight, whose items are dropped, come first."""
+        ops = [plan.ops for plan in self._in_flight]
+        self._in_flight.clear()
+        return joined([*ops, super().take_ops()])
 
     def _plan_next(self) -> StepPlan:
         """Plan a microbatch of requests that are not in flight; it may be empty while others are."""

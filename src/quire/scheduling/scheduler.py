@@ -19,7 +19,7 @@ from quire.decoding.drafting import Drafter
 from quire.decoding.stop import end_of_tokens
 from quire.errors import InvalidParameter, InvariantViolation, PromptTooLong
 from quire.memory.manager import KVCacheManager
-from quire.memory.results import NO_OPS
+from quire.memory.results import NO_OPS, MemoryOps
 from quire.scheduling.admission import Admission, check_can_ever_fit
 from quire.scheduling.beam_groups import append_to_group, beam_groups_of, lockstep_groups
 from quire.scheduling.drafts import DraftSlots
@@ -170,6 +170,10 @@ class Scheduler:
         self._queues.finished_ids.clear()
         beams = beam_groups_of(scheduled, [item.num_samples for item in items]) if self._registry.num_searches else ()
         return StepPlan(tick, items, self.memory.take_ops(), finished_ids, beams)
+
+    def take_ops(self) -> MemoryOps:
+        """Return the copies that were planned and that no step will make, as none follows."""
+        return self.memory.take_ops()
 
     def update_from_results(self, items: Seq[ScheduledSequence], results: Iterable[ItemResult]) -> list[SequenceEvent]:
         """Apply the results of a step: publish all items, then fork, append and finish item by item.

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from quire.config import CacheConfig, EngineConfig, ResolvedConfig
+from quire.distributed.pipeline import PipelineGroup
 from quire.distributed.ranks import Ranks
 from quire.engine.kv.disk_prefetch import DiskPrefetcher
 from quire.engine.kv.handover import HandOver
@@ -30,6 +31,7 @@ from quire.memory.specs import KVCacheSpec
 from quire.models.checkpoint import Checkpoint
 from quire.models.fingerprint import fingerprint
 from quire.models.spec import ModelSpec
+from quire.models.stage_spec import StageSpec
 from quire.sequences.sequence import Sequence as TokenSequence
 
 
@@ -98,7 +100,12 @@ def open_stores(
 
 def _part_of(ranks: Ranks | None) -> str:
     """Return a name of the part of each block that a rank has; "" for the whole."""
-    return "" if ranks is None else f"rank-{ranks.rank}-of-{ranks.size}"
+    if ranks is None:
+        return ""
+    if isinstance(ranks.group, PipelineGroup):
+        grid = ranks.group.grid
+        return f"rank-{ranks.rank}-of-{grid.tensor_size}x{grid.num_stages}"
+    return f"rank-{ranks.rank}-of-{ranks.size}"
 
 
 def shared_key(identity: bytes) -> bytes:
@@ -125,6 +132,10 @@ def _identity(
         *map(repr, groups),
     ]
     layout += filter(None, [resolved.quantization, part])
+    # How many layers a stage has is decided when it is loaded.
+    layout += [
+        f"layers {spec.first}-{spec.first + len(spec.layers)}" for _, spec in models if isinstance(spec, StageSpec)
+    ]
     # The longest context that is served decides about them.
     has_long_factors = [spec.has_long_factors for _, spec in models]
     layout += [str(has_long_factors)] * any(has_long_factors)

@@ -72,7 +72,8 @@ def follow(ranks: Ranks, config: EngineConfig) -> None:
     own = EngineConfig.from_options(**{**config.to_options(), **OF_LEADER})
     loaded = load(own, ranks=ranks)
     engine = loaded.engine
-    replay = CommandReplay(engine.scheduler, LoadedParts(loaded), runs_ahead=ranks.group.runs_ahead)
+    runs_ahead = ranks.group.runs_ahead
+    replay = CommandReplay(engine.scheduler, LoadedParts(loaded, runs_ahead=runs_ahead), runs_ahead=runs_ahead)
     while not replay.is_closed:
         for plan in replay.apply(ranks.group.receive_commands()):
             engine.executor.execute(plan)
@@ -85,9 +86,11 @@ class LoadedParts:
 
     Args:
         loaded: the model, with its engine.
+        runs_ahead: see `RankGroup`.
     """
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    def __init__(self, loaded: LoadedModel, *, runs_ahead: bool = False) -> None:
+        self._runs_ahead = runs_ahead
         self._engine, self._disk_prefetch = loaded.engine, loaded.disk_prefetch
 
     def put_adapter(self, slot: int, digest: str | None, folder: str | None) -> None:
@@ -108,7 +111,9 @@ class LoadedParts:
 
     def save(self) -> None:
         """See `FollowingParts`."""
-        pending = self._engine.scheduler.memory.take_ops()
+        scheduler = self._engine.scheduler
+        # Plans in flight were executed where ranks run ahead.
+        pending = scheduler.memory.take_ops() if self._runs_ahead else scheduler.take_ops()
         self._prefetch.repeat_save(self._engine.executor, pending, time.monotonic)
 
     @property
