@@ -122,8 +122,9 @@ def test_two_ranks_have_the_tokens_of_one_process(adapted: Any, family: str) -> 
 
 
 # Ranks are threads here: `tests/conformance/test_stages.py` has processes.
-@pytest.mark.slow
-@pytest.mark.parametrize("family", DEFAULT)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=slow_or_exhaustive(name, {"qwen3.5-moe"})) for name in DEFAULT]
+)
 def test_stages_have_the_tokens_of_one_process(adapted: Any, family: str) -> None:
     case = adapted(family)
     options: dict[str, Any] = {"max_num_batched_tokens": 40, "max_num_seqs": 8}

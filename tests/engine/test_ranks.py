@@ -74,6 +74,11 @@ def test_two_ranks_give_what_one_process_gives(params: SamplingParams, pair: tup
 
 
 def test_pins_are_repeated_and_events_come_from_rank_0(pair: tuple[LLM, LLM]) -> None:
+    check_pins_and_events(pair)
+
+
+def check_pins_and_events(pair: tuple[LLM, LLM]) -> None:
+    """Check that a prefix is pinned on one process and on ranks, and that a consumer of events knows their cache."""
     prompt = list(range(10, 43))
     for llm in pair:
         assert llm.pin_prefix("system", prompt) == 32

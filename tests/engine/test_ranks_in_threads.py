@@ -42,7 +42,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 @pytest.mark.parametrize(
-    ("size", "stages"), [(2, 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 3), (2, 2)))]
+    ("size", "stages"),
+    [(2, 1), *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in ((2, 2), (1, 3)))],
 )
 def test_adapters_come_and_go_as_in_one_process(world: World, tmp_path: Path, size: int, stages: int) -> None:
     def use(llm: LLM) -> list[Any]:
@@ -119,10 +120,9 @@ def forget(llm: LLM) -> None:
     ("policy", "size", "stages"),
     [
         ("write_back", 2, 1),
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in (("write_through", 2, 1), ("write_back", 1, 2), ("write_back", 2, 2))
-        ),
+        pytest.param("write_through", 2, 1, marks=pytest.mark.slow),
+        pytest.param("write_back", 2, 2, marks=pytest.mark.exhaustive),
+        pytest.param("write_back", 1, 2, marks=pytest.mark.exhaustive),
     ],
 )
 def test_each_rank_keeps_its_part_over_a_restart(policy: str, size: int, stages: int, tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_each_rank_keeps_its_part_over_a_restart(policy: str, size: int, stages:
     [
         (2, 1, "rank-1-of-2", "rank-0-of-2"),
         # Of four ranks, one of the first stage, and that beside rank 0.
-        pytest.param(2, 2, "rank-3-of-2x2", "rank-1-of-2x2", marks=pytest.mark.slow),
+        pytest.param(2, 2, "rank-3-of-2x2", "rank-1-of-2x2", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_block_that_one_rank_lacks_is_a_miss_for_all(
@@ -180,7 +180,11 @@ def test_a_block_that_one_rank_lacks_is_a_miss_for_all(
 
 @pytest.mark.parametrize(
     ("size", "stages"),
-    [(2, 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 2), (1, 3), (2, 2)))],
+    [
+        (2, 1),
+        pytest.param(2, 2, marks=pytest.mark.exhaustive),
+        *(pytest.param(1, stages, marks=pytest.mark.exhaustive) for stages in (2, 3)),
+    ],
 )
 def test_blocks_go_to_disk_and_come_back_while_requests_run(size: int, stages: int, tmp_path: Path) -> None:
     options = disk_options(tmp_path, num_kv_blocks=20, swap_space=1 << 19, max_num_batched_tokens=16, max_num_seqs=4)
@@ -196,8 +200,10 @@ def test_blocks_go_to_disk_and_come_back_while_requests_run(size: int, stages: i
         assert two.engine.scheduler.memory.archive.num_loads > loads
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("size", "stages"), [(1, 3), (2, 2)])
+@pytest.mark.parametrize(
+    ("size", "stages"),
+    [pytest.param(2, 2, marks=pytest.mark.slow), pytest.param(1, 3, marks=pytest.mark.exhaustive)],
+)
 def test_a_cache_that_is_saved_with_plans_in_flight_is_right(size: int, stages: int, tmp_path: Path) -> None:
     """The engine is closed in the middle of requests, in a small pool: copies of plans in flight are made first."""
     scarce = {"num_kv_blocks": 20, "swap_space": 1 << 19, "max_num_batched_tokens": 16, "max_num_seqs": 6}

@@ -46,8 +46,9 @@ def test_two_stages_of_two_ranks_give_what_one_process_gives() -> None:
         assert four.usage().used == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize(
+    "microbatches", [pytest.param(3, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.exhaustive)]
+)
 def test_features(microbatches: int) -> None:
     regex = StructuredOutputs(regex="[a-c]{3} [0-9]{4}")
     every = (

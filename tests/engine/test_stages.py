@@ -16,7 +16,17 @@ from quire.config import EngineConfig, ParallelConfig
 from quire.distributed.torchrun import torchrun_place
 from quire.errors import ConfigError, RankFailed, WorkerError
 from tests.distributed.in_threads import native_library
-from tests.engine.test_ranks import GREEDY, OPTIONS, PROMPTS, WAIT_S, children, serve_until_it_fails, texts
+from tests.engine.test_kv_events import EVENTS
+from tests.engine.test_ranks import (
+    GREEDY,
+    OPTIONS,
+    PROMPTS,
+    WAIT_S,
+    check_pins_and_events,
+    children,
+    serve_until_it_fails,
+    texts,
+)
 
 
 def start(size: int = 2, **options: Any) -> LLM:
@@ -32,8 +42,9 @@ def pair() -> Iterator[tuple[LLM, LLM]]:
         "max_num_batched_tokens": 16,
         "num_kv_blocks": 20,
         "swap_space": 1 << 20,
+        "pin_limit": 0.1,
     }
-    with LLM("bundled", **{**OPTIONS, **options}) as one, start(**options) as two:
+    with LLM("bundled", **{**OPTIONS, **options}) as one, start(**options, kv_events_config=EVENTS) as two:
         vars(two.engine.scheduler)["_digest_interval"] = 1
         yield one, two
 
@@ -63,6 +74,10 @@ def test_two_stages_give_what_one_process_gives(params: SamplingParams, pair: tu
     assert texts(two, params) == texts(one, params)
     # Prefixes are cached now.
     assert texts(two, params) == texts(one, params)
+
+
+def test_pins_are_repeated_and_events_come_from_rank_0(pair: tuple[LLM, LLM]) -> None:
+    check_pins_and_events(pair)
 
 
 def test_requests_that_are_aborted_in_flight_leave_nothing(pair: tuple[LLM, LLM]) -> None:
@@ -125,11 +140,9 @@ def test_three_stages(backend: str, microbatches: int) -> None:
             "prefix_cache_write_policy",
         ),
         ({"prefix_cache_url": "http://host:8000"}, "prefix_cache_url"),
-        ({"kv_events_config": {"enable_kv_cache_events": True}}, "kv_events_config"),
         ({"enable_expert_parallel": True}, "enable_expert_parallel"),
         ({"cpu_bind": "0|1|2"}, "cpu_bind"),
         ({"cpu_bind": "0|1", "num_threads": 2}, "num_threads"),
-        ({"pin_limit": 0.1}, "pin_limit"),
         ({"device": "cuda"}, "device"),
         ({"max_inter_token_ms": 50.0}, "max_inter_token_ms"),
         ({"pipeline_parallel_size": 0}, "pipeline_parallel_size"),

@@ -24,6 +24,7 @@ from quire.models.stage_spec import ELSEWHERE, divide, most_stages, stage_spec, 
 from quire.models.stages import StageDecoder
 from quire.quantization.quantize import QuantizeOptions, quantize
 from tests.conformance.checkpoints import FAMILIES, save_checkpoint
+from tests.conformance.conftest import slow_or_exhaustive
 from tests.distributed.in_threads import run_groups
 from tests.distributed.test_pipeline import make_stages
 from tests.models.test_sharding import REPRESENTATIVES, RankedRun, ranked_steps, steps, whole_steps
@@ -100,8 +101,9 @@ def test_stages_have_the_bits_of_one_process(name: str, folders: Any) -> None:
         assert_equal(staged_steps(folder, count), expected)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted({*FAMILIES} - UNCUT))
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=slow_or_exhaustive(each, {"gemma4"})) for each in sorted({*FAMILIES} - UNCUT)]
+)
 def test_stages_of_two_ranks_have_the_bits_of_two_ranks(name: str, folders: Any) -> None:
     folder = folders(name)
     size = most_stages(spec_of(folder))
@@ -110,8 +112,10 @@ def test_stages_of_two_ranks_have_the_bits_of_two_ranks(name: str, folders: Any)
         assert_equal(staged_steps(folder, count, tensor_size=2), expected)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt-oss", "llama4", "lfm2-moe"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=slow_or_exhaustive(each, {"gpt-oss"})) for each in ("gpt-oss", "llama4", "lfm2-moe")],
+)
 def test_stages_of_ranks_with_whole_experts(name: str, folders: Any) -> None:
     folder = folders(name)
     found = staged_steps(folder, 2, tensor_size=2, by_expert=True)

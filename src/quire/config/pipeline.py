@@ -14,9 +14,7 @@ _SERVED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
         ("prefix_cache_url", "kv_transfer_config"),
         ((None,), "blocks from elsewhere would be loaded at other times on each rank"),
     ),
-    "kv_events_config": ((None,), "stages do not publish events"),
     "max_inter_token_ms": ((None,), "a step is one of several between two tokens of a request"),
-    "pin_limit": ((0.0,), "stages do not pin prefixes"),
     "device": (("auto", "cpu"), "stages exchange hidden states between CPUs"),
     "all_reduce_backend": (("auto", "shared_memory", "gloo"), "NCCL is for GPUs"),
 }

@@ -181,10 +181,31 @@ def test_ranks_have_their_parts_of_experts(family: str, by_expert: bool, tmp_pat
     def steps(group: RankGroup) -> list[torch.Tensor]:
         return adapted_steps(world, RankGroup(group.transport, divides_experts=by_expert))
 
-    ranked = run_ranks(2, steps)[0]
-    assert_near(ranked, whole, 1e-4)
-    stages = make_stages(2, tensor_parallel_size=2, enable_expert_parallel=by_expert)
-    assert_equal(run_groups(stages, lambda group: adapted_steps(world, group))[0], ranked)
-    if not by_expert:
-        assert_equal(run_groups(make_stages(2), lambda group: adapted_steps(world, group))[0], whole)
+    assert_near(run_ranks(2, steps)[0], whole, 1e-4)
     assert not torch.allclose(whole[-1], adapted_steps(world, is_on=False)[-1], atol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("family", "by_expert"),
+    [
+        pytest.param("gpt-oss", True, marks=pytest.mark.slow),
+        *(
+            pytest.param(family, by_expert, marks=pytest.mark.exhaustive)
+            for family in ("gpt-oss", "qwen3.5-moe", "llama4", "granite4-moe")
+            for by_expert in (False, True)
+            if (family, by_expert) != ("gpt-oss", True)
+        ),
+    ],
+)
+def test_stages_have_the_experts_of_their_layers(family: str, by_expert: bool, tmp_path: Path) -> None:
+    native_library()
+    model = save(family, tmp_path / "model")
+    world = World(Checkpoint.open(str(model)), linear_adapter(model, tmp_path / "adapter"))
+
+    def steps(group: RankGroup) -> list[torch.Tensor]:
+        return adapted_steps(world, RankGroup(group.transport, divides_experts=by_expert))
+
+    stages = make_stages(2, tensor_parallel_size=2, enable_expert_parallel=by_expert)
+    found = run_groups(stages, lambda group: adapted_steps(world, group))[0]
+    assert_equal(found, run_ranks(2, steps)[0])
+    assert_equal(run_groups(make_stages(2), lambda group: adapted_steps(world, group))[0], adapted_steps(world))

@@ -22,6 +22,7 @@ from quire.models.checkpoint import Checkpoint
 from quire.models.decoder import Decoder
 from quire.models.loading import load_decoder, make_adapter_slots
 from tests.conformance.checkpoints import FAMILIES, save_checkpoint
+from tests.conformance.conftest import slow_or_exhaustive
 from tests.distributed.in_threads import run_groups, run_ranks
 from tests.distributed.test_pipeline import make_stages
 from tests.models.adapters.folders import random_matrices, write_adapter
@@ -35,8 +36,11 @@ MODULES = (
 )
 # Heads in another order and gated beside a shared expert, heads that ranks share, states beside attention.
 NAMES = ["llama3", *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name != "llama3")]
-# The two layers of the other family share a cache.
-CUT = [pytest.param(name, marks=[] if name == "llama3" else pytest.mark.slow) for name in sorted({*FAMILIES} - UNCUT)]
+# Attention alone; and in the slow run, layers with inputs of their own. In `tests/conformance`, experts and states.
+CUT = [
+    pytest.param(name, marks=[] if name == "llama3" else slow_or_exhaustive(name, {"gemma4"}))
+    for name in sorted({*FAMILIES} - UNCUT)
+]
 
 
 class World(NamedTuple):

@@ -132,7 +132,7 @@ def _identity(
         *map(repr, groups),
     ]
     layout += filter(None, [resolved.quantization, part])
-    # How many layers a stage has is decided when it is loaded.
+    # Another version may divide the layers of a model among stages in another way.
     layout += [
         f"layers {spec.first}-{spec.first + len(spec.layers)}" for _, spec in models if isinstance(spec, StageSpec)
     ]
