@@ -21,6 +21,7 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from quire.ops.triton.kernels import (  # noqa: E402
     attention,
+    delta_chunks,
     experts,
     heads,
     linear,
@@ -31,8 +32,8 @@ from quire.ops.triton.kernels import (  # noqa: E402
     stored_experts,
 )
 
-MODULES: tuple[ModuleType, ...] = (attention, experts, heads, linear, rows, shared_attention, state_chunks, states)
-MODULES += (stored_experts,)
+MODULES: tuple[ModuleType, ...] = (attention, delta_chunks, experts, heads, linear, rows)
+MODULES += (shared_attention, state_chunks, states, stored_experts)
 # Bytes of shared memory that a program may have, by compute capability.
 SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 TYPES = {

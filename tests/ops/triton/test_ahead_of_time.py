@@ -38,6 +38,7 @@ CAPABILITIES = tuple(SHARED_LIMIT)
 # Products of prompts: those of warp groups, and those of tensor memory.
 MATRIX_INSTRUCTIONS = {90: "HGMMA", 100: "UTC.?HMMA|UTCHMMA"}
 EXPERT_KERNELS = {"multiply_by_expert", "multiply_stored_by_expert"}
+CORRECTING_KERNELS = {"correct_within_chunks", "correct_across_chunks"}
 # Registers of a thread with which three programs of 128 threads share a processor.
 DECODE_REGISTERS = 168
 LLAMA = {"num_kv_heads": 8, "group": 4, "head_dim": 128, "dtype": BF16}
@@ -153,16 +154,32 @@ def other_launches() -> list[Launch]:
     return launches
 
 
-def state_launches(head_dim: int, state_dim: int, dtypes: tuple[torch.dtype, ...] = (BF16, FP16)) -> list[Launch]:
+def state_launches(
+    head_dim: int, state_dim: int, capability: int, dtypes: tuple[torch.dtype, ...] = (BF16, FP16)
+) -> list[Launch]:
     """Return the launches of recurrences over states [head_dim, state_dim], row by row and in chunks."""
+    device = Device(torch.device("cpu"))
+    device.capability = divmod(capability, 10)
     launches: list[Launch] = []
     with recorded(launches), torch.inference_mode():
         for dtype in dtypes:
             world = StatesWorld(
                 [(2, True), (70, False)], num_heads=32, head_dim=head_dim, state_dim=state_dim, dtype=dtype
             )
-            world.run(partial(TritonStepStates, device=Device(torch.device("cpu"))))
+            world.run(partial(TritonStepStates, device=device))
     return launches
+
+
+def scan_launches(head_dim: int, state_dim: int, capability: int) -> list[Launch]:
+    """Return the launches of recurrences but for the delta rule in chunks, whose work does not grow with the state."""
+    launches = state_launches(head_dim, state_dim, capability)
+    return [launch for launch in launches if launch.kernel.__name__ not in CORRECTING_KERNELS]
+
+
+def correction_launches(capability: int) -> list[Launch]:
+    """Return the launches of the delta rule in chunks, over states of 128 x 128; numbers of values are loaded only."""
+    launches = state_launches(128, 128, capability, (BF16,))
+    return [launch for launch in launches if launch.kernel.__name__ in CORRECTING_KERNELS]
 
 
 def stored_weight(name: str, num_rows: int, width: int) -> StoredWeight:
@@ -204,7 +221,6 @@ def stored_launches(name: str) -> list[Launch]:
 
 
 OTHERS: dict[str, Callable[[], list[Launch]]] = {"rows": other_launches, "experts": expert_launches}
-OTHERS |= {f"states of {d} x {n}": partial(state_launches, d, n) for d, n in ((64, 128), (64, 256))}
 OTHERS |= {name: partial(stored_launches, name) for name in (*STORED, "e4m3")}
 OTHERS |= {f"experts, {name}": partial(expert_launches, name) for name in (*STORED, "e4m3")}
 
@@ -224,3 +240,26 @@ def test_other_kernels(name: str, capability: int) -> None:
         # Addresses of weights are known to be aligned: only levels of codes are looked up one by one, in a table.
         if capability == 90:
             assert not re.search(r"LDG\.E\.U8" if launch.arguments.get("TABLE") else r"LDG\.E\.U(8|16)", found.assembly)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(("head_dim", "state_dim"), [(64, 128), (64, 256)])
+def test_states(head_dim: int, state_dim: int, capability: int) -> None:
+    launches = scan_launches(head_dim, state_dim, capability)
+    assert launches
+    for launch in launches:
+        check_limits(compile_for(launch, capability), capability)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_delta_rule_in_chunks(capability: int) -> None:
+    """Both kernels multiply in their loops; the one that carries states loads the next chunk meanwhile."""
+    launches = correction_launches(capability)
+    assert [launch.kernel.__name__ for launch in launches] == ["correct_within_chunks", "correct_across_chunks"]
+    for launch in launches:
+        found = compile_for(launch, capability)
+        check_limits(found, capability)
+        if capability >= 90:
+            assert re.search(MATRIX_INSTRUCTIONS[capability], found.assembly)
+            is_carried = launch.kernel.__name__ == "correct_across_chunks"
+            assert not is_carried or re.search(r"LDGSTS\S*\.128", found.assembly)

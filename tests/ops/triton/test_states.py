@@ -8,14 +8,17 @@ from functools import partial
 
 import pytest
 import torch
+from torch.nn import functional
 
 from tests.ops.test_states import CORRECTED, LAYER, World
 from tests.ops.triton.interpreted import MARKS
+from tests.ops.world import randn
 
 from quire.ops.reference_states import ReferenceStepStates  # isort: skip - the modules above skip without Triton
 from quire.ops.triton.launches import SINGLE_ROWS, Device  # isort: skip
 from quire.ops.triton.state_chunks import CHUNK, ChunkPlan  # isort: skip
 from quire.ops.triton.step_states import TritonStepStates  # isort: skip
+from quire.ops.triton.tiles import MOST_CORRECTED  # isort: skip
 
 pytestmark = MARKS
 
@@ -81,16 +84,50 @@ def test_nothing_but_chunks() -> None:
     World([(CHUNK + 3, False)]).check(make_step)
 
 
+def test_keys_that_are_too_wide_for_chunks() -> None:
+    World([(CHUNK + 3, True), (1, True)], num_heads=1, head_dim=MOST_CORRECTED + 8, state_dim=3).check(make_step)
+
+
+def test_keys_that_repeat() -> None:
+    """Every row corrects all of what the row before it has written: what a chunk's rows do to each other is largest."""
+    world = World([(2 * CHUNK, True)], num_heads=2)
+    world.pairs[:, 1] = world.pairs[0, 1]
+    world.steps.fill_(20.0)
+    world.heads = world.heads._replace(A=world.heads.A * 1e-4)
+    world.check(make_step)
+
+
+@pytest.mark.parametrize(("query", "key"), [(1e30, 1.0), (1e-30, 1.0), (1.0, 1e-3), (1.0, 1e3)])
+def test_queries_and_keys_far_from_1(query: float, key: float) -> None:
+    """Queries may have any length; keys that are longer than what is said of them go row by row."""
+    num_rows, num_heads = CHUNK + 5, 2
+    world = World([(num_rows, True)], num_heads=num_heads)
+    key_dim, value_dim = world.states.ssm_states[CORRECTED].shape[2:]
+    q = randn(num_rows, key_dim, seed=1) * query
+    k = functional.normalize(randn(num_rows, key_dim, seed=2), dim=1) * key
+    v, rates = randn(num_rows, num_heads * value_dim, seed=3), randn(num_rows, num_heads, seed=4).sigmoid()
+    given = q, k, v, -rates.flip(0), rates / max(1.0, key * key)
+    before = world.states.data.clone()
+    results = []
+    for make in (ReferenceStepStates, make_step):
+        world.states.data.copy_(before)
+        y = make(world.batch, world.states).gated_delta_rule(CORRECTED, *given)
+        results.append((y, world.states.ssm_states[CORRECTED][world.batch.block_ids]))
+    for found, want in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(found, want, rtol=1e-5, atol=2e-6 * want.abs().max().item())
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_states_near_the_ends_of_float32(dtype: torch.dtype) -> None:
     """Parts of 16 bits stand for numbers that float16 does not reach, and for small ones beside them."""
     world = World([(CHUNK + 1, True), (CHUNK, True), (CHUNK, False)], num_heads=2, dtype=dtype)
-    sums = world.states.ssm_states[LAYER]
     first, second, _ = world.batch.block_ids
-    sums[first] *= 1e30
-    sums[first, :, :, ::2] *= 1e-25
-    sums[second] *= 1e-30
-    sums[second, 0] = 0.0
+    for layer_idx in (LAYER, CORRECTED):
+        sums = world.states.ssm_states[layer_idx]
+        sums[first] *= 1e30
+        sums[first, :, :, ::2] *= 1e-25
+        sums[second] *= 1e-30
+        sums[second, 0] = 0.0
     world.check(make_step)
 
 

@@ -10,21 +10,24 @@ from torch import Tensor
 
 from quire.ops.interface import PagedStates, StateBatch
 from quire.ops.recurrent_weights import SSMHeads
+from quire.ops.triton.delta_chunks import correct_in_chunks
 from quire.ops.triton.kernels import states as kernels
 from quire.ops.triton.launches import Device
 from quire.ops.triton.state_chunks import ChunkPlan, StateBatchNumbers, StateChunks
-from quire.ops.triton.tiles import power_of_2
+from quire.ops.triton.tiles import MOST_CORRECTED, power_of_2
 
 # Channels of a program of a convolution.
 CHANNELS: Final = 256
 # Numbers of a state that one program carries: 32 registers in each of 128 threads.
 CARRIED: Final = 4096
+# More rows than a sequence has.
+ANY_ROWS: Final = 1 << 30
 
 
 class TritonStepStates:
     """Recurrence of one step over one cache group: its batch lies on the device once for all layers.
 
-    States go through rows one by one; those of Mamba 2 through sequences of many rows in chunks.
+    States go through rows one by one, and through sequences of many rows in chunks.
     """
 
     def __init__(self, batch: StateBatch, states: PagedStates, device: Device) -> None:
@@ -34,7 +37,7 @@ class TritonStepStates:
         owners = chain.from_iterable(
             [seq] * (end - start) for seq, (start, end) in enumerate(pairwise(batch.row_starts))
         )
-        self._single_rows = device.single_rows
+        self._single_rows, self._capability = device.single_rows, device.capability
         plan = ChunkPlan.of(batch.row_starts, device.single_rows)
         numbers = device.numbers(chain(batch.row_starts, batch.block_ids, map(int, batch.has_state), owners, *plan))
         sizes = (num_seqs + 1, num_seqs, num_seqs, self._num_rows, *map(len, plan))
@@ -130,14 +133,15 @@ class TritonStepStates:
         return output
 
     def gated_delta_rule(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        """Carry each state through its rows."""
+        """Carry each state through its rows; where keys are wider than those of any model known, not in chunks."""
         states = self._states.ssm_states[layer_idx]
         _, num_heads, key_dim, value_dim = states.shape
+        goes_in_chunks = key_dim <= MOST_CORRECTED
         inputs = _adjoining(q), _adjoining(k), _adjoining(v), _adjoining(g), _adjoining(beta)
         output = v.new_empty(v.shape, dtype=torch.float32)
         keys = power_of_2(key_dim)
         columns = min(power_of_2(value_dim), max(1, CARRIED // keys))
-        if len(v):
+        if len(v) and (self._has_few_rows or not goes_in_chunks):
             kernels.delta_rule[self._num_seqs, num_heads, -(-value_dim // columns)](
                 output,
                 *inputs,
@@ -150,7 +154,10 @@ class TritonStepStates:
                 VALUE_DIM=value_dim,
                 KEYS=keys,
                 VALUES=columns,
+                MOST_ROWS=self._single_rows if goes_in_chunks else ANY_ROWS,
             )
+        if self._chunks is not None and goes_in_chunks:
+            correct_in_chunks(self._chunks, output, inputs, states, self._numbers, self._capability)
         return output
 
 

@@ -84,3 +84,27 @@ def shared_tile(
     rows = min(tile.rows, power_of_2(group, SHARED_ROWS))
     # 64 rows in 4 warps spill registers.
     return tile._replace(rows=rows, num_warps=8 if rows >= SHARED_ROWS else tile.num_warps)
+
+
+class CorrectionTile(NamedTuple):
+    """Columns of a state that a program of the gated delta rule carries from chunk to chunk.
+
+    Args:
+        columns: number of columns.
+        num_stages: number of chunks that are under way at a time.
+    """
+
+    columns: int
+    num_stages: int
+
+
+# Numbers of a key up to which its products fit into shared memory, and the state's columns into registers.
+MOST_CORRECTED: Final = 128
+
+
+def correction_tile(values: int, capability: tuple[int, int]) -> CorrectionTile:
+    """Return the tile of a state [K, values]; K is no more than MOST_CORRECTED, `values` a power of 2."""
+    # On Hopper 32 columns of 128 take 205 registers, and two chunks nearly all shared memory: one program a processor.
+    # Elsewhere as many columns spill. Before it, and on small GPUs, 100 KiB of shared memory must do.
+    columns = 32 if capability[0] == 9 else 16
+    return CorrectionTile(min(values, columns), 2 if capability[0] in (9, 10) else 1)

@@ -87,7 +87,7 @@ def _product(a, b):
 
 
 @triton.jit
-def _decays(logs, CHUNK: tl.constexpr):
+def decays_between(logs, CHUNK: tl.constexpr):
     """Return what decay leaves: from each row of a chunk (second axis) to the rows from it on, else 0; from the chunk's
     start to each row; from each row to the chunk's end.
 
@@ -107,7 +107,7 @@ def _decays(logs, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _num_finite(flags, chunk, num_chunks, head, HEADS: tl.constexpr):
+def num_finite(flags, chunk, num_chunks, head, HEADS: tl.constexpr):
     """Return how many chunks of a sequence, which begin with `chunk`, come before the first one that is flagged."""
     found = num_chunks
     for start in range(0, num_chunks, FLAGS):
@@ -143,7 +143,7 @@ def scan_within_chunks(
     given = tl.load(dt + at * stride_dt + head, mask=is_row, other=0.0).to(tl.float32)
     step = tl.where(is_row, softplus(given + tl.load(dt_bias + head)), 0.0)
     logs = step * tl.load(A + head)
-    between, from_start, to_end = _decays(logs, CHUNK)
+    between, from_start, to_end = decays_between(logs, CHUNK)
     poison = (step + logs) * 0.0 + tl.sum(alike * 0.0, 1)
     mixed = alike * between * step[None, :]
     skip = tl.load(skips + head)
@@ -173,7 +173,7 @@ def scan_across_chunks(
     """
     number, head = tl.program_id(0), tl.program_id(1)
     sequence, chunk = tl.load(sequences + number), tl.load(first_chunks + number)
-    num_chunks = _num_finite(flags, chunk, tl.load(first_chunks + number + 1) - chunk, head, HEADS)
+    num_chunks = num_finite(flags, chunk, tl.load(first_chunks + number + 1) - chunk, head, HEADS)
     first, end = tl.load(row_starts + sequence), tl.load(row_starts + sequence + 1)
     tile = tl.program_id(2) * DIM + tl.arange(0, DIM)
     dims, lanes = tile[None, :], tl.arange(0, CHUNK)

@@ -117,23 +117,16 @@ def scan(
 
 
 @triton.jit
-def delta_rule(
-    output, q, k, v, g, beta, states, row_starts, block_ids, has_state, stride_q, stride_k, stride_v, stride_g,
-    stride_beta, stride_block, HEADS: tl.constexpr, SHARE: tl.constexpr, KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+def correct_rows(
+    state, output, q, k, v, g, beta, head, columns, first, num_rows, stride_q, stride_k, stride_v, stride_g,
+    stride_beta, HEADS: tl.constexpr, SHARE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Carry VALUES columns of one head's state [KEY_DIM, VALUE_DIM] through a sequence: the gated delta rule."""
-    sequence, head = tl.program_id(0), tl.program_id(1)
-    columns = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
+    """Return some columns of one head's state, [KEYS, len(columns)], after rows of a sequence: the gated delta rule."""
     dims = tl.arange(0, KEYS)
     known_dims, known_columns = dims < KEY_DIM, columns < VALUE_DIM
-    mask = known_dims[:, None] & known_columns[None, :]
-    base = states + tl.load(block_ids + sequence).to(tl.int64) * stride_block
-    where = base + (head * KEY_DIM + dims[:, None]) * VALUE_DIM + columns[None, :]
-    state = tl.load(where, mask=mask & ((columns[None, :] * 0 + tl.load(has_state + sequence)) != 0), other=0.0)
     group = head // SHARE * KEY_DIM
-    first = tl.load(row_starts + sequence)
-    for number in range(tl.load(row_starts + sequence + 1) - first):
+    for number in range(num_rows):
         row = first.to(tl.int64) + number
         query = tl.load(q + row * stride_q + group + dims, mask=known_dims, other=0.0)
         key = tl.load(k + row * stride_k + group + dims, mask=known_dims, other=0.0)
@@ -144,4 +137,29 @@ def delta_rule(
         state += key[:, None] * change[None, :]
         tl.store(output + (row * HEADS + head) * VALUE_DIM + columns, tl.sum(query[:, None] * state, 0),
                  mask=known_columns)  # fmt: skip
+    return state
+
+
+@triton.jit
+def delta_rule(
+    output, q, k, v, g, beta, states, row_starts, block_ids, has_state, stride_q, stride_k, stride_v, stride_g,
+    stride_beta, stride_block, HEADS: tl.constexpr, SHARE: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, MOST_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Carry VALUES columns of one head's state [KEY_DIM, VALUE_DIM] through a sequence of MOST_ROWS at most: the gated
+    delta rule.
+    """
+    sequence, head = tl.program_id(0), tl.program_id(1)
+    first = tl.load(row_starts + sequence)
+    num_rows = tl.load(row_starts + sequence + 1) - first
+    if num_rows > MOST_ROWS:
+        return
+    columns = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
+    dims = tl.arange(0, KEYS)
+    mask = (dims < KEY_DIM)[:, None] & (columns < VALUE_DIM)[None, :]
+    base = states + tl.load(block_ids + sequence).to(tl.int64) * stride_block
+    where = base + (head * KEY_DIM + dims[:, None]) * VALUE_DIM + columns[None, :]
+    state = tl.load(where, mask=mask & ((columns[None, :] * 0 + tl.load(has_state + sequence)) != 0), other=0.0)
+    state = correct_rows(state, output, q, k, v, g, beta, head, columns, first, num_rows, stride_q, stride_k, stride_v,
+                         stride_g, stride_beta, HEADS, SHARE, KEY_DIM, VALUE_DIM, KEYS)  # fmt: skip
     tl.store(where, state, mask=mask)

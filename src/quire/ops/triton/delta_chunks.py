@@ -1,0 +1,86 @@
+"""Launches that carry states of the gated delta rule through sequences of many rows in chunks."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from quire.ops.triton.kernels import delta_chunks as kernels
+from quire.ops.triton.state_chunks import CHUNK, LEAST_SIDE, StateBatchNumbers, StateChunks
+from quire.ops.triton.tiles import correction_tile, power_of_2
+
+# Numbers of a row that are multiplied at a time: of 64 no more registers would spill on Hopper, but many before it.
+PART: Final = 32
+
+
+def correct_in_chunks(
+    chunks: StateChunks,
+    output: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    states: Tensor,
+    batch: StateBatchNumbers,
+    capability: tuple[int, int],
+) -> None:
+    """Carry states through rows of sequences: `Recurrence.gated_delta_rule` for those in `chunks`.
+
+    Args:
+        output: [T, H * V] of float32.
+        inputs: q, k, v, g and beta.
+        states: [block, H, K, V]; K is no more than `MOST_CORRECTED`.
+        capability: compute capability of the GPU.
+    """
+    _, num_heads, key_dim, value_dim = states.shape
+    num_chunks, num_groups = len(chunks.starts), inputs[1].shape[1] // key_dim
+    keys = power_of_2(key_dim, LEAST_SIDE)
+    tile = correction_tile(power_of_2(value_dim, LEAST_SIDE), capability)
+    # Both parts of keys and of queries; of what turns errors into corrections, and of what reads these.
+    pairs = output.new_empty(num_chunks, num_groups, 4, CHUNK, keys, dtype=torch.float16)
+    squares = output.new_empty(num_chunks, num_heads, 4, CHUNK, CHUNK, dtype=torch.float16)
+    # Decay of the state before each row, and of the row; powers of 2 of queries; flags of chunks that go row by row.
+    decays = output.new_empty(num_chunks, num_heads, 3, CHUNK)
+    flags = output.new_empty(num_chunks, num_heads, dtype=torch.int32)
+    strides = [part.stride(0) for part in inputs]
+    sizes = {
+        "HEADS": num_heads,
+        "SHARE": num_heads // num_groups,
+        "KEY_DIM": key_dim,
+        "VALUE_DIM": value_dim,
+        "KEYS": keys,
+    }
+    kernels.correct_within_chunks[num_chunks, num_heads](
+        pairs,
+        squares,
+        decays,
+        flags,
+        *inputs,
+        chunks.starts,
+        chunks.ends,
+        *strides,
+        **sizes,
+        PART=min(keys, PART),
+        CHUNK=CHUNK,
+        LEVELS=CHUNK.bit_length() - 1,
+        num_warps=4,
+        num_stages=1,
+    )
+    kernels.correct_across_chunks[len(chunks.sequences), num_heads, -(-value_dim // tile.columns)](
+        output,
+        pairs,
+        squares,
+        decays,
+        flags,
+        *inputs,
+        states,
+        *batch,
+        chunks.sequences,
+        chunks.first_chunks,
+        *strides,
+        states.stride(0),
+        **sizes,
+        VALUES=tile.columns,
+        CHUNK=CHUNK,
+        num_warps=4,
+        num_stages=tile.num_stages,
+    )

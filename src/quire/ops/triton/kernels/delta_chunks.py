@@ -1,0 +1,221 @@
+"""The gated delta rule over paged states for prompts, in chunks of rows: what rows of a chunk do to each other are
+products, and a state goes from chunk to chunk.
+
+With `l` the running sum of the logarithms of decay within a chunk, and `S` the state before the chunk:
+
+```
+ (I + L) U = beta (V - exp(l) (K S))        L: beta K K' * exp(l - l') below the diagonal
+ y = tril(Q K' * exp(l - l')) U + exp(l) (Q S)
+ S = exp(l_end) S + K' (U * exp(l_end - l))
+```
+
+A first kernel computes what needs no state, for all chunks at once: the inverse of `I + L`, times beta, the scores of
+queries and keys, and keys and queries themselves, all in two parts of float16 in memory that is taken for the step. A
+second one carries columns of states through the chunks of a sequence. It loads parts, and makes them of what it has
+just computed only.
+
+Keys are no longer than 1 and rates no larger, so neither are the numbers of the inverse, and those that lead to it:
+they are products of `I - beta k k'`. Products mix what comes after a row into it, times 0, which is no 0 where a number
+is not finite; so the first kernel flags such chunks, and those whose parts do not fit into float16, and from there on
+the second one goes row by row.
+
+Sources: Gated Delta Networks, arXiv 2412.06464; in chunks as in arXiv 2406.06484.
+"""
+
+import triton
+import triton.language as tl
+
+from quire.ops.triton.kernels.state_chunks import decays_between, num_finite
+from quire.ops.triton.kernels.states import correct_rows
+
+# What numbers of 1 at most are multiplied by before they are split: the second part is next to float16's smallest.
+UNIT = tl.constexpr(1024.0)
+# Exponent of UNIT, and bits of an exponent of 0 and of the number's fraction in float32.
+UNIT_EXPONENT = tl.constexpr(10)
+BIAS = tl.constexpr(127)
+FRACTION = tl.constexpr(23)
+
+
+@triton.jit
+def _halves(x):
+    """Return two numbers of float16 whose sum is float32 below 65,504, to 2 ** -25 or to 22 bits."""
+    high = x.to(tl.float16)
+    return high, (x - high.to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
+def _units(reach):
+    """Return a power of 2 by which a number is from UNIT to twice of it, and its reciprocal."""
+    exponent = reach.to(tl.int32, bitcast=True) >> FRACTION
+    # Powers that have a reciprocal.
+    exponent = tl.minimum(tl.maximum(exponent, UNIT_EXPONENT + 1), 2 * BIAS)
+    inverse = (2 * BIAS + UNIT_EXPONENT - exponent) << FRACTION
+    return ((exponent - UNIT_EXPONENT) << FRACTION).to(tl.float32, bitcast=True), inverse.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _column_halves(x):
+    """Return columns in two parts of float16, and the powers of 2 that were divided out."""
+    units, inverses = _units(tl.max(tl.abs(x), 0))
+    high, low = _halves(x * inverses[None, :])
+    return high, low, units[None, :]
+
+
+@triton.jit
+def _product(high_a, low_a, high_b, low_b):
+    """Multiply what is in two parts; the product of second parts would be beyond float32."""
+    product = tl.dot(low_a, high_b)
+    product = tl.dot(high_a, low_b, product)
+    return tl.dot(high_a, high_b, product)
+
+
+@triton.jit
+def _inverse(below, CHUNK: tl.constexpr, LEVELS: tl.constexpr):
+    """Return the inverse of `I + below`, which has nothing on and above its diagonal; `2 ** LEVELS` is CHUNK.
+
+    Blocks on the diagonal are inverted, each time of twice the size: that of `[[A, 0], [B, D]]` has `-1/D B 1/A` below
+    those of A and D. Powers of `below` would do too, but grow by binomials where keys repeat.
+    """
+    lanes = tl.arange(0, CHUNK)
+    rows, columns = lanes[:, None], lanes[None, :]
+    is_joined = (rows // 2 == columns // 2) & (rows > columns)
+    inverse = tl.where(rows == columns, 1.0, 0.0) - tl.where(is_joined, below, 0.0)
+    high, low = _halves(below * UNIT)
+    nothing = tl.zeros_like(high)
+    for level in range(1, LEVELS):
+        is_joined = (rows >> (level + 1) == columns >> (level + 1)) & (rows >> level > columns >> level)
+        whole_high, whole_low = _halves(inverse * UNIT)
+        between = _product(whole_high, whole_low, tl.where(is_joined, high, nothing), tl.where(is_joined, low, nothing))
+        between_high, between_low = _halves(between * (1.0 / UNIT))
+        inverse -= _product(between_high, between_low, whole_high, whole_low) * (1.0 / UNIT / UNIT)
+    return inverse
+
+
+@triton.jit
+def _store_halves(where, x, apart):
+    """Store numbers in two parts of float16, `apart` from each other, and return zeros, NaN where one is not finite."""
+    high, low = _halves(x)
+    tl.store(where, high)
+    tl.store(where + apart, low)
+    return tl.sum(high.to(tl.float32) * 0.0, 1)
+
+
+@triton.jit
+def correct_within_chunks(
+    pairs, squares, decays, flags, q, k, v, g, beta, chunk_starts, chunk_ends, stride_q, stride_k, stride_v, stride_g,
+    stride_beta, HEADS: tl.constexpr, SHARE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    KEYS: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """Compute the matrices [CHUNK, CHUNK] of one head's rows of a chunk: what turns errors into corrections, and what
+    reads corrections; and split keys and queries: the gated delta rule.
+
+    PART is how many numbers of a row are multiplied at a time; `2 ** LEVELS` is CHUNK.
+    """
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    lanes = tl.arange(0, CHUNK)
+    at = tl.load(chunk_starts + chunk).to(tl.int64) + lanes
+    is_row = at < tl.load(chunk_ends + chunk)
+    by_row, is_known = at[:, None], is_row[:, None]
+    group = head // SHARE * KEY_DIM
+    reach = tl.zeros([CHUNK], tl.float32)
+    for start in range(0, KEY_DIM, PART):
+        columns = start + tl.arange(0, PART)[None, :]
+        query = tl.load(q + by_row * stride_q + group + columns, mask=is_known & (columns < KEY_DIM), other=0.0)
+        reach = tl.maximum(reach, tl.max(tl.abs(query), 1))
+    units, inverses = _units(reach)
+    is_first = head % SHARE == 0
+    own = (chunk * (HEADS // SHARE) + head // SHARE).to(tl.int64) * 4 * CHUNK * KEYS + lanes[:, None] * KEYS
+    asked = tl.zeros([CHUNK, CHUNK], tl.float32)
+    for start in range(0, KEY_DIM, PART):
+        columns = start + tl.arange(0, PART)[None, :]
+        known = is_known & (columns < KEY_DIM)
+        query = tl.load(q + by_row * stride_q + group + columns, mask=known, other=0.0)
+        high, low = _halves(query * inverses[:, None])
+        if is_first:
+            tl.store(pairs + own + columns + 2 * CHUNK * KEYS, high)
+            tl.store(pairs + own + columns + 3 * CHUNK * KEYS, low)
+        key_high, key_low = _halves(tl.load(k + by_row * stride_k + group + columns, mask=known, other=0.0) * UNIT)
+        asked += _product(high, low, tl.trans(key_high), tl.trans(key_low))
+    logs = tl.load(g + at * stride_g + head, mask=is_row, other=0.0)
+    rate = tl.load(beta + at * stride_beta + head, mask=is_row, other=0.0)
+    between, from_start, to_end = decays_between(logs, CHUNK)
+    place = (chunk * HEADS + head).to(tl.int64) * CHUNK
+    square = squares + place * 4 * CHUNK + lanes[:, None] * CHUNK + lanes[None, :]
+    poison = (logs + rate) * 0.0 + tl.where(to_end > 1.0, float("nan"), 0.0)
+    poison += _store_halves(square + 2 * CHUNK * CHUNK, asked * between * (1.0 / UNIT), CHUNK * CHUNK)
+    alike = tl.zeros([CHUNK, CHUNK], tl.float32)
+    for start in range(0, KEY_DIM, PART):
+        columns = start + tl.arange(0, PART)[None, :]
+        known = is_known & (columns < KEY_DIM)
+        high, low = _halves(tl.load(k + by_row * stride_k + group + columns, mask=known, other=0.0) * UNIT)
+        if is_first:
+            tl.store(pairs + own + columns, high)
+            tl.store(pairs + own + columns + CHUNK * KEYS, low)
+        alike += _product(high, low, tl.trans(high), tl.trans(low))
+    below = tl.where(lanes[None, :] < lanes[:, None], alike * between * (rate * (1.0 / UNIT / UNIT))[:, None], 0.0)
+    inverse = _inverse(below, CHUNK, LEVELS) * rate[None, :]
+    poison += _store_halves(square, inverse * UNIT, CHUNK * CHUNK)
+    for start in range(0, VALUE_DIM, PART):
+        columns = start + tl.arange(0, PART)[None, :]
+        known = is_known & (columns < VALUE_DIM)
+        value = tl.load(v + by_row * stride_v + head * VALUE_DIM + columns, mask=known, other=0.0)
+        poison += tl.sum(value.to(tl.float32) * 0.0, 1)
+    left = decays + place * 3 + lanes
+    tl.store(left, from_start)
+    tl.store(left + CHUNK, to_end)
+    tl.store(left + 2 * CHUNK, units)
+    total = tl.sum(poison, 0)
+    tl.store(flags + chunk * HEADS + head, (total != total).to(tl.int32))
+
+
+@triton.jit
+def correct_across_chunks(
+    output, pairs, squares, decays, flags, q, k, v, g, beta, states, row_starts, block_ids, has_state, sequences,
+    first_chunks, stride_q, stride_k, stride_v, stride_g, stride_beta, stride_block, HEADS: tl.constexpr,
+    SHARE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Carry VALUES columns of one head's state [KEY_DIM, VALUE_DIM] through a sequence's chunks: the gated delta
+    rule.
+    """
+    number, head = tl.program_id(0), tl.program_id(1)
+    sequence, chunk = tl.load(sequences + number), tl.load(first_chunks + number)
+    num_chunks = num_finite(flags, chunk, tl.load(first_chunks + number + 1) - chunk, head, HEADS)
+    first, end = tl.load(row_starts + sequence), tl.load(row_starts + sequence + 1)
+    tile = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
+    columns, lanes = tile[None, :], tl.arange(0, CHUNK)
+    dims = tl.arange(0, KEYS)
+    mask = (dims < KEY_DIM)[:, None] & (columns < VALUE_DIM)
+    base = states + tl.load(block_ids + sequence).to(tl.int64) * stride_block
+    where = base + (head * KEY_DIM + dims[:, None]) * VALUE_DIM + columns
+    state = tl.load(where, mask=mask & ((columns * 0 + tl.load(has_state + sequence)) != 0), other=0.0)
+    row_lanes = lanes[:, None] * KEYS + dims[None, :]
+    square_lanes = lanes[:, None] * CHUNK + lanes[None, :]
+    for index in range(num_chunks):
+        at = (first + index * CHUNK).to(tl.int64) + lanes
+        known = (at < end)[:, None] & (columns < VALUE_DIM)
+        place = ((chunk + index) * HEADS + head).to(tl.int64) * CHUNK
+        left = decays + place * 3
+        from_start, through = tl.load(left + lanes)[:, None], tl.load(left + CHUNK - 1)
+        pair = pairs + ((chunk + index) * (HEADS // SHARE) + head // SHARE).to(tl.int64) * 4 * CHUNK * KEYS + row_lanes
+        square = squares + place * 4 * CHUNK + square_lanes
+        key_high, key_low = tl.load(pair), tl.load(pair + CHUNK * KEYS)
+        state_high, state_low, state_units = _column_halves(state)
+        expected = _product(key_high, key_low, state_high, state_low) * (state_units * (1.0 / UNIT))
+        query_high, query_low = tl.load(pair + 2 * CHUNK * KEYS), tl.load(pair + 3 * CHUNK * KEYS)
+        found = _product(query_high, query_low, state_high, state_low) * state_units * from_start
+        value = tl.load(v + at[:, None] * stride_v + head * VALUE_DIM + columns, mask=known, other=0.0).to(tl.float32)
+        high, low, error_units = _column_halves(value - expected * from_start)
+        change = _product(tl.load(square), tl.load(square + CHUNK * CHUNK), high, low) * (error_units * (1.0 / UNIT))
+        high, low, change_units = _column_halves(change)
+        square += 2 * CHUNK * CHUNK
+        found += _product(tl.load(square), tl.load(square + CHUNK * CHUNK), high, low) * change_units
+        units = tl.load(left + 2 * CHUNK + lanes)[:, None]
+        tl.store(output + (at[:, None] * HEADS + head) * VALUE_DIM + columns, found * units, mask=known)
+        high, low, change_units = _column_halves(change * tl.load(left + CHUNK + lanes)[:, None])
+        written = _product(tl.trans(key_high), tl.trans(key_low), high, low)
+        state = state * through + written * (change_units * (1.0 / UNIT))
+    start = tl.minimum(first + num_chunks * CHUNK, end)
+    state = correct_rows(state, output, q, k, v, g, beta, head, tile, start, end - start, stride_q, stride_k, stride_v,
+                         stride_g, stride_beta, HEADS, SHARE, KEY_DIM, VALUE_DIM, KEYS)  # fmt: skip
+    tl.store(where, state, mask=mask)
