@@ -156,10 +156,12 @@ class StatesMemory(NamedTuple):
     ssm_states: list[Tensor]
 
 
-def states_case(device: torch.device, ops: TritonOps, dtype: torch.dtype) -> CaseResult:
-    """Convolve, scan, and apply the delta rule, row by row and in chunks, from a state and from none."""
+def states_case(device: torch.device, ops: TritonOps, dtype: torch.dtype, size: int = 64) -> CaseResult:
+    """Convolve, scan, and apply the delta rule, row by row and in chunks, from a state and from none; states are
+    [size, size].
+    """
     batch = StateBatch([3, 1, 2, 5, 4], [0, 1, 40, 43, 200, 280], [True, False, True, True, False])
-    num_heads, dim, width = 4, 64, 64
+    num_heads, dim, width = 4, size, size
     channels = num_heads * dim + 2 * width
 
     def outputs(place: torch.device) -> list[Tensor]:
@@ -203,6 +205,7 @@ def cases(ops: TritonOps, device: torch.device, is_rehearsal: bool) -> dict[str,
             found[f"attention, {dtype} in {stored}"] = partial(attention, dtype, stored, extras=stored == dtype)
         found[f"rows, {dtype}"] = partial(rows_case, ops, device, dtype)
         found[f"states, {dtype}"] = partial(states_case, device, ops, dtype)
+        found[f"states of 128 x 128, {dtype}"] = partial(states_case, device, ops, dtype, 128)
     for head_dim in (64, 80, 96, 256):
         found[f"attention, heads of {head_dim}"] = partial(attention, bf16, bf16, head_dim)
     for group in (1, 7, 8, 16):

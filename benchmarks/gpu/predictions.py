@@ -76,6 +76,10 @@ def kernel_predictions() -> Iterator[Prediction]:
     # A product with a factor of float32 is three of 16 bits.
     scanned = 2.0 * 64 * 64 * (128 + 3 * (64 + 2 * 128))
     yield Prediction("scan in chunks (48 heads of 64 x 128), 2,048 rows", 0, 2048 // 64 * 48 * scanned, 0.15)
+    # Both factors are in two parts, so a product is three. Within a chunk: keys and queries by keys, and ten products
+    # of 64 x 64 for an inverse; across chunks: keys and queries by the state, two of 64 x 64, and keys by the values.
+    corrected = 3 * 2.0 * 64 * (2 * 64 * 128 + 10 * 64 * 64 + 3 * 128 * 128 + 2 * 64 * 128)
+    yield Prediction("delta rule in chunks (32 heads of 128 x 128), 2,048 rows", 0, 2048 // 64 * 32 * corrected, 0.25)
     yield Prediction("convolve_rows, 64 rows of 8,192 channels", 64 * 8192 * 2 * 5, 0, 0.5)
     yield Prediction("apply_token_bitmask, 64 rows of 151,936", 64 * 151936 * 4, 0, 0.6)
 

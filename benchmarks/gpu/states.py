@@ -37,7 +37,7 @@ REHEARSED: Final = HeadShape(2, 16, 16, 2)
 
 
 def measure_states(bench: Bench, ops: TritonOps) -> None:
-    """Measure one layer of each kind; prompts of Mamba 2 in both ways: from how many rows on are chunks faster?"""
+    """Measure one layer of each kind; prompts in both ways: from how many rows on are chunks faster?"""
     single_rows = ops.device.single_rows
     for rows in STEPS if not bench.is_rehearsal else ((1,), (40,)):
         ways = {"row by row": max(rows)} | ({"in chunks": 1} if max(rows) > 1 else {})
@@ -46,8 +46,6 @@ def measure_states(bench: Bench, ops: TritonOps) -> None:
                 return
             ops.device.single_rows = limit
             for kind, (shape, make) in {"Mamba 2": (SCANNED, scan), "delta rule": (CORRECTED, correct)}.items():
-                if make is correct and way == "in chunks":
-                    continue  # it has none
                 run = make(bench, ops, rows, REHEARSED if bench.is_rehearsal else shape)
                 seconds = bench.seconds(lambda _idx, run=run: run(), repeats=5)  # type: ignore[misc]
                 bench.add(f"{kind}, {len(rows)} x {rows[0]} rows, {way}", us=seconds * 1e6)

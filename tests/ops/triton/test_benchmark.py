@@ -45,5 +45,10 @@ def test_rehearsal(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "gpu.json").read_text())
     assert report["is_right"]
     assert report["facts"]["is_rehearsal"]
-    names = {"decode attention, 2 x 40", "Mamba 2, 1 x 40 rows, in chunks", "nano-vllm's benchmark"}
+    names = {
+        "decode attention, 2 x 40",
+        "Mamba 2, 1 x 40 rows, in chunks",
+        "delta rule, 1 x 40 rows, in chunks",
+        "nano-vllm's benchmark",
+    }
     assert names <= report["figures"].keys()

@@ -133,7 +133,7 @@ class TritonStepStates:
         return output
 
     def gated_delta_rule(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        """Carry each state through its rows; where keys are wider than those of any model known, not in chunks."""
+        """Carry each state through its rows, in chunks where its keys fit into shared memory."""
         states = self._states.ssm_states[layer_idx]
         _, num_heads, key_dim, value_dim = states.shape
         goes_in_chunks = key_dim <= MOST_CORRECTED

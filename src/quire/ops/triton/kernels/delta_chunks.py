@@ -28,9 +28,9 @@ import triton.language as tl
 from quire.ops.triton.kernels.state_chunks import decays_between, num_finite
 from quire.ops.triton.kernels.states import correct_rows
 
-# What numbers of 1 at most are multiplied by before they are split: the second part is next to float16's smallest.
+# Factor of numbers up to 1 before they are split, since second parts are small and float16 has a small range.
 UNIT = tl.constexpr(1024.0)
-# Exponent of UNIT, and bits of an exponent of 0 and of the number's fraction in float32.
+# Exponent of UNIT; in float32, the stored exponent of 1 and the number of bits behind it.
 UNIT_EXPONENT = tl.constexpr(10)
 BIAS = tl.constexpr(127)
 FRACTION = tl.constexpr(23)
