@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from tests.conformance.checkpoints import (
 from tests.conformance.conftest import REPRESENTATIVES, make_reference
 from tests.ops.triton.interpreted import MARKS, triton
 
-from quire.ops.triton.state_chunks import StateChunks  # isort: skip - the module above skips where Triton is missing
+from quire.ops.triton import step_states  # isort: skip - the module above skips where Triton is missing
+from quire.ops.triton.delta_chunks import correct_in_chunks  # isort: skip
+from quire.ops.triton.state_chunks import StateChunks  # isort: skip
 
 SLOW = pytest.mark.slow
 NUM_TOKENS = 6
@@ -59,20 +62,24 @@ class TestInterpreted:
                 assert list(tokens[: len(expected)]) == list(expected[:NUM_TOKENS])
         check(llm.engine.scheduler.memory)
 
-    @pytest.mark.parametrize("name", ["falcon-h1", "granite4"])
+    @pytest.mark.parametrize("name", ["falcon-h1", "granite4", "qwen3.5"])
     def test_prompts_in_chunks(self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """A prompt of several chunks over three steps, beside decodes and another one; then again from its snapshot."""
         folder = save_checkpoint(name, tmp_path)
         rng = random.Random(3)
         prompts = [[rng.randrange(10, VOCAB_SIZE) for _ in range(count)] for count in (5, 210, 70)]
         expected = generate_with_transformers(folder, prompts, [EOS_TOKEN_ID])
-        num_chunks, scan = [], StateChunks.scan
+        num_chunks = []
 
-        def scan_seen(chunks: StateChunks, *args: Any) -> None:
-            num_chunks.append(len(chunks.starts))
-            scan(chunks, *args)
+        def seen(carry: Callable[..., None]) -> Callable[..., None]:
+            def carry_seen(chunks: StateChunks, *args: Any) -> None:
+                num_chunks.append(len(chunks.starts))
+                carry(chunks, *args)
 
-        monkeypatch.setattr(StateChunks, "scan", scan_seen)
+            return carry_seen
+
+        monkeypatch.setattr(StateChunks, "scan", seen(StateChunks.scan))
+        monkeypatch.setattr(step_states, "correct_in_chunks", seen(correct_in_chunks))
         llm = load(str(folder), 2 * POOL_FACTORS[name], max_model_len=256, max_num_batched_tokens=100,
                    state_snapshot_interval=128)  # fmt: skip
         for _ in range(2):
