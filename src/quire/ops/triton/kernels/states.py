@@ -1,8 +1,8 @@
 """Recurrences over paged states: short convolutions, Mamba 2, the gated delta rule.
 
-A state is updated row by row: one program carries one head's part of one sequence's state through the rows. Mamba 2
-leaves sequences of many rows to `state_chunks.py`. Flags are compared as vectors: the interpreter takes no scalar
-condition for a mask.
+A state is updated row by row: one program carries one head's part of one sequence's state through the rows. Sequences
+of many rows are left to `state_chunks.py` and `delta_chunks.py`. Flags are compared as vectors: the interpreter takes
+no scalar condition for a mask.
 """
 
 import triton
