@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -82,6 +83,20 @@ def test_in_chunks(dtype: torch.dtype, head_dim: int, state_dim: int) -> None:
 
 def test_nothing_but_chunks() -> None:
     World([(CHUNK + 3, False)]).check(make_step)
+
+
+@pytest.mark.parametrize("head_dim", [1, 80])
+def test_nothing_is_read_before_it_is_written(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that is taken for chunks is full of NaN here."""
+    new_empty = torch.Tensor.new_empty
+
+    def poisoned(tensor: torch.Tensor, *size: Any, **options: Any) -> torch.Tensor:
+        found = new_empty(tensor, *size, **options)
+        return found.fill_(math.nan) if found.dtype.is_floating_point else found
+
+    world = World([(CHUNK + 3, True)], num_heads=1, head_dim=head_dim, state_dim=3)
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+    world.check(make_step)
 
 
 def test_keys_that_are_too_wide_for_chunks() -> None:

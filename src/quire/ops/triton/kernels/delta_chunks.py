@@ -126,7 +126,8 @@ def correct_within_chunks(
     is_first = head % SHARE == 0
     own = (chunk * (HEADS // SHARE) + head // SHARE).to(tl.int64) * 4 * CHUNK * KEYS + lanes[:, None] * KEYS
     asked = tl.zeros([CHUNK, CHUNK], tl.float32)
-    for start in range(0, KEY_DIM, PART):
+    # Zeros behind a key are stored too: whole tiles are loaded.
+    for start in range(0, KEYS, PART):
         columns = start + tl.arange(0, PART)[None, :]
         known = is_known & (columns < KEY_DIM)
         query = tl.load(q + by_row * stride_q + group + columns, mask=known, other=0.0)
@@ -144,7 +145,7 @@ def correct_within_chunks(
     poison = (logs + rate) * 0.0 + tl.where(to_end > 1.0, float("nan"), 0.0)
     poison += _store_halves(square + 2 * CHUNK * CHUNK, asked * between * (1.0 / UNIT), CHUNK * CHUNK)
     alike = tl.zeros([CHUNK, CHUNK], tl.float32)
-    for start in range(0, KEY_DIM, PART):
+    for start in range(0, KEYS, PART):
         columns = start + tl.arange(0, PART)[None, :]
         known = is_known & (columns < KEY_DIM)
         high, low = _halves(tl.load(k + by_row * stride_k + group + columns, mask=known, other=0.0) * UNIT)
