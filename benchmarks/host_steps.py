@@ -142,7 +142,7 @@ class HostSteps:
         plan = self._plan()
         self._builder.apply_plan(plan)
         self._sampler.begin_step(plan)
-        self._take_in(plan, [ItemResult(item.seq_id, (1,) * item.num_samples) for item in plan.items])
+        self._update(plan, [ItemResult(item.seq_id, (1,) * item.num_samples) for item in plan.items])
 
     def step(self) -> None:
         """Run a step of decodes, as the engine and `GraphRunner` do."""
@@ -154,13 +154,13 @@ class HostSteps:
         _, logits = self._ladder.run(plan.items, self._builder)
         with self._timed("sample"):
             results = self._sampler.sample(logits, plan.items)
-        self._take_in(plan, results)
+        self._update(plan, results)
 
     def _plan(self) -> StepPlan:
         self._tick += 1
         return self._scheduler.plan(self._tick)
 
-    def _take_in(self, plan: StepPlan, results: list[ItemResult]) -> None:
+    def _update(self, plan: StepPlan, results: list[ItemResult]) -> None:
         with self._timed("take in"):
             events = self._scheduler.update_from_results(plan.items, results)
         with self._timed("outputs"):

@@ -37,7 +37,7 @@ PROMPT, OUTPUT, BLOCK_SIZE = 512, 128, 16
 ENDPOINT = "tcp://127.0.0.1:*"
 
 
-class Stopwatch:
+class ThreadClock:
     """Adds up the processor seconds of calls."""
 
     def __init__(self) -> None:
@@ -63,13 +63,13 @@ class TimedObserver:
         watch: counts the seconds.
     """
 
-    def __init__(self, inner: PublicationObserver, watch: Stopwatch) -> None:
+    def __init__(self, inner: PublicationObserver, watch: ThreadClock) -> None:
         self.on_publish = watch.timed(inner.on_publish)
         self.on_withdraw = watch.timed(inner.on_withdraw)
         self.on_clear = watch.timed(inner.on_clear)
 
 
-class Run(NamedTuple):
+class EventCosts(NamedTuple):
     """Times of a run of some steps.
 
     Args:
@@ -85,12 +85,12 @@ class Run(NamedTuple):
     num_batches: int
 
 
-def run(num_seqs: int, num_steps: int, *, has_events: bool) -> Run:
+def run(num_seqs: int, num_steps: int, *, has_events: bool) -> EventCosts:
     """Run the control plane, with or without events."""
     memory = KVCacheManager([FullAttention(block_size=BLOCK_SIZE)], num_seqs * (PROMPT + OUTPUT) // BLOCK_SIZE * 2)
     scheduler = Scheduler(memory, max_num_seqs=num_seqs, max_num_batched_tokens=num_seqs + 2048)
     executor = CountingExecutor()
-    publisher, watch = None, Stopwatch()
+    publisher, watch = None, ThreadClock()
     if has_events:
         collector = KVEventCollector(memory)
         publisher = KVEventPublisher(KVEventsConfig(endpoint=ENDPOINT, replay_endpoint=ENDPOINT))
@@ -120,7 +120,7 @@ def run(num_seqs: int, num_steps: int, *, has_events: bool) -> Run:
         num_batches = publisher.next_seq
         publisher.close()
     others_s = (time.process_time() - all_s - (time.thread_time() - own_s)) / num_steps
-    return Run(steps_s, events_s, others_s, num_batches)
+    return EventCosts(steps_s, events_s, others_s, num_batches)
 
 
 def least(steps: Iterable[list[float]]) -> float:
@@ -138,8 +138,8 @@ def main() -> None:
     rows = []
     print(f"{'sequences':>10}{'step without':>14}{'events, here':>14}{'other threads':>15}{'batches':>10}")
     for num_seqs in options.sequences:
-        without: list[Run] = []
-        with_events: list[Run] = []
+        without: list[EventCosts] = []
+        with_events: list[EventCosts] = []
         for _ in range(options.rounds):
             without.append(run(num_seqs, options.steps, has_events=False))
             with_events.append(run(num_seqs, options.steps, has_events=True))

@@ -92,7 +92,7 @@ class OwnTokens(NamedTuple):
         return cls(sharing, seen, firsts, firsts // tile_tokens * tile_tokens, num_shared, int(firsts.sum()))
 
 
-class Written(NamedTuple):
+class WrittenItems(NamedTuple):
     """The items that lie in the buffers.
 
     Args:
@@ -131,7 +131,7 @@ class WrittenDecodes:
         self._tile_tokens, self._most, self._buffers = tile_tokens, most, buffers
         self._num_kv_heads, self._num_processors = num_kv_heads, num_processors
         self._own: OwnTokens | None = None
-        self._written: Written | None = None
+        self._written: WrittenItems | None = None
 
     def write(self, rows: DecodeRows, sharing: DecodeSharing) -> None:
         """Write the work of a step, in which some tokens are shared."""
@@ -150,7 +150,7 @@ class WrittenDecodes:
             self._written = None  # if writing fails, the next step does it again
             self._written = self._write_all(rows, own, length)
 
-    def _write_again(self, written: Written, rows: DecodeRows, own: OwnTokens, ends: Tensor, length: int) -> None:
+    def _write_again(self, written: WrittenItems, rows: DecodeRows, own: OwnTokens, ends: Tensor, length: int) -> None:
         """Write what changes in each step."""
         numbers: tuple[Tensor, ...] = rows.positions, rows.block_starts, own.firsts, ends
         if len(written.owners) != len(ends):  # some are split
@@ -162,7 +162,7 @@ class WrittenDecodes:
         if len(written.shared_tables):
             written.shared_tables.copy_(rows.block_starts.index_select(0, written.sharing.item_rows))
 
-    def _write_all(self, rows: DecodeRows, own: OwnTokens, length: int) -> Written:
+    def _write_all(self, rows: DecodeRows, own: OwnTokens, length: int) -> WrittenItems:
         """Write all items."""
         sharing, most = own.sharing, self._most
         work = plan_decodes(
@@ -184,4 +184,6 @@ class WrittenDecodes:
             table.write(entries.view(-1))
         shared = tables.host[: shared_items.numel()].view(-1, SHARED_ITEM)
         columns = tuple(items[:, column] for column in (POSITION, TABLE, FIRST, END))
-        return Written(sharing, rows.num_real, work.counts, work.owners, work.parts, columns, shared[:, SHARED_TABLE])
+        return WrittenItems(
+            sharing, rows.num_real, work.counts, work.owners, work.parts, columns, shared[:, SHARED_TABLE]
+        )
