@@ -129,7 +129,7 @@ class RadixNode:
         All branches at a position follow the same blocks, so the name leaves these out: a sequence that ends need not
         have all of its blocks hashed. It is keyed, as the digest of the namespace is.
         """
-        return block_digest(self.root_digest if self.parent is None else self.root_digest + b"/", content)
+        return block_digest(self.root_digest, content)
 
     def _digest_before_all(self) -> bytes:
         """Return the digest before the first block."""
