@@ -18,15 +18,15 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from benchmarks import machine
+from quire.bench.stopwatch import Stopwatch, all_timed
 from quire.config import KVEventsConfig
 from quire.kvevents.publisher import KVEventPublisher
 from quire.memory.kv_events import KVEventCollector
 from quire.memory.manager import KVCacheManager
-from quire.memory.prefix.published import PublicationObserver
 from quire.memory.specs import FullAttention
 from quire.scheduling.scheduler import Scheduler
 from quire.sequences.params import SamplingParams
@@ -35,38 +35,8 @@ from quire.simulation.executor import CountingExecutor
 
 PROMPT, OUTPUT, BLOCK_SIZE = 512, 128, 16
 ENDPOINT = "tcp://127.0.0.1:*"
-
-
-class ThreadClock:
-    """Adds up the processor seconds of calls."""
-
-    def __init__(self) -> None:
-        self.spent_s = 0.0
-
-    def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function whose time is counted."""
-
-        def run(*arguments: Any) -> Any:
-            begin_s = time.thread_time()
-            found = call(*arguments)
-            self.spent_s += time.thread_time() - begin_s
-            return found
-
-        return run
-
-
-class TimedObserver:
-    """A pool's observer whose processor time is counted.
-
-    Args:
-        inner: the observer.
-        watch: counts the seconds.
-    """
-
-    def __init__(self, inner: PublicationObserver, watch: ThreadClock) -> None:
-        self.on_publish = watch.timed(inner.on_publish)
-        self.on_withdraw = watch.timed(inner.on_withdraw)
-        self.on_clear = watch.timed(inner.on_clear)
+# Phase of the stopwatch.
+EVENTS = "events"
 
 
 class EventCosts(NamedTuple):
@@ -90,14 +60,14 @@ def run(num_seqs: int, num_steps: int, *, has_events: bool) -> EventCosts:
     memory = KVCacheManager([FullAttention(block_size=BLOCK_SIZE)], num_seqs * (PROMPT + OUTPUT) // BLOCK_SIZE * 2)
     scheduler = Scheduler(memory, max_num_seqs=num_seqs, max_num_batched_tokens=num_seqs + 2048)
     executor = CountingExecutor()
-    publisher, watch = None, ThreadClock()
+    publisher, watch = None, Stopwatch(time.thread_time)
     if has_events:
         collector = KVEventCollector(memory)
         publisher = KVEventPublisher(KVEventsConfig(endpoint=ENDPOINT, replay_endpoint=ENDPOINT))
         for index in (group.pool.index for group in memory.groups):
             assert index.observer is not None
-            index.observer = TimedObserver(index.observer, watch)
-        publish, take_events = watch.timed(publisher.publish), watch.timed(collector.take_events)
+            index.observer = all_timed(watch.timed, EVENTS, index.observer, "on_publish", "on_withdraw", "on_clear")
+        publish, take_events = watch.timed(EVENTS, publisher.publish), watch.timed(EVENTS, collector.take_events)
     num_requests = 0
     steps_s, events_s = [], []
     own_s, all_s = time.thread_time(), time.process_time()
@@ -108,13 +78,14 @@ def run(num_seqs: int, num_steps: int, *, has_events: bool) -> EventCosts:
             limit = PROMPT + params.max_tokens if params.max_tokens else PROMPT
             scheduler.add(Request(str(num_requests), tokens, params, limit, frozenset(), num_requests, seed=0))
             num_requests += 1
-        watch.spent_s, begin_s = 0.0, time.thread_time()
+        watch.seconds.clear()
+        begin_s = time.thread_time()
         plan = scheduler.plan(0)
         scheduler.update_from_results(plan.items, executor.execute(plan).items)
         if publisher is not None and collector.has_events:
             publish(take_events())
         steps_s.append(time.thread_time() - begin_s)
-        events_s.append(watch.spent_s)
+        events_s.append(watch.seconds.get(EVENTS, 0.0))
     num_batches = 0
     if publisher is not None:
         num_batches = publisher.next_seq

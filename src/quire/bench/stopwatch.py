@@ -148,10 +148,10 @@ class Observer:
             return Timed(linear, timed(LINEAR, linear))
 
         def step_attention(batch: AttentionBatch, kv: PagedKV) -> Any:
-            return _all_timed(timed, ATTENTION, ops.step_attention(batch, kv), "prepare", "prepare_queries", "attend")
+            return all_timed(timed, ATTENTION, ops.step_attention(batch, kv), "prepare", "prepare_queries", "attend")
 
         def step_states(batch: StateBatch, states: PagedStates) -> Any:
-            return _all_timed(
+            return all_timed(
                 timed, RECURRENCE, ops.step_states(batch, states), "short_conv", "gated_delta_net", "mamba2"
             )
 
@@ -200,5 +200,6 @@ class Observer:
         return made  # type: ignore[no-any-return]
 
 
-def _all_timed(timed: Callable[..., Any], phase: str, part: Any, *names: str) -> Timed:
+def all_timed(timed: Callable[..., Any], phase: str, part: Any, *names: str) -> Any:
+    """Return a part whose methods of these names count for a phase, by `Stopwatch.timed`."""
     return Timed(part, **{name: timed(phase, getattr(part, name)) for name in names})
