@@ -34,10 +34,10 @@ STEPS: list[tuple[dict[int, int], dict[int, int]]] = [
 ]
 
 
-def run_both(decoder: Decoder) -> list[tuple[Tensor, Tensor]]:
+def run_both(decoder: Decoder, device: str = "cpu") -> list[tuple[Tensor, Tensor]]:
     """Return the logits of read rows, and the same rows' where all rows are computed, of a run for each."""
     prompts = {seq_id: random_tokens(64, seq_id) for seq_id in range(3)}
-    run, twin = PagedRun(decoder), PagedRun(decoder)
+    run, twin = PagedRun(decoder, device=device), PagedRun(decoder, device=device)
     starts, pairs = dict.fromkeys(prompts, 0), []
     for counts, read in STEPS:
         rows = {seq_id: prompts[seq_id][starts[seq_id] :][:count] for seq_id, count in counts.items()}
@@ -52,7 +52,7 @@ def run_both(decoder: Decoder) -> list[tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", CASES)
 def test_rows_that_are_read_are_the_same(name: str, device: str) -> None:
-    for found, expected in run_both(make_tiny(name, device=device).decoder):
+    for found, expected in run_both(make_tiny(name, device=device).decoder, device):
         assert found.isfinite().all()
         if len(found):
             assert_same(found, expected)
