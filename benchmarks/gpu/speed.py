@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu.captured import measure_captured
 from benchmarks.gpu.memory import BLOCK_SIZE, KVMemory, make_batch, make_memory, num_blocks_of
@@ -31,7 +32,7 @@ ROTATED = 1 << 28
 
 
 def measure_attention(bench: Bench, ops: TritonOps) -> None:
-    """Measure one layer of Llama-3.1-8B's shape: decodes by bandwidth, prompts by their products."""
+    """Measure one layer of Llama-3.1-8B's shape: decodes by bandwidth, prompts by their products, beside torch's."""
     shape = REHEARSED if bench.is_rehearsal else LLAMA_8B
     kv_bytes = shape.kv_bytes // shape.num_layers
     for batch, context in [(b, c) for c in CONTEXTS for b in BATCHES] if not bench.is_rehearsal else [(2, 40)]:
@@ -48,7 +49,7 @@ def measure_attention(bench: Bench, ops: TritonOps) -> None:
         ]
         q = torch.randn(batch, shape.num_heads, shape.head_dim, device=bench.device, dtype=torch.bfloat16)
 
-        seconds = bench.seconds(partial(attend, steps, q))
+        seconds = bench.device_seconds(partial(attend, steps, q), min(512, max(4, copies)))
         bench.add(
             f"decode attention, {batch} x {context}",
             us=seconds * 1e6,
@@ -64,10 +65,11 @@ def measure_attention(bench: Bench, ops: TritonOps) -> None:
         memory = make_memory(num_blocks_of(spans), 1, shape.num_kv_heads, shape.head_dim, bench.device)
         step = ops.step_attention(make_batch(spans, bench.device), memory)
         q = torch.randn(length, shape.num_heads, shape.head_dim, device=bench.device, dtype=torch.bfloat16)
-        seconds = bench.seconds(partial(attend, [step], q), repeats=5)
-        rate = attention_flops(shape, length) / seconds
-        bench.add(f"prompt attention, {length}", ms=seconds * 1e3, tflops=rate / 1e12,
-                  share=rate / bench.rates.flops_per_s)  # fmt: skip
+        for name, call in (("", partial(attend, [step], q)), (", torch's", partial(attend_by_torch, q, shape))):
+            seconds = bench.device_seconds(call, calls=2, repeats=5)
+            rate = attention_flops(shape, length) / seconds
+            bench.add(f"prompt attention, {length}{name}", ms=seconds * 1e3, tflops=rate / 1e12,
+                      share=rate / bench.rates.flops_per_s)  # fmt: skip
 
 
 def measure_shared(bench: Bench, ops: TritonOps, shape: Shape) -> None:
@@ -86,7 +88,7 @@ def measure_shared(bench: Bench, ops: TritonOps, shape: Shape) -> None:
     for kind, launch_bytes in (("read once", least), ("read separately", float("inf"))):
         ops.device.launch_bytes = launch_bytes
         step = ops.step_attention(make_batch(spans, bench.device, shared=shared), memory)
-        seconds = bench.seconds(partial(attend, [step], q))
+        seconds = bench.device_seconds(partial(attend, [step], q), calls=4)
         least_s = (shared + batch * behind) * kv_bytes / bench.rates.bytes_per_s
         bench.add(f"{name}, {kind}", us=seconds * 1e6, share=least_s / seconds)
     ops.device.launch_bytes = least
@@ -95,6 +97,13 @@ def measure_shared(bench: Bench, ops: TritonOps, shape: Shape) -> None:
 def attend(steps: Sequence[StepAttention], q: Tensor, idx: int) -> Tensor:
     """Attend in the memory of one of several steps, by turns."""
     return steps[idx % len(steps)].attend(0, q, 0.1)
+
+
+def attend_by_torch(q: Tensor, shape: Shape, _idx: int) -> Tensor:
+    """Attend to a prompt's own keys and values, which are not paged, by what torch has for that."""
+    heads = q.transpose(0, 1)[None]
+    keys = heads[:, : shape.num_kv_heads]
+    return scaled_dot_product_attention(heads, keys, keys, is_causal=True, scale=0.1, enable_gqa=True)
 
 
 def make_decoder(shape: Shape, bench: Bench, ops: TritonOps) -> Decoder:

@@ -47,7 +47,7 @@ def measure_states(bench: Bench, ops: TritonOps) -> None:
             ops.device.single_rows = limit
             for kind, (shape, make) in {"Mamba 2": (SCANNED, scan), "delta rule": (CORRECTED, correct)}.items():
                 run = make(bench, ops, rows, REHEARSED if bench.is_rehearsal else shape)
-                seconds = bench.seconds(lambda _idx, run=run: run(), repeats=5)  # type: ignore[misc]
+                seconds = bench.device_seconds(lambda _idx, run=run: run(), calls=4, repeats=5)  # type: ignore[misc]
                 bench.add(f"{kind}, {len(rows)} x {rows[0]} rows, {way}", us=seconds * 1e6)
             ops.device.single_rows = single_rows
 

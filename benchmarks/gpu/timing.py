@@ -61,6 +61,22 @@ class Bench:
         torch.cuda.synchronize()
         return float(statistics.median(start.elapsed_time(end) for start, end in events)) / 1e3
 
+    def device_seconds(self, run: Callable[[int], object], calls: int = 16, repeats: int = 10) -> float:
+        """Return the median time of a call on the device alone.
+
+        Calls of other numbers are captured one after the other, since to launch a small one takes longer than it runs.
+        """
+        if self.is_rehearsal:
+            return self.seconds(run)
+        for idx in range(calls):
+            run(idx)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for idx in range(calls):
+                run(idx)
+        return self.seconds(lambda _idx: graph.replay(), repeats) / calls
+
     def memory_left(self) -> int:
         """Return the bytes that may still be taken on the device."""
         return 1 << 26 if self.is_rehearsal else int(torch.cuda.mem_get_info(self.device)[0] * 0.9)
