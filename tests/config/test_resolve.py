@@ -100,7 +100,7 @@ def test_resolve_keeps_what_was_asked_for() -> None:
 
 @pytest.mark.parametrize(
     ("device", "max_num_seqs", "budget"),
-    [("cpu", 256, 512), ("cpu", 600, 600), ("cuda", 256, 2048), ("cuda", 3000, 3000)],
+    [("cpu", 256, 512), ("cpu", 600, 600), ("cuda", 256, 8192), ("cuda", 9000, 9000)],
 )
 def test_the_default_budget(device: str, max_num_seqs: int, budget: int) -> None:
     machine = dataclasses.replace(CPU, device=device)
@@ -227,7 +227,7 @@ def test_a_gpu_is_shared_by_weights_the_worst_step_and_the_pool() -> None:
     # 0.9 x 80 GiB, without the 10 GiB that are taken and the 2 GiB of a step; a block costs what it makes a step take.
     budget = int(0.9 * (80 << 30)) - (12 << 30)
     assert config.num_blocks == budget // (16 * (1024 + 64)) - 1
-    assert config.max_num_batched_tokens == 2048
+    assert config.max_num_batched_tokens == 8192
     assert config.num_blocks * config.bytes_per_block + (12 << 30) < 0.9 * (80 << 30)
 
 

@@ -139,7 +139,7 @@ class SchedulerConfig:
     Args:
         max_num_seqs: maximum number of running sequences.
         max_num_batched_tokens: maximum number of tokens in a step; longer prompts are computed in chunks. None takes
-            512 on a CPU and 2048 on a GPU, and at least `max_num_seqs`.
+            512 on a CPU and 8192 on a GPU, and at least `max_num_seqs`.
         scheduling_policy: "fcfs", or "priority": lower values first, then first come first served; a request may
             preempt running ones of higher values.
         priority_aging: number of later requests that may overtake a request, for each level by which their priority
