@@ -43,7 +43,7 @@ def test_work_on_all_rows_at_once_is_that_of_the_slow_planner(seed: int) -> None
     expected = plan_work(batch, 1, tile, tile, heads, processors)
     firsts = [batch.first_seen(position) for position in positions]
     total = sum(position + 1 - first for position, first in zip(positions, firsts, strict=True))
-    length = split_length(total, heads, processors, tile.tokens)
+    length = split_length(total, heads, processors, tile.tokens, len(positions))
     rows, seen, tables = torch.tensor([positions, firsts, batch.block_starts[:-1]])
     found = plan_decodes(rows, seen, tables, len(positions), tile.tokens, length)
     items = {WorkItem(*item[:7]) for item in found.items.tolist()}

@@ -264,7 +264,7 @@ def test_decodes_planned_at_once_have_the_work_of_the_slow_planner(seed: int) ->
     sharing = Sharing.of(find_shared(candidates, tables, rule).ranges, rule, heads, processors)
     firsts = torch.tensor([sharing.ends.get(row, 0) for row in range(len(contexts))])
     num_shared = torch.tensor([sharing.num_parts.get(row, 0) for row in range(len(contexts))])
-    length = split_length(int((positions + 1 - firsts).sum()), heads, processors, DECODE.tokens)
+    length = split_length(int((positions + 1 - firsts).sum()), heads, processors, DECODE.tokens, len(contexts))
     table_starts = torch.tensor(starts[:-1])
     work = plan_decodes(positions, firsts, table_starts, len(contexts), DECODE.tokens, length, num_shared)
     items = {tuple(item[:7]) for item in work.items.tolist()}

@@ -38,7 +38,7 @@ class MostWork(NamedTuple):
         A split has at least a share of all tokens, and `MIN_SPLIT` of them; a first split may begin in the middle of a
         tile, so that a row counts up to a tile more.
         """
-        whole = most_splits(num_kv_heads, num_processors)
+        whole = most_splits(num_kv_heads, num_processors, num_rows)
         whole += -(-num_rows * max(0, tile_tokens - 1) // MIN_SPLIT)
         num_split = min(num_rows, whole)
         return cls(num_rows + whole, whole + num_split, num_split)

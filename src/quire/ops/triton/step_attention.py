@@ -23,6 +23,8 @@ from quire.ops.triton.work_items import plan_work
 STORED = {torch.int8: 1, torch.float8_e4m3fn: 2}
 # Heads that one program prepares.
 HEADS = 8
+# Numbers of partial results that a program adds up at once.
+COMBINED = 4096
 
 
 class PlacedShared(NamedTuple):
@@ -238,7 +240,7 @@ class TritonStepAttention:
         self, items: PlacedItems, output: Tensor, partial: tuple[Tensor, Tensor], sinks: Tensor | None, group: int
     ) -> None:
         """Add up what the splits of rows gave."""
-        attention.combine[items.num_split, self._num_kv_heads](
+        attention.combine[items.num_split, self._num_kv_heads, group](
             output,
             *partial,
             items.split_rows,
@@ -248,7 +250,7 @@ class TritonStepAttention:
             GROUP=group,
             HEAD_DIM=self._head_dim,
             DIM=power_of_2(self._head_dim, 16),
-            ROWS=items.tile.rows,
+            PARTS=max(1, COMBINED // power_of_2(self._head_dim, 16)),
             SINKS=sinks is not None,
             COUNTED=items.counts is not None,
             num_warps=4,

@@ -99,7 +99,8 @@ def plan_work(
         found = find_shared(list(_candidates(batch, few)), _host_block_ids(batch), rule)
         sharing = Sharing.of(found.ranges, rule, num_kv_heads, num_processors)
         few = [span._replace(first=sharing.ends.get(span.first_row, span.first)) for span in few]
-    length = split_length(sum(each.end - each.first for each in few), num_kv_heads, num_processors, decode.tokens)
+    num_tokens = sum(each.end - each.first for each in few)
+    length = split_length(num_tokens, num_kv_heads, num_processors, decode.tokens, len(few))
     whole: list[WorkItem] = []
     parts: list[WorkItem] = []
     split_rows: list[SplitRows] = []

@@ -141,7 +141,7 @@ class WrittenDecodes:
         ends = rows.positions + 1
         # A row of padding has one token.
         num_tokens = int(ends.sum()) - (len(ends) - num_real) - own.sum_firsts
-        length = split_length(num_tokens, self._num_kv_heads, self._num_processors, self._tile_tokens)
+        length = split_length(num_tokens, self._num_kv_heads, self._num_processors, self._tile_tokens, num_real)
         counts = num_parts(ends - own.starts, num_real, length)
         is_same = written is not None and written.sharing is sharing and written.num_real == num_real
         if written is not None and is_same and torch.equal(written.counts, counts):

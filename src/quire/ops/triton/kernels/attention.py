@@ -99,11 +99,11 @@ def attend_tile(
 
 
 @triton.jit
-def _with_sink(sums, peak, weight, sink):
-    """Let attention sinks, one for each row, take their part of the softmax."""
+def _sink_share(peak, weight, sink):
+    """Let attention sinks, one for each row, take their part of the softmax: return factors of sums, and weights."""
     total_peak = tl.maximum(peak, sink)
     decay = tl.exp2(peak - total_peak)
-    return sums * decay[:, None], weight * decay + tl.exp2(sink - total_peak)
+    return decay, weight * decay + tl.exp2(sink - total_peak)
 
 
 @triton.jit
@@ -125,7 +125,8 @@ def _store_rows(output, sums, peak, weight, sinks, at, heads, dims, mask, NUM_HE
                 HEAD_DIM: tl.constexpr, SINKS: tl.constexpr):  # fmt: skip
     """Store what rows attend to, [ROWS, DIM]."""
     if SINKS:
-        sums, weight = _with_sink(sums, peak, weight, tl.load(sinks + heads) * 1.4426950408889634)
+        decay, weight = _sink_share(peak, weight, tl.load(sinks + heads) * 1.4426950408889634)
+        sums *= decay[:, None]
     where = output + (at[:, None] * NUM_HEADS + heads[:, None]) * HEAD_DIM + dims[None, :]
     tl.store(where, rounded(sums / weight[:, None], output.dtype.element_ty), mask=mask)
 
@@ -205,37 +206,40 @@ def attend(
 @triton.jit
 def combine(
     output, partial_sums, partial_softmax, split_rows, counts, sinks,
-    NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
+    NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr,
     SINKS: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """Add up the partial results of rows, in the order of their tokens; COUNTED: the second of `counts` of them."""
+    """Add up the partial results of rows, a query head a program; COUNTED: the second of `counts` of them.
+
+    PARTS of them are loaded at once: one after the other, each would wait for the memory.
+    """
     if COUNTED:  # noqa: SIM102 - the compiler decides the outer condition
         if tl.program_id(0) >= tl.load(counts + 1):
             return
     entry = split_rows + tl.program_id(0) * SPLIT_ROWS
-    kv_head = tl.program_id(1)
+    kv_head, group_head = tl.program_id(1), tl.program_id(2)
     first_row, num_rows, place, count = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
-    lanes = tl.arange(0, ROWS)
-    rows, heads = lanes // GROUP, kv_head * GROUP + lanes % GROUP
+    head = kv_head * GROUP + group_head
     dims = tl.arange(0, DIM)
-    sums = tl.zeros([ROWS, DIM], tl.float32)
-    peak = tl.full([ROWS], float("-inf"), tl.float32)
-    weight = tl.zeros([ROWS], tl.float32)
-    known = rows < num_rows
-    for part in range(count):
-        lane = partial_lanes(place + part * num_rows + rows, kv_head, lanes, NUM_KV, GROUP)
-        part_peak = tl.load(partial_softmax + lane * 2, mask=known, other=0.0)
-        part_weight = tl.load(partial_softmax + lane * 2 + 1, mask=known, other=0.0)
-        part_sums = tl.load(partial_sums + lane[:, None] * DIM + dims[None, :], mask=known[:, None], other=0.0)
-        new_peak = tl.maximum(peak, part_peak)
-        offset = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        decay, part_decay = tl.exp2(peak - offset), tl.exp2(part_peak - offset)
-        sums = sums * decay[:, None] + part_sums * part_decay[:, None]
-        weight = weight * decay + part_weight * part_decay
-        peak = new_peak
-    if SINKS:
-        sink = tl.load(sinks + heads, mask=known, other=0.0)
-        sums, weight = _with_sink(sums, peak, weight, sink * 1.4426950408889634)
-    mask = known[:, None] & (dims < HEAD_DIM)[None, :]
-    where = output + ((first_row + rows).to(tl.int64)[:, None] * (NUM_KV * GROUP) + heads[:, None]) * HEAD_DIM
-    tl.store(where + dims[None, :], rounded(sums / weight[:, None], output.dtype.element_ty), mask=mask)
+    for row in range(num_rows):
+        sums = tl.zeros([DIM], tl.float32)
+        peak = tl.full([1], float("-inf"), tl.float32)
+        weight = tl.zeros([1], tl.float32)
+        for first in range(0, count, PARTS):
+            parts = first + tl.arange(0, PARTS)
+            known = parts < count
+            lanes = partial_lanes(place + parts * num_rows + row, kv_head, group_head, NUM_KV, GROUP)
+            part_peaks = tl.load(partial_softmax + lanes * 2, mask=known, other=float("-inf"))
+            part_weights = tl.load(partial_softmax + lanes * 2 + 1, mask=known, other=0.0)
+            part_sums = tl.load(partial_sums + lanes[:, None] * DIM + dims[None, :], mask=known[:, None], other=0.0)
+            new_peak = tl.maximum(peak, tl.max(part_peaks, 0))
+            offset = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            decay, part_decays = tl.exp2(peak - offset), tl.exp2(part_peaks - offset)
+            sums = sums * decay + tl.sum(part_sums * part_decays[:, None], 0)
+            weight = weight * decay + tl.sum(part_weights * part_decays, 0)
+            peak = new_peak
+        if SINKS:
+            decay, weight = _sink_share(peak, weight, tl.load(sinks + head) * 1.4426950408889634)
+            sums *= decay
+        where = output + ((first_row + row).to(tl.int64) * (NUM_KV * GROUP) + head) * HEAD_DIM + dims
+        tl.store(where, rounded(sums / weight, output.dtype.element_ty), mask=dims < HEAD_DIM)
