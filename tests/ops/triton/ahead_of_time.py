@@ -23,6 +23,7 @@ from quire.ops.triton.kernels import (  # noqa: E402
     attention,
     delta_chunks,
     experts,
+    few_rows,
     heads,
     linear,
     rows,
@@ -32,7 +33,7 @@ from quire.ops.triton.kernels import (  # noqa: E402
     stored_experts,
 )
 
-MODULES: tuple[ModuleType, ...] = (attention, delta_chunks, experts, heads, linear, rows)
+MODULES: tuple[ModuleType, ...] = (attention, delta_chunks, experts, few_rows, heads, linear, rows)
 MODULES += (shared_attention, state_chunks, states, stored_experts)
 # Bytes of shared memory that a program may have, by compute capability.
 SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}

@@ -154,6 +154,23 @@ def other_launches() -> list[Launch]:
     return launches
 
 
+def few_rows_launches() -> list[Launch]:
+    """Return products of one and two rows, with and without gates, of shapes of models."""
+    launches: list[Launch] = []
+    ops = make_ops()
+    with recorded(launches), torch.inference_mode():
+        for dtype in (BF16, FP16):
+            for num_columns, width in ((6144, 4096), (1024, 3072)):
+                weight = torch.zeros(num_columns, width, dtype=dtype)
+                plain, gated = ops.pack_linear(weight), ops.pack_linear(weight, gate="silu")
+                for num_rows in (1, 2):
+                    x = torch.zeros(num_rows, width, dtype=dtype)
+                    plain(x, torch.zeros(num_rows, num_columns, dtype=dtype))
+                    gated(x)
+    assert {launch.kernel.__name__ for launch in launches} == {"multiply_few_rows"}
+    return launches
+
+
 def state_launches(
     head_dim: int, state_dim: int, capability: int, dtypes: tuple[torch.dtype, ...] = (BF16, FP16)
 ) -> list[Launch]:
@@ -220,7 +237,11 @@ def stored_launches(name: str) -> list[Launch]:
     return launches
 
 
-OTHERS: dict[str, Callable[[], list[Launch]]] = {"rows": other_launches, "experts": expert_launches}
+OTHERS: dict[str, Callable[[], list[Launch]]] = {
+    "rows": other_launches,
+    "few rows": few_rows_launches,
+    "experts": expert_launches,
+}
 OTHERS |= {name: partial(stored_launches, name) for name in (*STORED, "e4m3")}
 OTHERS |= {f"experts, {name}": partial(expert_launches, name) for name in (*STORED, "e4m3")}
 
@@ -233,6 +254,8 @@ def test_other_kernels(name: str, capability: int) -> None:
     for launch in launches:
         found = compile_for(launch, capability)
         check_limits(found, capability)
+        if launch.kernel.__name__ == "multiply_few_rows":
+            assert re.search(r"LDG\.E\.128", found.assembly)
         if launch.kernel.__name__ not in EXPERT_KERNELS:
             continue
         if launch.arguments["ROWS"] >= 64 and capability >= 90:

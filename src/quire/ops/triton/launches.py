@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from typing import Final
+from typing import Final, get_args
 
 import torch
 from torch import Tensor
 
+from quire.ops.interface import Activation
 from quire.ops.triton.tiles import DEFAULT_CAPABILITY
 
+# Activations as kernels number them: in the order of `SILU` and others in kernels/rows.py.
+ACTIVATIONS: Final = {name: number for number, name in enumerate(get_args(Activation))}
 # Processors that the interpreter is given: few, so that short contexts are split too.
 INTERPRETED_PROCESSORS: Final = 2
 # Bytes that a GPU reads while it launches a kernel: 2.5 us at 3.3 TB/s. What saves less is not worth one.

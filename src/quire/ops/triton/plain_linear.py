@@ -1,4 +1,4 @@
-"""Linear layers on plain weights: torch's product, on a weight that other kernels can read."""
+"""Linear layers on plain weights, which other kernels can read too: of few rows by a kernel, of others by torch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from quire.ops.interface import Activation
+from quire.ops.triton.few_rows import MOST_ROWS, FewRowsTile, is_readable, multiply
 
 
 class TritonLinear:
-    """A product by torch, and perhaps the gate of its halves.
+    """A product, and perhaps the gate of its halves.
 
     Args:
         weight: [out, in], on its device; kept.
@@ -24,7 +25,7 @@ class TritonLinear:
         weight, bias, activation: the arguments of these names.
     """
 
-    __slots__ = ("_gate", "activation", "bias", "weight")
+    __slots__ = ("_few", "_gate", "activation", "bias", "weight")
 
     def __init__(
         self,
@@ -36,9 +37,19 @@ class TritonLinear:
         self.weight, self.bias = weight, bias
         self.activation: Activation | None = activation
         self._gate = gate
+        is_gated, (num_columns, width) = activation is not None, weight.shape
+        # By the number of rows.
+        self._few = [
+            FewRowsTile.of(num_rows, num_columns // (1 + is_gated), width, is_gated) if is_readable(weight) else None
+            for num_rows in range(MOST_ROWS + 1)
+        ]
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Multiply and add, then gate."""
+        if 0 < len(x) <= MOST_ROWS:
+            tile = self._few[len(x)]
+            if tile is not None and x.stride(1) == 1:
+                return multiply(x, self.weight, self.bias, residual, self.activation, tile)
         if residual is None:
             y = functional.linear(x, self.weight, self.bias)
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Final, get_args
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from quire.ops.reordered import ReorderedLinear
 from quire.ops.static_steps import StaticAttentionBatch, StaticLimits, StaticMemory, StaticStateBatch
 from quire.ops.torch_fallback import TorchFallback
 from quire.ops.triton.kernels import rows as row_kernels
-from quire.ops.triton.launches import Device
+from quire.ops.triton.launches import ACTIVATIONS, Device
 from quire.ops.triton.plain_linear import TritonLinear
 from quire.ops.triton.routed_experts import TritonExperts, fuse_experts
 from quire.ops.triton.static_attention import TritonStaticAttention, TritonStaticTokens
@@ -41,11 +41,11 @@ from quire.ops.triton.tiles import power_of_2
 
 # Columns of a program on rows that it need not know whole.
 COLUMNS: Final = 1024
-ACTIVATIONS: Final = {name: number for number, name in enumerate(get_args(Activation))}
 
 
 class TritonOps(TorchFallback):
-    """Triton kernels, and torch's operators where those are as good: look-ups, matrix products, encoders, adapters.
+    """Triton kernels, and torch's operators where those are as good: look-ups, products of many
+    rows, encoders, adapters.
 
     Args:
         device: a GPU; the CPU where Triton interprets its kernels.

@@ -26,14 +26,8 @@ def rms_norm(output, x, weight, eps, width, stride_row, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def gate(output, gate_up, width, ACTIVATION: tl.constexpr, COLUMNS: tl.constexpr):
-    """Activate gates and multiply, some columns of a row."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    mask = columns < width
-    base = gate_up + row * 2 * width + columns
-    gates = tl.load(base, mask=mask, other=0.0).to(tl.float32)
-    ups = tl.load(base + width, mask=mask, other=0.0).to(tl.float32)
+def activated(gates, ups, ACTIVATION: tl.constexpr):
+    """Return float32 `ups`, gated by activations of `gates`."""
     if ACTIVATION == SILU:
         factors = sigmoid(gates)
     elif ACTIVATION == SWIGLUOAI:
@@ -44,7 +38,20 @@ def gate(output, gate_up, width, ACTIVATION: tl.constexpr, COLUMNS: tl.constexpr
     else:
         # 0.5 * (1 + tanh(z)) is sigmoid(2 * z).
         factors = sigmoid(1.5957691216057308 * (gates + 0.044715 * gates * gates * gates))
-    tl.store(output + row * width + columns, rounded(gates * factors * ups, output.dtype.element_ty), mask=mask)
+    return gates * factors * ups
+
+
+@triton.jit
+def gate(output, gate_up, width, ACTIVATION: tl.constexpr, COLUMNS: tl.constexpr):
+    """Activate gates and multiply, some columns of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = columns < width
+    base = gate_up + row * 2 * width + columns
+    gates = tl.load(base, mask=mask, other=0.0).to(tl.float32)
+    ups = tl.load(base + width, mask=mask, other=0.0).to(tl.float32)
+    tl.store(output + row * width + columns, rounded(activated(gates, ups, ACTIVATION), output.dtype.element_ty),
+             mask=mask)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["size"])

@@ -1,0 +1,70 @@
+"""Products of one or two rows with a plain weight, which is read once, as fast as memory gives it.
+
+A program has some columns of the output and reads their rows of the weight from beginning to end. There is nothing to
+reuse, so no tensor cores: every thread multiplies and adds its own inputs, and the sums are added up at the end.
+"""
+
+import triton
+import triton.language as tl
+
+from quire.ops.triton.kernels.numbers import as_stored, rounded
+from quire.ops.triton.kernels.rows import activated
+
+
+@triton.jit
+def _store_row(
+    output, sums, ups, row, columns, num_columns, bias, residual,
+    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Add up the products of a row, add what is to be added, gate, and store."""
+    dtype: tl.constexpr = output.dtype.element_ty
+    total = tl.sum(sums, 1)
+    at = row * num_columns + columns
+    if BIAS:
+        total += tl.load(bias + columns).to(tl.float32)
+    if RESIDUAL:
+        total += tl.load(residual + at).to(tl.float32)
+    if ACTIVATION >= 0:
+        wide = tl.sum(ups, 1)
+        if BIAS:
+            wide += tl.load(bias + num_columns + columns).to(tl.float32)
+        # With the roundings of a product that is stored before it is gated.
+        total = activated(as_stored(total, dtype), as_stored(wide, dtype), ACTIVATION)
+    tl.store(output + at, rounded(total, dtype))
+
+
+@triton.jit
+def multiply_few_rows(
+    output, x, weight, bias, residual, num_columns, width, stride_row,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INPUTS: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Multiply one or two rows by some columns; with an activation, by their gates and by what these gate.
+
+    `output` [ROWS, num_columns]; `weight` [num_columns, width], with an activation [2 * num_columns, width];
+    `num_columns` is a multiple of COLUMNS, and `width` one of INPUTS.
+    """
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inputs = tl.arange(0, INPUTS)
+    gates = weight + columns.to(tl.int64)[:, None] * width + inputs[None, :]
+    ups = gates + num_columns.to(tl.int64) * width
+    # The same addresses for all columns, in the places of the weight's, so that nothing has to change its thread.
+    rows = x + (columns * 0)[:, None] + inputs[None, :]
+    zeros = tl.zeros([COLUMNS, INPUTS], tl.float32)
+    sums, ups_sums, next_sums, next_ups_sums = zeros, zeros, zeros, zeros
+    for start in range(0, width, INPUTS):
+        factors = tl.load(gates + start).to(tl.float32)
+        values = tl.load(rows + start).to(tl.float32)
+        sums += values * factors
+        if ROWS == 2:
+            next_values = tl.load(rows + stride_row + start).to(tl.float32)
+            next_sums += next_values * factors
+        if ACTIVATION >= 0:
+            factors = tl.load(ups + start).to(tl.float32)
+            ups_sums += values * factors
+            if ROWS == 2:
+                next_ups_sums += next_values * factors
+    _store_row(output, sums, ups_sums, 0, columns, num_columns, bias, residual, ACTIVATION, BIAS, RESIDUAL)
+    if ROWS == 2:
+        _store_row(output, next_sums, next_ups_sums, 1, columns, num_columns, bias, residual, ACTIVATION, BIAS,
+                   RESIDUAL)  # fmt: skip
