@@ -40,7 +40,7 @@ def test_other_sizes_are_refused(sizes: Any) -> None:
 
 
 def test_sizes_that_nothing_would_capture_are_refused() -> None:
-    for options in ({}, {"kernels": "native"}, {"kernels": "triton", "enforce_eager": True}):
+    for options in ({"kernels": "torch"}, {"kernels": "native"}, {"kernels": "triton", "enforce_eager": True}):
         with pytest.raises(ConfigError) as caught:
             EngineConfig.from_options(cudagraph_capture_sizes=[1], **options)
         assert caught.value.field == "cudagraph_capture_sizes"

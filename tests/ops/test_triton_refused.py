@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from quire import LLM
 from quire.errors import ConfigError
-from quire.ops import make_ops
+from quire.ops import choose_kernels, make_ops
 
 CPU = torch.device("cpu")
 
@@ -27,3 +29,29 @@ def test_with_what_it_does_not_have() -> None:
     with pytest.raises(ConfigError, match="deterministic needs native kernels") as caught:
         make_ops(CPU, "triton", deterministic=True)
     assert caught.value.field == "deterministic"
+
+
+@pytest.mark.parametrize(
+    ("capability", "has_triton", "expected"),
+    [((9, 0), True, "triton"), ((7, 5), True, "torch"), ((9, 0), False, "torch")],
+)
+def test_a_gpu_takes_them_where_they_run(
+    capability: tuple[int, int], has_triton: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    knobs = SimpleNamespace(runtime=SimpleNamespace(interpret=False))
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(knobs=knobs) if has_triton else None)  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    cuda = torch.device("cuda")
+    assert choose_kernels(cuda, "auto") == expected
+    assert choose_kernels(cuda, "torch") == "torch"
+    assert choose_kernels(CPU, "auto") == "auto"
+    knobs.runtime.interpret = True
+    assert choose_kernels(cuda, "auto") == "torch"
+
+
+def test_captured_steps_without_them() -> None:
+    with pytest.raises(
+        ConfigError, match="cudagraph_capture_sizes needs kernels 'triton', got kernels 'auto'"
+    ) as caught:
+        LLM("bundled", device="cpu", cudagraph_capture_sizes=(1, 2))
+    assert caught.value.field == "cudagraph_capture_sizes"

@@ -54,8 +54,10 @@ def describe(gpu: GPU) -> list[tuple[str, bool, str, str]]:
     free, total = gpu.free_bytes / GIB, gpu.total_bytes / GIB
     is_free = gpu.free_bytes >= share * gpu.total_bytes
     used = "" if is_free else "end the other processes on it, or give a smaller gpu_memory_utilization"
-    kernels = f"Triton {gpu.triton}: --kernels triton has captured decode steps"
-    if gpu.triton is None:
+    kernels = f"Triton {gpu.triton}: its kernels, with captured decode steps"
+    if not has_bfloat16:
+        kernels = "torch, unless --kernels triton asks for others"
+    elif gpu.triton is None:
         kernels = "torch only: Triton cannot be imported"
     elif gpu.is_interpreted:
         kernels = "Triton would interpret its kernels on the CPU, for TRITON_INTERPRET is set"

@@ -61,7 +61,8 @@ class ModelConfig:
             model so small that more threads are slower.
         kernels: implementation of all operations but matrix products: "native" kernels, compiled when Quire was
             installed, stock "torch" operators, or "triton" kernels for NVIDIA GPUs (the extra "gpu"); "auto" takes
-            native kernels on a CPU where they exist, and stock operators on a GPU.
+            native kernels on a CPU where they exist, and Triton's on a GPU of compute capability 8.0 or more where
+            Triton is installed.
         quantization: rounding of the weights of linear layers while they are loaded, on a CPU: "int8" (one scale for
             each output) or "int4" (one for each 32 inputs; the head has six bits); None takes the weights as they are.
         weight_packing: layout of the weights of linear layers: "plain", or "lossless" for bfloat16 weights in about
@@ -220,7 +221,8 @@ class EngineConfig:
                 "'auto' or 'recompute'",
                 field="preemption_mode",
             )
-        self.graphs.check_kernels(self.model.kernels)
+        if self.model.kernels != "auto":  # the device decides, and then they are looked at
+            self.graphs.check_kernels(self.model.kernels)
         options = self.to_options()
         check_num_threads(options)
         check_served_by_ranks(options, self.parallel.tensor_parallel_size)

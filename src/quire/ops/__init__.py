@@ -25,8 +25,9 @@ def make_ops(
 
     Args:
         device: any that torch has.
-        kernels: "torch" for stock operators, "native" for what the package's own build compiled, "auto" for the
-            latter on a CPU where there is such; "triton" for Triton kernels, on an NVIDIA GPU or in the interpreter.
+        kernels: "torch" for stock operators, "native" for what the package's own build compiled, "triton" for Triton
+            kernels, on an NVIDIA GPU or in the interpreter; "auto" for native ones on a CPU, and on a GPU for those of
+            `choose_kernels`.
         quantization: rounding of the weights of linear layers; on a CPU only.
         weight_packing: "lossless" for bfloat16 weights in three quarters of their bytes, "plain" for weights as they
             are, "auto" for the former where kernels have it.
@@ -51,9 +52,10 @@ def make_ops(
         )
     if deterministic and (kernels in ("torch", "triton") or device.type != "cpu"):
         raise _not_deterministic(f"kernels {kernels!r} on device {device.type!r} are others")
+    kernels = choose_kernels(device, kernels)
     if kernels == "triton":
         return _plain(_triton(device, quantization), weight_packing)
-    if kernels == "torch" or (kernels == "auto" and device.type != "cpu"):
+    if kernels == "torch":
         return _plain(TorchOps(device, quantization=quantization), weight_packing)
     found = find_library() if device.type == "cpu" else f"they are for CPUs, not for device {device.type!r}"
     if not isinstance(found, str) and quantization is not None and not _rounds_alike(found):
@@ -68,6 +70,22 @@ def make_ops(
     if deterministic:
         raise _not_deterministic(found)
     return _plain(TorchOps(device, note=f"no native kernels: {found}", quantization=quantization), weight_packing)
+
+
+def choose_kernels(device: torch.device, kernels: str) -> str:
+    """Return the kernels that "auto" takes on a GPU, "triton" or "torch"; other options, and that on CPUs, unchanged.
+
+    Triton's need Triton, which a torch for CUDA brings, and tensor cores of compute capability 8.0.
+    """
+    if kernels != "auto" or device.type == "cpu":
+        return kernels
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "torch"
+    try:
+        import triton
+    except ImportError:
+        return "torch"
+    return "torch" if triton.knobs.runtime.interpret else "triton"
 
 
 def _triton(device: torch.device, quantization: Quantization | None) -> Ops:

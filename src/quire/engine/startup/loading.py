@@ -56,6 +56,7 @@ from quire.models.loading import load_decoder
 from quire.models.pooling_config import PoolingConfig, read_pooling
 from quire.models.stages import StageDecoder
 from quire.models.weights import choose_dtype
+from quire.ops import choose_kernels
 from quire.ops.interface import Ops
 from quire.platform.host_probe import num_cores, pick_device, probe
 from quire.platform.malloc import keep_freed_memory, use_huge_pages
@@ -120,8 +121,10 @@ def load(config: EngineConfig, *, wrap: Wrappers | None = None, ranks: Ranks | N
 
 def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None) -> LoadedModel:
     """See `load`."""
+    device = pick_device(config.model.device)
+    config = _with_kernels(config, device)
     options = config.model
-    device, checkpoint = pick_device(options.device), Checkpoint.open(options.model, options.revision)
+    checkpoint = Checkpoint.open(options.model, options.revision)
     tokenizer = _tokenizer(options, checkpoint)
     dtype = dtype_on(device, choose_dtype(options.dtype, checkpoint), options.dtype)
     _prepare_process(options, ranks)
@@ -212,6 +215,17 @@ def _template_of(tokenizer: Tokenizer, path: str) -> ChatTemplate:
     except RequestError as error:
         raise ConfigError(f"chat_template {path!r}: {error}", field="chat_template") from error
     raise ConfigError(f"chat_template {path!r} does not use the variable messages", field="chat_template")
+
+
+def _with_kernels(config: EngineConfig, device: str) -> EngineConfig:
+    """Return the configuration with the kernels that are taken on a GPU.
+
+    Raises:
+        ConfigError: captured steps were asked for, which they do not have.
+    """
+    kernels = choose_kernels(torch.device(device), config.model.kernels)
+    config.graphs.check_kernels(kernels)
+    return replace(config, model=replace(config.model, kernels=kernels))
 
 
 def _prepare_process(options: ModelConfig, ranks: Ranks | None) -> None:
