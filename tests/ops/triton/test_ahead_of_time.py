@@ -17,7 +17,6 @@ from tests.ops.test_float8_weights import float8_weight
 from tests.ops.test_quantized_weights import FORMS, random_weight
 from tests.ops.test_states import World as StatesWorld
 from tests.ops.triton.ahead_of_time import SHARED_LIMIT, Compiled, Launch, compile_for, recorded, triton
-from tests.ops.triton.interpreted import make_ops
 from tests.ops.world import World, randn
 
 from quire.ops.fused_layers import RoutedExperts  # isort: skip
@@ -25,6 +24,7 @@ from quire.ops.quantized_weight import StoredWeight  # isort: skip - the modules
 from quire.ops.static_steps import StaticLimits, StaticMemory  # isort: skip
 from quire.ops.triton.launches import Device  # isort: skip
 from quire.ops.triton.step_states import TritonStepStates  # isort: skip
+from quire.ops.triton.triton_ops import TritonOps  # isort: skip
 
 pytestmark = [
     pytest.mark.slow,
@@ -33,6 +33,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning"),
 ]
 
+# Launches are recorded, not made, so there need be no GPU; where there is one, they are those of any machine.
+CPU = torch.device("cpu")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CAPABILITIES = tuple(SHARED_LIMIT)
 # Products of prompts: those of warp groups, and those of tensor memory.
@@ -62,7 +64,7 @@ STORED = {name: FORMS[name] for name in ("q4_0", "q4_k", "q6_k", "q8_0", "mxfp4"
 def attention_launches(options: dict[str, Any], capability: int) -> list[Launch]:
     """Return what decodes, a long context, a shared one, a prompt and captured decodes launch, in this order."""
     launches: list[Launch] = []
-    ops = make_ops()
+    ops = TritonOps(CPU)
     ops.device.capability, ops.device.num_processors = divmod(capability, 10), 132
     with recorded(launches), torch.inference_mode():
         for spans in ([(700, 1), (15, 1)], [(0, 300)]):
@@ -72,7 +74,7 @@ def attention_launches(options: dict[str, Any], capability: int) -> list[Launch]
         tables[1:, :16] = tables[0, :16]
         world.run(ops)
         world = World([(15, 1)], **options)
-        memory, limits = StaticMemory(torch.device("cpu")), StaticLimits(4, 8)
+        memory, limits = StaticMemory(CPU), StaticLimits(4, 8)
         static = ops.static_tokens(world.kv, world.batch.window, world.batch.chunk, memory, limits)
         assert static is not None
         nothing = torch.zeros(0, dtype=torch.int64)
@@ -139,7 +141,7 @@ def check_shared(found: Compiled, launch: Launch, capability: int) -> None:
 def other_launches() -> list[Launch]:
     """Return the launches of all other kernels, in the dtypes of models."""
     launches: list[Launch] = []
-    ops = make_ops()
+    ops = TritonOps(CPU)
     ops.device.num_processors = 132
     with recorded(launches), torch.inference_mode():
         for dtype in (BF16, FP16):
@@ -175,7 +177,7 @@ def state_launches(
     head_dim: int, state_dim: int, capability: int, dtypes: tuple[torch.dtype, ...] = (BF16, FP16)
 ) -> list[Launch]:
     """Return the launches of recurrences over states [head_dim, state_dim], row by row and in chunks."""
-    device = Device(torch.device("cpu"))
+    device = Device(CPU)
     device.capability = divmod(capability, 10)
     launches: list[Launch] = []
     with recorded(launches), torch.inference_mode():
@@ -207,7 +209,7 @@ def stored_weight(name: str, num_rows: int, width: int) -> StoredWeight:
 def expert_launches(name: str | None = None) -> list[Launch]:
     """Return the launches of the experts of a layer, for few rows and for many; of stored weights of a form."""
     launches: list[Launch] = []
-    ops = make_ops()
+    ops = TritonOps(CPU)
 
     def weight(num_rows: int, width: int) -> torch.Tensor | StoredWeight:
         return randn(num_rows, width, dtype=BF16) if name is None else stored_weight(name, num_rows, width)
@@ -228,7 +230,7 @@ def expert_launches(name: str | None = None) -> list[Launch]:
 def stored_launches(name: str) -> list[Launch]:
     """Return the launches of a product of one row, and of many."""
     launches: list[Launch] = []
-    ops = make_ops()
+    ops = TritonOps(CPU)
     ops.device.num_processors = 132
     with recorded(launches), torch.inference_mode():
         linear = ops.pack_linear(stored_weight(name, 256, 1024))

@@ -1,4 +1,4 @@
-"""Triton's paged attention, interpreted, against the slow twin."""
+"""Triton's paged attention, interpreted or on a GPU, against the slow twin."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from quire.ops.interface import HeadNorms
 from tests.ops.test_shared_blocks import LAYOUTS, Layout
 from tests.ops.test_stored_kv import check as check_stored
-from tests.ops.triton.interpreted import MARKS, make_ops
+from tests.ops.triton.device import DEVICE, MARKS, make_ops, make_world
 from tests.ops.world import REFERENCE, World, assert_near
 
 from quire.ops.triton.step_attention import TritonStepAttention  # isort: skip - the modules above skip without Triton
@@ -33,23 +33,23 @@ def inference() -> Iterator[None]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("has_norms", [False, True])
 def test_ragged_rows(dtype: torch.dtype, has_norms: bool) -> None:
-    World(RAGGED, dtype=dtype, head_dim=16, has_norms=has_norms, has_sinks=has_norms).check(make_ops())
+    make_world(RAGGED, dtype=dtype, head_dim=16, has_norms=has_norms, has_sinks=has_norms).check(make_ops())
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256, 288])
 def test_head_dims(head_dim: int) -> None:
-    World(SHORT, head_dim=head_dim, has_norms=True, dtype=torch.bfloat16).check(make_ops())
+    make_world(SHORT, head_dim=head_dim, has_norms=True, dtype=torch.bfloat16).check(make_ops())
 
 
 @pytest.mark.parametrize(("num_kv_heads", "group"), [(1, 1), (3, 2), (1, 3), (1, 7), (2, 8), (1, 16), (1, 24)])
 def test_heads(num_kv_heads: int, group: int) -> None:
-    world = World(SHORT, num_kv_heads=num_kv_heads, group=group, head_dim=16, has_value_norms=True, has_sinks=True)
+    world = make_world(SHORT, num_kv_heads=num_kv_heads, group=group, head_dim=16, has_value_norms=True, has_sinks=True)
     world.check(make_ops())
 
 
 @pytest.mark.parametrize("block_size", [1, 8, 64])
 def test_block_sizes(block_size: int) -> None:
-    World(SHORT, block_size=block_size, head_dim=16).check(make_ops())
+    make_world(SHORT, block_size=block_size, head_dim=16).check(make_ops())
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_block_sizes(block_size: int) -> None:
 def test_windows_and_chunks(options: dict[str, Any], has_sinks: bool) -> None:
     """All that no row sees is NaN, in the cache and behind the table's entries."""
     spans = [*SHORT, (39, 1), (40, 1), (38, 4), (620, 1)]
-    World(spans, **options, head_dim=16, has_sinks=has_sinks).check(make_ops())
+    make_world(spans, **options, head_dim=16, has_sinks=has_sinks).check(make_ops())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -67,14 +67,14 @@ def test_windows_and_chunks(options: dict[str, Any], has_sinks: bool) -> None:
 @pytest.mark.parametrize("has_norms", [False, True])
 def test_stored_caches(dtype: torch.dtype, stored: str, has_norms: bool) -> None:
     spans = [*SHORT, (600, 1)]
-    check_stored(World(spans, dtype=dtype, head_dim=16, stored=stored, has_norms=has_norms), make_ops())
+    check_stored(make_world(spans, dtype=dtype, head_dim=16, stored=stored, has_norms=has_norms), make_ops())
 
 
 @pytest.mark.parametrize("stored", ["int8", "fp8"])
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 300.0, 1e-38])
 def test_stored_bytes_are_the_twins(stored: str, scale: float) -> None:
     """Those of values, which are neither normed nor rotated: halves of steps, subnormal numbers, those out of range."""
-    world = World([(0, 40)], head_dim=16, stored=stored)
+    world = make_world([(0, 40)], head_dim=16, stored=stored)
     world.qkv *= scale
     written = []
     for ops in (REFERENCE, make_ops()):
@@ -85,7 +85,7 @@ def test_stored_bytes_are_the_twins(stored: str, scale: float) -> None:
 
 def test_a_float8_and_an_int8_that_is_no_number() -> None:
     for stored in ("fp8", "int8"):
-        world = World([(0, 4), (0, 4)], head_dim=16, stored=stored)
+        world = make_world([(0, 4), (0, 4)], head_dim=16, stored=stored)
         world.qkv[0, -3] = float("nan")
         world.qkv[4, -3] = float("inf")
         for ops in (REFERENCE, make_ops()):
@@ -97,7 +97,7 @@ def test_a_float8_and_an_int8_that_is_no_number() -> None:
 
 
 def test_sinks_of_any_size() -> None:
-    world = World(RAGGED, head_dim=16, has_sinks=True)
+    world = make_world(RAGGED, head_dim=16, has_sinks=True)
     world.sinks.copy_(torch.tensor([1e6, -1e6, float("-inf"), float("nan")]))
     found = world.run(make_ops())[1].view(-1, 4, 16)
     world.sinks = None
@@ -110,7 +110,7 @@ def test_sinks_of_any_size() -> None:
 @pytest.mark.parametrize("has_norms", [False, True])
 def test_queries_alone(has_norms: bool) -> None:
     """Nothing is stored with them, and a layer with fewer query heads reads the same cache."""
-    world = World(SHORT, head_dim=16, has_norms=has_norms)
+    world = make_world(SHORT, head_dim=16, has_norms=has_norms)
     steps = [ops.step_attention(world.batch, world.kv) for ops in (make_ops(), REFERENCE)]
     queries = steps[0].prepare(1, world.qkv, world.norms, world.rotation)
     kept = world.kv.data.clone()
@@ -151,7 +151,9 @@ def check_shared(world: World, is_shared: bool, group: int = 2) -> None:
     step = REFERENCE.step_attention(world.batch, world.kv)
     queries = step.prepare(1, world.qkv, world.norms, world.rotation)
     expected = world.attend(step, queries)
-    found = make_ops().step_attention(world.batch, world.kv)
+    ops = make_ops()
+    ops.device.launch_bytes = 0  # a GPU does not launch another kernel for what is so little
+    found = ops.step_attention(world.batch, world.kv)
     assert isinstance(found, TritonStepAttention)
     assert_near(world.attend(found, queries), expected, factor=3)
     shared = [items.shared for items in found._launches(group, len(queries)) if items.shared is not None]
@@ -162,13 +164,13 @@ def check_shared(world: World, is_shared: bool, group: int = 2) -> None:
 @pytest.mark.parametrize("name", SHARED)
 def test_shared_blocks(name: str, has_sinks: bool) -> None:
     layout, is_shared = SHARED[name]
-    check_shared(layout.world(torch.float32, head_dim=16, has_sinks=has_sinks), is_shared)
+    check_shared(layout.world(torch.float32, head_dim=16, has_sinks=has_sinks, device=DEVICE), is_shared)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("stored", [None, "int8", "fp8"])
 def test_shared_blocks_in_all_dtypes(dtype: torch.dtype, stored: str | None) -> None:
-    check_shared(LAYOUTS["tree"].world(dtype, stored, head_dim=32), True)
+    check_shared(LAYOUTS["tree"].world(dtype, stored, head_dim=32, device=DEVICE), True)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +178,13 @@ def test_shared_blocks_in_all_dtypes(dtype: torch.dtype, stored: str | None) -> 
 )
 def test_shared_blocks_of_all_shapes(block_size: int, group: int, head_dim: int) -> None:
     world = LAYOUTS["prefix"].world(
-        torch.bfloat16, block_size=block_size, group=group, head_dim=head_dim, num_kv_heads=1, has_norms=True
+        torch.bfloat16,
+        block_size=block_size,
+        group=group,
+        head_dim=head_dim,
+        num_kv_heads=1,
+        has_norms=True,
+        device=DEVICE,
     )
     check_shared(world, True, group)
 
@@ -184,7 +192,7 @@ def test_shared_blocks_of_all_shapes(block_size: int, group: int, head_dim: int)
 def test_rows_that_share_a_tile_do_not_meet() -> None:
     """A NaN in the query of one, or in its own tokens, is its own."""
     for place in (0, -1):
-        world = LAYOUTS["prefix"].world(torch.float32, head_dim=16)
+        world = LAYOUTS["prefix"].world(torch.float32, head_dim=16, device=DEVICE)
         world.qkv[2, place] = float("nan")
         outputs = world.run(make_ops())[1]
         assert outputs.isnan().any(-1).tolist() == [False, False, True, False]
@@ -192,7 +200,7 @@ def test_rows_that_share_a_tile_do_not_meet() -> None:
 
 def test_a_gpu_reads_separately_what_is_not_worth_a_launch() -> None:
     for launch_bytes, is_shared in ((1 << 17, True), (1 << 20, False)):
-        world = LAYOUTS["prefix"].world(torch.float32, head_dim=16)
+        world = LAYOUTS["prefix"].world(torch.float32, head_dim=16, device=DEVICE)
         ops = make_ops()
         ops.device.launch_bytes = launch_bytes
         step = ops.step_attention(world.batch, world.kv)

@@ -1,4 +1,4 @@
-"""A whole engine on Triton's kernels, interpreted: greedy tokens are those of transformers for each kind of cache."""
+"""A whole engine on Triton's kernels, interpreted or on a GPU: its greedy tokens are those of transformers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.conformance.checkpoints import (
     save_checkpoint,
 )
 from tests.conformance.conftest import REPRESENTATIVES, make_reference
-from tests.ops.triton.interpreted import MARKS, triton
+from tests.ops.triton.device import DEVICE, IS_INTERPRETED, MARKS
 
 from quire.ops.triton import step_states  # isort: skip - the module above skips where Triton is missing
 from quire.ops.triton.delta_chunks import correct_in_chunks  # isort: skip
@@ -33,19 +33,23 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 
 def load(folder: str, pool_factor: int = 1, kernels: str = "triton", **options: Any) -> LLM:
-    sizes = {"max_model_len": 128, "max_num_seqs": 8, "block_size": 8, "num_kv_blocks": 60 * pool_factor}
+    """Load a model on the device of the tests; steps are captured, or launched ahead, only where options say so."""
+    defaults: dict[str, Any] = {
+        "device": DEVICE,
+        "max_model_len": 128,
+        "max_num_seqs": 8,
+        "block_size": 8,
+        "num_kv_blocks": 60 * pool_factor,
+        # On a GPU both are what an engine does by itself.
+        "enforce_eager": "cudagraph_capture_sizes" not in options,
+        "async_scheduling": False,
+    }
     return LLM(
-        folder,
-        skip_tokenizer_init=True,
-        dtype="float32",
-        device="cpu",
-        kernels=kernels,
-        num_threads=1,
-        **(sizes | options),
+        folder, skip_tokenizer_init=True, dtype="float32", kernels=kernels, num_threads=1, **(defaults | options)
     )
 
 
-class TestInterpreted:
+class TestEngine:
     pytestmark = MARKS
 
     @pytest.mark.parametrize("name", sorted(REPRESENTATIVES))
@@ -53,7 +57,7 @@ class TestInterpreted:
         """Prompts together, in chunks, and again from the cache."""
         reference = make_reference(name, tmp_path_factory)
         llm = load(str(reference.folder), reference.pool_factor, max_num_batched_tokens=32)
-        assert llm.engine.config.kernels == "triton (interpreted)"
+        assert llm.engine.config.kernels == ("triton (interpreted)" if IS_INTERPRETED else "triton")
         prompts = reference.prompts[:3]
         for _ in range(2):
             found = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
@@ -103,8 +107,8 @@ class TestInterpreted:
 
 
 @SLOW
-@pytest.mark.skipif(triton.knobs.runtime.interpret, reason="TRITON_INTERPRET is set")
+@pytest.mark.skipif(IS_INTERPRETED, reason="TRITON_INTERPRET is set")
 def test_a_cpu_without_the_interpreter_is_refused() -> None:
     with pytest.raises(ConfigError, match="for NVIDIA GPUs, and the device is 'cpu'") as caught:
-        load("bundled")
+        load("bundled", device="cpu")
     assert caught.value.field == "kernels"

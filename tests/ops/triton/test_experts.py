@@ -1,4 +1,4 @@
-"""Triton's experts, interpreted, give what the block gives by operators."""
+"""Triton's experts, interpreted or on a GPU, give what the block gives by the slow twin, which is on the CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quire.ops.quantized_weight import PlainWeight, QuantizedWeight, StoredWeigh
 from tests.ops.test_native_experts import OPTIONS
 from tests.ops.test_quantised_linear import assert_same_numbers
 from tests.ops.test_quantized_weights import FLOAT8, FORMS, random_weight
-from tests.ops.triton.interpreted import MARKS, make_ops
+from tests.ops.triton.device import DEVICE, MARKS, make_ops
 from tests.ops.world import REFERENCE, assert_near, randn
 
 from quire.ops.triton.expert_rows import FEW_ROWS, MANY_ROWS, group_rows  # isort: skip
@@ -38,7 +38,6 @@ COLUMNS = {name: (name,) for name in ALL_FORMS} | {
     "rounded rows and not": ("float8 of 32", "w8a16"),
 }
 ALL_OPTIONS: dict[str, dict[str, Any]] = OPTIONS | {"transposed": {"transposed": True, "scoring": "sigmoid"}}
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +50,8 @@ def make_block(
     ops: Any, options: dict[str, Any], dtype: torch.dtype, stored: Callable[..., StoredWeight] | None = None
 ) -> Any:
     """Return a block of random experts, whose weights `stored` makes of a shape and a seed, where it is given."""
-    new_norm = partial(Norm, width=WIDTH, ops=ops, dtype=dtype, device=CPU)
+    device = torch.device("cpu" if ops is REFERENCE else DEVICE)
+    new_norm = partial(Norm, width=WIDTH, ops=ops, dtype=dtype, device=device)
     experts = Experts(NUM_EXPERTS, NUM_CHOSEN, INNER if stored is None else STORED_INNER, **options)
     block = ExpertsBlock(experts, WIDTH, ResidualAdd(), ops, new_norm)
     for seed, (name, slot) in enumerate(block.slots.items()):
@@ -59,7 +59,7 @@ def make_block(
             assert slot.fill_stored is not None
             slot.fill_stored(stored(*slot.shape, seed))
             continue
-        weight = randn(*slot.shape, seed=seed)
+        weight = randn(*slot.shape, seed=seed).to(device)
         slot.fill((weight * slot.shape[-1] ** -0.5 if weight.dim() > 1 else weight).to(slot.dtype or dtype))
     return block
 
@@ -73,9 +73,11 @@ def test_experts(name: str, dtype: torch.dtype) -> None:
     assert isinstance(block.fused, TritonExperts)
     x = randn(40, WIDTH, dtype=dtype, seed=99)
     start = randn(40, WIDTH, dtype=dtype, seed=98)
+    given, added = x.to(DEVICE), start.to(DEVICE)
     for num_rows in (1, 40):
-        assert_near(block(x[:num_rows], start[:num_rows]), twin(x[:num_rows], start[:num_rows]), factor=4)
-    assert_near(block.mix(x[:3]), twin.mix(x[:3]), factor=4)
+        found = block(given[:num_rows], added[:num_rows])
+        assert_near(found.cpu(), twin(x[:num_rows], start[:num_rows]), factor=4)
+    assert_near(block.mix(given[:3]).cpu(), twin.mix(x[:3]), factor=4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -91,31 +93,36 @@ def test_products_of_stored_weights(name: str, dtype: torch.dtype) -> None:
         parts = tuple(random_weight(form, 70, width, 5 * expert + idx) for idx, form in enumerate(forms))
         bias = randn(70 * len(forms), dtype=dtype, seed=expert)
         for ops, packed in zip(backends, linears, strict=True):
-            packed.append(ops.pack_linear(StoredWeight(parts, dtype), bias))
+            own_bias = bias if ops is REFERENCE else bias.to(DEVICE)
+            packed.append(ops.pack_linear(StoredWeight(parts, dtype), own_bias))
     layer = stored_layer(linears[0])
     assert layer is not None
     assert len(linears[0][0].parts) == len(set(forms))
     for num_rows in (1, 40):
-        x = randn(num_rows, width + 3, dtype=dtype, seed=9)[:, :width]
+        rows = randn(num_rows, width + 3, dtype=dtype, seed=9)
+        x, given = rows[:, :width], rows.to(DEVICE)[:, :width]
         generator = torch.Generator().manual_seed(num_rows)
         chosen = torch.rand(num_rows, 3, generator=generator).topk(2).indices
-        groups = group_rows(chosen, torch.rand(num_rows, 2, generator=generator), 3)
+        scores = torch.rand(num_rows, 2, generator=generator)
+        groups = group_rows(chosen.to(DEVICE), scores.to(DEVICE), 3)
         assert groups.tile_rows == (MANY_ROWS if num_rows == 40 else FEW_ROWS)
         outputs = torch.stack([linear(x) for linear in linears[1]])
-        expected = outputs[chosen.flatten().sort(stable=True).values, groups.row_ids]
-        seen = x[groups.row_ids]
-        first = layer.multiply(x, groups, is_first=True, scales_input=False)
+        expected = outputs[chosen.flatten().sort(stable=True).values, groups.row_ids.cpu()]
+        scored = expected * groups.scores.cpu()[:, None]
+        seen = given[groups.row_ids]
+        first = layer.multiply(given, groups, is_first=True, scales_input=False)
         second = layer.multiply(seen, groups, is_first=False, scales_input=False)
+        first, second = first.cpu(), second.cpu()
         assert (first.dtype, second.dtype) == (dtype, torch.float32)
         if any(form.levels == "e4m3" for form in forms):
             # Sums of float32 in some order, and one rounding; the twin's sums are exact.
             tolerance = 2e-5 if dtype is torch.float32 else 8e-3
             near: dict[str, Any] = {"rtol": tolerance, "atol": tolerance * float(expected.abs().max())}
             torch.testing.assert_close(first, expected, **near)
-            torch.testing.assert_close(second, expected * groups.scores[:, None], **near)
+            torch.testing.assert_close(second, scored, **near)
             continue
         assert_same_numbers(first, expected)
-        assert_same_numbers(second.to(dtype), (expected * groups.scores[:, None]).to(dtype))
+        assert_same_numbers(second.to(dtype), scored.to(dtype))
 
 
 def of_form(form: str, *shape: int) -> QuantizedWeight:
@@ -137,7 +144,8 @@ def test_experts_of_stored_weights(name: str, dtype: torch.dtype) -> None:
     assert isinstance(block.fused, TritonExperts)
     x, start = (randn(60, WIDTH, dtype=dtype, seed=seed) for seed in (99, 98))
     for num_rows in (1, 60):
-        found, expected = (each.mix(x[:num_rows], start[:num_rows]) for each in (block, twin))
+        found = block.mix(x[:num_rows].to(DEVICE), start[:num_rows].to(DEVICE)).cpu()
+        expected = twin.mix(x[:num_rows], start[:num_rows])
         tolerance = 4e-3 if dtype is torch.float32 else 2e-2
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
 
@@ -165,14 +173,14 @@ def test_experts_that_are_not_alike_run_one_by_one() -> None:
         block, twin = (make_block(each, {}, torch.float32, stored) for each in (ops, REFERENCE))
         block.fuse(ops)
         assert block.fused is None
-        expected = twin.mix(x)
-        torch.testing.assert_close(block.mix(x), expected, rtol=4e-3, atol=4e-3 * float(expected.abs().max()))
+        found, expected = block.mix(x.to(DEVICE)).cpu(), twin.mix(x)
+        torch.testing.assert_close(found, expected, rtol=4e-3, atol=4e-3 * float(expected.abs().max()))
 
 
 def test_weights_that_begin_anywhere_run_one_by_one() -> None:
     """Kernels load 16 bytes at once from addresses that they are told to be multiples of that."""
     ops = make_ops()
-    whole = randn(2 * INNER * WIDTH + 1, dtype=torch.bfloat16)
+    whole = randn(2 * INNER * WIDTH + 1, dtype=torch.bfloat16, device=DEVICE)
     for start in (0, 1):
         weights = whole[start : start + 2 * INNER * WIDTH].view(2, INNER, WIDTH)
         layers = [TritonLinear(weight, None, None, ops.gate) for weight in weights]
@@ -183,13 +191,12 @@ def test_weights_that_begin_anywhere_run_one_by_one() -> None:
 def test_groups_hold_each_row_once_for_each_of_its_experts(num_rows: int) -> None:
     generator = torch.Generator().manual_seed(num_rows)
     chosen = torch.rand(num_rows, 9, generator=generator).topk(3).indices
-    groups = group_rows(chosen, torch.rand(num_rows, 3, generator=generator), 9)
+    groups = group_rows(chosen.to(DEVICE), torch.rand(num_rows, 3, generator=generator).to(DEVICE), 9)
+    row_ids, places = groups.row_ids.cpu(), groups.places.cpu()
     assert groups.tile_rows == (MANY_ROWS if num_rows == 300 else FEW_ROWS)
     found = []
     for expert, first, end in groups.tiles.T.tolist():
         if expert < 9:
-            found += [
-                (int(groups.row_ids[place]), expert) for place in range(first, min(first + groups.tile_rows, end))
-            ]
+            found += [(int(row_ids[place]), expert) for place in range(first, min(first + groups.tile_rows, end))]
     assert sorted(found) == sorted((row, expert) for row in range(num_rows) for expert in chosen[row].tolist())
-    assert torch.equal(groups.row_ids[groups.places], torch.arange(num_rows).int()[:, None].expand(-1, 3))
+    assert torch.equal(row_ids[places], torch.arange(num_rows).int()[:, None].expand(-1, 3))

@@ -20,10 +20,10 @@ from tests.conformance.checkpoints import (
     save_checkpoint,
 )
 from tests.distributed.in_threads import native_library
-from tests.ops.triton.interpreted import MARKS
+from tests.ops.triton.device import INTERPRETED_MARKS
 from tests.ops.triton.test_engine import load
 
-pytestmark = MARKS
+pytestmark = INTERPRETED_MARKS
 NUM_TOKENS = 4
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 CAPTURED = {"cudagraph_capture_sizes": (2,), "max_num_seqs": 2}

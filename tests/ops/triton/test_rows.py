@@ -1,4 +1,4 @@
-"""Triton's operations on rows and on masks, interpreted, against the slow twin."""
+"""Triton's operations on rows and on masks, interpreted or on a GPU, against the slow twin."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from quire.ops.interface import Activation
-from tests.ops.triton.interpreted import MARKS, make_ops
-from tests.ops.world import REFERENCE, assert_near, randn
+from tests.ops.triton.device import DEVICE, MARKS, make_ops, randn
+from tests.ops.world import REFERENCE, assert_near
 
 pytestmark = MARKS
 
@@ -45,7 +45,7 @@ def test_rows(dtype: torch.dtype, width: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gates_at_the_ends_of_their_range(dtype: torch.dtype) -> None:
-    gates = torch.tensor([-6e4, -200.0, -88.5, -30.0, 0.0, 30.0, 200.0, 6e4, float("nan")])
+    gates = torch.tensor([-6e4, -200.0, -88.5, -30.0, 0.0, 30.0, 200.0, 6e4, float("nan")], device=DEVICE)
     gate_up = torch.cat((gates, torch.ones_like(gates)))[None].to(dtype)
     for activation in get_args(Activation):
         found, expected = (ops.gate(gate_up, activation) for ops in (make_ops(), REFERENCE))

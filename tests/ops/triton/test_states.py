@@ -1,4 +1,4 @@
-"""Triton's recurrences over states, interpreted, row by row and in chunks, against the slow twin."""
+"""Triton's recurrences over states, interpreted or on a GPU, row by row and in chunks, against the slow twin."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.nn import functional
 
+from quire.ops.interface import PagedStates, StateBatch
 from tests.ops.test_states import CORRECTED, LAYER, World
-from tests.ops.triton.interpreted import MARKS
-from tests.ops.world import randn
+from tests.ops.triton.device import DEVICE, MARKS, randn
 
 from quire.ops.reference_states import ReferenceStepStates  # isort: skip - the modules above skip without Triton
 from quire.ops.triton.launches import SINGLE_ROWS, Device  # isort: skip
@@ -34,7 +34,11 @@ MIXED = [
     (CHUNK + 1, False),
 ]
 MIXED += [(1, False), (2 * CHUNK + 5, True)]
-make_step = partial(TritonStepStates, device=Device(torch.device("cpu")))
+make_world = partial(World, device=DEVICE)
+
+
+def make_step(batch: StateBatch, states: PagedStates) -> TritonStepStates:
+    return TritonStepStates(batch, states, Device(torch.device(DEVICE)))
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +54,7 @@ def test_row_by_row(
     dtype: torch.dtype, num_heads: int, num_groups: int, kernel: int, head_dim: int, state_dim: int
 ) -> None:
     """Sequences with a state and without, of fewer rows than a convolution sees, and of more."""
-    world = World(
+    world = make_world(
         [(1, True), (5, False), (1, False), (2, True), (11, True)],
         kernel=kernel,
         num_heads=num_heads,
@@ -75,14 +79,14 @@ def test_plan() -> None:
 def test_in_chunks(dtype: torch.dtype, head_dim: int, state_dim: int) -> None:
     # Wide states are carried slowly here.
     spans, num_heads, num_groups = (MIXED, 4, 2) if state_dim < 64 else (MIXED[-2:], 2, 1)
-    world = World(
+    world = make_world(
         spans, num_heads=num_heads, num_groups=num_groups, head_dim=head_dim, state_dim=state_dim, dtype=dtype
     )
     world.check(make_step)
 
 
 def test_nothing_but_chunks() -> None:
-    World([(CHUNK + 3, False)]).check(make_step)
+    make_world([(CHUNK + 3, False)]).check(make_step)
 
 
 @pytest.mark.parametrize("head_dim", [1, 80])
@@ -94,18 +98,18 @@ def test_nothing_is_read_before_it_is_written(head_dim: int, monkeypatch: pytest
         found = new_empty(tensor, *size, **options)
         return found.fill_(math.nan) if found.dtype.is_floating_point else found
 
-    world = World([(CHUNK + 3, True)], num_heads=1, head_dim=head_dim, state_dim=3)
+    world = make_world([(CHUNK + 3, True)], num_heads=1, head_dim=head_dim, state_dim=3)
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
     world.check(make_step)
 
 
 def test_keys_that_are_too_wide_for_chunks() -> None:
-    World([(CHUNK + 3, True), (1, True)], num_heads=1, head_dim=MOST_CORRECTED + 8, state_dim=3).check(make_step)
+    make_world([(CHUNK + 3, True), (1, True)], num_heads=1, head_dim=MOST_CORRECTED + 8, state_dim=3).check(make_step)
 
 
 def test_keys_that_repeat() -> None:
     """Every row corrects all of what the row before it has written: what a chunk's rows do to each other is largest."""
-    world = World([(2 * CHUNK, True)], num_heads=2)
+    world = make_world([(2 * CHUNK, True)], num_heads=2)
     world.pairs[:, 1] = world.pairs[0, 1]
     world.steps.fill_(20.0)
     world.heads = world.heads._replace(A=world.heads.A * 1e-4)
@@ -116,7 +120,7 @@ def test_keys_that_repeat() -> None:
 def test_queries_and_keys_far_from_1(query: float, key: float) -> None:
     """Queries may have any length; keys that are longer than what is said of them go row by row."""
     num_rows, num_heads = CHUNK + 5, 2
-    world = World([(num_rows, True)], num_heads=num_heads)
+    world = make_world([(num_rows, True)], num_heads=num_heads)
     key_dim, value_dim = world.states.ssm_states[CORRECTED].shape[2:]
     q = randn(num_rows, key_dim, seed=1) * query
     k = functional.normalize(randn(num_rows, key_dim, seed=2), dim=1) * key
@@ -135,7 +139,7 @@ def test_queries_and_keys_far_from_1(query: float, key: float) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_states_near_the_ends_of_float32(dtype: torch.dtype) -> None:
     """Parts of 16 bits stand for numbers that float16 does not reach, and for small ones beside them."""
-    world = World([(CHUNK + 1, True), (CHUNK, True), (CHUNK, False)], num_heads=2, dtype=dtype)
+    world = make_world([(CHUNK + 1, True), (CHUNK, True), (CHUNK, False)], num_heads=2, dtype=dtype)
     first, second, _ = world.batch.block_ids
     for layer_idx in (LAYER, CORRECTED):
         sums = world.states.ssm_states[layer_idx]
@@ -148,7 +152,7 @@ def test_states_near_the_ends_of_float32(dtype: torch.dtype) -> None:
 
 def test_a_row_that_forgets_everything() -> None:
     """Sums of a chunk are huge from there on; the differences after it stay exact."""
-    world = World([(CHUNK, False)], num_heads=2)
+    world = make_world([(CHUNK, False)], num_heads=2)
     world.steps.fill_(-4.0)
     world.steps[3] = 80_000.0
     world.check(make_step)
@@ -158,7 +162,7 @@ def test_a_row_that_forgets_everything() -> None:
 @pytest.mark.parametrize("part", ["rows", "steps", "pairs", "values"])
 def test_what_is_not_finite(part: str, number: float) -> None:
     """Rows before it, other heads and other sequences get their results; it and what comes after is as it should be."""
-    world = World([(CHUNK + 40, True), (2 * CHUNK + 3, False), (CHUNK, True), (1, True)], num_heads=2)
+    world = make_world([(CHUNK + 40, True), (2 * CHUNK + 3, False), (CHUNK, True), (1, True)], num_heads=2)
     bad = CHUNK + 40 + CHUNK + 20
     getattr(world, part)[bad, ..., 0] = number
     before = world.states.data.clone()
