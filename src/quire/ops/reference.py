@@ -224,7 +224,8 @@ def stored(vector: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype != torch.int8:
         return vector.to(dtype)
     reach = wide.abs().max()
-    scale = torch.zeros_like(reach) if reach <= LEAST_SCALED else reach / 127.0
+    # A GPU multiplies by the inverse of a number of the host, which may be off by one bit.
+    scale = torch.zeros_like(reach) if reach <= LEAST_SCALED else reach / torch.full_like(reach, 127.0)
     values = torch.zeros_like(wide) if scale == 0.0 else (wide / scale).round().nan_to_num(0.0)
     return torch.cat((values.to(torch.int8), scale.view(1).view(torch.int8)))
 

@@ -79,7 +79,8 @@ def narrowed(vectors: Tensor, dtype: torch.dtype) -> Tensor:
         most = torch.finfo(dtype).max
         return wide.clamp(-most, most).to(dtype)
     reach = wide.abs().amax(-1, keepdim=True)
-    scales = (reach / 127.0).masked_fill_(reach <= LEAST_SCALED, 0.0)
+    # A GPU multiplies by the inverse of a number of the host, which may be off by one bit.
+    scales = (reach / torch.full_like(reach, 127.0)).masked_fill_(reach <= LEAST_SCALED, 0.0)
     numbers = (wide / scales.masked_fill(scales == 0.0, 1.0)).round_().nan_to_num_(0.0).to(torch.int8)
     return torch.cat((numbers, scales.view(torch.int8)), -1)
 
