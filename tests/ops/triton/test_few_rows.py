@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from quire.ops.interface import Activation
-from tests.ops.triton.interpreted import MARKS, make_ops
-from tests.ops.world import REFERENCE, assert_near, randn
+from tests.ops.triton.device import MARKS, make_ops, randn
+from tests.ops.world import REFERENCE, assert_near
 
 from quire.ops.triton.few_rows import FewRowsTile, is_readable  # isort: skip - the modules above skip without Triton
 
