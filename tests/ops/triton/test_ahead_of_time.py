@@ -159,7 +159,7 @@ def other_launches() -> list[Launch]:
 def few_rows_launches() -> list[Launch]:
     """Return products of one and two rows, with and without gates, of shapes of models."""
     launches: list[Launch] = []
-    ops = make_ops()
+    ops = TritonOps(CPU)
     with recorded(launches), torch.inference_mode():
         for dtype in (BF16, FP16):
             for num_columns, width in ((6144, 4096), (1024, 3072)):
