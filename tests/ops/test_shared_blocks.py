@@ -42,12 +42,14 @@ class Layout(NamedTuple):
     def world(self, dtype: torch.dtype, stored: str | None = None, **shape: Any) -> World:
         world = World(self.spans, window=self.window, chunk=self.chunk, dtype=dtype, stored=stored, **shape)
         block_size = world.kv.data.shape[4]
-        ids, starts = world.batch.block_ids, world.batch.block_starts
+        ids, starts = world.batch.host_block_ids, world.batch.block_starts
+        assert ids is not None, "worlds have both"
         for into, of, begin, end in self.shares:
             blocks = range(begin // block_size, end // block_size)
             for block in blocks:
                 world.kv.data[ids[starts[into] + block]].view(torch.uint8).fill_(0xFF)  # no sequence has it any more
                 ids[starts[into] + block] = ids[starts[of] + block]
+        world.batch.block_ids.copy_(ids)
         return world
 
 

@@ -82,14 +82,16 @@ class World:
             vectors = randn(history, 3, 2, num_kv_heads, head_dim, dtype=dtype, device=device, seed=seq)
             self._store(vectors[live], blocks[live], offsets[live])
         num_rows = sum(rows for _, rows in spans)
+        host_ids = torch.tensor(ids)
         self.batch = AttentionBatch(
             torch.cat(new_slots).to(device),
             list(accumulate((rows for _, rows in spans), initial=0)),
             [history + rows for history, rows in spans],
-            torch.tensor(ids, device=device),
+            host_ids.to(device),
             block_starts,
             window,
             chunk,
+            host_ids,
         )
         heads = (group + 2) * num_kv_heads
         self.qkv = randn(num_rows, heads * head_dim, dtype=dtype, device=device, seed=99)
