@@ -24,7 +24,7 @@ STORED = {torch.int8: 1, torch.float8_e4m3fn: 2}
 # Heads that one program prepares.
 HEADS = 8
 # Numbers of partial results that a program adds up at once.
-COMBINED = 4096
+COMBINED = 1024
 
 
 class PlacedShared(NamedTuple):
