@@ -80,11 +80,14 @@ class TritonStepAttention:
     def __init__(self, batch: AttentionBatch, kv: PagedKV, device: Device) -> None:
         self._batch, self._device = batch, device
         self._head_dim, self._dtype = kv.head_dim, kv.dtype
-        self._num_kv_heads, self._block_size = kv.data.shape[3:5]
+        self._num_kv_heads, self._block_size, self._width = kv.data.shape[3:]
         self._stored = STORED.get(kv.data.dtype, 0)
         self._data = kv.data.view(torch.uint8) if kv.data.dtype == torch.float8_e4m3fn else kv.data
         self._scales = kv.data.view(torch.float32) if kv.data.dtype == torch.int8 else self._data
+        self._stride_block, self._stride_head = self._data.stride(0), self._data.stride(3)
         self._placed: dict[int, list[PlacedItems]] = {}  # by the number of query heads in a group
+        self._slots: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}  # by layer
+        self._constants: dict[tuple[int, Tile], dict[str, int]] = {}
 
     def prepare(self, layer_idx: int, qkv: Tensor, norms: HeadNorms | None, rotation: Rotation) -> Tensor:
         """Norm heads, rotate queries and keys, store keys and values; return the queries [T, H, D]."""
@@ -98,34 +101,31 @@ class TritonStepAttention:
     def _prepare(
         self, layer_idx: int, qkv: Tensor, num_queries: int, num_kv: int, norms: HeadNorms | None, rotation: Rotation
     ) -> Tensor:
-        queries = qkv.new_empty(len(qkv), num_queries, self._head_dim)
+        num_rows = qkv.shape[0]
+        queries = qkv.new_empty(num_rows, num_queries, self._head_dim)
         num_heads = num_queries + 2 * num_kv
         per_program = min(HEADS, power_of_2(num_heads))
-        if len(qkv) == 0:
+        if num_rows == 0:
             return queries
-        keys, values = self._data[:, layer_idx, 0], self._data[:, layer_idx, 1]
-        heads.prepare_heads[len(qkv), -(-num_heads // per_program)](
+        heads.prepare_heads[num_rows, -(-num_heads // per_program)](
             queries,
             qkv,
             rotation.cos,
             rotation.sin,
             qkv if norms is None else norms.scales,
             self._batch.slot_mapping,
-            keys,
-            values,
-            self._scales[:, layer_idx, 0],
-            self._scales[:, layer_idx, 1],
+            *self._slots_of(layer_idx),
             0.0 if norms is None else norms.eps,
-            keys.stride(0),
-            keys.stride(1),
+            self._stride_block,
+            self._stride_head,
             NUM_QUERIES=num_queries,
             NUM_KV=num_kv,
-            NUM_NORMED=0 if norms is None else len(norms.scales),
+            NUM_NORMED=0 if norms is None else norms.scales.shape[0],
             HEAD_DIM=self._head_dim,
             DIM=power_of_2(self._head_dim, 16),
             HEADS=per_program,
             BLOCK_SIZE=self._block_size,
-            WIDTH=keys.shape[-1],
+            WIDTH=self._width,
             STORED=self._stored,
             num_warps=4,
         )
@@ -170,24 +170,24 @@ class TritonStepAttention:
         items: PlacedItems,
     ) -> None:
         """Let items of one kind attend."""
-        cached = self._cached(layer_idx)
         batch, counts = self._batch, items.counts
         attention.attend[items.num_items, self._num_kv_heads](
             output,
             *partial,
             q,
-            *cached,
+            *self._slots_of(layer_idx),
             batch.block_ids,
             items.numbers,
             items.numbers if counts is None else counts,
             output if sinks is None else sinks,
             q.stride(0),
             q.stride(1),
-            *cached[0].stride()[:2],
+            self._stride_block,
+            self._stride_head,
             scale * math.log2(math.e),
             batch.window or 0,
             batch.chunk or 0,
-            **self._constants(q.shape[1] // self._num_kv_heads, items.tile),
+            **self._constants_of(q.shape[1] // self._num_kv_heads, items.tile),
             WINDOW=batch.window is not None,
             CHUNK=batch.chunk is not None,
             SINKS=sinks is not None,
@@ -199,42 +199,51 @@ class TritonStepAttention:
         self, layer_idx: int, q: Tensor, scale: float, partial: tuple[Tensor, Tensor], shared: PlacedShared
     ) -> None:
         """Let rows of several sequences attend to the tokens that these share."""
-        cached = self._cached(layer_idx)
         shared_attention.attend_shared[shared.num_programs, self._num_kv_heads](
             *partial,
             q,
-            *cached,
+            *self._slots_of(layer_idx),
             self._batch.block_ids,
             shared.items,
             shared.rows,
             shared.num_items,
             q.stride(0),
             q.stride(1),
-            *cached[0].stride()[:2],
+            self._stride_block,
+            self._stride_head,
             scale * math.log2(math.e),
-            **self._constants(q.shape[1] // self._num_kv_heads, shared.tile),
+            **self._constants_of(q.shape[1] // self._num_kv_heads, shared.tile),
         )
 
-    def _cached(self, layer_idx: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return keys and values of a layer, and what has their scales."""
-        data, scales = self._data[:, layer_idx], self._scales[:, layer_idx]
-        return data[:, 0], data[:, 1], scales[:, 0], scales[:, 1]
+    def _slots_of(self, layer_idx: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return keys and values of a layer, [B, K, N, W], and what has their scales."""
+        slots = self._slots.get(layer_idx)
+        if slots is None:
+            keys, values = self._data.select(1, layer_idx).unbind(1)
+            key_scales, value_scales = keys, values
+            if self._scales is not self._data:
+                key_scales, value_scales = self._scales.select(1, layer_idx).unbind(1)
+            slots = self._slots[layer_idx] = keys, values, key_scales, value_scales
+        return slots
 
-    def _constants(self, group: int, tile: Tile) -> dict[str, int]:
+    def _constants_of(self, group: int, tile: Tile) -> dict[str, int]:
         """Return the constants that kernels which attend are compiled for, for `group` query heads to a KV head."""
-        return {
-            "NUM_KV": self._num_kv_heads,
-            "GROUP": group,
-            "HEAD_DIM": self._head_dim,
-            "DIM": power_of_2(self._head_dim, 16),
-            "BLOCK_SIZE": self._block_size,
-            "WIDTH": self._data.shape[-1],
-            "ROWS": tile.rows,
-            "TOKENS": tile.tokens,
-            "STORED": self._stored,
-            "num_warps": tile.num_warps,
-            "num_stages": tile.num_stages,
-        }
+        constants = self._constants.get((group, tile))
+        if constants is None:
+            constants = self._constants[group, tile] = {
+                "NUM_KV": self._num_kv_heads,
+                "GROUP": group,
+                "HEAD_DIM": self._head_dim,
+                "DIM": power_of_2(self._head_dim, 16),
+                "BLOCK_SIZE": self._block_size,
+                "WIDTH": self._width,
+                "ROWS": tile.rows,
+                "TOKENS": tile.tokens,
+                "STORED": self._stored,
+                "num_warps": tile.num_warps,
+                "num_stages": tile.num_stages,
+            }
+        return constants
 
     def _combine(
         self, items: PlacedItems, output: Tensor, partial: tuple[Tensor, Tensor], sinks: Tensor | None, group: int
@@ -272,7 +281,7 @@ class TritonStepAttention:
             self.tiles(group)[0],
             group,
             self._block_size,
-            2 * self._data.shape[-1] * self._data.itemsize,
+            2 * self._width * self._data.itemsize,
             power_of_2(self._head_dim, 16),
             self._device.launch_bytes / self._num_kv_heads,
         )

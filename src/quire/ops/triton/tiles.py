@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Final, NamedTuple
 
 # Compute capability whose sizes the interpreter uses.
@@ -24,6 +25,7 @@ class Tile(NamedTuple):
     num_stages: int
 
 
+@cache
 def power_of_2(number: int, least: int = 1) -> int:
     """Return the smallest power of 2 that is no smaller than a number."""
     return max(least, 1 << (number - 1).bit_length())

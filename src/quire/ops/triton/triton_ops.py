@@ -87,7 +87,7 @@ class TritonOps(TorchFallback):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Normalise rows, a program for each."""
         x = x if x.stride(1) == 1 else x.contiguous()
-        output = x.new_empty(x.shape)
+        output = torch.empty_like(x, memory_format=torch.contiguous_format)
         num_rows, width = x.shape
         if num_rows:
             row_kernels.rms_norm[num_rows,](
@@ -97,7 +97,8 @@ class TritonOps(TorchFallback):
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """Gate rows."""
-        num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        num_rows, width = gate_up.shape
+        width //= 2
         output = gate_up.new_empty(num_rows, width)
         if num_rows:
             columns = min(COLUMNS, power_of_2(width))

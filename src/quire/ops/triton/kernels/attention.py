@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from quire.ops.triton.kernels.numbers import FLOAT8, INT8, PLAIN, factor, from_e4m3, rounded
+from quire.ops.triton.launcher import kernel
 
 # Numbers that describe an item: first row, number of rows, position of the first row, first entry of the sequence's
 # table, first token that is read, end of the tokens that are read, and the place of its partial result, or -1.
@@ -131,7 +132,7 @@ def _store_rows(output, sums, peak, weight, sinks, at, heads, dims, mask, NUM_HE
     tl.store(where, rounded(sums / weight[:, None], output.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@kernel
 def attend(
     output, partial_sums, partial_softmax, queries, keys, values, key_scales, value_scales, tables, items, counts,
     sinks, stride_row, stride_head, stride_block, stride_kv_head, score_scale, window, chunk,
@@ -203,7 +204,7 @@ def attend(
         _store_rows(output, sums, peak, weight, sinks, at, heads, dims, mask, NUM_KV * GROUP, HEAD_DIM, SINKS)
 
 
-@triton.jit
+@kernel
 def combine(
     output, partial_sums, partial_softmax, split_rows, counts, sinks,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr,

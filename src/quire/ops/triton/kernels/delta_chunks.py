@@ -27,6 +27,7 @@ import triton.language as tl
 
 from quire.ops.triton.kernels.state_chunks import decays_between, num_finite
 from quire.ops.triton.kernels.states import correct_rows
+from quire.ops.triton.launcher import kernel
 
 # Factor of numbers up to 1 before they are split, since second parts are small and float16 has a small range.
 UNIT = tl.constexpr(1024.0)
@@ -100,7 +101,7 @@ def _store_halves(where, x, apart):
     return tl.sum(high.to(tl.float32) * 0.0, 1)
 
 
-@triton.jit
+@kernel
 def correct_within_chunks(
     pairs, squares, decays, flags, q, k, v, g, beta, chunk_starts, chunk_ends, stride_q, stride_k, stride_v, stride_g,
     stride_beta, HEADS: tl.constexpr, SHARE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -169,7 +170,7 @@ def correct_within_chunks(
     tl.store(flags + chunk * HEADS + head, (total != total).to(tl.int32))
 
 
-@triton.jit
+@kernel
 def correct_across_chunks(
     output, pairs, squares, decays, flags, q, k, v, g, beta, states, row_starts, block_ids, has_state, sequences,
     first_chunks, stride_q, stride_k, stride_v, stride_g, stride_beta, stride_block, HEADS: tl.constexpr,

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from quire.ops.triton.kernels.numbers import as_stored, factor, rounded
+from quire.ops.triton.launcher import kernel
 
 
 @triton.jit
@@ -17,7 +18,7 @@ def rows_of_tile(tile, tile_rows, tile_ends, row_ids, GATHER: tl.constexpr, ROWS
     return rows, is_row, sources
 
 
-@triton.jit
+@kernel
 def multiply_by_expert(
     output, x, row_ids, row_scales, weights, biases, tile_experts, tile_rows, tile_ends, num_columns, width,
     stride_row, NUM_EXPERTS: tl.constexpr, GATHER: tl.constexpr, SCALE_INPUT: tl.constexpr,

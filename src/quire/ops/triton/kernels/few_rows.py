@@ -9,6 +9,7 @@ import triton.language as tl
 
 from quire.ops.triton.kernels.numbers import as_stored, rounded
 from quire.ops.triton.kernels.rows import activated
+from quire.ops.triton.launcher import kernel
 
 
 @triton.jit
@@ -33,7 +34,7 @@ def _store_row(
     tl.store(output + at, rounded(total, dtype))
 
 
-@triton.jit
+@kernel
 def multiply_few_rows(
     output, x, weight, bias, residual, num_columns, width, stride_row,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INPUTS: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,

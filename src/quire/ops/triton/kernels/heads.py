@@ -12,6 +12,7 @@ from quire.ops.triton.kernels.numbers import (
     to_e4m3,
     to_int8,
 )
+from quire.ops.triton.launcher import kernel
 
 
 @triton.jit
@@ -37,7 +38,7 @@ def _store(vectors, base, scale_base, starts, dims, mask, HEAD_DIM: tl.constexpr
         tl.store(scale_base + (starts + HEAD_DIM) // 4, scales, mask=tl.max(mask.to(tl.int32), 1) > 0)
 
 
-@triton.jit
+@kernel
 def prepare_heads(
     queries,
     qkv,

@@ -15,12 +15,13 @@ import triton
 import triton.language as tl
 
 from quire.ops.triton.kernels.numbers import factor, from_e4m3, rounded, whole
+from quire.ops.triton.launcher import kernel
 
 # Rows whose magnitudes are all smaller are zeros; `SMALLEST` of weight_formats.py.
 SMALLEST = tl.constexpr(1e-30)
 
 
-@triton.jit
+@kernel
 def round_rows(output, scales, x, width, padded, stride_row, WIDTH: tl.constexpr):
     """Round a row, with zeros behind it, by its largest magnitude; one that is not finite becomes zeros worth NaN."""
     row = tl.program_id(0).to(tl.int64)
@@ -101,7 +102,7 @@ def add_groups(
 
 
 # Numbers that depend on a step's rows are no part of what is compiled: serving would compile again and again.
-@triton.jit(do_not_specialize=["num_rows", "num_steps"])
+@kernel(do_not_specialize=["num_rows", "num_steps"])
 def multiply(
     output, x, codes, scales, mins, zeros, table, num_rows, num_columns, num_steps, stride_row, stride_part,
     GROUP: tl.constexpr, PAIRED: tl.constexpr, OFFSET: tl.constexpr, TABLE: tl.constexpr, MINS: tl.constexpr,
@@ -119,7 +120,7 @@ def multiply(
     tl.store(output + at, total, mask=is_row[:, None] & known[None, :])
 
 
-@triton.jit(do_not_specialize=["num_parts"])
+@kernel(do_not_specialize=["num_parts"])
 def add_parts(
     output, parts, row_scales, bias, residual, size, num_columns, num_parts, ROUNDED: tl.constexpr, BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr, COLUMNS: tl.constexpr,

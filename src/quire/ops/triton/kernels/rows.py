@@ -1,9 +1,9 @@
 """Operations on rows between the matrix products, and the masks of rows of logits."""
 
-import triton
 import triton.language as tl
 
 from quire.ops.triton.kernels.numbers import as_stored, rounded, sigmoid
+from quire.ops.triton.launcher import kernel
 
 # Activations of a gate, in the order of `interface.Activation`.
 SILU = tl.constexpr(0)
@@ -11,7 +11,7 @@ GELU_TANH = tl.constexpr(1)
 SWIGLUOAI = tl.constexpr(2)
 
 
-@triton.jit
+@kernel
 def rms_norm(output, x, weight, eps, width, stride_row, WIDTH: tl.constexpr):
     """Norm and scale a row, with the roundings of both dtypes."""
     row = tl.program_id(0).to(tl.int64)
@@ -41,7 +41,7 @@ def activated(gates, ups, ACTIVATION: tl.constexpr):
     return gates * factors * ups
 
 
-@triton.jit
+@kernel
 def gate(output, gate_up, width, ACTIVATION: tl.constexpr, COLUMNS: tl.constexpr):
     """Activate gates and multiply, some columns of a row."""
     row = tl.program_id(0).to(tl.int64)
@@ -54,7 +54,7 @@ def gate(output, gate_up, width, ACTIVATION: tl.constexpr, COLUMNS: tl.constexpr
              mask=mask)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["size"])
+@kernel(do_not_specialize=["size"])
 def sigmoid_gate(output, x, gates, size, COLUMNS: tl.constexpr):
     """Multiply by sigmoids that are rounded to the dtype."""
     at = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
@@ -65,7 +65,7 @@ def sigmoid_gate(output, x, gates, size, COLUMNS: tl.constexpr):
     tl.store(output + at, rounded(values * factors, dtype), mask=mask)
 
 
-@triton.jit
+@kernel
 def gated_norm(output, x, gates, weight, eps, width, num_parts, stride_gates, WIDTH: tl.constexpr):
     """Gate one part of a row, norm it and scale it."""
     row = tl.program_id(0).to(tl.int64)
@@ -81,7 +81,7 @@ def gated_norm(output, x, gates, weight, eps, width, num_parts, stride_gates, WI
     tl.store(output + at, rounded(values * inverse * scales, output.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@kernel
 def apply_token_bitmask(logits, rows, masks, vocab_size, num_words, COLUMNS: tl.constexpr):
     """Forbid, in one row of logits, some tokens whose bits are not set."""
     entry = tl.program_id(0)

@@ -9,11 +9,11 @@ All rows see all tokens of an item, so there are no masks. What a row attends to
 split of its own context would be (`attention.py`), and is added up with those of the tokens that it shares with nobody.
 """
 
-import triton
 import triton.language as tl
 
 from quire.ops.triton.kernels.attention import attend_tile, block_ids, partial_lanes, store_part
 from quire.ops.triton.kernels.numbers import factor
+from quire.ops.triton.launcher import kernel
 
 # Numbers that describe an item: first of its rows, number of rows, first entry of a table with its blocks, first token,
 # end of the tokens, and which part of the shared tokens they are.
@@ -23,7 +23,7 @@ SHARED_ITEM = tl.constexpr(8)
 SHARED_ROW = tl.constexpr(4)
 
 
-@triton.jit
+@kernel
 def attend_shared(
     partial_sums, partial_softmax, queries, keys, values, key_scales, value_scales, tables, items, item_rows, count,
     stride_row, stride_head, stride_block, stride_kv_head, score_scale,

@@ -21,6 +21,7 @@ import triton.language as tl
 
 from quire.ops.triton.kernels.numbers import factor
 from quire.ops.triton.kernels.states import scan_rows, softplus
+from quire.ops.triton.launcher import kernel
 
 # Exponentials of lower logarithms are 0 in float32, and so are those of sums with one of them.
 LEAST_LOG = tl.constexpr(-1e4)
@@ -117,7 +118,7 @@ def num_finite(flags, chunk, num_chunks, head, HEADS: tl.constexpr):
     return found
 
 
-@triton.jit
+@kernel
 def scan_within_chunks(
     output, decays, flags, x, B, C, dt, A, dt_bias, skips, chunk_starts, chunk_ends, stride_x, stride_B,
     stride_C, stride_dt, HEADS: tl.constexpr, SHARE: tl.constexpr, HEAD_DIM: tl.constexpr, STATE_DIM: tl.constexpr,
@@ -161,7 +162,7 @@ def scan_within_chunks(
     tl.store(flags + chunk * HEADS + head, (total != total).to(tl.int32))
 
 
-@triton.jit
+@kernel
 def scan_across_chunks(
     output, decays, flags, x, B, C, dt, A, dt_bias, skips, states, row_starts, block_ids, has_state, sequences,
     first_chunks, stride_x, stride_B, stride_C, stride_dt, stride_block, HEADS: tl.constexpr,

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from quire.ops.triton.kernels.numbers import rounded, sigmoid
+from quire.ops.triton.launcher import kernel
 
 
 @triton.jit
@@ -17,7 +18,7 @@ def softplus(x):
     return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.where(x > 20.0, 0.0, x))))
 
 
-@triton.jit
+@kernel
 def convolve_rows(
     output, x, states, taps, bias, row_sequences, row_starts, block_ids, has_state, num_channels, stride_row,
     stride_block, stride_column, TAPS: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, CHANNELS: tl.constexpr,
@@ -48,7 +49,7 @@ def convolve_rows(
     tl.store(output + row.to(tl.int64) * num_channels + channels, rounded(total, dtype), mask=mask)
 
 
-@triton.jit
+@kernel
 def store_inputs(
     x, states, row_starts, block_ids, has_state, num_channels, num_columns, stride_row, stride_block, stride_column,
     COLUMNS: tl.constexpr, CHANNELS: tl.constexpr,
@@ -93,7 +94,7 @@ def scan_rows(
     return state
 
 
-@triton.jit
+@kernel
 def scan(
     output, x, B, C, dt, A, dt_bias, skips, states, row_starts, block_ids, has_state, stride_x, stride_B, stride_C,
     stride_dt, stride_block, HEADS: tl.constexpr, SHARE: tl.constexpr, HEAD_DIM: tl.constexpr,
@@ -140,7 +141,7 @@ def correct_rows(
     return state
 
 
-@triton.jit
+@kernel
 def delta_rule(
     output, q, k, v, g, beta, states, row_starts, block_ids, has_state, stride_q, stride_k, stride_v, stride_g,
     stride_beta, stride_block, HEADS: tl.constexpr, SHARE: tl.constexpr, KEY_DIM: tl.constexpr,

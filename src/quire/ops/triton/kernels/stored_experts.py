@@ -3,16 +3,16 @@
 Codes and scales lie as `linear.py` here describes them; each expert has tensors of its own, of one form and one shape.
 """
 
-import triton
 import triton.language as tl
 
 from quire.ops.triton.kernels.experts import rows_of_tile
 from quire.ops.triton.kernels.linear import add_groups
 from quire.ops.triton.kernels.numbers import as_stored, rounded
+from quire.ops.triton.launcher import kernel
 
 
 # Tensors of tiles are parts of one, which begin anywhere: what is compiled is not to depend on that.
-@triton.jit(do_not_specialize=["tile_experts", "tile_rows", "tile_ends"])
+@kernel(do_not_specialize=["tile_experts", "tile_rows", "tile_ends"])
 def multiply_stored_by_expert(
     output, x, row_ids, row_worths, row_scores, codes, scales, mins, zeros, biases, table, like_rows, like_scales,
     like_bias, tile_experts, tile_rows, tile_ends, num_columns, num_steps, stride_output, stride_row,

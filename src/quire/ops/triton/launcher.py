@@ -1,0 +1,136 @@
+"""Kernels whose launches cost the host little once Triton has made one like them.
+
+For each launch, Triton finds out again which variant of a kernel fits the arguments, and asks its environment what may
+have changed: 9 to 25 us on a Zen 3. A `Kernel` does that for the first launch of a kind, keeps the compiled variant that
+Triton launched, and hands it later arguments of that kind by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import triton
+from torch import Tensor
+from triton import knobs
+from triton.runtime import driver
+
+# Releases of Triton whose compiled kernels are launched by itself as here; with others every launch is Triton's.
+FIRST_KNOWN: Final = (3, 6)
+FIRST_UNKNOWN: Final = (3, 10)
+IS_KNOWN: Final = FIRST_KNOWN <= tuple(map(int, triton.__version__.split(".")[:2])) < FIRST_UNKNOWN
+
+# Facts on which a variant depends, as Triton specialises; none is the name of a parameter.
+UNALIGNED: Final = "&15"  # behind the dtype of a tensor that begins at no multiple of 16 bytes
+ONE: Final = "=1"
+MULTIPLE: Final = "%16"
+OTHER: Final = "i32"
+# Whole numbers from this one on are no int32.
+INT32_END: Final = 1 << 31
+
+
+class Variant(NamedTuple):
+    """A compiled kernel, ready to be launched.
+
+    Args:
+        run: launcher of its signature.
+        function: its handle on the device.
+        metadata: number of its warps, and bytes of its shared memory.
+        constants: values of the parameters behind the arguments, in their order.
+    """
+
+    run: Callable[..., None]
+    function: int
+    metadata: Any
+    constants: tuple[Any, ...]
+
+
+def describe(args: tuple[Any, ...]) -> tuple[list[Any], list[Any]] | None:
+    """Return all facts of arguments on which a variant depends, and what its launcher takes for them.
+
+    Tensors are addresses there. None where an argument is neither a tensor, nor a float, nor a whole number from 0 to
+    INT32_END: those are left to Triton.
+    """
+    facts: list[Any] = []
+    values: list[Any] = []
+    add_fact, add_value = facts.append, values.append
+    for arg in args:
+        kind = type(arg)
+        if kind is Tensor:
+            address = arg.data_ptr()
+            add_fact(arg.dtype)
+            if address & 15:
+                add_fact(UNALIGNED)
+            add_value(address)
+        elif kind is int and 0 <= arg < INT32_END:
+            add_fact(ONE if arg == 1 else OTHER if arg & 15 else MULTIPLE)
+            add_value(arg)
+        elif kind is float:
+            add_fact(kind)
+            add_value(arg)
+        else:
+            return None
+    return facts, values
+
+
+class Kernel(triton.JITFunction):  # type: ignore[misc]
+    """A compiled kernel of this backend: `kernel[grid](*arguments, **constants)`, as with Triton.
+
+    A variant is that of the current device, of the dtypes and alignments of tensors, of whole numbers that are 1 or
+    multiples of 16, and of all constants, options such as `num_warps` among them. The launch is on the current stream.
+    While a profiler has hooks in launches, they are Triton's. So are those with constants by place or arguments by
+    name. Whether tensors are where the device can read them is checked by Triton, at the first launch of a kind.
+    """
+
+    def __init__(self, fn: Callable[..., Any], **options: Any) -> None:
+        super().__init__(fn, **options)
+        self._variants: dict[tuple[Any, ...], Variant] = {}
+        are_constants = [parameter.is_constexpr for parameter in self.params]
+        assert are_constants == sorted(are_constants), "constants come behind arguments"
+        self._num_args = are_constants.count(False)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        described = describe(args) if len(args) == self._num_args else None
+        if described is None or self._is_watched():
+            self.run(*args, grid=grid, warmup=False, **constants)
+            return
+        facts, values = described
+        active = driver.active
+        device = active.get_current_device()
+        key = (device, *facts, *constants, *constants.values())
+        variant = self._variants.get(key)
+        if variant is None:
+            self._keep(key, self.run(*args, grid=grid, warmup=False, **constants), constants)
+            return
+        run, function, metadata, rest = variant
+        stream = active.get_current_stream(device)
+        run(*(*grid, 1, 1)[:3], stream, function, metadata, None, None, None, *values, *rest)
+
+    def _is_watched(self) -> bool:
+        """Return whether somebody wants to see launches."""
+        runtime = knobs.runtime
+        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+        return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave) or self.pre_run_hooks)
+
+    def _keep(self, key: tuple[Any, ...], compiled: Any, constants: dict[str, Any]) -> None:
+        """Keep a variant that Triton has launched, where it is launched as those of known releases."""
+        names = self.arg_names[self._num_args :]
+        if IS_KNOWN and compiled is not None and all(name in constants for name in names):
+            rest = tuple(constants[name] for name in names)
+            self._variants[key] = Variant(compiled.run, compiled.function, compiled.packed_metadata, rest)
+
+
+def kernel(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """Decorate a kernel that the host launches: `triton.jit`, with launches of a `Kernel` where it is compiled.
+
+    Args:
+        fn: kernel; None where there are options, as in `@kernel(do_not_specialize=["size"])`.
+        options: options of `triton.jit`.
+    """
+    if fn is None:
+        return partial(kernel, **options)
+    return triton.jit(fn, **options) if knobs.runtime.interpret else Kernel(fn, **options)
