@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from quire import LLM, SamplingParams
 from quire.engine.inputs.prompts import Prompt
+from quire.engine.outputs.outputs import RequestMetrics
 from quire.errors import ConfigError, InvalidParameter, PromptTooLong, UnsupportedFeature, WorkerError
 from quire.execution.executor import Executor
 from quire.memory.results import MemoryOps
@@ -252,6 +254,42 @@ def test_one_bad_prompt_among_many_runs_nothing(llm: LLM) -> None:
     with pytest.raises(InvalidParameter):
         llm.generate(prompts, greedy())
     assert llm.stats.num_steps == before
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(seed=1, n=2, max_tokens=40, stop_token_ids=tuple(range(200, 264)), ignore_eos=True),
+        SamplingParams(seed=2, max_tokens=40, stop=("the",), min_tokens=3, ignore_eos=True),
+        SamplingParams(seed=3, n=2, max_tokens=40, logprobs=1, include_stop_str_in_output=True),
+    ],
+)
+def test_an_output_that_is_only_final_is_all_deltas_together(llm: LLM, params: SamplingParams) -> None:
+    """Wherever the request is aborted: its samples are read when they end, and their texts then."""
+    num_ended = 0
+    for num_steps in (0, 1, 2, 9, 60):
+        for name in ("deltas", "final"):
+            llm.engine.add_request(name, STORIES[0], params, final_only=name == "final")
+        outputs = [output for _ in range(num_steps) for output in llm.engine.step()]
+        num_ended += sum(output.finished for output in outputs)
+        aborted = [llm.engine.abort_request(name) for name in ("deltas", "final")]
+        outputs += [output for output in aborted if output is not None]
+        (final,) = [output for output in outputs if output.request_id == "final"]
+        first, *others = [output for output in outputs if output.request_id == "deltas"]
+        for delta in others:
+            first.add(delta)
+        for output in (first, final):
+            assert output.metrics.finished_s is not None
+            assert (output.metrics.first_token_s is None) is (num_steps == 0)
+            output.metrics, output.request_id = RequestMetrics(), ""
+        assert final == replace(
+            first,
+            num_cached_tokens=final.num_cached_tokens,
+            cache_hit_end=final.cache_hit_end,
+            cache_differs_at=final.cache_differs_at,
+            prompt_account=final.prompt_account,
+        )
+    assert num_ended > 1
 
 
 def test_parameters_and_priorities_at_the_engines_door(llm: LLM) -> None:

@@ -122,6 +122,7 @@ class Engine:
         add_special_tokens: bool = True,
         arrival_s: float | None = None,
         lora_request: LoRARequest | None = None,
+        final_only: bool = False,
     ) -> None:
         """Check a request and queue it.
 
@@ -138,6 +139,7 @@ class Engine:
             add_special_tokens: True to add the tokenizer's special tokens to a text prompt.
             arrival_s: time of arrival on the engine's clock; None is now.
             lora_request: adapter of the request; None for the model alone.
+            final_only: True for one output once the request has ended, which costs less than deltas step by step.
 
         Raises:
             RequestError: the request is refused, with the field, the value and the allowed values; nothing is queued.
@@ -164,7 +166,8 @@ class Engine:
         if self._hand_over is not None:
             self._hand_over.add(request, self.scheduler.requests)
         self._num_requests += 1
-        self._outputs.add_request(request, text, self._clock() if arrival_s is None else arrival_s)
+        arrival_s = self._clock() if arrival_s is None else arrival_s
+        self._outputs.add_request(request, text, arrival_s, final_only=final_only)
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request in any state, and free its memory.
@@ -184,7 +187,7 @@ class Engine:
     # ---- steps ----
 
     def step(self) -> list[RequestOutput]:
-        """Run one step and return the output deltas of the requests that have any.
+        """Run one step and return the outputs of the requests that have any; see `add_request`.
 
         A failure of the data plane ends the requests of that step with an error; the others continue.
 

@@ -185,19 +185,15 @@ class LLM(PooledLLM):
             RequestError: a prompt or parameter that is refused; then nothing runs.
         """
         with ProgressBar(is_shown=use_tqdm) as progress:
-            whole: dict[str, RequestOutput] = {}
-            options = {"cache_salt": cache_salt, "tenant": tenant, "retain_cache": retain_cache}
+            outputs: list[RequestOutput] = []
+            options = {"cache_salt": cache_salt, "tenant": tenant, "retain_cache": retain_cache, "final_only": True}
             for output in self._run(prompts, sampling_params, progress.start, lora_request, **options):
-                known = whole.get(output.request_id)
-                if known is None:
-                    whole[output.request_id] = output
-                else:
-                    known.add(output)
+                outputs.append(output)
                 progress.advance(output)
-        for output in whole.values():
+        for output in outputs:
             if output.error is not None:
                 logger.error("request %s failed (%s): %s", output.request_id, output.error_code, output.error)
-        return [whole[request_id] for request_id in sorted(whole, key=int)]
+        return sorted(outputs, key=lambda output: int(output.request_id))
 
     def chat(
         self,

@@ -35,7 +35,7 @@ def test_texts_are_the_engines_however_tokens_are_cut_into_deltas(
             engine, wanted = SampleText(request, tokenizer), ""
             for idx, token_id in enumerate(ids):
                 is_end_token = reason == "stop" and idx == NUM_TOKENS - 1
-                wanted += engine.take(token_id, idx + 1, is_end_token=is_end_token)[0]
+                wanted += engine.take((token_id,), idx + 1, is_end_token=is_end_token)[0]
             wanted += engine.flush()
             got = ""
             for begin, end in pairwise([0, *sorted(rng.sample(range(1, NUM_TOKENS), 3)), NUM_TOKENS]):

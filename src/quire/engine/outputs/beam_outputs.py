@@ -53,7 +53,7 @@ class BeamTexts:
             text = self._candidates[rank] = self._text_of(beam).fork()
             end = end_of_tokens(beam, candidate.token_id)
             is_end_token = end is not None and end[0] is FinishReason.STOP
-            _, stop = text.take(candidate.token_id, beam.num_output + 1, is_end_token=is_end_token)
+            _, stop = text.take((candidate.token_id,), beam.num_output + 1, is_end_token=is_end_token)
             found.append(candidate if stop is None else candidate._replace(stop=stop))
         # Only the texts of chosen candidates are needed from here on; see `choose`.
         self._texts.clear()
@@ -88,7 +88,7 @@ class BeamTexts:
         ends_by_token = hypothesis.reason is FinishReason.STOP and not isinstance(hypothesis.stop_reason, str)
         for count, token_id in enumerate(hypothesis.token_ids, 1):
             is_end_token = ends_by_token and count == num_output
-            part, _ = text.take(token_id, count, is_end_token=is_end_token)
+            part, _ = text.take((token_id,), count, is_end_token=is_end_token)
             shown.append(part)
         if not isinstance(hypothesis.stop_reason, str):
             shown.append(text.flush())

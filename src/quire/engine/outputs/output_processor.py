@@ -34,45 +34,56 @@ class ProcessedTokens(NamedTuple):
 
 
 class RequestState:
-    """Collects the deltas of one request in a step.
+    """Collects the output of one request since the last one that was taken.
 
     Args:
         request: the request.
         prompt: text of its prompt, None for a prompt of token ids.
         tokenizer: the tokenizer; None gives token ids only.
         metrics: times of the request, shared with every output.
+        final_only: see `Engine.add_request`.
 
     Attributes:
+        reads_late: True where the tokens of a sample are read together once it has ended, as no step needs its own.
+        has_ended: True once a sample, or the beam search, has ended.
         beams: texts of the beams of a search; None for samples.
         pooled: result of a pooled request.
     """
 
     def __init__(
-        self, request: Request, prompt: str | None, tokenizer: Tokenizer | None, metrics: RequestMetrics
+        self,
+        request: Request,
+        prompt: str | None,
+        tokenizer: Tokenizer | None,
+        metrics: RequestMetrics,
+        *,
+        final_only: bool,
     ) -> None:
+        params = request.params
         self.request = request
         self.metrics = metrics
+        self.final_only = final_only
+        needs_each = params.stop or params.measures_tokens or params.strategy or params.beam_width
+        self.reads_late = final_only and not needs_each
+        self.has_ended = False
         self._prompt = prompt
         self._tokenizer = tokenizer
         self._samples: dict[int, SampleText] = {}
         self._cumulative: dict[int, float] = {}
         self._deltas: dict[int, CompletionOutput] = {}
-        self._ranking = BestOf(request.params.n) if request.params.is_ranked else None
-        self.beams = None if request.params.beam_width is None else BeamTexts(request, tokenizer)
+        self._ranking = BestOf(params.n) if params.is_ranked else None
+        self.beams = None if params.beam_width is None else BeamTexts(request, tokenizer)
         self.pooled: tuple[float, ...] = ()
         self._prompt_logprobs: PromptLogprobs | None = None
-        if request.params.prompt_logprobs is not None:
+        if params.prompt_logprobs is not None:
             self._prompt_logprobs = PromptLogprobs(FlatLogprobs(tokenizer))
 
-    def add_token(
-        self, sequence: Sequence, num_tokens: int, token_id: int, logprobs: TokenLogprobs | None
-    ) -> str | None:
-        """Append a token to one of the samples.
+    def add_token(self, sequence: Sequence, num_tokens: int, logprobs: TokenLogprobs | None) -> str | None:
+        """Append a token to one of the samples; with `reads_late`, those before it that were not read too.
 
         Args:
             sequence: the sequence after the step, possibly with further tokens.
             num_tokens: number of tokens of prompt and output up to this token.
-            token_id: id of the token.
             logprobs: log probabilities of the token's position, None where they are not requested.
 
         Returns:
@@ -83,7 +94,9 @@ class RequestState:
         if sample is None:
             sample = self._samples[idx] = SampleText(self.request, self._tokenizer)
         output = self._output(sequence)
-        output.token_ids.append(token_id)
+        num_read = sequence.num_prompt + len(output.token_ids) if self.reads_late else num_tokens - 1
+        token_ids = sequence.tokens[num_read:num_tokens]
+        output.token_ids += token_ids
         if logprobs is not None:
             if self.request.params.logprobs is not None:
                 if output.logprobs is None:
@@ -92,19 +105,24 @@ class RequestState:
             output.cumulative_logprob = self._cumulative[idx] = self._cumulative.get(idx, 0.0) + logprobs.logprob
         is_last = sequence.finish_reason is not None and num_tokens == len(sequence.tokens)
         is_end_token = is_last and sequence.finish_reason is FinishReason.STOP
-        text, stop = sample.take(token_id, num_tokens - sequence.num_prompt, is_end_token=is_end_token)
+        text, stop = sample.take(token_ids, num_tokens - sequence.num_prompt, is_end_token=is_end_token)
         output.text += text
-        if stop is None and is_last:
+        if stop is not None:
+            self.has_ended = True
+        elif is_last:
             output.text += sample.flush()
         return stop
 
     def add_finish(self, sequence: Sequence) -> None:
         """Record the end of a sample or of a beam search; text that was held back for a stop string is released."""
+        self.has_ended = True
         if self.beams is not None:
             self.beams.reason = sequence.finish_reason
             return
         output = self._output(sequence)
-        if not output.token_ids and sequence.sample_idx in self._samples:
+        if self.reads_late and len(output.token_ids) < sequence.num_output:
+            self.add_token(sequence, len(sequence.tokens), None)
+        elif not output.token_ids and sequence.sample_idx in self._samples:
             output.text += self._samples[sequence.sample_idx].flush()
 
     def add_prompt_logprobs(self, start: int, logprobs: tuple[TokenLogprobs, ...]) -> None:
@@ -118,12 +136,13 @@ class RequestState:
     ) -> RequestOutput:
         """Return the output since the last call."""
         deltas, self._deltas = self._deltas, {}
-        for index, output in deltas.items():
+        outputs, num_pruned = [deltas[index] for index in sorted(deltas)], 0
+        for output in outputs:
+            sequence = self.request.sequences[output.index]
+            output.num_draft_tokens, output.num_accepted_tokens = sequence.num_drafted, sequence.num_accepted
             # A stop string ends a sequence after `add_token`, and overrides the length or a stop token.
-            sequence = self.request.sequences[index]
             if sequence.finish_reason is not None:
                 output.finish_reason, output.stop_reason = sequence.finish_reason.value, sequence.stop_reason
-        outputs, num_pruned = list(deltas.values()), 0
         if self._ranking is not None:
             self._ranking.add(outputs)
             outputs, num_pruned = self._ranking.best() if is_finished else ([], 0)
@@ -153,13 +172,6 @@ class RequestState:
         )
 
     @property
-    def has_ended_sequence(self) -> bool:
-        """True where a sequence with output since the last `take_output`, or the beam search, has ended."""
-        if self.beams is not None:
-            return self.beams.reason is not None
-        return any(self.request.sequences[index].finish_reason is not None for index in self._deltas)
-
-    @property
     def wants_prompt_logprobs(self) -> bool:
         """True while log probabilities of the prompt are missing."""
         return self._prompt_logprobs is not None
@@ -168,9 +180,7 @@ class RequestState:
         index = sequence.sample_idx
         output = self._deltas.get(index)
         if output is None:
-            output = self._deltas[index] = CompletionOutput(
-                index, num_draft_tokens=sequence.num_drafted, num_accepted_tokens=sequence.num_accepted
-            )
+            output = self._deltas[index] = CompletionOutput(index)
         return output
 
 
@@ -183,7 +193,7 @@ class OutputProcessor:
 
     Attributes:
         states: unfinished requests by id.
-        updated: those with an output that has not been returned yet.
+        updated: those with something new since `take_outputs`.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, clock: Callable[[], float]) -> None:
@@ -200,16 +210,18 @@ class OutputProcessor:
         """Ids of the unfinished requests."""
         return tuple(self.states)
 
-    def add_request(self, request: Request, prompt: str | None, arrival_s: float) -> None:
+    def add_request(self, request: Request, prompt: str | None, arrival_s: float, *, final_only: bool = False) -> None:
         """Begin a request's outputs.
 
         Args:
             request: the request, with an id that no unfinished request has.
             prompt: text of its prompt, None where it came as token ids.
             arrival_s: time of its arrival, on the clock.
+            final_only: see `Engine.add_request`.
         """
         metrics = RequestMetrics(arrival_s=arrival_s)
-        self.states[request.request_id] = RequestState(request, prompt, self._tokenizer, metrics)
+        state = RequestState(request, prompt, self._tokenizer, metrics, final_only=final_only)
+        self.states[request.request_id] = state
 
     def mark_scheduled(self, request_id: str) -> bool:
         """Stamp a request that is part of a step; return True the first time."""
@@ -238,20 +250,23 @@ class OutputProcessor:
         failed: dict[str, str] = {}
         for idx, sequence, edit, num_tokens in events:
             request_id = sequence.request.request_id
+            state = states[request_id]
+            if state.reads_late and sequence.finish_reason is None and state.metrics.first_token_s is not None:
+                num_generated += 1
+                continue
             if isinstance(edit, Fail):
                 failed.setdefault(request_id, edit.error)
                 continue
             if request_id in failed:
                 continue
-            state = updated[request_id] = states[request_id]
+            updated[request_id] = state
             if isinstance(edit, Finish):
                 state.add_finish(sequence)
                 state.pooled = results[idx].pooled
             elif sequence not in stopped:
                 num_generated += 1
-                result, draw_idx = results[idx], edit.draw_idx
-                logprobs = result.logprobs[draw_idx] if result.logprobs else None
-                stop = state.add_token(sequence, num_tokens, result.token_ids[draw_idx], logprobs)
+                measured = results[idx].logprobs
+                stop = state.add_token(sequence, num_tokens, measured[edit.draw_idx] if measured else None)
                 if stop is not None:
                     # Tokens of the same step after the stop string are no part of the output.
                     stopped[sequence] = stop
@@ -259,7 +274,10 @@ class OutputProcessor:
         return ProcessedTokens(num_generated, ended, list(failed.items()))
 
     def take_outputs(self) -> list[RequestOutput]:
-        """Return the outputs of all requests with new tokens or an end; finished requests are forgotten."""
+        """Return the outputs of all requests with new tokens or an end, with `final_only` of those that have ended.
+
+        Finished requests are forgotten.
+        """
         updated, self.updated = self.updated, {}
         outputs: list[RequestOutput] = []
         now_s = self._clock()
@@ -267,10 +285,11 @@ class OutputProcessor:
             metrics = state.metrics
             if metrics.first_token_s is None:
                 metrics.first_token_s = now_s
-            # A request ends with a sequence that has new output.
-            if state.has_ended_sequence and state.request.is_finished:
+            if state.has_ended and state.request.is_finished:
                 metrics.finished_s = now_s
                 del self.states[request_id]
+            elif state.final_only:
+                continue
             outputs.append(state.take_output(is_finished=metrics.finished_s is not None))
         return outputs
 

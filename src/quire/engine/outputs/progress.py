@@ -44,9 +44,9 @@ class ProgressBar:
         if self._bar is not None:
             self._task = self._bar.add_task("", total=total, num_tokens=0)
 
-    def advance(self, delta: RequestOutput) -> None:
-        """Add the delta of one request."""
+    def advance(self, ended: RequestOutput) -> None:
+        """Add the output of a request that has ended."""
         if self._bar is not None:
-            self._num_tokens += sum(len(output.token_ids) for output in delta.outputs)
-            finished = sum(output.finished for output in delta.outputs)
+            self._num_tokens += sum(len(output.token_ids) for output in ended.outputs)
+            finished = sum(output.finished for output in ended.outputs)
             self._bar.update(self._task, advance=finished, num_tokens=self._num_tokens)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from quire.decoding.stop import StopStrings
 from quire.sequences.sequence import Request
 from quire.text.detokenizer import IncrementalDetokenizer
@@ -32,20 +34,20 @@ class SampleText:
                 kept_special_ids=params.kept_special_ids,
             )
 
-    def take(self, token_id: int, num_output: int, *, is_end_token: bool) -> tuple[str, str | None]:
-        """Append a token.
+    def take(self, token_ids: Sequence[int], num_output: int, *, is_end_token: bool) -> tuple[str, str | None]:
+        """Append tokens: with stop strings, one.
 
         Args:
-            token_id: id of the token.
-            num_output: number of tokens of the output up to this one.
-            is_end_token: True where the token ends the sample; its text is included only where stop strings are.
+            token_ids: ids of the tokens.
+            num_output: number of tokens of the output up to the last of them.
+            is_end_token: True where the last token ends the sample; its text is included only where stop strings are.
 
         Returns:
             The text that may be shown now, and the stop string that it completed, if any.
         """
         if self._detokenizer is None:
             return "", None
-        text = "" if is_end_token and not self._shows_stop else self._detokenizer.push((token_id,))
+        text = self._detokenizer.push(token_ids[:-1] if is_end_token and not self._shows_stop else token_ids)
         return self._stops.push(text, can_stop=num_output > self._min_tokens)
 
     def flush(self) -> str:
