@@ -25,6 +25,7 @@ from quire.engine.pooled_llm import PooledLLM, as_prompts
 from quire.engine.startup.loading import load
 from quire.errors import ConfigError, EngineClosed, InvalidParameter, UnsupportedFeature, WorkerError
 from quire.memory.usage import Usage
+from quire.platform.heap import frozen_heap
 from quire.sequences.lora import LoRARequest
 from quire.sequences.params import SamplingParams
 from quire.text.chat_template import require_chat_template
@@ -184,7 +185,9 @@ class LLM(PooledLLM):
         Raises:
             RequestError: a prompt or parameter that is refused; then nothing runs.
         """
-        with ProgressBar(is_shown=use_tqdm) as progress:
+        # A pass of the garbage collector over what torch has loaded takes as long as many a step of a GPU.
+        is_on_gpu = self.resolved.device != "cpu"
+        with frozen_heap(is_wanted=is_on_gpu), ProgressBar(is_shown=use_tqdm) as progress:
             outputs: list[RequestOutput] = []
             options = {"cache_salt": cache_salt, "tenant": tenant, "retain_cache": retain_cache, "final_only": True}
             for output in self._run(prompts, sampling_params, progress.start, lora_request, **options):
