@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
+from collections.abc import Iterable
+from itertools import compress
 
 import pytest
 
@@ -58,3 +60,30 @@ def test_what_left_does_not_pile_up() -> None:
             <= 4 * len(queue) + idle_queue_module.MOST_STALE
         )
     assert len(queue) == 1000
+
+
+def test_entries_that_left_are_gone_through_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As prompts that are found again take their blocks from a large pool: checks are bounded by blocks that came."""
+    num_checked, num_added = 0, 0
+
+    def counted(numbers: Iterable[int], flags: list[bool]) -> Iterable[int]:
+        nonlocal num_checked
+        num_checked += len(flags)
+        return compress(numbers, flags)
+
+    monkeypatch.setattr(idle_queue_module, "compress", counted)
+    queue = IdleQueue()
+    held = [list(range(start, start + 64)) for start in range(0, 65_536, 64)]
+    rng = random.Random(0)
+    for _ in range(5):
+        for numbers in held:
+            queue.add(numbers)
+            num_added += len(numbers)
+        rng.shuffle(held)
+        for numbers in held:  # all but the last blocks of each prompt
+            queue.discard(numbers[:60])
+        for numbers in held:
+            queue.discard(numbers[60:])
+    assert not queue
+    # A pass forgets three quarters at least of what it goes through, numbers and moments.
+    assert 0 < 3 * num_checked <= 8 * num_added
