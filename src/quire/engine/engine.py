@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 from quire.config import ResolvedConfig
 from quire.decoding.speculation import AdaptiveDrafter
@@ -182,7 +183,7 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """True while any request waits or runs."""
-        return bool(self._outputs.request_ids)
+        return bool(self._outputs.states)
 
     # ---- steps ----
 
@@ -265,25 +266,16 @@ class Engine:
     def close(self) -> None:
         """Abort unfinished requests, save the prefix cache to disk, and close all parts."""
         try:
-            for request_id in self._outputs.request_ids:
+            for request_id in tuple(self._outputs.states):
                 self.abort_request(request_id)
             # After a failure of the worker the contents of its blocks are unknown.
             if self._disk_prefetch is not None and not self._early_ends.num_failed_steps:
                 self._disk_prefetch.save_all(self.executor, self.scheduler.take_ops(), self._clock)
         finally:
-            self.executor.close()
-            if self.grammars is not None:
-                self.grammars.close()
-            if self.tokenizer is not None:
-                self.tokenizer.close()
-            if self._hand_over is not None:
-                self._hand_over.close()
-            if self._disk_prefetch is not None:
-                self._disk_prefetch.close()
-            if self.kv_events is not None:
-                self.kv_events.close()
-            if self.scheduler.memory.tables.observer is not None:
-                self.scheduler.memory.tables.observer.close()
+            parts: list[Any] = [self.executor, self.grammars, self.tokenizer, self._hand_over, self._disk_prefetch]
+            for part in (*parts, self.kv_events, self.scheduler.memory.tables.observer):
+                if part is not None:
+                    part.close()
 
     # ---- parts of a step ----
 

@@ -48,7 +48,11 @@ class LaunchedStep:
             raise WorkerError(reason) from error
         if not read:
             return launched
-        return launched._replace(items=tuple(_complete(item, read) for item in launched.items))
+        items = [
+            _complete(item, read) if item.error is not None or item.prompt_logprobs else read.get(item.seq_id, item)
+            for item in launched.items
+        ]
+        return launched._replace(items=tuple(items))
 
 
 class AsyncExecutor(InProcessExecutor):

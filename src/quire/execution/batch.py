@@ -101,7 +101,8 @@ class BatchBuilder:
         for seq_id in plan.finished_ids:
             self.tables.pop(seq_id, None)
         for item in plan.items:
-            self._change_tables(item)
+            if item.table_deltas or item.new_sequence is not None:
+                self._change_tables(item)
 
     def lay_out(self, items: Sequence[ScheduledSequence], groups_of: range | None = None) -> Batch:
         """Lay items out as one batch.
@@ -161,12 +162,10 @@ class BatchBuilder:
     def _change_tables(self, item: ScheduledSequence) -> None:
         if item.new_sequence is not None:
             self.tables[item.seq_id] = tuple(BlockTable() for _ in self._caches)
-        if item.table_deltas:
-            tables = self.tables[item.seq_id]
-            for delta in item.table_deltas:
-                tables[delta.group_idx].change(delta)
-                highest = self.use.highest_blocks
-                highest[delta.group_idx] = max((highest[delta.group_idx], *delta.block_ids))
+        tables, highest = self.tables[item.seq_id], self.use.highest_blocks
+        for delta in item.table_deltas:
+            tables[delta.group_idx].change(delta)
+            highest[delta.group_idx] = max((highest[delta.group_idx], *delta.block_ids))
 
     def _attention(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -24,11 +25,11 @@ class DeferredTokens:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         # Tokens of a step, int64 [n], with the ids of their sequences.
-        self._before: list[tuple[tuple[int, ...], Tensor]] = []
-        self._own: list[tuple[tuple[int, ...], Tensor]] = []
+        self._before: list[tuple[list[int], Tensor]] = []
+        self._own: list[tuple[list[int], Tensor]] = []
         self._reads: list[Callable[[], list[ItemResult]]] = []
-        # The place of each sequence's token among those of the step before, int64 [n]; once they are asked for.
-        self._drawn: tuple[dict[int, int], Tensor] | None = None
+        # The sequences of the tokens of the step before, and these, int64 [n]; once they are asked for.
+        self._drawn: tuple[list[int], Tensor] | None = None
 
     def begin_step(self) -> None:
         """Begin a step: what the one before it has drawn is what its placeholders stand for."""
@@ -42,12 +43,12 @@ class DeferredTokens:
             token_ids: int64 [n] on the device; nothing writes to it afterwards.
             read: returns the results of the items; it waits for the device.
         """
-        self._own.append((tuple(item.seq_id for item in items), token_ids))
+        self._own.append(([item.seq_id for item in items], token_ids))
         self._reads.append(read)
 
     def add_failed(self, seq_ids: Sequence[int]) -> None:
         """Keep a token of no meaning for sequences that the present step has drawn none for: their requests end."""
-        self._own.append((tuple(seq_ids), torch.zeros(len(seq_ids), dtype=torch.int64, device=self._device)))
+        self._own.append((list(seq_ids), torch.zeros(len(seq_ids), dtype=torch.int64, device=self._device)))
 
     def take_reads(self) -> list[Callable[[], list[ItemResult]]]:
         """Hand over what reads the results of the present step."""
@@ -62,19 +63,24 @@ class DeferredTokens:
             items: items of the step, all or some.
             rows: first row of each of them, at least one for each.
         """
-        wanted = [(row, item.seq_id) for row, item in zip(rows, items, strict=False) if item.token_ids[0] == UNKNOWN]
+        wanted = [item.seq_id for item in items if item.token_ids[0] == UNKNOWN]
         if not wanted:
             return
         if self._drawn is None:
-            seq_ids = [seq_id for known, _ in self._before for seq_id in known]
-            token_ids = [tokens for _, tokens in self._before]
-            drawn = token_ids[0] if len(token_ids) == 1 else torch.cat(token_ids)
-            self._drawn = {seq_id: place for place, seq_id in enumerate(seq_ids)}, drawn
-        place_of, drawn = self._drawn
-        targets, sources = [row for row, _ in wanted], [place_of[seq_id] for _, seq_id in wanted]
-        if targets == sources == list(range(len(drawn))):  # mostly the same sequences decode
+            if len(self._before) == 1:
+                self._drawn = self._before[0]
+            else:
+                known, parts = zip(*self._before, strict=True)
+                self._drawn = list(chain.from_iterable(known)), torch.cat(parts)
+        seq_ids, drawn = self._drawn
+        last = len(wanted) - 1
+        # Mostly the same sequences decode: placeholders are the first rows, if the last of them is where it is then.
+        if wanted == seq_ids and items[last].seq_id == wanted[last] and rows[last] == last:
             input_ids[: len(drawn)].copy_(drawn)
             return
+        place_of = {seq_id: place for place, seq_id in enumerate(seq_ids)}
+        sources = [place_of[seq_id] for seq_id in wanted]
+        targets = [row for row, item in zip(rows, items, strict=False) if item.token_ids[0] == UNKNOWN]
         numbers = placed(torch.tensor((targets, sources), dtype=torch.int64), self._device)
         input_ids.index_copy_(0, numbers[0], drawn.index_select(0, numbers[1]))
 

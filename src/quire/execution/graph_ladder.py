@@ -122,7 +122,10 @@ class GraphLadder:
         """Say whether items, of one token each, fit into a captured step."""
         if not 0 < len(items) <= self._sizes[-1]:
             return False
-        return sum(item.start // self._block_size + 1 for item in items) <= self._limits.num_blocks
+        starts = [item.start for item in items]
+        if (max(starts) // self._block_size + 1) * len(items) <= self._limits.num_blocks:
+            return True
+        return sum(start // self._block_size + 1 for start in starts) <= self._limits.num_blocks
 
     def run(self, items: Sequence[ScheduledSequence], builder: BatchBuilder) -> tuple[Tensor, Tensor]:
         """Compute a step.

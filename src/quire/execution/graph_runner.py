@@ -29,7 +29,7 @@ class GraphRunner(ModelRunner):
 
     def _run(self, plan: StepPlan) -> StepResult:
         ladder, items = self.ladder, plan.items
-        if ladder is None or not self._can_replay(items) or not ladder.takes(items):
+        if ladder is None or not items or not self._can_replay(items) or not ladder.takes(items):
             return super()._run(plan)
         if plan.ops.copies:
             self._blocks.apply(plan.ops.copies, plan.ops.saves)
@@ -53,7 +53,8 @@ class GraphRunner(ModelRunner):
 
     def _can_replay(self, items: Sequence[ScheduledSequence]) -> bool:
         """Say whether items are decodes of known sequences that need nothing but the model."""
-        if any(len(item.token_ids) != 1 or item.new_sequence is not None or not item.num_samples for item in items):
+        _, _, token_ids, _, num_samples, new_sequences, _ = zip(*items, strict=True)
+        if new_sequences.count(None) < len(items) or not all(num_samples) or max(map(len, token_ids)) > 1:
             return False
         others = (self._embeddings.by_sequence, self._pooler.by_sequence, self._adapters.by_sequence)
         if any(others) and any(item.seq_id in known for known in others for item in items):

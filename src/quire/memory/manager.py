@@ -257,16 +257,15 @@ class KVCacheManager:
 
     def publish_each(self, num_computed: Mapping[int, int]) -> None:
         """Publish several sequences in turn, given with their numbers of computed tokens; see `publish`."""
-        observer = self.tables.observer
+        sequences, observer = self.sequences, self.tables.observer
         for seq_id, count in num_computed.items():
-            state = self.sequences[seq_id]
+            state = sequences[seq_id]
             if not state.num_computed <= count <= state.num_slots or count > len(state.chain.tokens):
                 most = min(state.num_slots, len(state.chain.tokens))
                 raise ValueError(f"num_computed must be in [{state.num_computed}, {most}], got {count}")
             if state.checkpoint is not None:
                 self.tables.commit_lookahead(state, count)
-            num_before = state.num_published
-            state.num_computed = count
+            state.num_computed, num_before = count, state.num_published
             if count >= state.next_publish_at:
                 self.tables.resident(seq_id)
                 self._publication.publish_due(state)

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from quire.decoding.drafting import UNKNOWN
 from quire.scheduling.beam_groups import append_to_group
-from quire.scheduling.plan import ScheduledSequence, StepPlan
+from quire.scheduling.plan import StepPlan
 from quire.scheduling.scheduler import Scheduler
 from quire.sequences.params import SamplingParams
 from quire.sequences.sequence import Request, Sequence
@@ -54,7 +54,9 @@ class AsyncScheduler(Scheduler):
     def add(self, request: Request) -> None:
         """Queue a request; see `Scheduler`."""
         super().add(request)
-        request.runs_ahead = request.pooling is None and is_sampled_on_device(request.params)
+        if request.pooling is None and is_sampled_on_device(request.params):
+            # While end tokens are suppressed, the host draws.
+            request.ahead_from = request.num_prompt + request.params.min_tokens
 
     def plan(self, tick: int) -> StepPlan:
         """Return the plan of the next step, while no step is in flight; see `Scheduler`."""
@@ -70,41 +72,47 @@ class AsyncScheduler(Scheduler):
         """
         if self._is_short or self._admission.outranks_running:
             return None
-        queues, running = self._queues, self.running
-        items = {item.seq_id: item for item in in_flight.items}
-        going: list[Sequence] = []
+        queues, find = self._queues, self.sequences.get
         held: list[Sequence] = []
-        advanced: list[tuple[Sequence, ScheduledSequence]] = []
+        # Sequences that go on, their numbers of tokens in the step in flight, and the tokens of those it draws one for.
+        going, counts, drawn = list[Sequence](), list[int](), list[list[int]]()
         num_waiting = 0
-        for sequence in running:
-            item = items.get(sequence.seq_id)
-            if item is None:
-                going.append(sequence)
+        is_pending = self.memory.is_snapshot_pending if self.memory.tables.recurrent_groups else None
+        for item in in_flight.items:
+            sequence = find(item.seq_id)
+            if sequence is None:
                 continue
-            ends = item.num_samples > 0 and len(sequence.tokens) + 1 >= sequence.max_tokens
-            waits = not ends and item.num_samples > 0 and _needs_host(sequence, item)
-            num_waiting += waits
-            if ends or waits or self.memory.is_snapshot_pending(sequence.seq_id):
+            tokens, num_samples, ends, waits = sequence.tokens, item.num_samples, False, False
+            if num_samples:
+                ends = len(tokens) + 1 >= sequence.max_tokens
+                waits = not ends and (num_samples > 1 or len(tokens) < sequence.request.ahead_from)
+                num_waiting += waits
+            if ends or waits or (is_pending is not None and is_pending(item.seq_id)):
                 held.append(sequence)
-            else:
-                going.append(sequence)
-                advanced.append((sequence, item))
-        if num_waiting > len(advanced):
+                continue
+            going.append(sequence)
+            counts.append(len(item.token_ids))
+            if num_samples:
+                drawn.append(tokens)
+        if num_waiting > len(going):
             return None
-        running[:], queues.held = going, held
-        for sequence, item in advanced:
-            sequence.num_computed += len(item.token_ids)
-            if item.num_samples:
-                sequence.tokens.append(UNKNOWN)
+        queues.held = held
+        if held:
+            left_out = set(held)
+            self.running[:] = [sequence for sequence in self.running if sequence not in left_out]
+        for sequence, count in zip(going, counts, strict=True):
+            sequence.num_computed += count
+        for tokens in drawn:
+            tokens.append(UNKNOWN)
         self._is_ahead = True
         try:
             return self._plan_without_preemption(tick)
         finally:
             self._is_ahead = False
-            for sequence, item in advanced:
-                sequence.num_computed -= len(item.token_ids)
-                if item.num_samples:
-                    sequence.tokens.pop()
+            for sequence, count in zip(going, counts, strict=True):
+                sequence.num_computed -= count
+            for tokens in drawn:
+                tokens.pop()
             queues.release_held()
 
     def withdraw(self, plan: StepPlan) -> tuple[str, ...]:
@@ -136,15 +144,6 @@ class AsyncScheduler(Scheduler):
             return 0
         self._is_short = not append_to_group(self.memory, group, count)
         return 0 if self._is_short else count
-
-
-def _needs_host(sequence: Sequence, item: ScheduledSequence) -> bool:
-    """Return whether the host has to read what a step draws for a sequence before the sequence can go on."""
-    request = sequence.request
-    if not request.runs_ahead or item.num_samples > 1:
-        return True
-    # While end tokens are suppressed, the host draws.
-    return len(sequence.tokens) - sequence.num_prompt < request.params.min_tokens
 
 
 def is_sampled_on_device(params: SamplingParams) -> bool:

@@ -16,7 +16,6 @@ from collections.abc import Sequence as Seq
 
 from quire.decoding import beams as beam_search
 from quire.decoding.drafting import Drafter
-from quire.decoding.stop import end_of_tokens
 from quire.errors import InvalidParameter, InvariantViolation, PromptTooLong
 from quire.memory.manager import KVCacheManager
 from quire.memory.results import NO_OPS, MemoryOps
@@ -187,28 +186,26 @@ class Scheduler:
             does not end the sequence.
         """
         find, computed = self.sequences.get, {}
-        for item in items:
-            sequence = find(item.seq_id)
+        sequences = [find(item.seq_id) for item in items]
+        for item, sequence in zip(items, sequences, strict=True):
             if sequence is not None and not sequence.draft:
                 computed[item.seq_id] = sequence.num_computed = sequence.num_computed + len(item.token_ids)
         self.memory.publish_each(computed)
         events: list[SequenceEvent] = []
-        for idx, (item, result) in enumerate(zip(items, results, strict=True)):
-            sequence, token_ids = find(item.seq_id), result.token_ids
-            if sequence is None:
+        for idx, (sequence, result) in enumerate(zip(sequences, results, strict=True)):
+            if sequence is None or sequence.finish_reason is not None:  # an edit before may have ended it
                 continue
+            token_ids, edit, tokens = result.token_ids, sequence.default_edit, sequence.tokens
             if sequence.draft:
                 sequence.draft = result.draft or sequence.draft
-            else:
-                default_edit = sequence.default_edit
-                if default_edit is not None and len(token_ids) == 1:
-                    token_id = token_ids[0]
-                    if end_of_tokens(sequence, token_id) is None:
-                        sequence.tokens.append(token_id)
-                        events.append((idx, sequence, default_edit, len(sequence.tokens)))
-                        continue
-                elif not token_ids and not result.pooled:
+            elif edit is not None and len(token_ids) == 1:
+                # A token that may end the sequence is left to the strategy.
+                if token_ids[0] not in sequence.end_ids and len(tokens) + 1 < sequence.max_tokens:
+                    tokens.append(token_ids[0])
+                    events.append((idx, sequence, edit, len(tokens)))
                     continue
+            elif not token_ids and not result.pooled:
+                continue
             events += self._edits.apply(idx, sequence, token_ids, sequence.strategy.advance(sequence, token_ids))
         return events
 
@@ -336,18 +333,16 @@ class Scheduler:
         # Same as `ScheduledSequence._make`, without a Python call.
         new = tuple.__new__
         for (sequence, count), table_deltas in zip(scheduled.items(), deltas, strict=True):
-            tokens, start, draft = sequence.tokens, sequence.num_computed, sequence.draft
+            tokens, start, draft, new_sequence = sequence.tokens, sequence.num_computed, sequence.draft, None
             token_ids = (tokens[start],) if count == 1 else tuple(tokens[start : start + count])
             if start + count < len(tokens):
                 num_samples = 0
             else:
                 num_samples = 1 if start >= sequence.num_prompt else sequence.strategy.num_draws(sequence)
-            num_draft = 0
             if draft:
                 token_ids += draft
-                num_draft = len(draft)
-            new_sequence = None if sequence.is_open else NewSequence.of(sequence)
-            sequence.is_open = True
-            fields = (sequence.seq_id, start, token_ids, table_deltas, num_samples, new_sequence, num_draft)
+            if not sequence.is_open:
+                new_sequence, sequence.is_open = NewSequence.of(sequence), True
+            fields = (sequence.seq_id, start, token_ids, table_deltas, num_samples, new_sequence, len(draft))
             items.append(new(ScheduledSequence, fields))
         return tuple(items)

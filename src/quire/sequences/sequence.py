@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 
 from quire.errors import InvariantViolation
 from quire.memory.prefix.token_chain import Namespace, TokenChain
@@ -163,8 +164,8 @@ class Request:
         pooling: result that the request ends with at its prompt's last token; None to generate.
         adapter: slot of its adapter in the data plane; None for the model alone.
         seed: seed of its random draws.
-        runs_ahead: True where a step with its next token may be planned before that token is read; see
-            `AsyncScheduler`.
+        ahead_from: number of tokens of a sequence from which on a step with its next token may be planned before that
+            token is read; see `AsyncScheduler`.
         sequences: the prompt's sequence; after the fork, one per sample. For a beam search indexed by `sample_idx`,
             dropped beams included.
         search: state of a beam search; None for samples.
@@ -196,7 +197,7 @@ class Request:
     grammar: object = None
     pooling: Pooling | None = None
     adapter: int | None = None
-    runs_ahead: bool = False
+    ahead_from: float = inf
     sequences: list[Sequence] = field(default_factory=list)
     search: BeamSearch | None = None
     num_known_prompt_logprobs: int = 0

@@ -62,7 +62,7 @@ class StepRecorder:
         Returns:
             The number of tokens that the step computed, drafts included.
         """
-        num_drafts = sum(item.num_draft for item in items)
+        num_drafts = sum([item.num_draft for item in items])
         # Drafts are not tokens of a prompt.
         counts = [len(item.token_ids) - item.num_draft for item in items]
         num_tokens = sum(counts)

@@ -127,9 +127,9 @@ class RequestState:
 
     def add_prompt_logprobs(self, start: int, logprobs: tuple[TokenLogprobs, ...]) -> None:
         """Add the log probabilities of prompt positions from `start + 1` on; known ones are skipped."""
-        assert self._prompt_logprobs is not None
-        self._prompt_logprobs.add(logprobs[len(self._prompt_logprobs) - start - 1 :])
-        self.request.num_known_prompt_logprobs = len(self._prompt_logprobs) - 1
+        if self._prompt_logprobs is not None:
+            self._prompt_logprobs.add(logprobs[len(self._prompt_logprobs) - start - 1 :])
+            self.request.num_known_prompt_logprobs = len(self._prompt_logprobs) - 1
 
     def take_output(
         self, *, is_finished: bool, error: str | None = None, error_code: str | None = None
@@ -171,11 +171,6 @@ class RequestState:
             metrics=self.metrics,
         )
 
-    @property
-    def wants_prompt_logprobs(self) -> bool:
-        """True while log probabilities of the prompt are missing."""
-        return self._prompt_logprobs is not None
-
     def _output(self, sequence: Sequence) -> CompletionOutput:
         index = sequence.sample_idx
         output = self._deltas.get(index)
@@ -205,11 +200,6 @@ class OutputProcessor:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self.states
 
-    @property
-    def request_ids(self) -> tuple[str, ...]:
-        """Ids of the unfinished requests."""
-        return tuple(self.states)
-
     def add_request(self, request: Request, prompt: str | None, arrival_s: float, *, final_only: bool = False) -> None:
         """Begin a request's outputs.
 
@@ -233,9 +223,7 @@ class OutputProcessor:
 
     def add_prompt_logprobs(self, sequence: Sequence, item: ScheduledSequence, result: ItemResult) -> None:
         """Take the log probabilities of the part of a prompt that an item computed."""
-        state = self.states[sequence.request.request_id]
-        if result.prompt_logprobs and state.wants_prompt_logprobs:
-            state.add_prompt_logprobs(item.start, result.prompt_logprobs)
+        self.states[sequence.request.request_id].add_prompt_logprobs(item.start, result.prompt_logprobs)
 
     def add_tokens(self, events: Iterable[SequenceEvent], results: Seq[ItemResult]) -> ProcessedTokens:
         """Take the tokens of a step, which the scheduler has appended to their sequences.
