@@ -3,7 +3,8 @@
 The real scheduler on the real memory, block tables, plans of attention, the sampler for GPUs and the texts' bookkeeping
 without a tokenizer, for greedy sequences of the shape of Llama-3.1-8B's attention, step by step. What is left out is
 what needs a GPU: the replay of the graph is one call there, and copies are queued and not made. The vocabulary has 16
-tokens, so that the operators of the sampler, which a GPU runs, take hardly any time here.
+tokens, so that the operators of the sampler, which a GPU runs, take hardly any time here. Requests have one output at
+their end, as those of `LLM.generate`; with `--deltas` one for each step, as streams have.
 
 Parts of a step, in their order:
 
@@ -70,9 +71,11 @@ class HostSteps:
         context: tokens of each at the beginning.
         shared: tokens of these that all have in common.
         num_steps: steps that they decode at least.
+        deltas: True for outputs step by step.
     """
 
-    def __init__(self, num_sequences: int, context: int, shared: int, num_steps: int) -> None:
+    def __init__(self, num_sequences: int, context: int, shared: int, num_steps: int, *, deltas: bool) -> None:
+        self._deltas = deltas
         self.times: dict[str, list[float]] = {part: [] for part in PARTS}
         self._tick = 0
         each = -(-(context + num_steps) // BLOCK_SIZE) + 3
@@ -93,7 +96,7 @@ class HostSteps:
             prompt = common + [rng.randrange(150_000) for _ in range(own)]
             request = Request(str(idx), prompt, params, len(prompt) + num_steps + 16, frozenset(), arrival=idx, seed=0)
             self._scheduler.add(request)
-            self._outputs.add_request(request, None, 0.0)
+            self._outputs.add_request(request, None, 0.0, final_only=not self._deltas)
             if idx == 0:  # the others find its blocks
                 self.prefill()
         while self._scheduler.waiting:
@@ -169,9 +172,11 @@ class HostSteps:
 
 
 @torch.inference_mode()
-def measure(num_sequences: int, context: int, shared: int, num_steps: int) -> dict[str, list[float]]:
+def measure(
+    num_sequences: int, context: int, shared: int, num_steps: int, *, deltas: bool = False
+) -> dict[str, list[float]]:
     """Return milliseconds of processor time of each part, by steps, after a fifth of them that are not measured."""
-    steps = HostSteps(num_sequences, context, shared, num_steps)
+    steps = HostSteps(num_sequences, context, shared, num_steps, deltas=deltas)
     for part in PARTS:
         steps.times[part].clear()
     for _ in range(num_steps):
@@ -184,12 +189,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--sequences", type=int, default=256)
+    parser.add_argument("--deltas", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     print("| tokens | in common | milliseconds of processor time |", *PARTS, "sum |", sep=" | ")
     print("|---" * (len(PARTS) + 4) + "|")
     for context, shared in ((1024, 0), (1024, 896), (8192, 8064)):
-        times = measure(args.sequences, context, shared, args.steps)
+        times = measure(args.sequences, context, shared, args.steps, deltas=args.deltas)
         times["sum"] = [sum(each) for each in zip(*times.values(), strict=True)]
         for name, figure in (("median", median), ("least", min)):
             figures = (f"{figure(each):.2f}" for each in times.values())
