@@ -1,8 +1,8 @@
 """Kernels whose launches cost the host little once Triton has made one like them.
 
 For each launch, Triton finds out again which variant of a kernel fits the arguments, and asks its environment what may
-have changed: 9 to 25 us on a Zen 3. A `Kernel` does that for the first launch of a kind, keeps the compiled variant that
-Triton launched, and hands it later arguments of that kind by itself.
+have changed: 9 to 25 us on a Zen 3. A `Kernel` does that for the first launch of a kind, keeps the compiled variant
+that Triton launched, and hands it later arguments of that kind by itself.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """Operations on rows between the matrix products, and the masks of rows of logits."""
 
+import triton
 import triton.language as tl
 
 from quire.ops.triton.kernels.numbers import as_stored, rounded, sigmoid
