@@ -14,8 +14,8 @@ def frozen_heap(*, is_wanted: bool) -> Iterator[None]:
     What becomes garbage within the block and was there before is collected afterwards.
 
     Args:
-        is_wanted: False to do nothing. Frozen objects of the process are counted, which takes milliseconds where there are
-            any.
+        is_wanted: False to do nothing. Frozen objects of the process are counted, which takes milliseconds where there
+            are any.
     """
     is_ours = is_wanted and not gc.get_freeze_count()
     if is_ours:

@@ -37,6 +37,8 @@ MODULES: tuple[ModuleType, ...] = (attention, delta_chunks, experts, few_rows, h
 MODULES += (shared_attention, state_chunks, states, stored_experts)
 # Bytes of shared memory that a program may have, by compute capability.
 SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+# Options of launches, which are no parameters of kernels.
+OPTIONS = ("num_warps", "num_stages", "launch_pdl")
 TYPES = {
     torch.float32: "*fp32",
     torch.float16: "*fp16",
@@ -55,7 +57,7 @@ class Launch(NamedTuple):
     Args:
         kernel: kernel.
         arguments: arguments by name.
-        options: number of warps, and of pipeline stages.
+        options: number of warps and of pipeline stages, and whether it may overlap with the kernel before.
     """
 
     kernel: Any
@@ -89,7 +91,7 @@ class LaunchRecorder:
         assert all(size > 0 for size in grid)
 
         def record(*args: Any, **kwargs: Any) -> None:
-            options: dict[str, int] = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
+            options: dict[str, int] = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
             arguments = dict(zip(self._kernel.arg_names, args, strict=False)) | kwargs
             assert list(arguments) == list(self._kernel.arg_names)
             self._launches.append(Launch(self._kernel, arguments, options))

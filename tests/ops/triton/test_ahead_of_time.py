@@ -37,6 +37,8 @@ pytestmark = [
 CPU = torch.device("cpu")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CAPABILITIES = tuple(SHARED_LIMIT)
+# Launches from Hopper on; see kernels/overlap.py.
+OVERLAPPING = {"OVERLAPS": True, "launch_pdl": True}
 # Products of prompts: those of warp groups, and those of tensor memory.
 MATRIX_INSTRUCTIONS = {90: "HGMMA", 100: "UTC.?HMMA|UTCHMMA"}
 EXPERT_KERNELS = {"multiply_by_expert", "multiply_stored_by_expert"}
@@ -66,6 +68,8 @@ def attention_launches(options: dict[str, Any], capability: int) -> list[Launch]
     launches: list[Launch] = []
     ops = TritonOps(CPU)
     ops.device.capability, ops.device.num_processors = divmod(capability, 10), 132
+    if capability >= 90:
+        ops.device.overlapping = OVERLAPPING
     with recorded(launches), torch.inference_mode():
         for spans in ([(700, 1), (15, 1)], [(0, 300)]):
             World(spans, **options).run(ops)
@@ -161,14 +165,15 @@ def few_rows_launches() -> list[Launch]:
     launches: list[Launch] = []
     ops = TritonOps(CPU)
     with recorded(launches), torch.inference_mode():
-        for dtype in (BF16, FP16):
-            for num_columns, width in ((6144, 4096), (1024, 3072)):
-                weight = torch.zeros(num_columns, width, dtype=dtype)
-                plain, gated = ops.pack_linear(weight), ops.pack_linear(weight, gate="silu")
-                for num_rows in (1, 2):
-                    x = torch.zeros(num_rows, width, dtype=dtype)
-                    plain(x, torch.zeros(num_rows, num_columns, dtype=dtype))
-                    gated(x)
+        for ops.device.overlapping in ({"OVERLAPS": False}, OVERLAPPING):
+            for dtype in (BF16, FP16):
+                for num_columns, width in ((6144, 4096), (1024, 3072)):
+                    weight = torch.zeros(num_columns, width, dtype=dtype)
+                    plain, gated = ops.pack_linear(weight), ops.pack_linear(weight, gate="silu")
+                    for num_rows in (1, 2):
+                        x = torch.zeros(num_rows, width, dtype=dtype)
+                        plain(x, torch.zeros(num_rows, num_columns, dtype=dtype))
+                        gated(x)
     assert {launch.kernel.__name__ for launch in launches} == {"multiply_few_rows"}
     return launches
 
@@ -254,10 +259,15 @@ def test_other_kernels(name: str, capability: int) -> None:
     launches = OTHERS[name]()
     assert launches
     for launch in launches:
+        overlaps = "launch_pdl" in launch.options
+        if overlaps and capability < 90:
+            continue
         found = compile_for(launch, capability)
         check_limits(found, capability)
         if launch.kernel.__name__ == "multiply_few_rows":
-            assert re.search(r"LDG\.E\.128", found.assembly)
+            # Weights are loaded before the wait for the kernel before.
+            assert re.search(r"LDG\.E\.128", found.assembly.partition("ACQBULK")[0])
+            assert ("ACQBULK" in found.assembly) == overlaps
         if launch.kernel.__name__ not in EXPERT_KERNELS:
             continue
         if launch.arguments["ROWS"] >= 64 and capability >= 90:

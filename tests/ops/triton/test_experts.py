@@ -183,7 +183,7 @@ def test_weights_that_begin_anywhere_run_one_by_one() -> None:
     whole = randn(2 * INNER * WIDTH + 1, dtype=torch.bfloat16, device=DEVICE)
     for start in (0, 1):
         weights = whole[start : start + 2 * INNER * WIDTH].view(2, INNER, WIDTH)
-        layers = [TritonLinear(weight, None, None, ops.gate) for weight in weights]
+        layers = [TritonLinear(weight, None, None, ops.gate, ops.device) for weight in weights]
         assert (plain_layer(layers) is None) == bool(start)
 
 

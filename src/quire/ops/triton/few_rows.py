@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quire.ops.interface import Activation
 from quire.ops.triton.kernels import few_rows as kernels
-from quire.ops.triton.launches import ACTIVATIONS, is_aligned
+from quire.ops.triton.launches import ACTIVATIONS, Device, is_aligned
 
 # The most rows that are multiplied so; from three on, tensor cores are as fast or faster.
 MOST_ROWS: Final = 2
@@ -62,6 +62,7 @@ def multiply(
     residual: Tensor | None,
     activation: Activation | None,
     tile: FewRowsTile,
+    device: Device,
 ) -> Tensor:
     """Return the product of rows [R, in] with a weight [out, in]: [R, out], gated [R, out / 2].
 
@@ -87,5 +88,6 @@ def multiply(
         BIAS=bias is not None,
         RESIDUAL=residual is not None,
         num_warps=tile.num_warps,
+        **device.overlapping,
     )
     return output

@@ -34,9 +34,10 @@ class Device:
         num_processors: number of streaming multiprocessors.
         launch_bytes: bytes that must be saved for one launch more; the interpreter saves any.
         single_rows: rows of a sequence up to which a state goes through it row by row, and not in chunks.
+        overlapping: constants and options of launches that may overlap with the kernel before; see kernels/overlap.py.
     """
 
-    __slots__ = ("capability", "is_gpu", "launch_bytes", "num_processors", "single_rows", "torch_device")
+    __slots__ = ("capability", "is_gpu", "launch_bytes", "num_processors", "overlapping", "single_rows", "torch_device")
 
     def __init__(self, device: torch.device) -> None:
         self.torch_device = device
@@ -48,6 +49,9 @@ class Device:
             properties = torch.cuda.get_device_properties(device)
             self.capability = (properties.major, properties.minor)
             self.num_processors = properties.multi_processor_count
+        self.overlapping: dict[str, bool] = {"OVERLAPS": False}
+        if self.is_gpu and self.capability >= (9, 0):
+            self.overlapping = {"OVERLAPS": True, "launch_pdl": True}
 
     def numbers(self, values: Iterable[int]) -> Tensor:
         """Return numbers as int32 on the device: one copy, which the host does not wait for."""

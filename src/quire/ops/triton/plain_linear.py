@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from quire.ops.interface import Activation
 from quire.ops.triton.few_rows import MOST_ROWS, FewRowsTile, is_readable, multiply
+from quire.ops.triton.launches import Device
 
 
 class TritonLinear:
@@ -20,12 +21,13 @@ class TritonLinear:
         bias: [out], or None.
         activation: activation of the gate; None for none.
         gate: `Ops.gate` of the backend.
+        device: device of the weight.
 
     Attributes:
         weight, bias, activation: the arguments of these names.
     """
 
-    __slots__ = ("_few", "_gate", "activation", "bias", "weight")
+    __slots__ = ("_device", "_few", "_gate", "activation", "bias", "weight")
 
     def __init__(
         self,
@@ -33,10 +35,11 @@ class TritonLinear:
         bias: Tensor | None,
         activation: Activation | None,
         gate: Callable[[Tensor, Activation], Tensor],
+        device: Device,
     ) -> None:
         self.weight, self.bias = weight, bias
         self.activation: Activation | None = activation
-        self._gate = gate
+        self._gate, self._device = gate, device
         is_gated, (num_columns, width) = activation is not None, weight.shape
         # By the number of rows.
         self._few = [
@@ -49,7 +52,7 @@ class TritonLinear:
         if 0 < len(x) <= MOST_ROWS:
             tile = self._few[len(x)]
             if tile is not None and x.stride(1) == 1:
-                return multiply(x, self.weight, self.bias, residual, self.activation, tile)
+                return multiply(x, self.weight, self.bias, residual, self.activation, tile, self._device)
         if residual is None:
             y = functional.linear(x, self.weight, self.bias)
         else:

@@ -128,6 +128,7 @@ class TritonStepAttention:
             WIDTH=self._width,
             STORED=self._stored,
             num_warps=4,
+            **self._device.overlapping,
         )
         return queries
 
@@ -193,6 +194,7 @@ class TritonStepAttention:
             SINKS=sinks is not None,
             SPLIT=items.num_places > 0,
             COUNTED=counts is not None,
+            **self._device.overlapping,
         )
 
     def _launch_shared(
@@ -263,6 +265,7 @@ class TritonStepAttention:
             SINKS=sinks is not None,
             COUNTED=items.counts is not None,
             num_warps=4,
+            **self._device.overlapping,
         )
 
     def tiles(self, group: int) -> tuple[Tile, Tile]:

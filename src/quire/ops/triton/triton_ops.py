@@ -70,7 +70,7 @@ class TritonOps(TorchFallback):
         if not isinstance(weight, StoredWeight):
             # In rows, even if it is stored in columns, as transposed experts are.
             kept = weight.to(self.device.torch_device).clone(memory_format=torch.contiguous_format)
-            return TritonLinear(kept, bias, gate, self.gate)
+            return TritonLinear(kept, bias, gate, self.gate, self.device)
         if gate is not None:
             return GatedLinear(self.pack_linear(weight, bias, min_bits), self.gate, gate)
         if weight.input_order is not None:
@@ -91,8 +91,9 @@ class TritonOps(TorchFallback):
         num_rows, width = x.shape
         if num_rows:
             row_kernels.rms_norm[num_rows,](
-                output, x, weight, eps, width, x.stride(0), WIDTH=power_of_2(width), num_warps=_warps(width)
-            )
+                output, x, weight, eps, width, x.stride(0), WIDTH=power_of_2(width), num_warps=_warps(width),
+                **self.device.overlapping,
+            )  # fmt: skip
         return output
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
@@ -103,7 +104,7 @@ class TritonOps(TorchFallback):
         if num_rows:
             columns = min(COLUMNS, power_of_2(width))
             row_kernels.gate[num_rows, -(-width // columns)](
-                output, gate_up, width, ACTIVATION=ACTIVATIONS[activation], COLUMNS=columns
+                output, gate_up, width, ACTIVATION=ACTIVATIONS[activation], COLUMNS=columns, **self.device.overlapping
             )
         return output
 

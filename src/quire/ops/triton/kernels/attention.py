@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from quire.ops.triton.kernels.numbers import FLOAT8, INT8, PLAIN, factor, from_e4m3, rounded
+from quire.ops.triton.kernels.overlap import wait_for_previous
 from quire.ops.triton.launcher import kernel
 
 # Numbers that describe an item: first row, number of rows, position of the first row, first entry of the sequence's
@@ -138,13 +139,14 @@ def attend(
     sinks, stride_row, stride_head, stride_block, stride_kv_head, score_scale, window, chunk,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, STORED: tl.constexpr, WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, COUNTED: tl.constexpr,
+    CHUNK: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, COUNTED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Let the rows of an item attend with the query heads of one KV head; see the head of this file.
 
     `score_scale` and `sinks` are for powers of 2. An item with SPLIT stores a partial result; with COUNTED it says so
     by itself, and the first of `counts` is the number of items: there are programs for more.
     """
+    wait_for_previous(OVERLAPS)
     if COUNTED:  # noqa: SIM102 - the compiler decides the outer condition
         if tl.program_id(0) >= tl.load(counts):
             return
@@ -208,12 +210,13 @@ def attend(
 def combine(
     output, partial_sums, partial_softmax, split_rows, counts, sinks,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr,
-    SINKS: tl.constexpr, COUNTED: tl.constexpr,
+    SINKS: tl.constexpr, COUNTED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Add up the partial results of rows, a query head a program; COUNTED: the second of `counts` of them.
 
     PARTS of them are loaded at once: one after the other, each would wait for the memory.
     """
+    wait_for_previous(OVERLAPS)
     if COUNTED:  # noqa: SIM102 - the compiler decides the outer condition
         if tl.program_id(0) >= tl.load(counts + 1):
             return

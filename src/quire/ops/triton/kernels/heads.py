@@ -12,6 +12,7 @@ from quire.ops.triton.kernels.numbers import (
     to_e4m3,
     to_int8,
 )
+from quire.ops.triton.kernels.overlap import wait_for_previous
 from quire.ops.triton.launcher import kernel
 
 
@@ -62,8 +63,10 @@ def prepare_heads(
     BLOCK_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     STORED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Norm and rotate some heads of a row; store its queries, and its keys and values in their slots."""
+    wait_for_previous(OVERLAPS)
     num_heads: tl.constexpr = NUM_QUERIES + 2 * NUM_KV
     dtype: tl.constexpr = qkv.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from quire.ops.triton.kernels.numbers import as_stored, rounded, sigmoid
+from quire.ops.triton.kernels.overlap import wait_for_previous
 from quire.ops.triton.launcher import kernel
 
 # Activations of a gate, in the order of `interface.Activation`.
@@ -13,8 +14,9 @@ SWIGLUOAI = tl.constexpr(2)
 
 
 @kernel
-def rms_norm(output, x, weight, eps, width, stride_row, WIDTH: tl.constexpr):
+def rms_norm(output, x, weight, eps, width, stride_row, WIDTH: tl.constexpr, OVERLAPS: tl.constexpr):
     """Norm and scale a row, with the roundings of both dtypes."""
+    wait_for_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, WIDTH)
     mask = columns < width
@@ -43,8 +45,9 @@ def activated(gates, ups, ACTIVATION: tl.constexpr):
 
 
 @kernel
-def gate(output, gate_up, width, ACTIVATION: tl.constexpr, COLUMNS: tl.constexpr):
+def gate(output, gate_up, width, ACTIVATION: tl.constexpr, COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr):
     """Activate gates and multiply, some columns of a row."""
+    wait_for_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = columns < width

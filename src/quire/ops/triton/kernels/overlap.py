@@ -1,0 +1,18 @@
+"""Launches that overlap (programmatic dependent launch, from Hopper on): a kernel is set up while the one before ends.
+
+A kernel that is launched so may start as soon as all programs of the one before have called `wait_for_previous`, or
+have ended. Nothing that is computed is read, and nothing is written, before that returns: all kernels before have ended
+then.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def wait_for_previous(OVERLAPS: tl.constexpr):
+    """Wait for the kernels before, and let the next one be set up."""
+    if OVERLAPS:
+        gdc_wait()
+        gdc_launch_dependents()
