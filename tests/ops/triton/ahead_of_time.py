@@ -38,7 +38,7 @@ MODULES += (shared_attention, state_chunks, states, stored_experts)
 # Bytes of shared memory that a program may have, by compute capability.
 SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 # Options of launches, which are no parameters of kernels.
-OPTIONS = ("num_warps", "num_stages", "launch_pdl")
+OPTIONS = ("num_warps", "num_stages", "launch_pdl", "enable_fp_fusion")
 TYPES = {
     torch.float32: "*fp32",
     torch.float16: "*fp16",

@@ -14,7 +14,7 @@ from quire.ops.triton.delta_chunks import correct_in_chunks
 from quire.ops.triton.kernels import states as kernels
 from quire.ops.triton.launches import Device
 from quire.ops.triton.state_chunks import ChunkPlan, StateBatchNumbers, StateChunks
-from quire.ops.triton.tiles import MOST_CORRECTED, power_of_2
+from quire.ops.triton.tiles import MOST_CORRECTED, MOST_SCANNED_FLOAT32, power_of_2
 
 # Channels of a program of a convolution.
 CHANNELS: Final = 256
@@ -112,7 +112,9 @@ class TritonStepStates:
         output = x.new_empty(x.shape, dtype=torch.float32)
         width = power_of_2(state_dim)
         dims = min(power_of_2(head_dim), max(1, CARRIED // width))
-        if len(x) and self._has_few_rows:
+        # On an H200, wider products of float32 were wrong: those of state_chunks.py in three products of TF32.
+        goes_in_chunks = x.dtype != torch.float32 or state_dim <= MOST_SCANNED_FLOAT32
+        if len(x) and (self._has_few_rows or not goes_in_chunks):
             kernels.scan[self._num_seqs, num_heads, -(-head_dim // dims)](
                 output,
                 *inputs,
@@ -126,9 +128,9 @@ class TritonStepStates:
                 STATE_DIM=state_dim,
                 DIM=dims,
                 WIDTH=width,
-                MOST_ROWS=self._single_rows,
+                MOST_ROWS=self._single_rows if goes_in_chunks else ANY_ROWS,
             )
-        if self._chunks is not None:
+        if self._chunks is not None and goes_in_chunks:
             self._chunks.scan(output, inputs, heads, states, self._numbers)
         return output
 

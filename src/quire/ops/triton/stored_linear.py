@@ -170,7 +170,15 @@ class TritonStoredLinear:
         if num_rows:
             x = x if x.stride(1) == 1 else x.contiguous()
             kernels.round_rows[num_rows,](
-                rows, scales, x, width, padded, x.stride(0), WIDTH=power_of_2(padded), num_warps=8
+                rows,
+                scales,
+                x,
+                width,
+                padded,
+                x.stride(0),
+                WIDTH=power_of_2(padded),
+                num_warps=8,
+                enable_fp_fusion=False,  # a product that is not rounded before it is made whole misses ties
             )
         return rows, scales
 

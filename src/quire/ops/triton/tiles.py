@@ -100,6 +100,8 @@ class CorrectionTile(NamedTuple):
     num_stages: int
 
 
+# Numbers of a head's state, for each of its inputs, up to which rows of float32 go in chunks.
+MOST_SCANNED_FLOAT32: Final = 128
 # Numbers of a key up to which its products fit into shared memory, and the state's columns into registers.
 MOST_CORRECTED: Final = 128
 
