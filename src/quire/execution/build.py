@@ -19,6 +19,7 @@ from quire.execution.sampling.sampler import Sampler
 from quire.kvstore.disk_blocks import DiskBlocks
 from quire.models.decoder import Decoder
 from quire.ops.static_steps import MakesStaticSteps
+from quire.ops.token_draws import DrawsTokens
 from quire.platform.host_probe import num_cores
 from quire.platform.prefault import Prefaulter
 from quire.structured.grammar_cache import GrammarCache
@@ -66,16 +67,19 @@ def build_runner(
         uses_thread = torch_device.type != "cpu" or torch.get_num_threads() < num_cores()
         grammar_states = GrammarStates(grammars, uses_thread=uses_thread)
     keep = decoder.ops.apply_token_bitmask
+    draws = decoder.ops if isinstance(decoder.ops, DrawsTokens) else None
     builder: BatchBuilder
     sampler: Sampler
     if deferred is not None:
         builder = AheadBatchBuilder(block_size, torch_device, caches, deferred)
-        sampler = DeferredSampler(torch_device, grammar_states, keep, deferred)
+        sampler = DeferredSampler(torch_device, grammar_states, keep, deferred, draws)
     else:
         builder = BatchBuilder(block_size, torch_device, caches)
         # Where kernels are not the host's own, and where they are interpreted, the host waits for tokens only.
         is_apart = torch_device.type != "cpu" or isinstance(decoder.ops, MakesStaticSteps)
-        sampler = (DeviceSampler if is_apart else Sampler)(torch_device, grammar_states, keep)
+        sampler = Sampler(torch_device, grammar_states, keep)
+        if is_apart:
+            sampler = DeviceSampler(torch_device, grammar_states, keep, draws)
     prefaulter = Prefaulter.of([storage.data for storage in storages], builder.use)
     media = MultimodalEmbeddings(torch_device)
     if captured is None or draft is not None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import repeat
 
 import torch
 from torch import Tensor
 
 from quire.execution.deferred_tokens import DeferredTokens
 from quire.execution.pinned import HostCopy
-from quire.execution.sampling.device_sampler import BROKEN, FINE, DeviceSampler, DrawnRows
+from quire.execution.sampling.device_sampler import SEQ_ID, DeviceSampler, DrawnRows
 from quire.execution.sampling.logits_processing import KeepTokens
+from quire.execution.sampling.sampler import plain_results
 from quire.execution.sampling.token_history import TokenHistory
+from quire.ops.token_draws import DrawsTokens
 from quire.scheduling.plan import ItemResult, ScheduledSequence
 from quire.structured.mask_filler import GrammarStates
 
@@ -23,23 +26,20 @@ class DeferredSampler(DeviceSampler):
     Their results are empty when `sample` returns, and come from `DeferredTokens`; all others are complete.
 
     Args:
-        device, grammar_states, keep: see `Sampler`.
+        device, grammar_states, keep, draws: see `DeviceSampler`.
         deferred: keeps the tokens.
     """
 
     def __init__(
-        self, device: torch.device, grammar_states: GrammarStates | None, keep: KeepTokens, deferred: DeferredTokens
+        self,
+        device: torch.device,
+        grammar_states: GrammarStates | None,
+        keep: KeepTokens,
+        deferred: DeferredTokens,
+        draws: DrawsTokens | None = None,
     ) -> None:
-        super().__init__(device, grammar_states, keep)
+        super().__init__(device, grammar_states, keep, draws)
         self._deferred = deferred
-
-    def sample(self, logits: Tensor, items: Sequence[ScheduledSequence]) -> list[ItemResult]:
-        """Draw every item's tokens; see `Sampler`."""
-        if len(logits) == len(items) and self.is_greedy(items):
-            greatest, chosen = logits.max(-1)
-            status = torch.where(greatest.isfinite(), FINE, BROKEN)
-            return self._defer(items, torch.stack((chosen, status), 1), {}, [], None)
-        return super().sample(logits, items)
 
     def _sample_own(self, logits: Tensor, items: Sequence[ScheduledSequence]) -> list[ItemResult]:
         return self._defer(items, *self._draw(logits, items))
@@ -59,8 +59,8 @@ class DeferredSampler(DeviceSampler):
         later = None if measures is None else HostCopy(measures)
         drawn = DrawnRows(items, HostCopy(found), errors, measured, later)
         histories = [self._with_history.get(item.seq_id) for item in items] if self._with_history else ()
-        self._deferred.add(items, found[:, 0], partial(self._read, drawn, histories))
-        return [ItemResult(item.seq_id, ()) for item in items]
+        self._deferred.add(items, found[0], partial(self._read, drawn, histories))
+        return plain_results(map(SEQ_ID, items), repeat(()))
 
     def _read(self, drawn: DrawnRows, histories: Sequence[TokenHistory | None]) -> list[ItemResult]:
         """Read the tokens of rows, add them to the histories of their sequences, and return the results of the items.

@@ -1,18 +1,18 @@
-"""Draws that the host waits for nowhere: the tokens of `quire.execution.sampling.sampling`, by operators that can be
-queued on a GPU one after the other, whatever the numbers are.
+"""Draws that the host waits for nowhere: the tokens of `quire.execution.sampling.sampling`, by stock operators that can
+be queued on a GPU one after the other, whatever the numbers are. Backends with kernels for draws have these as the slow
+twin.
 """
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from math import inf
 
 import torch
 from torch import Tensor
 
 from quire.execution.sampling.sampling import invert_cdf
+from quire.ops.token_draws import BROKEN, FINE, NARROW, NOTHING_LEFT, RowFilters, RowParameters
 
-# The most tokens that are looked at where `top_k` is no greater; elsewhere it is the whole vocabulary.
-NARROW: Final = 256
 _FIRST, _SECOND, _STEP = (
     number - (1 << 64) if number >> 63 else number
     for number in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0x9E3779B97F4A7C15)
@@ -73,26 +73,6 @@ def topk_in_order(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return values, ids.gather(1, order)
 
 
-class RowFilters(NamedTuple):
-    """The filters of rows; see `sampling.Filter`.
-
-    Args:
-        temperature: float32 [R], above 0.
-        top_k: int64 [R], V where there is none.
-        top_p: float64 [R].
-        min_p: float32 [R].
-    """
-
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-
-    def of(self, rows: Tensor) -> RowFilters:
-        """Return the filters of some rows, int64 [n]."""
-        return RowFilters(*(part[rows] for part in self))
-
-
 def cool(logits: Tensor, temperature: Tensor) -> Tensor:
     """Subtract the greatest logit of each row [R, V] and divide by its temperature [R], in place."""
     return logits.sub_(logits.amax(-1, keepdim=True)).div_(temperature[:, None])
@@ -133,3 +113,59 @@ def draw_filtered(logits: Tensor, filters: RowFilters, points: Tensor, width: in
     last = torch.searchsorted(reached, filters.top_p[:, None] * reached[:, -1:])
     weights = weights.masked_fill(ranks > last, 0.0)
     return ids.gather(1, invert_cdf(weights, points[:, None]))[:, 0]
+
+
+class TorchDraws:
+    """Chooses tokens as `quire.ops.token_draws.DrawsTokens` says."""
+
+    def check_logits(self, logits: Tensor) -> Tensor:
+        """Return which rows can be drawn from."""
+        return _mark(logits, None)
+
+    def draw_tokens(
+        self, logits: Tensor, parameters: RowParameters | None, positions: Tensor | None, before: Tensor | None
+    ) -> Tensor:
+        """Choose a token of each row."""
+        if parameters is None:
+            greatest, chosen = logits.max(-1)
+            return torch.stack((chosen, torch.where(greatest.isfinite(), FINE, BROKEN)))
+        status = _mark(logits, before)
+        return torch.stack((_choose(logits, parameters, positions), status))
+
+
+def _mark(logits: Tensor, status: Tensor | None) -> Tensor:
+    """Return what is wrong with rows, int64 [R], and make those that are wrong harmless.
+
+    Args:
+        logits: float32 [R, V].
+        status: the result of the call before anything was forbidden; None in that call.
+    """
+    greatest = logits.amax(-1)
+    is_wrong = ~greatest.isfinite()
+    logits.masked_fill_(is_wrong[:, None], 0.0)
+    if status is None:
+        return torch.where(is_wrong, BROKEN, FINE)
+    now = torch.where(greatest == -inf, NOTHING_LEFT, torch.where(is_wrong, BROKEN, FINE))
+    return torch.where(status == FINE, now, status)
+
+
+def _choose(logits: Tensor, parameters: RowParameters, positions: Tensor | None) -> Tensor:
+    """Return a token of each row, int64 [R]."""
+    if not parameters.draws:
+        return logits.argmax(-1)
+    assert positions is not None, "a draw has a position"
+    filters, vocab_size = parameters.filters, logits.shape[1]
+    numbers = uniform_numbers(parameters.seeds, parameters.sample_idxs, positions)
+    chosen = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    if parameters.greedy is not None:
+        chosen[parameters.greedy] = logits[parameters.greedy].argmax(-1)
+    drawing = (parameters.whole, parameters.few, parameters.many)
+    for rows, width in zip(drawing, (None, min(NARROW, vocab_size), vocab_size), strict=True):
+        if rows is None:
+            continue
+        cooled = cool(logits[rows], filters.temperature[rows])
+        if width is None:
+            chosen[rows] = draw_whole(cooled, numbers[rows])
+        else:
+            chosen[rows] = draw_filtered(cooled, filters.of(rows), numbers[rows], width)
+    return chosen

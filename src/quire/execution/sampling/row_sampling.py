@@ -42,6 +42,16 @@ class SamplingState:
         self.filter = Filter(
             params.temperature, params.top_k, params.top_p, params.min_p, params.typical_p, params.top_n_sigma
         )
+        # Whether its tokens are always drawn by the host's operators, also where the logits are on a device.
+        self.needs_host = bool(
+            params.typical_p < 1.0
+            or params.top_n_sigma
+            or params.dry_multiplier
+            or params.logits_processors
+            or self.adjustments.allowed_ids is not None
+            or self.adjustments.bad_words is not None
+            or len(self.adjustments.bias_ids)
+        )
 
     @property
     def looks_back(self) -> bool:

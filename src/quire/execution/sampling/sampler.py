@@ -156,15 +156,15 @@ def take_likeliest(
         return None
     seq_ids, token_ids = [item.seq_id for item in items], chosen.tolist()
     if len(token_ids) == len(items):
-        return _plain_results(seq_ids, zip(token_ids, strict=True))
+        return plain_results(seq_ids, zip(token_ids, strict=True))
     ends = accumulate(1 + item.num_draft for item in items)
-    return _plain_results(
+    return plain_results(
         seq_ids,
         [run_of(item, token_ids[end - 1 - item.num_draft : end]) for item, end in zip(items, ends, strict=True)],
     )
 
 
-def _plain_results(seq_ids: Iterable[int], token_ids: Iterable[tuple[int, ...]]) -> list[ItemResult]:
+def plain_results(seq_ids: Iterable[int], token_ids: Iterable[tuple[int, ...]]) -> list[ItemResult]:
     """Return results that have tokens only, without a Python call for each."""
     fields = zip(seq_ids, token_ids, *map(repeat, ((), (), None, (), False, ())), strict=False)
     return list(map(partial(tuple.__new__, ItemResult), fields))

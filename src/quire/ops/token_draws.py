@@ -1,0 +1,94 @@
+"""The choice of a step's tokens by a backend: the parameters of rows, and what is found of each."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple, Protocol, runtime_checkable
+
+from torch import Tensor
+
+# States of a row, beside its token.
+FINE, NOTHING_LEFT, BROKEN = range(3)
+# Kinds of rows: the likeliest token is taken; one is drawn from all, from at most `NARROW` of them, from any number.
+GREEDY, WHOLE, FEW, MANY = range(4)
+# The greatest `top_k` of a row that draws from few tokens.
+NARROW: Final = 256
+
+
+class RowFilters(NamedTuple):
+    """The filters of rows: min_p first, then top_k, then top_p.
+
+    Args:
+        temperature: float32 [R], above 0.
+        top_k: int64 [R], V where there is none.
+        top_p: float64 [R].
+        min_p: float32 [R].
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+
+    def of(self, rows: Tensor) -> RowFilters:
+        """Return the filters of some rows, int64 [n]."""
+        return RowFilters(*(part[rows] for part in self))
+
+
+class RowParameters(NamedTuple):
+    """The parameters of a step's rows, on the device.
+
+    Args:
+        kinds: int32 [R]: `GREEDY` and others.
+        greedy, whole, few, many: int64, the rows of each kind; None where there are none.
+        filters: filters of all rows.
+        seeds: int64 [R], two's complement.
+        sample_idxs: int64 [R].
+        most_top_k: greatest `top_k` of the rows that draw from many tokens; 0 for none.
+    """
+
+    kinds: Tensor
+    greedy: Tensor | None
+    whole: Tensor | None
+    few: Tensor | None
+    many: Tensor | None
+    filters: RowFilters
+    seeds: Tensor
+    sample_idxs: Tensor
+    most_top_k: int
+
+    @property
+    def draws(self) -> bool:
+        """Say whether a row draws."""
+        return not (self.whole is None and self.few is None and self.many is None)
+
+
+@runtime_checkable
+class DrawsTokens(Protocol):
+    """What chooses tokens on a device; the host waits for nothing."""
+
+    def check_logits(self, logits: Tensor) -> Tensor:
+        """Return which rows can be drawn from, before requests change them.
+
+        Args:
+            logits: float32 [R, V], contiguous; rows that are `BROKEN` may be overwritten.
+
+        Returns:
+            int64 [R]: `FINE`, or `BROKEN` where the greatest logit is not finite, or there is a NaN.
+        """
+
+    def draw_tokens(
+        self, logits: Tensor, parameters: RowParameters | None, positions: Tensor | None, before: Tensor | None
+    ) -> Tensor:
+        """Choose a token of each row.
+
+        Args:
+            logits: float32 [R, V], contiguous, overwritten.
+            parameters: parameters of the rows; None to take the likeliest token of all, the lowest id among equals.
+            positions: int64 [R], positions of the tokens in their sequences; None where no row draws.
+            before: what `check_logits` returned before requests changed the logits; None where none did.
+
+        Returns:
+            int64 [2, R]: tokens, and the states of rows. What was `BROKEN` before stays so. Then a row without finite
+            logits is `NOTHING_LEFT`; it is `BROKEN` where `before` is None. The token of a row that is not `FINE` has
+            no meaning, and is one of the vocabulary.
+        """
