@@ -43,7 +43,8 @@ class RowParameters(NamedTuple):
         filters: filters of all rows.
         seeds: int64 [R], two's complement.
         sample_idxs: int64 [R].
-        most_top_k: greatest `top_k` of the rows that draw from many tokens; 0 for none.
+        most_few: greatest `top_k` of the rows that draw from few tokens; 0 for none.
+        cuts_many: True where a row that draws from many tokens has a `top_k`.
     """
 
     kinds: Tensor
@@ -54,7 +55,8 @@ class RowParameters(NamedTuple):
     filters: RowFilters
     seeds: Tensor
     sample_idxs: Tensor
-    most_top_k: int
+    most_few: int
+    cuts_many: bool
 
     @property
     def draws(self) -> bool:

@@ -24,22 +24,25 @@ from quire.ops.triton.kernels import (  # noqa: E402
     delta_chunks,
     experts,
     few_rows,
+    filtered_sampling,
     heads,
     linear,
     rows,
+    sampling,
     shared_attention,
     state_chunks,
     states,
     stored_experts,
 )
 
-MODULES: tuple[ModuleType, ...] = (attention, delta_chunks, experts, few_rows, heads, linear, rows)
-MODULES += (shared_attention, state_chunks, states, stored_experts)
+MODULES: tuple[ModuleType, ...] = (attention, delta_chunks, experts, few_rows, filtered_sampling, heads)
+MODULES += (linear, rows, sampling, shared_attention, state_chunks, states, stored_experts)
 # Bytes of shared memory that a program may have, by compute capability.
 SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 # Options of launches, which are no parameters of kernels.
 OPTIONS = ("num_warps", "num_stages", "launch_pdl", "enable_fp_fusion")
 TYPES = {
+    torch.float64: "*fp64",
     torch.float32: "*fp32",
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
@@ -118,7 +121,11 @@ def compile_for(launch: Launch, capability: int) -> Compiled:
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
     for place, parameter in enumerate(kernel.params):
         value = launch.arguments[parameter.name]
-        if parameter.is_constexpr or (isinstance(value, int) and value == 1 and not parameter.do_not_specialize):
+        if (
+            parameter.is_constexpr
+            or value is None
+            or (isinstance(value, int) and value == 1 and not parameter.do_not_specialize)
+        ):
             signature[parameter.name], constants[place,] = "constexpr", value
             continue
         if isinstance(value, torch.Tensor):

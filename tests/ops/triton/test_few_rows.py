@@ -66,7 +66,9 @@ def test_a_number_that_is_not_finite_stays_in_its_row_and_column() -> None:
 def test_tiles() -> None:
     """Weights that no tile fits, and those that are not of 16 bits or begin anywhere, are left to torch."""
     tiles = {
-        (1, 6144, 4096, False): (4, 512, 4),
+        (1, 6144, 4096, False): (8, 512, 4),
+        (1, 4096, 14336, False): (4, 512, 4),
+        (1, 14336, 4096, True): (2, 1024, 4),
         (1, 1024, 3072, False): (4, 1024, 4),
         (1, 14336, 640, True): (4, 128, 4),
         (2, 6144, 4096, False): (8, 256, 2),

@@ -84,26 +84,26 @@ def _parameters(states: Sequence[SamplingState], vocab_size: int, device: torch.
     """Return the parameters of rows."""
     kinds = [_kind(state) for state in states]
     floats, wholes = [], []
-    most_top_k = 0
+    most_few, cuts_many = 0, False
     for state, kind in zip(states, kinds, strict=True):
         own = state.filter
         floats.append((own.temperature, own.top_p, own.min_p))
         seed = state.seed & ((1 << 64) - 1)
         most = min(own.top_k or vocab_size, vocab_size)
         wholes.append((most, seed - (1 << 64) if seed >> 63 else seed, state.sample_idx))
-        if kind == MANY and most < vocab_size:
-            most_top_k = max(most_top_k, most)
-    temperature, top_p, min_p = placed(torch.tensor(floats, dtype=torch.float64).view(-1, 3), device).unbind(1)
-    # In columns, each of which kernels read as a vector.
+        most_few = max(most_few, most) if kind == FEW else most_few
+        cuts_many |= kind == MANY and most < vocab_size
+    # In rows, each of which kernels read as a vector.
+    temperature, top_p, min_p = placed(torch.tensor(floats, dtype=torch.float64).view(-1, 3).T.contiguous(), device)
     top_k, seeds, sample_idxs = placed(torch.tensor(wholes, dtype=torch.int64).view(-1, 3).T.contiguous(), device)
     temperature = temperature.float().clamp_(min=torch.finfo(torch.float32).tiny)
     greedy, whole, few, many = (
         whole_numbers(rows, device) if (rows := [row for row, own in enumerate(kinds) if own == kind]) else None
         for kind in (GREEDY, WHOLE, FEW, MANY)
     )
-    filters = RowFilters(temperature, top_k, top_p.contiguous(), min_p.float())
+    filters = RowFilters(temperature, top_k, top_p, min_p.float())
     on_device = placed(torch.tensor(kinds, dtype=torch.int32), device)
-    return RowParameters(on_device, greedy, whole, few, many, filters, seeds, sample_idxs, most_top_k)
+    return RowParameters(on_device, greedy, whole, few, many, filters, seeds, sample_idxs, most_few, cuts_many)
 
 
 def _kind(state: SamplingState) -> int:

@@ -14,6 +14,9 @@ from quire.ops.triton.launches import ACTIVATIONS, Device, is_aligned
 MOST_ROWS: Final = 2
 # Columns up to which so few programs have work that each reads more at a time.
 FEW_COLUMNS: Final = 2048
+# Columns from which on a program has more of them, and inputs from which on one with gates reads more at a time.
+MANY_COLUMNS: Final = 4096
+MANY_INPUTS: Final = 4096
 
 
 class FewRowsTile(NamedTuple):
@@ -44,6 +47,10 @@ class FewRowsTile(NamedTuple):
             inputs = 1024
         elif num_rows == 2:
             columns, inputs, num_warps = 4 if is_gated else 8, 256, 2
+        elif is_gated and width >= MANY_INPUTS:
+            columns, inputs = 2, 1024
+        elif not is_gated and num_columns > MANY_COLUMNS:
+            columns = 8
         inputs = min(inputs, width & -width)
         if num_rows > MOST_ROWS or num_columns % columns or inputs < 128:
             return None

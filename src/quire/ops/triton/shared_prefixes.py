@@ -20,7 +20,6 @@ from typing import Final, NamedTuple
 
 from torch import Tensor
 
-from quire.ops.triton.splits import MIN_SPLIT
 from quire.ops.triton.tiles import Tile
 
 # Ranges that a sequence can share, one behind the other, each with fewer sequences than the one before: a system
@@ -30,6 +29,8 @@ MAX_RANGES: Final = 4
 # Partial results that each row of a shared range adds: that of the range, and that of what is behind it, which would be
 # no partial result otherwise. Each is written and read.
 PARTIAL_PASSES: Final = 2 * 2
+# Tokens of the shortest range that is shared: a shorter one costs more in partial results than it saves in keys.
+MIN_SHARED: Final = 256
 # Bytes of a block id.
 ID_BYTES: Final = 8
 
@@ -67,8 +68,8 @@ class SharingRule(NamedTuple):
 
     @property
     def least_tokens(self) -> int:
-        """Tokens of the shortest range: as for splits, less costs more in partial results than it brings."""
-        return -(-MIN_SPLIT // self.unit) * self.unit
+        """Tokens of the shortest range, a multiple of the unit."""
+        return -(-MIN_SHARED // self.unit) * self.unit
 
     @classmethod
     def of(

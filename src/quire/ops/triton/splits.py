@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 # Tokens of the shortest split: a shorter one costs more in partial results than it brings in parallel work.
-MIN_SPLIT: Final = 256
+MIN_SPLIT: Final = 128
 # Programs that are wanted for each processor of the GPU where sequences are few.
 PROGRAMS_PER_PROCESSOR: Final = 2
 # Where there are so many sequences that all processors have work, contexts are cut for as many: programs that take

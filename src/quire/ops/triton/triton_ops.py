@@ -27,7 +27,9 @@ from quire.ops.quantized_weight import StoredWeight
 from quire.ops.recurrent_mixers import RecurrentMixers
 from quire.ops.reordered import ReorderedLinear
 from quire.ops.static_steps import StaticAttentionBatch, StaticLimits, StaticMemory, StaticStateBatch
+from quire.ops.token_draws import RowParameters
 from quire.ops.torch_fallback import TorchFallback
+from quire.ops.triton import sampling
 from quire.ops.triton.kernels import rows as row_kernels
 from quire.ops.triton.launches import ACTIVATIONS, Device
 from quire.ops.triton.plain_linear import TritonLinear
@@ -135,6 +137,16 @@ class TritonOps(TorchFallback):
         row_kernels.apply_token_bitmask[len(rows), -(-vocab_size // COLUMNS)](
             logits, self.device.numbers(rows), words, vocab_size, words.shape[1], COLUMNS=COLUMNS
         )
+
+    def check_logits(self, logits: Tensor) -> Tensor:
+        """Return which rows can be drawn from."""
+        return sampling.check_logits(logits)
+
+    def draw_tokens(
+        self, logits: Tensor, parameters: RowParameters | None, positions: Tensor | None, before: Tensor | None
+    ) -> Tensor:
+        """Choose a token of each row."""
+        return sampling.draw_tokens(logits, parameters, positions, before)
 
     def step_attention(self, batch: AttentionBatch, kv: PagedKV) -> StepAttention:
         """Plan the work of a step once for all layers."""

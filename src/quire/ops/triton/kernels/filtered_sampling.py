@@ -1,0 +1,380 @@
+"""Draws from what top_k, top_p and min_p keep, without a sort of the vocabulary.
+
+A token has a key, the bits of its distance from the peak as a whole number, and tokens are in the order of their keys,
+equal ones in that of their ids. All of this is exact: keys and sums of weights are whole numbers.
+
+Few tokens (a small `top_k`): the k-th key among those of the tiles' peaks is no less than the k-th of the tokens. So
+tiles whose peaks are beyond it have none of the first k tokens; those of the other tiles that reach it are listed.
+
+Many tokens: each is in a bin, by the upper bits of its key. Weights, and for `top_k` numbers of tokens, are summed up
+by bins; the bin in which a sum is reached is found, its tokens are listed, and the key at which it is reached is found
+among them. That goes on in up to three stages: where top_k ends, where top_p ends, and which token is drawn.
+"""
+
+import triton
+import triton.language as tl
+
+from quire.ops.triton.kernels.sampling import TILE, counted, distances, is_finite, load_peaks, uniform_share
+from quire.ops.triton.launcher import kernel
+
+# Bins are a 256th of a power of 2 of a distance, from 2^-11 to 32; all that is nearer is in the first.
+BINS = tl.constexpr(4096)
+BIN_SHIFT = tl.constexpr(15)
+FIRST_BIN = tl.constexpr((0x42000000 >> 15) - 4096)
+# Key of a token without weight: the bits of infinity.
+LAST_KEY = tl.constexpr(0x7F800000)
+LAST_ENTRY = tl.constexpr(0x7FFFFFFFFFFFFFFF)
+# Most tokens of a row of few.
+FEW = tl.constexpr(256)
+# Numbers of the state of a row of many: stage, bin or -1, what comes before the bin, what is to be reached, number of
+# listed tokens, weight before the bin, total weight and, with `top_k`, total number.
+STATE = tl.constexpr(8)
+COUNT = tl.constexpr(0)
+NUCLEUS = tl.constexpr(1)
+POINT = tl.constexpr(2)
+DONE = tl.constexpr(3)
+
+
+@triton.jit
+def _keys(logits, peak, temperature):
+    return distances(logits, peak, temperature).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _weights(keys, min_p, SCALE: tl.constexpr):
+    """Return the weights of keys; 0 for those that min_p drops."""
+    shares = tl.exp(-keys.to(tl.float32, bitcast=True))
+    return tl.where(shares >= min_p, counted(shares, SCALE), 0)
+
+
+@triton.jit
+def _bins(keys):
+    return tl.maximum((keys >> BIN_SHIFT) - FIRST_BIN, 0)
+
+
+@triton.jit
+def _nucleus(top_p, total):
+    """Return what a nucleus has to reach of a total: at least 1, and all of it for 1.0."""
+    goal = (top_p * total.to(tl.float64)).to(tl.int64)
+    goal += (goal.to(tl.float64) < top_p * total.to(tl.float64)).to(tl.int64)
+    goal = tl.minimum(tl.maximum(goal, 1), total)
+    return tl.where(top_p >= 1.0, total, goal)
+
+
+@triton.jit
+def _peak_bound(keys, top_k):
+    """Return the least number that `top_k` of the keys do not exceed; the last key where there are not as many."""
+    low, high = tl.full([], 0, tl.int32), tl.full([], LAST_KEY, tl.int32)
+    while low < high:
+        middle = low + ((high - low) >> 1)
+        reached = tl.sum((keys <= middle).to(tl.int32), 0) >= top_k
+        low, high = tl.where(reached, low, middle + 1), tl.where(reached, middle, high)
+    return low
+
+
+@triton.jit
+def _list_few(entries, tiles, logits, bound, peak, temperature, top_k, count, vocab_size, BLOCK: tl.constexpr):
+    """List the tokens of `count` tiles up to a key; of those with this key the first `top_k`. Return their number."""
+    listed, ties = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+    for start in range(0, count * TILE, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        tile = tl.load(tiles + at // TILE, mask=at < count * TILE, other=0)
+        columns = tile * TILE + at % TILE
+        known = (at < count * TILE) & (columns < vocab_size)
+        keys = _keys(tl.load(logits + columns, mask=known, other=float("-inf")), peak, temperature)
+        is_tie = known & (keys == bound)
+        rank = ties + tl.cumsum(is_tie.to(tl.int32), 0)
+        kept = (known & (keys < bound)) | (is_tie & (rank <= top_k))
+        place = listed + tl.cumsum(kept.to(tl.int32), 0) - 1
+        tl.store(entries + place, (keys.to(tl.int64) << 32) | columns.to(tl.int64), mask=kept)
+        listed += tl.sum(kept.to(tl.int32), 0)
+        ties += tl.sum(is_tie.to(tl.int32), 0)
+    return listed
+
+
+@triton.jit
+def _cut_few(first, entries, listed, bound, top_k, BLOCK: tl.constexpr):
+    """Store the first `top_k` of the entries; return how many that are."""
+    lanes = tl.arange(0, BLOCK)
+    # The first entries, mostly all, stay in registers.
+    held = tl.load(entries + lanes, mask=lanes < listed, other=LAST_ENTRY)
+    low, high = tl.full([], 0, tl.int64), ((bound.to(tl.int64) + 1) << 32) - 1
+    while low < high:
+        middle = low + ((high - low) >> 1)
+        count = tl.sum((held <= middle).to(tl.int32), 0)
+        for start in range(BLOCK, listed, BLOCK):
+            own = tl.load(entries + start + lanes, mask=start + lanes < listed, other=LAST_ENTRY)
+            count += tl.sum((own <= middle).to(tl.int32), 0)
+        low, high = tl.where(count >= top_k, low, middle + 1), tl.where(count >= top_k, middle, high)
+    stored = tl.full([], 0, tl.int32)
+    for start in range(0, listed, BLOCK):
+        own = tl.load(entries + start + lanes, mask=start + lanes < listed, other=LAST_ENTRY)
+        kept = own <= low
+        tl.store(first + stored + tl.cumsum(kept.to(tl.int32), 0) - 1, own, mask=kept)
+        stored += tl.sum(kept.to(tl.int32), 0)
+    return stored
+
+
+@kernel
+def draw_few(
+    found, entries, firsts, tiles, peaks, logits, rows, temperatures, top_ks, top_ps, min_ps, seeds, sample_idxs,
+    positions, vocab_size, num_tiles, capacity, SCALE: tl.constexpr, PEAKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Draw the token of a row from the likeliest, `FEW` of them at most, without those that top_p and min_p drop."""
+    place = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + place)
+    own_peaks = load_peaks(peaks, row, num_tiles, PEAKS)
+    peak = tl.max(own_peaks, 0)
+    if is_finite(peak):
+        temperature, top_k = tl.load(temperatures + row), tl.load(top_ks + row).to(tl.int32)
+        numbers = tl.arange(0, PEAKS)
+        keys = tl.where(numbers < num_tiles, _keys(own_peaks, peak, temperature), LAST_KEY)
+        bound = _peak_bound(keys, top_k)
+        near = (keys <= bound) & (numbers < num_tiles)
+        tiles += place * num_tiles
+        tl.store(tiles + tl.cumsum(near.to(tl.int32), 0) - 1, numbers, mask=near)
+        tl.debug_barrier()
+        entries += place * capacity
+        count = tl.sum(near.to(tl.int32), 0)
+        row_logits = logits + row * vocab_size
+        listed = _list_few(entries, tiles, row_logits, bound, peak, temperature, top_k, count, vocab_size, BLOCK)
+        tl.debug_barrier()
+        firsts += place * FEW
+        stored = _cut_few(firsts, entries, listed, bound, top_k, 1024)
+        tl.debug_barrier()
+        lanes = tl.arange(0, FEW)
+        own = tl.load(firsts + lanes, mask=lanes < stored, other=LAST_ENTRY)
+        min_p = tl.load(min_ps + row)
+        weights = tl.where(own == LAST_ENTRY, 0, _weights((own >> 32).to(tl.int32), min_p, SCALE))
+        reached = tl.zeros([FEW], tl.int64)
+        for start in range(0, stored, 16):
+            others = start + tl.arange(0, 16)
+            other = tl.load(firsts + others, mask=others < stored, other=LAST_ENTRY)
+            added = tl.where(other == LAST_ENTRY, 0, _weights((other >> 32).to(tl.int32), min_p, SCALE))
+            reached += tl.sum(tl.where(other[None, :] <= own[:, None], added[None, :], 0), 1)
+        goal = _nucleus(tl.load(top_ps + row), tl.sum(weights, 0))
+        total = tl.min(tl.where(reached >= goal, reached, LAST_ENTRY), 0)
+        target = uniform_share(seeds, sample_idxs, positions, row, total)
+        at = tl.min(tl.where(reached > target, reached, LAST_ENTRY), 0)
+        entry = tl.min(tl.where((reached == at) & (lanes < stored), own, LAST_ENTRY), 0)
+        tl.store(found + row, entry & 0xFFFFFFFF)
+
+
+@kernel
+def fill_bins(
+    bins, states, peaks, logits, rows, temperatures, top_ks, top_ps, min_ps, vocab_size, num_tiles,
+    SCALE: tl.constexpr, PEAKS: tl.constexpr, BLOCK: tl.constexpr, COUNTS: tl.constexpr,
+):  # fmt: skip
+    """Add the tokens of a part of a row to its bins, and to its totals.
+
+    Tokens that together weigh less than what top_p leaves out are in the total only.
+    """
+    place = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + place)
+    peak = tl.max(load_peaks(peaks, row, num_tiles, PEAKS), 0)
+    if is_finite(peak):
+        columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        values = tl.load(logits + row * vocab_size + columns, mask=columns < vocab_size, other=float("-inf"))
+        keys = _keys(values, peak, tl.load(temperatures + row))
+        weights = _weights(keys, tl.load(min_ps + row), SCALE)
+        kept = weights > 0
+        state = states + place * STATE
+        tl.atomic_add(state + 6, tl.sum(weights, 0), sem="relaxed")
+        # V tokens beyond log(V / (1 - top_p)) weigh less than 1 - top_p of the likeliest alone. Two more for rounding.
+        rest = (1.0 - tl.load(top_ps + row)).to(tl.float32)
+        reach = tl.where(rest > 0.0, tl.log(vocab_size / tl.maximum(rest, 1e-30)) + 2.0, float("inf"))
+        if COUNTS:
+            tl.atomic_add(state + 7, tl.sum(kept.to(tl.int64), 0), sem="relaxed")
+            reach = tl.where(tl.load(top_ks + row) < vocab_size, float("inf"), reach)
+        binned = kept & (keys.to(tl.float32, bitcast=True) <= reach)
+        own = bins + place * (BINS * (1 + COUNTS)) + _bins(keys)
+        tl.atomic_add(own, weights, mask=binned, sem="relaxed")
+        if COUNTS:
+            tl.atomic_add(own + BINS, tl.full([BLOCK], 1, tl.int64), mask=binned, sem="relaxed")
+
+
+@kernel
+def list_bin(
+    entries, states, peaks, logits, rows, temperatures, min_ps, vocab_size, num_tiles, capacity,
+    SCALE: tl.constexpr, PEAKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """List the tokens of a row's bin that are in a part of the row; they are only counted where there is no room."""
+    place = tl.program_id(0).to(tl.int64)
+    state = states + place * STATE
+    wanted = tl.load(state + 1).to(tl.int32)
+    if wanted >= 0:
+        row = tl.load(rows + place)
+        peak = tl.max(load_peaks(peaks, row, num_tiles, PEAKS), 0)
+        columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        values = tl.load(logits + row * vocab_size + columns, mask=columns < vocab_size, other=float("-inf"))
+        keys = _keys(values, peak, tl.load(temperatures + row))
+        kept = (_bins(keys) == wanted) & (_weights(keys, tl.load(min_ps + row), SCALE) > 0)
+        count = tl.sum(kept.to(tl.int64), 0)
+        if count > 0:
+            first = tl.atomic_add(state + 4, count, sem="relaxed")
+            at = first + tl.cumsum(kept.to(tl.int64), 0) - 1
+            packed = (keys.to(tl.int64) << 32) | columns.to(tl.int64)
+            tl.store(entries + place * capacity + at, packed, mask=kept & (at < capacity))
+
+
+@triton.jit
+def _bin_tokens(entries, logits, start, listed, width, peak, temperature, min_p, wanted, SCALE: tl.constexpr,
+                BLOCK: tl.constexpr):  # fmt: skip
+    """Return keys, ids and weights of tokens of a bin: from the list, or the row; either has none of them."""
+    at = start + tl.arange(0, BLOCK)
+    packed = tl.load(entries + at, mask=at < listed, other=0)
+    values = tl.load(logits + at, mask=at < width, other=float("-inf"))
+    keys = tl.where(at < listed, (packed >> 32).to(tl.int32), _keys(values, peak, temperature))
+    ids = tl.where(at < listed, (packed & 0xFFFFFFFF).to(tl.int32), at)
+    return keys, ids, tl.where(_bins(keys) == wanted, _weights(keys, min_p, SCALE), 0)
+
+
+@triton.jit
+def _least_number(missing, each, most):
+    """Return the least number, from 1 to `most`, that times `each` is no less than what is missing.
+
+    A division of 64 bits is a call, for which a program spills registers.
+    """
+    low, high = tl.full([], 1, tl.int64), tl.full([], 0, tl.int64) + most
+    while low < high:
+        middle = low + ((high - low) >> 1)
+        reached = middle * each >= missing
+        low, high = tl.where(reached, low, middle + 1), tl.where(reached, middle, high)
+    return low
+
+
+@triton.jit
+def _nth_of_row(logits, key, number, vocab_size, peak, temperature, BLOCK: tl.constexpr):
+    """Return the id of the `number`-th token of a row that has a key, from 1 on."""
+    seen, token = tl.full([], 0, tl.int64), tl.full([], 0, tl.int32)
+    for start in range(0, vocab_size, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        values = tl.load(logits + at, mask=at < vocab_size, other=float("-inf"))
+        is_tie = ((_keys(values, peak, temperature) == key) & (at < vocab_size)).to(tl.int64)
+        ranks = seen + tl.cumsum(is_tie, 0)
+        token += tl.sum(tl.where((is_tie > 0) & (ranks == number), at, 0), 0)
+        seen += tl.sum(is_tie, 0)
+    return token
+
+
+@triton.jit
+def _settle(found, state, entries, logits, row, stage, peak, temperature, min_p, vocab_size, capacity,
+            SCALE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Find where the goal is reached among the tokens of the bin; return the weight up to there.
+
+    The last stage stores the token.
+    """
+    wanted, goal = tl.load(state + 1).to(tl.int32), tl.load(state + 3) - tl.load(state + 2)
+    # A list that is too short has not all of them.
+    listed, width = tl.load(state + 4).to(tl.int32), tl.full([], 0, tl.int32)
+    listed, width = tl.where(listed <= capacity, listed, 0), tl.where(listed <= capacity, width, vocab_size)
+    end = tl.maximum(listed, width)
+    # The first tokens, mostly all, stay in registers. In the first stage each counts as one.
+    keys, ids, weights = _bin_tokens(entries, logits, 0, listed, width, peak, temperature, min_p, wanted, SCALE, BLOCK)
+    counts = tl.where(stage == COUNT, (weights > 0).to(tl.int64), weights)
+    low = tl.min(tl.where(weights > 0, keys, LAST_KEY), 0)
+    high = tl.max(tl.where(weights > 0, keys, 0), 0)
+    for start in range(BLOCK, end, BLOCK):
+        more, _, added = _bin_tokens(
+            entries, logits, start, listed, width, peak, temperature, min_p, wanted, SCALE, BLOCK
+        )
+        low = tl.minimum(low, tl.min(tl.where(added > 0, more, LAST_KEY), 0))
+        high = tl.maximum(high, tl.max(tl.where(added > 0, more, 0), 0))
+    while low < high:
+        middle = low + ((high - low) >> 1)
+        reached = tl.sum(tl.where(keys <= middle, counts, 0), 0)
+        for start in range(BLOCK, end, BLOCK):
+            more, _, added = _bin_tokens(
+                entries, logits, start, listed, width, peak, temperature, min_p, wanted, SCALE, BLOCK
+            )
+            added = tl.where(stage == COUNT, (added > 0).to(tl.int64), added)
+            reached += tl.sum(tl.where(more <= middle, added, 0), 0)
+        low, high = tl.where(reached >= goal, low, middle + 1), tl.where(reached >= goal, middle, high)
+    weight = tl.sum(tl.where(keys < low, weights, 0), 0)
+    count = tl.sum(tl.where(keys < low, counts, 0), 0)
+    is_tie = (keys == low) & (weights > 0)
+    first_id = tl.min(tl.where(is_tie, ids, vocab_size - 1), 0)
+    last_id = tl.max(tl.where(is_tie, ids, 0), 0)
+    for start in range(BLOCK, end, BLOCK):
+        more, more_ids, added = _bin_tokens(
+            entries, logits, start, listed, width, peak, temperature, min_p, wanted, SCALE, BLOCK
+        )
+        weight += tl.sum(tl.where(more < low, added, 0), 0)
+        added_counts = tl.where(stage == COUNT, (added > 0).to(tl.int64), added)
+        count += tl.sum(tl.where(more < low, added_counts, 0), 0)
+        is_tie = (more == low) & (added > 0)
+        first_id = tl.minimum(first_id, tl.min(tl.where(is_tie, more_ids, vocab_size - 1), 0))
+        last_id = tl.maximum(last_id, tl.max(tl.where(is_tie, more_ids, 0), 0))
+    # All tokens with this key weigh as much; so many of them are missing.
+    each = tl.maximum(_weights(low, min_p, SCALE), 1)
+    number = _least_number(goal - count, tl.where(stage == COUNT, 1, each), vocab_size)
+    if stage == POINT:
+        if width > 0:
+            # Tokens of the row are in the order of their ids.
+            first_id = _nth_of_row(logits, low, number, vocab_size, peak, temperature, BLOCK)
+            last_id = first_id
+        while first_id < last_id:
+            middle = first_id + ((last_id - first_id) >> 1)
+            reached = tl.sum(((keys == low) & (ids <= middle) & (weights > 0)).to(tl.int64), 0)
+            for start in range(BLOCK, end, BLOCK):
+                more, more_ids, added = _bin_tokens(
+                    entries, logits, start, listed, width, peak, temperature, min_p, wanted, SCALE, BLOCK
+                )
+                reached += tl.sum(((more == low) & (more_ids <= middle) & (added > 0)).to(tl.int64), 0)
+            first_id = tl.where(reached >= number, first_id, middle + 1)
+            last_id = tl.where(reached >= number, middle, last_id)
+        tl.store(found + row, first_id.to(tl.int64))
+    return tl.load(state + 5) + weight + number * each
+
+
+@kernel
+def advance(
+    found, entries, bins, states, peaks, logits, rows, temperatures, top_ks, top_ps, min_ps, seeds, sample_idxs,
+    positions, vocab_size, num_tiles, capacity, SCALE: tl.constexpr, PEAKS: tl.constexpr, BLOCK: tl.constexpr,
+    STARTS: tl.constexpr, COUNTS: tl.constexpr,
+):  # fmt: skip
+    """End a stage of a row, and find the bin of the next one; STARTS: there was none."""
+    place = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + place)
+    state = states + place * STATE
+    peak = tl.max(load_peaks(peaks, row, num_tiles, PEAKS), 0)
+    stage = tl.full([], DONE, tl.int32)
+    goal, total = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
+    if STARTS:
+        if is_finite(peak):
+            stage, total = tl.full([], NUCLEUS, tl.int32), tl.load(state + 6)
+            if COUNTS:
+                goal = tl.load(top_ks + row)
+                stage = tl.where(goal < tl.load(state + 7), COUNT, stage)
+    else:
+        stage = tl.load(state).to(tl.int32)
+        if stage < DONE:
+            total = _settle(
+                found, state, entries + place * capacity, logits + row * vocab_size, row, stage, peak,
+                tl.load(temperatures + row), tl.load(min_ps + row), vocab_size, capacity, SCALE, BLOCK,
+            )  # fmt: skip
+            stage += 1
+    wanted, before, weight_before = tl.full([], -1, tl.int32), tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
+    if stage < DONE:
+        top_p = tl.load(top_ps + row)
+        stage = tl.where((stage == NUCLEUS) & (top_p >= 1.0), POINT, stage)
+        goal = tl.where(stage == NUCLEUS, _nucleus(top_p, total), goal)
+        point = uniform_share(seeds, sample_idxs, positions, row, total)
+        goal = tl.where(stage == POINT, point + 1, goal)
+        numbers = tl.arange(0, BINS)
+        own = bins + place * (BINS * (1 + COUNTS)) + numbers
+        if COUNTS:
+            summed = tl.load(own + tl.where(stage == COUNT, BINS, 0))
+        else:
+            summed = tl.load(own)
+        wanted = tl.sum((tl.cumsum(summed, 0) < goal).to(tl.int32), 0)
+        before = tl.sum(tl.where(numbers < wanted, summed, 0), 0)
+        weight_before = tl.sum(tl.load(own, mask=numbers < wanted, other=0), 0)
+    # All threads have read what is overwritten.
+    tl.debug_barrier()
+    tl.store(state, stage.to(tl.int64))
+    tl.store(state + 1, wanted.to(tl.int64))
+    tl.store(state + 2, before)
+    tl.store(state + 3, goal)
+    tl.store(state + 4, tl.zeros_like(before))
+    tl.store(state + 5, weight_before)

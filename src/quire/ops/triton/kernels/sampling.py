@@ -1,0 +1,160 @@
+"""Choice of tokens: the greatest logit of each row, and draws from all tokens.
+
+```
+ a row       |<-- tile -->|<-- tile -->| ...            TILE columns each; a program has TILES of them
+ peaks       | greatest   | greatest   | ...            and where it is; a NaN counts as infinity
+ weights     exp(-(peak of the row - logit) / temperature) in whole multiples of 1 / SCALE
+ sums        | of weights | of weights | ...
+```
+
+Sums of whole numbers are exact in any order, so a token does not depend on how a row is cut, on atomics or on other
+rows. A token whose weight is below 1 / SCALE of the likeliest one's is never drawn.
+"""
+
+import triton
+import triton.language as tl
+
+from quire.ops.triton.launcher import kernel
+
+TILE = tl.constexpr(128)
+# Kinds and states of rows: `quire.ops.token_draws`.
+GREEDY = tl.constexpr(0)
+WHOLE = tl.constexpr(1)
+FINE = tl.constexpr(0)
+NOTHING_LEFT = tl.constexpr(1)
+BROKEN = tl.constexpr(2)
+
+
+@kernel
+def find_peaks(peaks, places, logits, vocab_size, num_tiles, TILES: tl.constexpr):
+    """Store the greatest logit of some tiles of a row, and the first column that has it."""
+    row = tl.program_id(0).to(tl.int64)
+    tiles = tl.program_id(1) * TILES + tl.arange(0, TILES)
+    columns = tiles[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    values = tl.load(logits + row * vocab_size + columns, mask=columns < vocab_size, other=float("-inf"))
+    values = tl.where(values == values, values, float("inf"))
+    peak = tl.max(values, 1)
+    place = tl.min(tl.where(values == peak[:, None], columns, vocab_size - 1), 1)
+    known = tiles < num_tiles
+    tl.store(peaks + row * num_tiles + tiles, peak, mask=known)
+    tl.store(places + row * num_tiles + tiles, place, mask=known)
+
+
+@triton.jit
+def load_peaks(peaks, row, num_tiles, PEAKS: tl.constexpr):
+    """Load the peaks of a row's tiles."""
+    tiles = tl.arange(0, PEAKS)
+    return tl.load(peaks + row * num_tiles + tiles, mask=tiles < num_tiles, other=float("-inf"))
+
+
+@triton.jit
+def is_finite(value):
+    """Return whether a number that is no NaN is finite."""
+    return tl.abs(value) < float("inf")
+
+
+@triton.jit
+def distances(logits, peak, temperature):
+    """Return how far logits are below the peak, divided by the temperature: rounded twice, as the twin rounds."""
+    below = peak - logits
+    return tl.div_rn(below, temperature + tl.zeros_like(below))
+
+
+@triton.jit
+def counted(shares, SCALE: tl.constexpr):
+    """Return weights of at most 1 in whole multiples of 1 / SCALE."""
+    return (shares * SCALE).to(tl.int64)
+
+
+@kernel
+def sum_tiles(sums, peaks, logits, kinds, temperatures, vocab_size, num_tiles, SCALE: tl.constexpr,
+              TILES: tl.constexpr, PEAKS: tl.constexpr):  # fmt: skip
+    """Store the sums of the weights of some tiles of a row that draws from all tokens."""
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(kinds + row) == WHOLE:
+        peak = tl.max(load_peaks(peaks, row, num_tiles, PEAKS), 0)
+        if is_finite(peak):
+            tiles = tl.program_id(1) * TILES + tl.arange(0, TILES)
+            columns = tiles[:, None] * TILE + tl.arange(0, TILE)[None, :]
+            values = tl.load(logits + row * vocab_size + columns, mask=columns < vocab_size, other=float("-inf"))
+            shares = tl.exp(-distances(values, peak, tl.load(temperatures + row)))
+            tl.store(sums + row * num_tiles + tiles, tl.sum(counted(shares, SCALE), 1), mask=tiles < num_tiles)
+
+
+@triton.jit
+def _mixed(value):
+    value = value + 0x9E3779B97F4A7C15
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB
+    return value ^ (value >> 31)
+
+
+@triton.jit
+def uniform_share(seeds, sample_idxs, positions, row, total):
+    """Return the row's uniform number of 53 bits times `total` (int64), rounded down: less than `total`, int64."""
+    value = _mixed(tl.load(seeds + row).to(tl.uint64))
+    value = _mixed(value ^ tl.load(sample_idxs + row).to(tl.uint64))
+    value = _mixed(value ^ tl.load(positions + row).to(tl.uint64))
+    return tl.umulhi((value >> 11) << 11, total.to(tl.uint64)).to(tl.int64)
+
+
+@triton.jit
+def _drawn_from_all(sums, logits, peak, temperature, seeds, sample_idxs, positions, row, vocab_size, num_tiles,
+                    SCALE: tl.constexpr, PEAKS: tl.constexpr):  # fmt: skip
+    """Return the first column at which the cumulative weight exceeds the row's share of the total."""
+    tiles = tl.arange(0, PEAKS)
+    known = tiles < num_tiles
+    own = tl.load(sums + row * num_tiles + tiles, mask=known, other=0)
+    target = uniform_share(seeds, sample_idxs, positions, row, tl.sum(own, 0))
+    tile = tl.sum(((tl.cumsum(own, 0) <= target) & known).to(tl.int32), 0)
+    before = tl.sum(tl.where(tiles < tile, own, 0), 0)
+    columns = tile * TILE + tl.arange(0, TILE)
+    values = tl.load(logits + row * vocab_size + columns, mask=columns < vocab_size, other=float("-inf"))
+    weights = counted(tl.exp(-distances(values, peak, temperature)), SCALE)
+    return tile * TILE + tl.sum((before + tl.cumsum(weights, 0) <= target).to(tl.int32), 0)
+
+
+@kernel
+def choose(
+    found, peaks, places, sums, logits, kinds, temperatures, seeds, sample_idxs, positions, before, vocab_size,
+    num_tiles, num_rows, SCALE: tl.constexpr, PEAKS: tl.constexpr, DRAWS: tl.constexpr, CHECKED: tl.constexpr,
+):  # fmt: skip
+    """Store the state of a row, and the token of one that is greedy, draws from all tokens, or is not fine.
+
+    Without DRAWS all rows are greedy. With CHECKED, `before` has the states before requests changed the logits.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    own = load_peaks(peaks, row, num_tiles, PEAKS)
+    peak = tl.max(own, 0)
+    state = tl.where(is_finite(peak), FINE, BROKEN)
+    if CHECKED:
+        state = tl.where(peak == float("-inf"), NOTHING_LEFT, state)
+        earlier = tl.load(before + row).to(tl.int32)
+        state = tl.where(earlier == FINE, state, earlier)
+    tl.store(found + num_rows + row, state.to(tl.int64))
+    kind = GREEDY
+    if DRAWS:
+        kind = tl.load(kinds + row)
+    if is_finite(peak):
+        if kind == GREEDY:
+            tiles = tl.arange(0, PEAKS)
+            tile = tl.min(tl.where(own == peak, tiles, PEAKS), 0)
+            tl.store(found + row, tl.load(places + row * num_tiles + tile).to(tl.int64))
+        if DRAWS:  # noqa: SIM102 - the compiler decides the outer condition
+            if kind == WHOLE:
+                temperature = tl.load(temperatures + row)
+                token = _drawn_from_all(
+                    sums, logits, peak, temperature, seeds, sample_idxs, positions, row, vocab_size, num_tiles, SCALE,
+                    PEAKS,
+                )  # fmt: skip
+                tl.store(found + row, token.to(tl.int64))
+    else:
+        tl.store(found + row, tl.zeros_like(row))
+
+
+@kernel
+def store_states(states, peaks, num_tiles, PEAKS: tl.constexpr):
+    """Store the state of a row before requests change its logits."""
+    row = tl.program_id(0).to(tl.int64)
+    peak = tl.max(load_peaks(peaks, row, num_tiles, PEAKS), 0)
+    tl.store(states + row, tl.where(is_finite(peak), FINE, BROKEN).to(tl.int64))

@@ -1,0 +1,139 @@
+"""Launches of the kernels that choose tokens; their slow twin is `quire.execution.sampling.device_draws`."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from quire.ops.token_draws import NARROW, RowParameters
+from quire.ops.triton.kernels import filtered_sampling, sampling
+from quire.ops.triton.tiles import power_of_2
+
+# Columns of a tile, and tiles of a program.
+TILE: Final = 128
+TILES: Final = 32
+# Weights are whole multiples of 1 / 2^44 of the likeliest token's, fewer bits where a vocabulary has more than 2^18
+# tokens: the sum of a row has 62 bits at most.
+WEIGHT_BITS: Final = 44
+SUM_BITS: Final = 62
+# Tokens of a bin that are listed at most; where there are more, the row is read again and again.
+LISTED: Final = 16_384
+BINS: Final = 4096
+STATE: Final = 8
+
+
+class RowPeaks:
+    """The greatest logits of a step's rows, by tiles.
+
+    Args:
+        logits: float32 [R, V], contiguous; R at least 1.
+    """
+
+    __slots__ = ("logits", "num_tiles", "peaks", "places", "width")
+
+    def __init__(self, logits: Tensor) -> None:
+        num_rows, vocab_size = logits.shape
+        self.logits, self.num_tiles = logits, -(-vocab_size // TILE)
+        self.width = power_of_2(self.num_tiles, 16)
+        shape = num_rows, self.num_tiles
+        self.peaks = logits.new_empty(shape)
+        self.places = logits.new_empty(shape, dtype=torch.int32)
+        sampling.find_peaks[num_rows, -(-self.num_tiles // TILES)](
+            self.peaks, self.places, logits, vocab_size, self.num_tiles, TILES=TILES
+        )
+
+
+def check_logits(logits: Tensor) -> Tensor:
+    """Return the states of rows; see `quire.ops.token_draws.DrawsTokens`."""
+    states = logits.new_empty(len(logits), dtype=torch.int64)
+    if len(logits):
+        rows = RowPeaks(logits)
+        sampling.store_states[len(logits),](states, rows.peaks, rows.num_tiles, PEAKS=rows.width)
+    return states
+
+
+def draw_tokens(
+    logits: Tensor, parameters: RowParameters | None, positions: Tensor | None, before: Tensor | None
+) -> Tensor:
+    """Choose a token of each row; see `quire.ops.token_draws.DrawsTokens`."""
+    num_rows, vocab_size = logits.shape
+    found = logits.new_empty((2, num_rows), dtype=torch.int64)
+    if not num_rows:
+        return found
+    rows = RowPeaks(logits)
+    scale = scale_of(vocab_size)
+    grid = num_rows, -(-rows.num_tiles // TILES)
+    if parameters is None or not parameters.draws:
+        sampling.choose[num_rows,](
+            found, rows.peaks, rows.places, None, logits, None, None, None, None, None, before, vocab_size,
+            rows.num_tiles, num_rows, SCALE=scale, PEAKS=rows.width, DRAWS=False, CHECKED=before is not None,
+        )  # fmt: skip
+        return found
+    assert positions is not None, "a draw has a position"
+    temperature = parameters.filters.temperature
+    sums = None
+    if parameters.whole is not None:
+        sums = logits.new_empty((num_rows, rows.num_tiles), dtype=torch.int64)
+        sampling.sum_tiles[grid](
+            sums, rows.peaks, logits, parameters.kinds, temperature, vocab_size, rows.num_tiles, SCALE=scale,
+            TILES=TILES, PEAKS=rows.width, num_warps=8,
+        )  # fmt: skip
+    sampling.choose[num_rows,](
+        found, rows.peaks, rows.places, found if sums is None else sums, logits, parameters.kinds, temperature,
+        parameters.seeds, parameters.sample_idxs, positions, before, vocab_size, rows.num_tiles, num_rows, SCALE=scale,
+        PEAKS=rows.width, DRAWS=True, CHECKED=before is not None,
+    )  # fmt: skip
+    if parameters.few is not None:
+        _draw_few(found, rows, parameters, parameters.few, positions)
+    if parameters.many is not None:
+        _draw_many(found, rows, parameters, parameters.many, positions)
+    return found
+
+
+def scale_of(vocab_size: int) -> float:
+    """Return the number of multiples that the likeliest token weighs."""
+    return 2.0 ** min(WEIGHT_BITS, SUM_BITS - (vocab_size - 1).bit_length())
+
+
+def _draw_few(found: Tensor, rows: RowPeaks, parameters: RowParameters, own: Tensor, positions: Tensor) -> None:
+    """Draw the tokens of rows with a small `top_k`."""
+    vocab_size, filters = rows.logits.shape[1], parameters.filters
+    # Less than `top_k` tiles have peaks above the bound, and as many tokens at most are listed of those that equal it.
+    capacity = min(parameters.most_few * (TILE + 1), vocab_size)
+    entries = found.new_empty((len(own), capacity))
+    firsts = found.new_empty((len(own), NARROW))
+    tiles = rows.places.new_empty((len(own), rows.num_tiles))
+    filtered_sampling.draw_few[len(own),](
+        found, entries, firsts, tiles, rows.peaks, rows.logits, own, *filters, parameters.seeds,
+        parameters.sample_idxs, positions, vocab_size, rows.num_tiles, capacity, SCALE=scale_of(vocab_size),
+        PEAKS=rows.width, BLOCK=TILE * TILES, num_warps=8,
+    )  # fmt: skip
+
+
+def _draw_many(found: Tensor, rows: RowPeaks, parameters: RowParameters, own: Tensor, positions: Tensor) -> None:
+    """Draw the tokens of rows whose filters may keep any number of them."""
+    vocab_size, filters = rows.logits.shape[1], parameters.filters
+    counts = parameters.cuts_many
+    numbers = found.new_zeros(len(own) * (BINS * (1 + counts) + STATE))
+    bins, states = numbers[STATE * len(own) :], numbers[: STATE * len(own)]
+    capacity = min(LISTED, vocab_size)
+    entries = found.new_empty((len(own), capacity))
+    options: dict[str, Any] = {"SCALE": scale_of(vocab_size), "PEAKS": rows.width}
+    grid = len(own), -(-rows.num_tiles // TILES)
+    filtered_sampling.fill_bins[grid](
+        bins, states, rows.peaks, rows.logits, own, *filters, vocab_size, rows.num_tiles, **options,
+        BLOCK=TILE * TILES, COUNTS=counts, num_warps=8,
+    )  # fmt: skip
+    for stage in range(4 if counts else 3):
+        if stage:
+            filtered_sampling.list_bin[grid](
+                entries, states, rows.peaks, rows.logits, own, filters.temperature, filters.min_p, vocab_size,
+                rows.num_tiles, capacity, **options, BLOCK=TILE * TILES, num_warps=8,
+            )  # fmt: skip
+        filtered_sampling.advance[len(own),](
+            found, entries, bins, states, rows.peaks, rows.logits, own, *filters, parameters.seeds,
+            parameters.sample_idxs, positions, vocab_size, rows.num_tiles, capacity, **options, BLOCK=1024,
+            STARTS=stage == 0, COUNTS=counts, num_warps=8,
+        )  # fmt: skip
