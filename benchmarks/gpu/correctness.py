@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from itertools import repeat
+from multiprocessing import get_context
 from typing import Any, Final, NamedTuple, get_args
 
 import torch
@@ -25,6 +29,8 @@ from quire.ops.triton.triton_ops import TritonOps
 
 TOLERANCE: Final = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 CPU: Final = torch.device("cpu")
+# Each takes half a GiB of the GPU for itself.
+MOST_PROCESSES: Final = 14
 SPANS: Final = [(15, 1), (16, 1), (0, 1), (30, 40), (700, 1), (5, 3)]
 FORMS: Final = {
     "int4": WeightForm(4, 32, "float16", offset=8),
@@ -230,16 +236,44 @@ def cases(ops: TritonOps, device: torch.device, is_rehearsal: bool) -> dict[str,
     return found
 
 
+def run_cases(ops: TritonOps, device: torch.device, shard: slice) -> dict[str, CaseResult | str]:
+    """Run some of the cases; of one that fails, return why."""
+    found: dict[str, CaseResult | str] = {}
+    with torch.inference_mode():
+        for name, case in [*cases(ops, device, device.type == "cpu").items()][shard]:
+            try:
+                found[name] = case()
+            except Exception as failure:  # a kernel that does not compile, or fails, is a wrong one; others still count
+                found[name] = f"{type(failure).__name__}: {failure}"[:300]
+    return found
+
+
+def run_shard(shard: int, num_shards: int) -> dict[str, CaseResult | str]:
+    """Run some of the cases in a process of its own."""
+    device = torch.device("cuda")
+    return run_cases(TritonOps(device), device, slice(shard, None, num_shards))
+
+
 def check_all(bench: Bench, ops: TritonOps) -> bool:
-    """Run all cases, print each, and return whether all are within their limits."""
+    """Run all cases, print each, and return whether all are within their limits.
+
+    Most of the time goes into compiling, so processes share the cases on a GPU; what they compile is kept on disk.
+    """
+    if bench.is_rehearsal:
+        found = run_cases(ops, bench.device, slice(None))
+    else:
+        num_shards = max(1, min(MOST_PROCESSES, (os.cpu_count() or 1) - 1))
+        found = {}
+        with ProcessPoolExecutor(num_shards, mp_context=get_context("spawn")) as pool:
+            for part in pool.map(run_shard, range(num_shards), repeat(num_shards)):
+                found |= part
     is_right = True
-    for name, case in cases(ops, bench.device, bench.is_rehearsal).items():
-        try:
-            error, allowed = case()
-        except Exception as failure:  # a kernel that does not compile, or fails, is a wrong one; the others still count
-            bench.add(f"correct: {name}", ok=False, failure=f"{type(failure).__name__}: {failure}"[:300])
+    for name, result in found.items():
+        if isinstance(result, str):
+            bench.add(f"correct: {name}", ok=False, failure=result)
             is_right = False
             continue
+        error, allowed = result
         bench.add(f"correct: {name}", ok=error <= allowed, error=error, allowed=allowed)
         is_right &= error <= allowed
     return is_right
