@@ -12,6 +12,8 @@ from benchmarks.gpu.memory import BLOCK_SIZE, make_memory, num_blocks_of
 from benchmarks.gpu.shapes import Shape, decode_floor
 from benchmarks.gpu.timing import Bench
 from quire.models.decoder import Decoder
+from quire.ops.interface import Ops
+from quire.ops.token_draws import DrawsTokens
 
 # Steps whose host time is measured, after as many that are not.
 STEPS = 30
@@ -51,7 +53,7 @@ def measure_captured(bench: Bench, decoder: Decoder, shape: Shape, batch: int, c
             error=captured.error,
         )
         for kind, options in (("greedy", {"temperature": 0.0}), ("top_p", {"temperature": 0.8, "top_p": 0.95})):
-            measure_sampler(bench, captured, shape, kind, options)
+            measure_sampler(bench, decoder.ops, captured, shape, kind, options)
     except Exception as error:  # a graph that fails is a result
         bench.add(name, failed=f"{type(error).__name__}: {error}")
 
@@ -100,7 +102,9 @@ def host_seconds(bench: Bench, run: Callable[[], object]) -> float:
     return sorted(times[len(times) // 2 :])[len(times) // 4]
 
 
-def measure_sampler(bench: Bench, captured: Captured, shape: Shape, kind: str, options: dict[str, Any]) -> None:
+def measure_sampler(
+    bench: Bench, ops: Ops, captured: Captured, shape: Shape, kind: str, options: dict[str, Any]
+) -> None:
     """Measure the choice of tokens from the logits of a step, copies to the host included."""
     name = f"{shape.name}, {kind} tokens of {captured.batch}"
     try:
@@ -111,7 +115,8 @@ def measure_sampler(bench: Bench, captured: Captured, shape: Shape, kind: str, o
     from quire.scheduling.plan import NewSequence, StepPlan
     from quire.sequences.params import SamplingParams
 
-    sampler, params = DeviceSampler(bench.device), SamplingParams(**options)
+    draws = ops if isinstance(ops, DrawsTokens) else None
+    sampler, params = DeviceSampler(bench.device, draws=draws), SamplingParams(**options)
     opened = [item._replace(new_sequence=NewSequence(params, item.seq_id, 0, 1, (5,), ())) for item in captured.items]
     sampler.begin_step(StepPlan(0, tuple(opened), NO_OPS, ()))
     logits = torch.randn(captured.batch, shape.vocab_size, device=bench.device)

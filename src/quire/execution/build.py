@@ -14,7 +14,7 @@ from quire.execution.graph_runner import GraphRunner
 from quire.execution.kv_storage import make_storages
 from quire.execution.runner import ModelRunner
 from quire.execution.sampling.deferred_sampler import DeferredSampler
-from quire.execution.sampling.device_sampler import DeviceSampler
+from quire.execution.sampling.device_sampler import DeviceSampler, warm_up
 from quire.execution.sampling.sampler import Sampler
 from quire.kvstore.disk_blocks import DiskBlocks
 from quire.models.decoder import Decoder
@@ -68,6 +68,9 @@ def build_runner(
         grammar_states = GrammarStates(grammars, uses_thread=uses_thread)
     keep = decoder.ops.apply_token_bitmask
     draws = decoder.ops if isinstance(decoder.ops, DrawsTokens) else None
+    if draws is not None and torch_device.type != "cpu":
+        with torch.inference_mode():
+            warm_up(draws, decoder.spec.vocab_size, torch_device)
     builder: BatchBuilder
     sampler: Sampler
     if deferred is not None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.execution.sampling.device_draws import TorchDraws, uniform_numbers
+from quire.execution.sampling.device_sampler import warm_up
 from quire.execution.sampling.known_rows import know_rows, whole_numbers
 from quire.execution.sampling.row_sampling import SamplingState
 from quire.ops.token_draws import FINE, RowParameters
@@ -203,3 +204,10 @@ def test_rows_that_list_more_tokens_than_there_is_room(monkeypatch: pytest.Monke
 def test_sums_of_weights_fit() -> None:
     for vocab_size in (7, 2**17, 2**18, 2**18 + 1, 2**20):
         assert scale_of(vocab_size) * vocab_size <= 2**62
+
+
+@pytest.mark.parametrize("vocab_size", [7, 3000])
+def test_all_kinds_can_be_chosen_when_an_engine_starts(vocab_size: int) -> None:
+    """With the kernels, and with stock operators, which need no compiling."""
+    for draws in (make_ops(), TorchDraws()):
+        warm_up(draws, vocab_size, PLACE)

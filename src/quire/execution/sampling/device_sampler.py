@@ -22,9 +22,10 @@ from quire.execution.sampling.logits_processing import KeepTokens, constrain
 from quire.execution.sampling.logprobs import LOWEST
 from quire.execution.sampling.row_sampling import BAD_LOGITS, SampledRow, SamplingState
 from quire.execution.sampling.sampler import Sampler, plain_results
-from quire.ops.token_draws import DrawsTokens
+from quire.ops.token_draws import NARROW, DrawsTokens
 from quire.ops.torch_rows import apply_token_bitmask
 from quire.scheduling.plan import ItemResult, NewSequence, ScheduledSequence, TokenLogprobs
+from quire.sequences.params import SamplingParams
 from quire.structured.mask_filler import GrammarStates
 
 # Fields of all items, without a Python call for each.
@@ -232,3 +233,18 @@ def _token_logprobs(
         listed = array("i", map(int, values[3 : 3 + count]))
         measures[row] = TokenLogprobs(token_id, logprob, rank, listed, array("d", values[3 + most :][:count]))
     return measures
+
+
+def warm_up(draws: DrawsTokens, vocab_size: int, device: torch.device) -> None:
+    """Choose tokens in all ways: a backend that compiles kernels does so now, and not when a request needs them."""
+    logits, positions = torch.zeros(4, vocab_size, device=device), whole_numbers(range(4), device)
+    states = [
+        SamplingState(NewSequence(SamplingParams(**options), 0, 0, 1, (0,), ()), device)
+        for options in ({}, {"top_k": 1}, {"top_p": 0.9}, {"top_k": NARROW + 1})
+    ]
+    before = draws.check_logits(logits)
+    for own in (states, [*states[:3], states[0]]):
+        parameters = know_rows(own, vocab_size, device).parameters
+        for each in (None, before):
+            draws.draw_tokens(logits, None, None, each)
+            draws.draw_tokens(logits, parameters, positions, each)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain
 from typing import Final, get_args
 
 import torch
@@ -57,6 +58,16 @@ class Device:
         """Return numbers as int32 on the device: one copy, which the host does not wait for."""
         tensor = torch.tensor(array("i", values), dtype=torch.int32)
         return tensor.pin_memory().to(self.torch_device, non_blocking=True) if self.is_gpu else tensor
+
+    def sections(self, *parts: Sequence[int]) -> list[Tensor]:
+        """Return lists of numbers as int32 on the device, by one copy, each from a multiple of 16 bytes on.
+
+        A kernel is compiled anew for tensors that begin elsewhere.
+        """
+        padded = [[*part, *(0,) * (-len(part) % 4)] for part in parts]
+        numbers = self.numbers(chain.from_iterable(padded))
+        starts = accumulate(map(len, padded), initial=0)
+        return [numbers[start : start + len(part)] for start, part in zip(starts, parts, strict=False)]
 
 
 def is_aligned(tensor: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Final
 
 import torch
@@ -34,14 +34,12 @@ class TritonStepStates:
         self._states = states
         num_seqs = len(batch.block_ids)
         self._num_seqs, self._num_rows = num_seqs, batch.row_starts[-1]
-        owners = chain.from_iterable(
-            [seq] * (end - start) for seq, (start, end) in enumerate(pairwise(batch.row_starts))
-        )
+        owners = [seq for seq, (start, end) in enumerate(pairwise(batch.row_starts)) for _ in range(start, end)]
         self._single_rows, self._capability = device.single_rows, device.capability
         plan = ChunkPlan.of(batch.row_starts, device.single_rows)
-        numbers = device.numbers(chain(batch.row_starts, batch.block_ids, map(int, batch.has_state), owners, *plan))
-        sizes = (num_seqs + 1, num_seqs, num_seqs, self._num_rows, *map(len, plan))
-        row_starts, block_ids, has_state, row_sequences, *parts = numbers.split_with_sizes(sizes)
+        row_starts, block_ids, has_state, row_sequences, *parts = device.sections(
+            batch.row_starts, batch.block_ids, [int(has_state) for has_state in batch.has_state], owners, *plan
+        )
         chunks = StateChunks(*parts) if plan.sequences else None
         has_few_rows = len(plan.sequences) < num_seqs
         self.put_numbers(row_starts, block_ids, has_state, row_sequences, chunks, has_few_rows)

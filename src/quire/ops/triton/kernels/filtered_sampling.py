@@ -33,6 +33,7 @@ COUNT = tl.constexpr(0)
 NUCLEUS = tl.constexpr(1)
 POINT = tl.constexpr(2)
 DONE = tl.constexpr(3)
+PARAMETERS = ["temperatures", "top_ks", "top_ps", "min_ps", "seeds", "sample_idxs"]
 
 
 @triton.jit
@@ -115,7 +116,8 @@ def _cut_few(first, entries, listed, bound, top_k, BLOCK: tl.constexpr):
     return stored
 
 
-@kernel
+# Where parameters of rows begin, and the room for tokens, change with the rows of a step.
+@kernel(do_not_specialize=["capacity"], do_not_specialize_on_alignment=PARAMETERS)
 def draw_few(
     found, entries, firsts, tiles, peaks, logits, rows, temperatures, top_ks, top_ps, min_ps, seeds, sample_idxs,
     positions, vocab_size, num_tiles, capacity, SCALE: tl.constexpr, PEAKS: tl.constexpr, BLOCK: tl.constexpr,
@@ -160,7 +162,7 @@ def draw_few(
         tl.store(found + row, entry & 0xFFFFFFFF)
 
 
-@kernel
+@kernel(do_not_specialize_on_alignment=PARAMETERS[:4])
 def fill_bins(
     bins, states, peaks, logits, rows, temperatures, top_ks, top_ps, min_ps, vocab_size, num_tiles,
     SCALE: tl.constexpr, PEAKS: tl.constexpr, BLOCK: tl.constexpr, COUNTS: tl.constexpr,
@@ -193,7 +195,7 @@ def fill_bins(
             tl.atomic_add(own + BINS, tl.full([BLOCK], 1, tl.int64), mask=binned, sem="relaxed")
 
 
-@kernel
+@kernel(do_not_specialize_on_alignment=["temperatures", "min_ps"])
 def list_bin(
     entries, states, peaks, logits, rows, temperatures, min_ps, vocab_size, num_tiles, capacity,
     SCALE: tl.constexpr, PEAKS: tl.constexpr, BLOCK: tl.constexpr,
@@ -327,7 +329,7 @@ def _settle(found, state, entries, logits, row, stage, peak, temperature, min_p,
     return tl.load(state + 5) + weight + number * each
 
 
-@kernel
+@kernel(do_not_specialize_on_alignment=PARAMETERS)
 def advance(
     found, entries, bins, states, peaks, logits, rows, temperatures, top_ks, top_ps, min_ps, seeds, sample_idxs,
     positions, vocab_size, num_tiles, capacity, SCALE: tl.constexpr, PEAKS: tl.constexpr, BLOCK: tl.constexpr,

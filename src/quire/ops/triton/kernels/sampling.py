@@ -114,7 +114,8 @@ def _drawn_from_all(sums, logits, peak, temperature, seeds, sample_idxs, positio
     return tile * TILE + tl.sum((before + tl.cumsum(weights, 0) <= target).to(tl.int32), 0)
 
 
-@kernel
+# The number of rows, and where their parameters begin, change with every step.
+@kernel(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["temperatures", "seeds", "sample_idxs"])
 def choose(
     found, peaks, places, sums, logits, kinds, temperatures, seeds, sample_idxs, positions, before, vocab_size,
     num_tiles, num_rows, SCALE: tl.constexpr, PEAKS: tl.constexpr, DRAWS: tl.constexpr, CHECKED: tl.constexpr,
