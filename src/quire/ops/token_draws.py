@@ -66,7 +66,7 @@ class RowParameters(NamedTuple):
 
 @runtime_checkable
 class DrawsTokens(Protocol):
-    """What chooses tokens on a device; the host waits for nothing."""
+    """A backend that chooses tokens on a device; the host waits for nothing."""
 
     def check_logits(self, logits: Tensor) -> Tensor:
         """Return which rows can be drawn from, before requests change them.
@@ -87,7 +87,7 @@ class DrawsTokens(Protocol):
             logits: float32 [R, V], contiguous, overwritten.
             parameters: parameters of the rows; None to take the likeliest token of all, the lowest id among equals.
             positions: int64 [R], positions of the tokens in their sequences; None where no row draws.
-            before: what `check_logits` returned before requests changed the logits; None where none did.
+            before: result of `check_logits` before requests changed the logits; None where none did.
 
         Returns:
             int64 [2, R]: tokens, and the states of rows. What was `BROKEN` before stays so. Then a row without finite

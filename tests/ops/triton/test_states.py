@@ -68,7 +68,7 @@ def test_row_by_row(
 
 def test_numbers_of_a_step_are_aligned_however_many_there_are() -> None:
     """Kernels would be compiled again for each mix of lists that begin at multiples of 16 bytes and that do not."""
-    parts = ([1, 2, 3, 4, 5], [], [6], [7, 8])
+    parts: tuple[list[int], ...] = ([1, 2, 3, 4, 5], [], [6], [7, 8])
     found = Device(torch.device(DEVICE)).sections(*parts)
     assert [part.tolist() for part in found] == list(parts)
     assert all((part.data_ptr() - found[0].data_ptr()) % 16 == 0 for part in found if len(part))

@@ -121,10 +121,8 @@ def load(config: EngineConfig, *, wrap: Wrappers | None = None, ranks: Ranks | N
 
 def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None) -> LoadedModel:
     """See `load`."""
-    device = pick_device(config.model.device)
-    config = _with_kernels(config, device)
-    options = config.model
-    checkpoint = Checkpoint.open(options.model, options.revision)
+    config, device = _with_kernels(config)
+    options, checkpoint = config.model, Checkpoint.open(config.model.model, config.model.revision)
     tokenizer = _tokenizer(options, checkpoint)
     dtype = dtype_on(device, choose_dtype(options.dtype, checkpoint), options.dtype)
     _prepare_process(options, ranks)
@@ -217,15 +215,16 @@ def _template_of(tokenizer: Tokenizer, path: str) -> ChatTemplate:
     raise ConfigError(f"chat_template {path!r} does not use the variable messages", field="chat_template")
 
 
-def _with_kernels(config: EngineConfig, device: str) -> EngineConfig:
-    """Return the configuration with the kernels that are taken on a GPU.
+def _with_kernels(config: EngineConfig) -> tuple[EngineConfig, str]:
+    """Return the configuration with the kernels that are taken on its device, and the device.
 
     Raises:
         ConfigError: captured steps were asked for, which they do not have.
     """
+    device = pick_device(config.model.device)
     kernels = choose_kernels(torch.device(device), config.model.kernels)
     config.graphs.check_kernels(kernels)
-    return replace(config, model=replace(config.model, kernels=kernels))
+    return replace(config, model=replace(config.model, kernels=kernels)), device
 
 
 def _prepare_process(options: ModelConfig, ranks: Ranks | None) -> None:

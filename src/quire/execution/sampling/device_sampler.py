@@ -82,7 +82,7 @@ class DeviceSampler(Sampler):
         self._counts = DeviceCounts(device)
         # Open sequences some or all of whose rows the host draws.
         self._on_host: dict[int, SamplingState] = {}
-        # What rows ask for, by their sequences: mostly those of the next step too.
+        # Requests of rows, by their sequences: mostly those of the next step too.
         self._known: dict[tuple[int, ...], KnownRows] = {}
 
     def _close(self, seq_id: int) -> None:

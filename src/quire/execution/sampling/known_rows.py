@@ -1,4 +1,4 @@
-"""What a step's rows ask for by their sequences alone: found out once for as long as the sequences stay the same."""
+"""Parameters of a step's rows that depend on sequences alone: looked up again only when the sequences change."""
 
 from __future__ import annotations
 

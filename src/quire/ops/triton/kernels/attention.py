@@ -156,8 +156,7 @@ def attend(
     table, first, end, place = tables + tl.load(item + 3), tl.load(item + 4), tl.load(item + 5), tl.load(item + 6)
     lanes, dims = tl.arange(0, ROWS), tl.arange(0, DIM)
     rows, heads = lanes // GROUP, kv_head * GROUP + lanes % GROUP
-    mask = (rows < num_rows)[:, None] & (dims < HEAD_DIM)[None, :]
-    at = (first_row + rows).to(tl.int64)
+    mask, at = (rows < num_rows)[:, None] & (dims < HEAD_DIM)[None, :], (first_row + rows).to(tl.int64)
     dtype: tl.constexpr = queries.dtype.element_ty
     where = queries + at[:, None] * stride_row + heads[:, None] * stride_head + dims[None, :]
     q = factor(tl.load(where, mask=mask, other=0.0))

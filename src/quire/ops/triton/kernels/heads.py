@@ -41,30 +41,11 @@ def _store(vectors, base, scale_base, starts, dims, mask, HEAD_DIM: tl.constexpr
 
 @kernel
 def prepare_heads(
-    queries,
-    qkv,
-    cos,
-    sin,
-    norm_scales,
-    slots,
-    keys,
-    values,
-    key_scales,
-    value_scales,
-    eps,
-    stride_block,
-    stride_head,
-    NUM_QUERIES: tl.constexpr,
-    NUM_KV: tl.constexpr,
-    NUM_NORMED: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STORED: tl.constexpr,
+    queries, qkv, cos, sin, norm_scales, slots, keys, values, key_scales, value_scales, eps, stride_block,
+    stride_head, NUM_QUERIES: tl.constexpr, NUM_KV: tl.constexpr, NUM_NORMED: tl.constexpr, HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr, HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, STORED: tl.constexpr,
     OVERLAPS: tl.constexpr,
-):
+):  # fmt: skip
     """Norm and rotate some heads of a row; store its queries, and its keys and values in their slots."""
     wait_for_previous(OVERLAPS)
     num_heads: tl.constexpr = NUM_QUERIES + 2 * NUM_KV
