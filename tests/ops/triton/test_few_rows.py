@@ -12,7 +12,7 @@ from quire.ops.interface import Activation
 from tests.ops.triton.device import MARKS, make_ops, randn
 from tests.ops.world import REFERENCE, assert_near
 
-from quire.ops.triton.few_rows import FewRowsTile, is_readable  # isort: skip - the modules above skip without Triton
+from quire.ops.triton.few_rows import FewRowsTile, is_readable, multiply  # isort: skip - the modules above skip without Triton
 
 pytestmark = MARKS
 
@@ -27,7 +27,7 @@ def inference() -> Iterator[None]:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_rows", [1, 2, 3])
-@pytest.mark.parametrize(("num_columns", "width"), [(12, 128), (48, 1152), (1088, 512)])
+@pytest.mark.parametrize(("num_columns", "width"), [(12, 128), (48, 1152), (136, 512)])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_products(dtype: torch.dtype, num_rows: int, num_columns: int, width: int, has_bias: bool) -> None:
     """Rows apart from each other, with a residual and without, which stays as it is."""
@@ -51,6 +51,19 @@ def test_gated_products(dtype: torch.dtype, num_rows: int, activation: Activatio
     bias = randn(80, dtype=dtype, seed=1) if has_bias else None
     linear, twin = (ops.pack_linear(weight, bias, gate=activation) for ops in (make_ops(), REFERENCE))
     assert_near(linear(x), twin(x), factor=2)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2])
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("sizes", [(2, 1024, 4), (4, 512, 4), (4, 256, 2), (8, 512, 4), (8, 256, 2)])
+def test_all_sizes_of_programs(sizes: tuple[int, int, int], activation: Activation | None, num_rows: int) -> None:
+    """Those of large weights too, on a small one."""
+    ops, dtype = make_ops(), torch.bfloat16
+    weight, x = randn(48, 2048, dtype=dtype) / 32, randn(num_rows, 2048, dtype=dtype, seed=2)
+    residual = randn(num_rows, 48, dtype=dtype, seed=3) if activation is None else None
+    found = multiply(x, weight, None, residual, activation, FewRowsTile(*sizes), ops.device)
+    expected = REFERENCE.pack_linear(weight, gate=activation)(x, residual)
+    assert_near(found, expected, factor=2)
 
 
 def test_a_number_that_is_not_finite_stays_in_its_row_and_column() -> None:
