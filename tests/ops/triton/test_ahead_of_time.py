@@ -284,9 +284,7 @@ def test_other_kernels(name: str, capability: int) -> None:
         if overlaps and capability < 90:
             continue
         found = compile_for(launch, capability)
-        # That one has a program for each row that draws from many tokens, which is no work beside reading them.
-        check_limits(found, capability, may_spill=launch.kernel.__name__ == "advance")
-        assert found.spilled <= 64
+        check_limits(found, capability)
         if launch.kernel.__name__ == "multiply_few_rows":
             # Weights are loaded before the wait for the kernel before.
             assert re.search(r"LDG\.E\.128", found.assembly.partition("ACQBULK")[0])

@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 
 from quire.execution.sampling.device_draws import TorchDraws, uniform_numbers
-from quire.execution.sampling.device_sampler import warm_up
+from quire.execution.sampling.device_sampler import DeviceSampler, warm_up
 from quire.execution.sampling.known_rows import know_rows, whole_numbers
 from quire.execution.sampling.row_sampling import SamplingState
+from quire.memory.results import NO_OPS
 from quire.ops.token_draws import FINE, RowParameters
-from quire.ops.triton.sampling import scale_of
-from quire.scheduling.plan import NewSequence
+from quire.scheduling.plan import NewSequence, ScheduledSequence, StepPlan
 from quire.sequences.params import SamplingParams
 from tests.ops.triton.device import DEVICE, MARKS, make_ops
+
+from quire.ops.triton.sampling import scale_of  # isort: skip - the module above skips where Triton is missing
 
 pytestmark = MARKS
 
@@ -211,3 +213,36 @@ def test_all_kinds_can_be_chosen_when_an_engine_starts(vocab_size: int) -> None:
     """With the kernels, and with stock operators, which need no compiling."""
     for draws in (make_ops(), TorchDraws()):
         warm_up(draws, vocab_size, PLACE)
+
+
+def test_a_sampler_with_kernels_gives_the_results_of_one_with_stock_operators() -> None:
+    """Log probabilities, penalties and errors go through it as well, and rows that the host draws are beside others."""
+    options: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.7, "logprobs": 2},
+        {"top_k": 20, "frequency_penalty": 0.5},
+        {"top_p": 0.9, "repetition_penalty": 1.3, "logprobs": 0},
+        {"min_p": 0.05},
+        {"temperature": 0.0, "presence_penalty": 1.0},
+        {"typical_p": 0.7},
+        {"temperature": 1.2},
+    ]
+    items = tuple(
+        ScheduledSequence(
+            idx, 0, (1, 2, 3), (), 1, NewSequence(SamplingParams(**each), idx, 0, 2, (1, 2, 3), ())
+        )
+        for idx, each in enumerate(options)
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(17)
+    samplers = [DeviceSampler(PLACE), DeviceSampler(PLACE, draws=make_ops())]
+    for step in range(3):
+        logits = torch.randn(len(items), 500, generator=generator).to(PLACE) * 2
+        logits[7, 3] = NAN
+        results = []
+        for sampler in samplers:
+            sampler.begin_step(StepPlan(step, items, NO_OPS, ()))
+            results.append(sampler.sample(logits.clone(), items))
+        assert results[1] == results[0]
+        assert [result.error is not None for result in results[0]] == [False] * 7 + [True]
+        tokens = [(result.token_ids or (0,))[:1] for result in results[0]]
+        items = tuple(ScheduledSequence(idx, 3 + step, own, (), 1, None) for idx, own in enumerate(tokens))

@@ -63,28 +63,22 @@ def draw_tokens(
     if not num_rows:
         return found
     rows = RowPeaks(logits)
-    scale = scale_of(vocab_size)
-    grid = num_rows, -(-rows.num_tiles // TILES)
-    if parameters is None or not parameters.draws:
-        sampling.choose[num_rows,](
-            found, rows.peaks, rows.places, None, logits, None, None, None, None, None, before, vocab_size,
-            rows.num_tiles, num_rows, SCALE=scale, PEAKS=rows.width, DRAWS=False, CHECKED=before is not None,
-        )  # fmt: skip
-        return found
-    assert positions is not None, "a draw has a position"
-    temperature = parameters.filters.temperature
-    sums = None
-    if parameters.whole is not None:
-        sums = logits.new_empty((num_rows, rows.num_tiles), dtype=torch.int64)
-        sampling.sum_tiles[grid](
-            sums, rows.peaks, logits, parameters.kinds, temperature, vocab_size, rows.num_tiles, SCALE=scale,
-            TILES=TILES, PEAKS=rows.width, num_warps=8,
-        )  # fmt: skip
+    sums = kinds = temperature = seeds = sample_idxs = None
+    draws = parameters is not None and parameters.draws
+    if parameters is not None and draws:
+        assert positions is not None, "a draw has a position"
+        kinds, temperature = parameters.kinds, parameters.filters.temperature
+        seeds, sample_idxs = parameters.seeds, parameters.sample_idxs
+        if parameters.whole is not None:
+            sums = _sum_tiles(rows, kinds, temperature)
+    pointers = (sums, logits, kinds, temperature, seeds, sample_idxs, positions, before)
+    # An argument that a launch does not use is any tensor: with None, Triton would look for its variant anew.
     sampling.choose[num_rows,](
-        found, rows.peaks, rows.places, found if sums is None else sums, logits, parameters.kinds, temperature,
-        parameters.seeds, parameters.sample_idxs, positions, before, vocab_size, rows.num_tiles, num_rows, SCALE=scale,
-        PEAKS=rows.width, DRAWS=True, CHECKED=before is not None,
+        found, rows.peaks, rows.places, *(found if each is None else each for each in pointers), vocab_size,
+        rows.num_tiles, num_rows, SCALE=scale_of(vocab_size), PEAKS=rows.width, DRAWS=draws, CHECKED=before is not None,
     )  # fmt: skip
+    if parameters is None or positions is None:  # nothing else is drawn
+        return found
     if parameters.few is not None:
         _draw_few(found, rows, parameters, parameters.few, positions)
     if parameters.many is not None:
@@ -95,6 +89,17 @@ def draw_tokens(
 def scale_of(vocab_size: int) -> float:
     """Return the number of multiples that the likeliest token weighs."""
     return 2.0 ** min(WEIGHT_BITS, SUM_BITS - (vocab_size - 1).bit_length())
+
+
+def _sum_tiles(rows: RowPeaks, kinds: Tensor, temperature: Tensor) -> Tensor:
+    """Return the sums of the weights of tiles, int64 [R, tiles], of rows that draw from all tokens."""
+    num_rows, vocab_size = rows.logits.shape
+    sums = kinds.new_empty((num_rows, rows.num_tiles), dtype=torch.int64)
+    sampling.sum_tiles[num_rows, -(-rows.num_tiles // TILES)](
+        sums, rows.peaks, rows.logits, kinds, temperature, vocab_size, rows.num_tiles, SCALE=scale_of(vocab_size),
+        TILES=TILES, PEAKS=rows.width, num_warps=8,
+    )  # fmt: skip
+    return sums
 
 
 def _draw_few(found: Tensor, rows: RowPeaks, parameters: RowParameters, own: Tensor, positions: Tensor) -> None:
@@ -135,5 +140,5 @@ def _draw_many(found: Tensor, rows: RowPeaks, parameters: RowParameters, own: Te
         filtered_sampling.advance[len(own),](
             found, entries, bins, states, rows.peaks, rows.logits, own, *filters, parameters.seeds,
             parameters.sample_idxs, positions, vocab_size, rows.num_tiles, capacity, **options, BLOCK=1024,
-            STARTS=stage == 0, COUNTS=counts, num_warps=8,
+            STARTS=stage == 0, COUNTS=counts, num_warps=4,
         )  # fmt: skip

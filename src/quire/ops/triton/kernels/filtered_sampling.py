@@ -19,6 +19,7 @@ from quire.ops.triton.launcher import kernel
 
 # Bins are a 256th of a power of 2 of a distance, from 2^-11 to 32; all that is nearer is in the first.
 BINS = tl.constexpr(4096)
+BIN_ROWS = tl.constexpr(64)
 BIN_SHIFT = tl.constexpr(15)
 FIRST_BIN = tl.constexpr((0x42000000 >> 15) - 4096)
 # Key of a token without weight: the bits of infinity.
@@ -329,6 +330,18 @@ def _settle(found, state, entries, logits, row, stage, peak, temperature, min_p,
     return tl.load(state + 5) + weight + number * each
 
 
+@triton.jit
+def _bin_of(own, goal):
+    """Return the bin in which the sum of bins reaches a goal, and the sum before it: by rows of bins, then in a row."""
+    places = tl.arange(0, BIN_ROWS)
+    rows = tl.sum(tl.load(own + places[:, None] * BIN_ROWS + places[None, :]), 1)
+    row = tl.minimum(tl.sum((tl.cumsum(rows, 0) < goal).to(tl.int32), 0), BIN_ROWS - 1)
+    before = tl.sum(tl.where(places < row, rows, 0), 0)
+    inner = tl.load(own + row * BIN_ROWS + places)
+    place = tl.sum((before + tl.cumsum(inner, 0) < goal).to(tl.int32), 0)
+    return row * BIN_ROWS + place, before + tl.sum(tl.where(places < place, inner, 0), 0)
+
+
 @kernel(do_not_specialize_on_alignment=PARAMETERS)
 def advance(
     found, entries, bins, states, peaks, logits, rows, temperatures, top_ks, top_ps, min_ps, seeds, sample_idxs,
@@ -363,15 +376,14 @@ def advance(
         goal = tl.where(stage == NUCLEUS, _nucleus(top_p, total), goal)
         point = uniform_share(seeds, sample_idxs, positions, row, total)
         goal = tl.where(stage == POINT, point + 1, goal)
-        numbers = tl.arange(0, BINS)
-        own = bins + place * (BINS * (1 + COUNTS)) + numbers
+        own = bins + place * (BINS * (1 + COUNTS))
         if COUNTS:
-            summed = tl.load(own + tl.where(stage == COUNT, BINS, 0))
+            wanted, before = _bin_of(own + tl.where(stage == COUNT, BINS, 0), goal)
+            numbers = tl.arange(0, BINS)
+            weight_before = tl.sum(tl.load(own + numbers, mask=numbers < wanted, other=0), 0)
         else:
-            summed = tl.load(own)
-        wanted = tl.sum((tl.cumsum(summed, 0) < goal).to(tl.int32), 0)
-        before = tl.sum(tl.where(numbers < wanted, summed, 0), 0)
-        weight_before = tl.sum(tl.load(own, mask=numbers < wanted, other=0), 0)
+            wanted, before = _bin_of(own, goal)
+            weight_before = before
     # All threads have read what is overwritten.
     tl.debug_barrier()
     tl.store(state, stage.to(tl.int64))
