@@ -1,9 +1,10 @@
 """Check and measure the Triton backend on an NVIDIA GPU, in under nine minutes: `python -m benchmarks.gpu`.
 
-It needs a copy of the tree, torch and Triton; the part with an engine also what Quire depends on. Ceilings come first
-(a copy, a dense product), then each kernel is checked against the slow twin, and a wrong one ends it: figures of wrong
-results say nothing. Then attention, steps of two models of random weights, and an engine are measured. Every figure is
-printed when it is there; the table and the JSON come at the end. Without a GPU it says so, and exits with 2.
+It needs a copy of the tree, torch, Triton and safetensors; the part with an engine all that Quire depends on. Ceilings
+come first (a copy, a dense product), then each kernel is checked against the slow twin, and a wrong one ends it:
+figures of wrong results say nothing. Then attention, steps of two models of random weights, and an engine are measured.
+Every figure is printed when it is there; the table and the JSON come at the end. Without a GPU it says so, and exits
+with 2.
 
 `--parts` runs some parts only, and `--despite-errors` measures what is right although something else is wrong.
 `--predict` prints the predicted times, on any machine. `--rehearse` runs everything on tiny shapes on a CPU, in
@@ -83,8 +84,8 @@ def run(device: torch.device, options: argparse.Namespace) -> int:
             measure_attention(bench, ops)
         if "states" in parts:
             measure_states(bench, ops)
-        for shape in (REHEARSED,) if bench.is_rehearsal else (QWEN_06B, LLAMA_8B):
-            if "models" in parts:
+        if "models" in parts:
+            for shape in (REHEARSED,) if bench.is_rehearsal else (QWEN_06B, LLAMA_8B):
                 measure_model(bench, ops, shape)
         if "engine" in parts:
             measure_engine(bench)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.captured_correctness import captured_attention_error
+from benchmarks.gpu.draws_correctness import share_of_other_tokens
 from benchmarks.gpu.memory import make_batch, make_memory, make_rotation, num_blocks_of
 from benchmarks.gpu.timing import Bench
 from quire.ops.interface import Activation, HeadNorms, Ops, StateBatch
@@ -150,6 +151,24 @@ def stored_experts_case(ops: Ops, device: torch.device, form: WeightForm, num_ro
     return compare(found, expected, 1e-5)
 
 
+def few_rows_case(ops: Ops, device: torch.device, dtype: torch.dtype, num_rows: int) -> CaseResult:
+    """Multiply few rows by plain weights, with a residual, and with gates."""
+    results = []
+    for num_columns, width, gate in ((8192, 512, None), (520, 1024, None), (1040, 4096, "silu")):
+        weight = (randn(num_columns, width) * width**-0.5).to(dtype)
+        x = randn(num_rows, width, seed=1).to(dtype)
+        residual = randn(num_rows, num_columns, seed=2).to(dtype) if gate is None else None
+        linear, twin = (backend.pack_linear(weight, gate=gate) for backend in (ops, ReferenceOps()))  # type: ignore[arg-type]
+        found = linear(x.to(device), None if residual is None else residual.to(device))
+        results.append(compare(found, twin(x, residual)))
+    return CaseResult(max(each.error for each in results), TOLERANCE[dtype])
+
+
+def draws_case(ops: TritonOps, device: torch.device, vocab_size: int) -> CaseResult:
+    """Choose the tokens of rows of all kinds."""
+    return CaseResult(share_of_other_tokens(ops, device, vocab_size), 0.1)
+
+
 def captured_case(ops: TritonOps, device: torch.device, **options: int) -> CaseResult:
     """Replayed attention is that which is launched as it comes, bit for bit."""
     return CaseResult(captured_attention_error(ops, device, **options), 0.0)
@@ -201,6 +220,8 @@ def cases(ops: TritonOps, device: torch.device, is_rehearsal: bool) -> dict[str,
             "rows": partial(rows_case, ops, device, fp32),
             "stored int4, 2 rows": partial(stored_case, ops, device, FORMS["int4"], 2),
             "experts of stored int4, 2 rows": partial(stored_experts_case, ops, device, FORMS["int4"], 2),
+            "few rows, 2": partial(few_rows_case, ops, device, bf16, 2),
+            "choice of tokens": partial(draws_case, ops, device, 500),
             "captured attention": partial(captured_case, ops, device, head_dim=16),
             "shared tokens": partial(attention, fp32, fp32, 16, spans=[(300, 1), (280, 2)], shared=256),
             "captured attention, shared tokens": partial(captured_case, ops, device, head_dim=16, shared=256),
@@ -228,6 +249,11 @@ def cases(ops: TritonOps, device: torch.device, is_rehearsal: bool) -> dict[str,
     found["attention, chunks of 40"] = partial(attention, bf16, bf16, chunk=40)
     for captured in ({}, {"window": 33}, {"chunk": 40}, {"head_dim": 64}, {"shared": 2048}):
         found[f"captured attention {captured or ''}"] = partial(captured_case, ops, device, **captured)
+    for num_rows in (1, 2):
+        for dtype in (bf16, fp16):
+            found[f"few rows, {num_rows}, {dtype}"] = partial(few_rows_case, ops, device, dtype, num_rows)
+    for vocab_size in (5_003, 151_936):
+        found[f"choice of tokens, of {vocab_size}"] = partial(draws_case, ops, device, vocab_size)
     for name, form in FORMS.items():
         for num_rows in (1, 70):
             found[f"stored {name}, {num_rows} rows"] = partial(stored_case, ops, device, form, num_rows)
