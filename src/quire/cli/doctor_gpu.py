@@ -55,12 +55,12 @@ def describe(gpu: GPU) -> list[tuple[str, bool, str, str]]:
     is_free = gpu.free_bytes >= share * gpu.total_bytes
     used = "" if is_free else "end the other processes on it, or give a smaller gpu_memory_utilization"
     kernels = f"Triton {gpu.triton}: its kernels, with captured decode steps"
-    if not has_bfloat16:
-        kernels = "torch, unless --kernels triton asks for others"
-    elif gpu.triton is None:
+    if gpu.triton is None:
         kernels = "torch only: Triton cannot be imported"
     elif gpu.is_interpreted:
         kernels = "Triton would interpret its kernels on the CPU, for TRITON_INTERPRET is set"
+    elif not has_bfloat16:
+        kernels = "torch, unless --kernels triton asks for others"
     can_launch = gpu.triton is not None and not gpu.is_interpreted
     advice = "" if can_launch else "unset TRITON_INTERPRET" if gpu.is_interpreted else "install quire[gpu]"
     return [

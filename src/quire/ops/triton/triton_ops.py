@@ -46,8 +46,7 @@ COLUMNS: Final = 1024
 
 
 class TritonOps(TorchFallback):
-    """Triton kernels, and torch's operators where those are as good: look-ups, products of many
-    rows, encoders, adapters.
+    """Triton kernels, and torch's operators for the rest: look-ups, products of many rows, encoders, adapters.
 
     Args:
         device: a GPU; the CPU where Triton interprets its kernels.
