@@ -41,6 +41,7 @@ from quire.execution.sampling.device_sampler import DeviceSampler
 from quire.memory.manager import KVCacheManager
 from quire.memory.specs import FullAttention
 from quire.models.spec import TokenCacheShape
+from quire.ops.interface import PagedKV
 from quire.ops.static_steps import StaticLimits
 from quire.ops.triton.launches import LAUNCH_BYTES
 from quire.ops.triton.static_attention import TritonStaticAttention, TritonStaticTokens
@@ -63,6 +64,26 @@ class NoCapture:
         return SimpleNamespace(replay=lambda: None)
 
 
+def make_ladder(num_sequences: int, num_blocks: int) -> tuple[GraphLadder, PagedKV]:
+    """Return the captured steps of one size, of which nothing is captured, and their KV memory of one block."""
+    device = torch.device("cpu")
+    ops, kv = TritonOps(device), make_memory(2, 1, KV_HEADS, HEAD_DIM, device)
+    ops.device.num_processors, ops.device.launch_bytes = PROCESSORS, LAUNCH_BYTES
+    spec = SimpleNamespace(width=1, vocab_size=VOCAB)
+    groups = [SimpleNamespace(cache=CACHE)]
+    decoder: Any = SimpleNamespace(
+        ops=ops, device=device, dtype=torch.float32, spec=spec, cache_groups=groups, ranks=None
+    )
+    limits = StaticLimits(num_sequences, 2 * num_blocks)
+    ladder = GraphLadder(decoder, [kv], [num_sequences], limits, BLOCK_SIZE, NoCapture())  # type: ignore[list-item]
+    (static,) = ladder._groups
+    assert isinstance(static, TritonStaticTokens)
+    # As a capture does, for layers with one number of query heads.
+    attention = TritonStaticAttention(static.batch(num_sequences, shares=True), kv, ops.device)
+    static.launch(GROUP, num_sequences, attention.tiles(GROUP)[0], attention.sharing_rule(GROUP), shares=True)
+    return ladder, kv
+
+
 class HostSteps:
     """Sequences that decode, with all of the host's state.
 
@@ -83,7 +104,14 @@ class HostSteps:
         self._scheduler = Scheduler(memory, max_num_seqs=num_sequences, max_num_batched_tokens=context * num_sequences)
         self._builder, self._sampler = BatchBuilder(BLOCK_SIZE, "cpu", [CACHE]), DeviceSampler(torch.device("cpu"))
         self._outputs = OutputProcessor(None, time.monotonic)
-        self._ladder = self._make_ladder(num_sequences, num_sequences * each)
+        self._ladder, _ = make_ladder(num_sequences, num_sequences * each)
+        for owner, name, part in (
+            (self._ladder, "_lay_out", "lay out"),
+            (self._ladder, "_share", "share"),
+            (self._ladder, "_write", "write"),
+            (self._ladder._memory, "upload", "copy"),
+        ):
+            setattr(owner, name, self._timed_call(getattr(owner, name), part))
         self._add_requests(num_sequences, context, shared, num_steps)
 
     def _add_requests(self, num_sequences: int, context: int, shared: int, num_steps: int) -> None:
@@ -101,31 +129,6 @@ class HostSteps:
                 self.prefill()
         while self._scheduler.waiting:
             self.prefill()
-
-    def _make_ladder(self, num_sequences: int, num_blocks: int) -> GraphLadder:
-        device = torch.device("cpu")
-        ops, kv = TritonOps(device), make_memory(2, 1, KV_HEADS, HEAD_DIM, device)
-        ops.device.num_processors, ops.device.launch_bytes = PROCESSORS, LAUNCH_BYTES
-        spec = SimpleNamespace(width=1, vocab_size=VOCAB)
-        groups = [SimpleNamespace(cache=CACHE)]
-        decoder: Any = SimpleNamespace(
-            ops=ops, device=device, dtype=torch.float32, spec=spec, cache_groups=groups, ranks=None
-        )
-        limits = StaticLimits(num_sequences, 2 * num_blocks)
-        ladder = GraphLadder(decoder, [kv], [num_sequences], limits, BLOCK_SIZE, NoCapture())  # type: ignore[list-item]
-        (static,) = ladder._groups
-        assert isinstance(static, TritonStaticTokens)
-        # As a capture does, for layers with one number of query heads.
-        attention = TritonStaticAttention(static.batch(num_sequences, shares=True), kv, ops.device)
-        static.launch(GROUP, num_sequences, attention.tiles(GROUP)[0], attention.sharing_rule(GROUP), shares=True)
-        for owner, name, part in (
-            (ladder, "_lay_out", "lay out"),
-            (ladder, "_share", "share"),
-            (ladder, "_write", "write"),
-            (ladder._memory, "upload", "copy"),
-        ):
-            setattr(owner, name, self._timed_call(getattr(owner, name), part))
-        return ladder
 
     def _timed_call(self, call: Callable[..., Any], part: str) -> Callable[..., Any]:
         def timed(*args: Any) -> Any:

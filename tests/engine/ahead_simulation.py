@@ -31,6 +31,7 @@ class AheadSimulation(FailingSimulation):
         num_ahead: number of items with a placeholder.
         num_unread: number of steps that were launched and not read.
         most_unread: the most of them at any time.
+        launched: plans of all steps.
     """
 
     def __init__(self, block_size: int, vocab_size: int, specs: Sequence[KVCacheSpec] = ()) -> None:
@@ -38,10 +39,12 @@ class AheadSimulation(FailingSimulation):
         self._drawn: dict[int, tuple[int, ...]] = {}
         self._before: dict[int, tuple[int, ...]] = {}
         self._is_broken = False
+        self.launched: list[StepPlan] = []
         self.num_ahead = self.num_unread = self.most_unread = 0
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """See `AsyncExecutor`."""
+        self.launched.append(plan)
         self.num_unread += 1
         self.most_unread = max(self.most_unread, self.num_unread)
         # A step that a GPU fails to run has drawn something too.

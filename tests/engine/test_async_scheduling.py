@@ -20,6 +20,7 @@ from quire.memory import check
 from quire.memory.recording.replay import replay
 from quire.scheduling.async_scheduling import AsyncScheduler
 from quire.scheduling.plan import StepPlan
+from quire.sequences.sequence import Sequence
 from tests.engine.ahead_simulation import AheadSimulation
 from tests.engine.failing import Failures
 from tests.engine.sampling_world import told
@@ -33,14 +34,15 @@ class AheadEngine:
 
     Args:
         setting: sizes and options.
+        scheduler_type: class of the scheduler.
     """
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, scheduler_type: type[AsyncScheduler] = AsyncScheduler) -> None:
         facts = ModelFacts(max_position=64, bytes_per_token=4, vocab_size=VOCAB_SIZE, num_parameters=1)
         options = EngineConfig.from_options(num_kv_blocks=500, max_num_seqs=setting.max_num_seqs)
         config = resolve(options, Machine(device="cpu", available_bytes=1 << 30, num_threads=1), facts)
         self.memory = setting.build_memory()
-        self.scheduler = AsyncScheduler(self.memory, **setting.scheduler_options)
+        self.scheduler = scheduler_type(self.memory, **setting.scheduler_options)
         self.executor = AheadSimulation(setting.block_size, VOCAB_SIZE, setting.groups)
         self.executor.failures = Failures(random.Random(0), 0.0)
         self.engine = AsyncEngine(
@@ -82,9 +84,11 @@ class AheadEngine:
             assert min(sequence.tokens) >= 0, "a placeholder was left"
 
 
-def run_ahead(arriving: list[Job], setting: Setting) -> AheadEngine:
+def run_ahead(
+    arriving: list[Job], setting: Setting, scheduler_type: type[AsyncScheduler] = AsyncScheduler
+) -> AheadEngine:
     """Serve jobs as they come and go, until nobody is left; nothing is held then."""
-    world, tick = AheadEngine(setting), 0
+    world, tick = AheadEngine(setting, scheduler_type), 0
     most_steps = 400 + 80 * sum(len(job.prompt) + (job.beam_width or job.n) * job.max_tokens for job in arriving)
     while tick <= max(job.arrives_at for job in arriving) or world.engine.has_unfinished:
         assert tick < most_steps, "the run does not end"
@@ -125,6 +129,47 @@ def test_tokens_are_those_of_step_by_step(arriving: list[Job], setting: Setting)
 @given(arriving=st.lists(jobs, min_size=1, max_size=9), setting=narrow_settings())
 def test_tokens_are_those_of_step_by_step_in_many_runs(arriving: list[Job], setting: Setting) -> None:
     test_tokens_are_those_of_step_by_step.hypothesis.inner_test(arriving, setting)  # type: ignore[attr-defined]
+
+
+class PlaceholderScheduler(AsyncScheduler):
+    """Plans each step with placeholders, in the way that decodes of all running sequences do not need."""
+
+    def _is_all(self, sequences: list[Sequence]) -> bool:  # noqa: ARG002 - that of the base class
+        return False
+
+
+@settings(max_examples=6)
+@given(arriving=st.lists(jobs, min_size=1, max_size=7), setting=narrow_settings())
+def test_plans_of_decodes_are_those_with_placeholders(arriving: list[Job], setting: Setting) -> None:
+    arriving = [replace(job, prompt_logprobs=None, media=()) for job in arriving]
+    short, whole = (run_ahead(arriving, setting, each) for each in (AsyncScheduler, PlaceholderScheduler))
+    assert short.executor.launched == whole.executor.launched
+
+
+@pytest.mark.slow
+@settings(max_examples=300)
+@given(arriving=st.lists(jobs, min_size=1, max_size=9), setting=narrow_settings())
+def test_plans_of_decodes_are_those_with_placeholders_in_many_runs(arriving: list[Job], setting: Setting) -> None:
+    test_plans_of_decodes_are_those_with_placeholders.hypothesis.inner_test(  # type: ignore[attr-defined]
+        arriving, setting
+    )
+
+
+def test_decodes_are_planned_without_a_look_at_each_sequence_until_one_ends_or_comes() -> None:
+    """A request that comes in between is planned as ever, until it has ended: then the others have four steps left."""
+    jobs = [Job(prompt=(1, idx), max_tokens=12, ignore_eos=True) for idx in range(3)]
+    jobs.append(Job(prompt=(1, 9), max_tokens=2, ignore_eos=True, arrives_at=4))
+    world = AheadEngine(Setting())
+    for seed, job in enumerate(jobs[:3]):
+        world.add(job, seed)
+    left: list[int | None] = []
+    while world.engine.has_unfinished:
+        if len(left) == jobs[3].arrives_at:
+            world.add(jobs[3], 3)
+        world.step()
+        run = world.scheduler._run
+        left.append(None if run is None else run.num_steps)
+    assert left == [None, 9, 8, 7, None, None, 4, 3, 2, 1, None, None]
 
 
 def test_an_end_by_length_costs_no_step_and_an_end_token_costs_one_token() -> None:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Final
 
 from quire.errors import WorkerError
 from quire.execution.deferred_tokens import DeferredTokens
 from quire.execution.executor import Runner
 from quire.execution.runner import InProcessExecutor
 from quire.scheduling.plan import ItemResult, StepPlan, StepResult
+
+# Fields of all results, without a Python call for each.
+_ERROR: Final = attrgetter("error")
+_PROMPT_LOGPROBS: Final = attrgetter("prompt_logprobs")
 
 
 class LaunchedStep:
@@ -42,12 +48,16 @@ class LaunchedStep:
         if isinstance(launched, WorkerError):
             raise launched
         try:
-            read = {result.seq_id: result for each in self._reads for result in each()}
+            parts = [each() for each in self._reads]
         except Exception as error:
             reason = f"step {launched.tick} failed in the data plane ({type(error).__name__}: {error})"
             raise WorkerError(reason) from error
-        if not read:
+        if not parts:
             return launched
+        is_plain = not any(map(_ERROR, launched.items)) and not any(map(_PROMPT_LOGPROBS, launched.items))
+        if is_plain and len(parts) == 1 and len(parts[0]) == len(launched.items):
+            return launched._replace(items=tuple(parts[0]))
+        read = {result.seq_id: result for part in parts for result in part}
         items = [
             _complete(item, read) if item.error is not None or item.prompt_logprobs else read.get(item.seq_id, item)
             for item in launched.items

@@ -83,9 +83,10 @@ class GraphLadder:
             _static_group(decoder, shape.cache, storage, memory, limits)
             for shape, storage in zip(decoder.cache_groups, storages, strict=True)
         ]
-        self._tables = [
-            None if isinstance(group, StaticStates) else LaidTables(group.block_ids) for group in self._groups
-        ]
+        # By their numbers: to ask for the protocol in each step costs more than the step's own loops.
+        self._states = {idx: group for idx, group in enumerate(self._groups) if isinstance(group, StaticStates)}
+        self._tokens = {idx: group for idx, group in enumerate(self._groups) if not isinstance(group, StaticStates)}
+        self._tables = {idx: LaidTables(group.block_ids) for idx, group in self._tokens.items()}
         spec, device = decoder.spec, decoder.device
         self._hidden = torch.zeros(num_rows, spec.width, dtype=decoder.dtype, device=device)
         # Ranks have parts of the logits, which are asked for when a step was replayed.
@@ -150,11 +151,7 @@ class GraphLadder:
 
     def _share(self, laid: LaidOut) -> bool:
         """Let each group find what sequences share; say whether it pays for one of them."""
-        found = [
-            group.share(laid.positions, *tables)
-            for group, tables in zip(self._groups, laid.tables, strict=True)
-            if not isinstance(group, StaticStates)
-        ]
+        found = [group.share(laid.positions, *laid.tables[idx]) for idx, group in self._tokens.items()]
         return any(found)
 
     def _write(self, laid: LaidOut, size: int, shares: bool) -> None:
@@ -163,12 +160,12 @@ class GraphLadder:
             numbers.host[: len(values)] = values
             if len(values) < size:
                 numbers.host[len(values) : size] = 0
-        for group, tables in zip(self._groups, laid.tables, strict=True):
-            if isinstance(group, StaticStates):
-                blocks, has_state = tables
-                group.write_states(blocks, has_state, size)
-            else:
-                group.write_tokens(laid.positions, tables.block_ids, tables.block_starts, size, shares)
+        for idx, states in self._states.items():
+            blocks, has_state = laid.tables[idx]
+            states.write_states(blocks, has_state, size)
+        for idx, tokens in self._tokens.items():
+            tables = laid.tables[idx]
+            tokens.write_tokens(laid.positions, tables.block_ids, tables.block_starts, size, shares)
 
     def _lay_out(self, items: Sequence[ScheduledSequence], builder: BatchBuilder | None) -> LaidOut:
         """Lay items out, one row each, their block tables in static memory; without a builder there are none."""
@@ -176,12 +173,12 @@ class GraphLadder:
         starts = [item.start for item in items]
         num_blocks = [start // self._block_size + 1 for start in starts]
         laid: list[Any] = []
-        for idx, group_tables in enumerate(self._tables):
+        for idx in range(len(self._groups)):
             tables = [] if builder is None else [builder.tables[item.seq_id][idx] for item in items]
-            if group_tables is None:
+            if idx in self._states:
                 laid.append(([table.ids[-1] for table in tables], [start > 0 for start in starts]))
             else:
-                laid.append(group_tables.lay(tables, num_blocks))
+                laid.append(self._tables[idx].lay(tables, num_blocks))
         return LaidOut(vector([item.token_ids[0] for item in items]), vector(starts), laid)
 
 

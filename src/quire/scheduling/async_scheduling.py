@@ -32,13 +32,36 @@ while a step in flight still writes to them: whoever takes them writes and reads
 
 from __future__ import annotations
 
+from itertools import repeat
+from operator import sub
+from typing import NamedTuple
+
 from quire.decoding.drafting import UNKNOWN
 from quire.scheduling.beam_groups import append_to_group
-from quire.scheduling.plan import StepPlan
+from quire.scheduling.plan import ScheduledSequence, StepPlan
 from quire.scheduling.scheduler import Scheduler
 from quire.sequences.params import SamplingParams
 from quire.sequences.sequence import Request, Sequence
 from quire.sequences.status import SequenceStatus
+
+# The tokens of a sequence whose next token is not read yet.
+_PLACEHOLDER = (UNKNOWN,)
+
+
+class DecodeRun(NamedTuple):
+    """Running sequences that decode step after step: their next plan needs no look at each of them.
+
+    Args:
+        items: items of the last plan.
+        sequences: all running sequences, in order.
+        seq_ids: their ids.
+        num_steps: number of further plans that can be made ahead until one of them ends by its length.
+    """
+
+    items: tuple[ScheduledSequence, ...]
+    sequences: list[Sequence]
+    seq_ids: list[int]
+    num_steps: int
 
 
 class AsyncScheduler(Scheduler):
@@ -50,6 +73,7 @@ class AsyncScheduler(Scheduler):
     # True while a plan is made ahead, and once memory was short for one: until the next plan that may preempt.
     _is_ahead: bool = False
     _is_short: bool = False
+    _run: DecodeRun | None = None
 
     def add(self, request: Request) -> None:
         """Queue a request; see `Scheduler`."""
@@ -72,6 +96,10 @@ class AsyncScheduler(Scheduler):
         """
         if self._is_short or self._admission.outranks_running:
             return None
+        run, self._run = self._run, None
+        if run is not None and run.num_steps and run.items is in_flight.items and self._is_all(run.sequences):
+            starts = [item.start + 1 for item in run.items]
+            return self._plan_decodes(tick, run.sequences, run.seq_ids, starts, run.num_steps - 1)
         queues, find = self._queues, self.sequences.get
         held: list[Sequence] = []
         # Sequences that go on, their numbers of tokens in the step in flight, and the tokens of those it draws one for.
@@ -100,6 +128,31 @@ class AsyncScheduler(Scheduler):
         if held:
             left_out = set(held)
             self.running[:] = [sequence for sequence in self.running if sequence not in left_out]
+        try:
+            if going and len(drawn) == len(going) == sum(counts) and self._is_all(going):
+                starts, seq_ids = list(map(len, drawn)), [sequence.seq_id for sequence in going]
+                # A sequence that lacks two tokens gets one of them in flight, and the other in this plan.
+                most = min(map(sub, [sequence.max_tokens for sequence in going], starts)) - 2
+                return self._plan_decodes(tick, going, seq_ids, starts, 0 if is_pending else most)
+            return self._plan_with_placeholders(tick, going, counts, drawn)
+        finally:
+            queues.release_held()
+
+    def _is_all(self, sequences: list[Sequence]) -> bool:
+        """Return whether these are the running sequences, in order, and no other one could be in a plan."""
+        return sequences == self.running and not (self.waiting or self.swapped)
+
+    def _plan_with_placeholders(
+        self, tick: int, going: list[Sequence], counts: list[int], drawn: list[list[int]]
+    ) -> StepPlan | None:
+        """Plan a step as if the one in flight had ended.
+
+        Args:
+            tick: number of the plan.
+            going: sequences of the step in flight that go on.
+            counts: their numbers of tokens in it.
+            drawn: tokens of those of them for which it draws one.
+        """
         for sequence, count in zip(going, counts, strict=True):
             sequence.num_computed += count
         for tokens in drawn:
@@ -113,7 +166,33 @@ class AsyncScheduler(Scheduler):
                 sequence.num_computed -= count
             for tokens in drawn:
                 tokens.pop()
-            queues.release_held()
+
+    def _plan_decodes(
+        self, tick: int, going: list[Sequence], seq_ids: list[int], starts: list[int], num_steps: int
+    ) -> StepPlan | None:
+        """Plan a step of all running sequences, of each of which the step in flight draws the next token.
+
+        It is the plan that `_plan_with_placeholders` makes, in fewer loops.
+
+        Args:
+            tick: number of the plan.
+            going: the sequences.
+            seq_ids: their ids.
+            starts: their numbers of tokens, without the next one.
+            num_steps: see `DecodeRun`.
+        """
+        num_served = self.memory.append_slots(seq_ids)
+        self._is_short = num_served < len(going)
+        if not num_served:
+            return None
+        deltas = self.memory.take_table_deltas(seq_ids[:num_served])
+        columns = zip(seq_ids, starts, repeat(_PLACEHOLDER), deltas, repeat(1), repeat(None), repeat(0), strict=False)
+        # The same as `ScheduledSequence._make`, without a Python call.
+        items: tuple[ScheduledSequence, ...] = tuple(map(tuple.__new__, repeat(ScheduledSequence), columns))
+        if num_steps and not self._is_short:
+            self._run = DecodeRun(items, going, seq_ids, num_steps)
+        finished_ids, self._queues.finished_ids[:] = tuple(self._queues.finished_ids), ()
+        return StepPlan(tick, items, self.memory.take_ops(), finished_ids)
 
     def withdraw(self, plan: StepPlan) -> tuple[str, ...]:
         """Undo a plan that was made ahead of a step that failed; return the names of the pinned prefixes lost.

@@ -40,6 +40,8 @@ class DeferredSampler(DeviceSampler):
     ) -> None:
         super().__init__(device, grammar_states, keep, draws)
         self._deferred = deferred
+        # Empty results of the rows of the last step, by their sequences: mostly those of this step too.
+        self._empty: tuple[list[int], list[ItemResult]] = [], []
 
     def _sample_own(self, logits: Tensor, items: Sequence[ScheduledSequence]) -> list[ItemResult]:
         return self._defer(items, *self._draw(logits, items))
@@ -60,7 +62,10 @@ class DeferredSampler(DeviceSampler):
         drawn = DrawnRows(items, HostCopy(found), errors, measured, later)
         histories = [self._with_history.get(item.seq_id) for item in items] if self._with_history else ()
         self._deferred.add(items, found[0], partial(self._read, drawn, histories))
-        return plain_results(map(SEQ_ID, items), repeat(()))
+        seq_ids = list(map(SEQ_ID, items))
+        if seq_ids != self._empty[0]:
+            self._empty = seq_ids, plain_results(seq_ids, repeat(()))
+        return self._empty[1].copy()
 
     def _read(self, drawn: DrawnRows, histories: Sequence[TokenHistory | None]) -> list[ItemResult]:
         """Read the tokens of rows, add them to the histories of their sequences, and return the results of the items.

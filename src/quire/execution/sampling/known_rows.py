@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from quire.execution.pinned import placed
 from quire.execution.sampling.row_sampling import SamplingState
-from quire.ops.token_draws import FEW, GREEDY, MANY, NARROW, WHOLE, RowFilters, RowParameters
+from quire.ops.token_draws import FEW, GREEDY, MANY, WHOLE, RowFilters, RowParameters
 
 
 class KnownPenalties(NamedTuple):
@@ -55,15 +55,18 @@ def know_rows(states: Sequence[SamplingState], vocab_size: int, device: torch.de
         vocab_size: V.
         device: device of the logits.
     """
-    if all(state.is_plain for state in states):
+    plain, has_more, *columns = zip(*[state.parameters for state in states], strict=True)
+    if all(plain):
         return KnownRows(states, None, (), None, (), None)
+    parameters = _parameters(columns, vocab_size, device)
+    if not any(has_more):
+        return KnownRows(states, parameters, (), None, (), None)
     constrained = tuple(row for row, state in enumerate(states) if state.adjustments.grammar_state is not None)
     measured = tuple(
         (row, state.params.logprobs or 0) for row, state in enumerate(states) if state.params.measures_tokens
     )
     measured_ids = whole_numbers([row for row, _ in measured], device) if measured else None
-    penalties = _penalties(states, device)
-    return KnownRows(states, _parameters(states, vocab_size, device), constrained, penalties, measured, measured_ids)
+    return KnownRows(states, parameters, constrained, _penalties(states, device), measured, measured_ids)
 
 
 def whole_numbers(values: Sequence[int], device: torch.device) -> Tensor:
@@ -80,35 +83,28 @@ def _penalties(states: Sequence[SamplingState], device: torch.device) -> KnownPe
     return KnownPenalties(rows, whole_numbers(rows, device), placed(factors, device))
 
 
-def _parameters(states: Sequence[SamplingState], vocab_size: int, device: torch.device) -> RowParameters:
-    """Return the parameters of rows."""
-    kinds = [_kind(state) for state in states]
-    floats, wholes = [], []
-    most_few, cuts_many = 0, False
-    for state, kind in zip(states, kinds, strict=True):
-        own = state.filter
-        floats.append((own.temperature, own.top_p, own.min_p))
-        seed = state.seed & ((1 << 64) - 1)
-        most = min(own.top_k or vocab_size, vocab_size)
-        wholes.append((most, seed - (1 << 64) if seed >> 63 else seed, state.sample_idx))
-        most_few = max(most_few, most) if kind == FEW else most_few
-        cuts_many |= kind == MANY and most < vocab_size
+def _parameters(columns: Sequence[tuple[Any, ...]], vocab_size: int, device: torch.device) -> RowParameters:
+    """Return the parameters of rows, from the columns of their `SequenceParameters` from `kind` on."""
+    kinds, temperatures, top_ps, min_ps, top_ks, seeds, sample_idxs = columns
+    num_rows, most = len(kinds), [min(top_k or vocab_size, vocab_size) for top_k in top_ks]
     # In rows, each of which kernels read as a vector.
-    temperature, top_p, min_p = placed(torch.tensor(floats, dtype=torch.float64).view(-1, 3).T.contiguous(), device)
-    top_k, seeds, sample_idxs = placed(torch.tensor(wholes, dtype=torch.int64).view(-1, 3).T.contiguous(), device)
+    floats = torch.tensor(temperatures + top_ps + min_ps, dtype=torch.float64).view(3, num_rows)
+    temperature, top_p, min_p = placed(floats, device)
+    wholes = torch.tensor([*most, *seeds, *sample_idxs], dtype=torch.int64).view(3, num_rows)
+    top_k, seed, sample_idx = placed(wholes, device)
     temperature = temperature.float().clamp_(min=torch.finfo(torch.float32).tiny)
-    greedy, whole, few, many = (
-        whole_numbers(rows, device) if (rows := [row for row, own in enumerate(kinds) if own == kind]) else None
-        for kind in (GREEDY, WHOLE, FEW, MANY)
+    greedy, whole, few, many = (_rows_of(kind, kinds, device) for kind in (GREEDY, WHOLE, FEW, MANY))
+    most_few = 0 if few is None else max(count for count, kind in zip(most, kinds, strict=True) if kind == FEW)
+    cuts_many = many is not None and any(
+        kind == MANY and count < vocab_size for count, kind in zip(most, kinds, strict=True)
     )
     filters = RowFilters(temperature, top_k, top_p, min_p.float())
     on_device = placed(torch.tensor(kinds, dtype=torch.int32), device)
-    return RowParameters(on_device, greedy, whole, few, many, filters, seeds, sample_idxs, most_few, cuts_many)
+    return RowParameters(on_device, greedy, whole, few, many, filters, seed, sample_idx, most_few, cuts_many)
 
 
-def _kind(state: SamplingState) -> int:
-    """Return how a row's token is chosen."""
-    if state.params.is_greedy:
-        return GREEDY
-    own = state.filter
-    return WHOLE if own.keeps_all else FEW if 0 < own.top_k <= NARROW else MANY
+def _rows_of(kind: int, kinds: Sequence[int], device: torch.device) -> Tensor | None:
+    """Return the rows of one kind; None where there are none."""
+    if kind not in kinds:
+        return None
+    return whole_numbers([row for row, each in enumerate(kinds) if each == kind], device)

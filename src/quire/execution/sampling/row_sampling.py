@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import islice
 from math import inf, isfinite
 from typing import NamedTuple
@@ -13,10 +14,35 @@ from quire.errors import NO_TOKEN
 from quire.execution.sampling.logits_processing import KeepTokens, LogitsProcessing, adjust
 from quire.execution.sampling.logprobs import measure, rows_per_tile
 from quire.execution.sampling.sampling import Filter, draw, uniform
+from quire.ops.token_draws import FEW, GREEDY, MANY, NARROW, WHOLE
 from quire.scheduling.plan import ItemResult, NewSequence, ScheduledSequence, TokenLogprobs
 from quire.structured.grammar_state import GrammarState
 
 BAD_LOGITS = "the model gave logits that are not finite numbers"
+
+
+class SequenceParameters(NamedTuple):
+    """The sampling parameters of a sequence, as the rows of a batch need them: the same in all steps.
+
+    Args:
+        is_plain: the likeliest token is taken, and nothing else is asked for.
+        has_more: it has a grammar, penalties or log probabilities.
+        kind: kind of its rows; see `RowParameters`.
+        temperature, top_p, min_p: see `RowFilters`.
+        top_k: 0 for none.
+        seed: two's complement of 64 bits.
+        sample_idx: index of the sample among those of its request.
+    """
+
+    is_plain: bool
+    has_more: bool
+    kind: int
+    temperature: float
+    top_p: float
+    min_p: float
+    top_k: int
+    seed: int
+    sample_idx: int
 
 
 class SamplingState:
@@ -64,6 +90,19 @@ class SamplingState:
         params = self.params
         is_greedy = params.is_greedy and params.min_tokens == 0 and not params.measures_tokens
         return is_greedy and self.adjustments.is_none(0)
+
+    @cached_property
+    def parameters(self) -> SequenceParameters:
+        """Its parameters in a batch."""
+        params, own = self.params, self.filter
+        has_more = params.measures_tokens or params.penalizes_tokens or self.adjustments.grammar_state is not None
+        kind = GREEDY
+        if not params.is_greedy:
+            kind = WHOLE if own.keeps_all else FEW if 0 < own.top_k <= NARROW else MANY
+        seed = self.seed & ((1 << 64) - 1)
+        seed = seed - (1 << 64) if seed >> 63 else seed
+        filters = own.temperature, own.top_p, own.min_p, own.top_k
+        return SequenceParameters(self.is_plain, has_more, kind, *filters, seed, self.sample_idx)
 
 
 class Row(NamedTuple):

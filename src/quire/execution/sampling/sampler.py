@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 from itertools import accumulate, repeat
 from math import isfinite
 
@@ -167,4 +166,4 @@ def take_likeliest(
 def plain_results(seq_ids: Iterable[int], token_ids: Iterable[tuple[int, ...]]) -> list[ItemResult]:
     """Return results that have tokens only, without a Python call for each."""
     fields = zip(seq_ids, token_ids, *map(repeat, ((), (), None, (), False, ())), strict=False)
-    return list(map(partial(tuple.__new__, ItemResult), fields))
+    return list(map(tuple.__new__, repeat(ItemResult), fields))

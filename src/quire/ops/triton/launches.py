@@ -19,8 +19,8 @@ ACTIVATIONS: Final = {name: number for number, name in enumerate(get_args(Activa
 INTERPRETED_PROCESSORS: Final = 2
 # Bytes that a GPU reads while it launches a kernel: 2.5 us at 3.3 TB/s. What saves less is not worth one.
 LAUNCH_BYTES: Final = 8 << 20
-# Rows up to which a state goes through a sequence row by row. Two launches and one chunk should take about the time of
-# as many, at half a microsecond to one for a row, which waits for its loads; neither was measured.
+# Rows up to which a state goes through a sequence row by row: as many take the time of two launches and a chunk for the
+# delta rule on an H200, and some ten fewer for Mamba 2 (docs/lab/triton-on-an-h200.md).
 SINGLE_ROWS: Final = 31
 
 

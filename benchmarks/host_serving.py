@@ -1,0 +1,195 @@
+"""The host's part of nano-vllm's benchmark on a GPU: `python -m benchmarks.host_serving`; needs Triton, no GPU.
+
+256 requests of 100 to 1,024 tokens in and out, as `benchmarks.gpu` serves them, through the real engine with
+asynchronous scheduling: prompts that are computed in steps of 8,192 tokens, decodes that are captured, sequences that
+end. What the host does of the data plane is real: block tables, plans of attention, parameters of draws, tokens that
+are read a step later. What is left out is what needs a GPU: kernels, their launches, and copies; every token is 0.
+
+Printed are milliseconds of processor time a step; then the sum of the least times of each step, as all runs have the
+same steps. `--profile` prints where the time goes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+import random
+import tempfile
+import time
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from benchmarks.captured_plans import GROUP
+from benchmarks.gpu.memory import BLOCK_SIZE
+from benchmarks.gpu.shapes import REHEARSED
+from benchmarks.host_steps import CACHE, VOCAB, make_ladder
+from benchmarks.make_model import write
+from quire.config import EngineConfig
+from quire.engine.engine import Engine
+from quire.engine.startup.loading import load
+from quire.engine.startup.wrappers import Wrappers
+from quire.execution.async_executor import AsyncExecutor
+from quire.execution.deferred_tokens import AheadBatchBuilder, DeferredTokens
+from quire.execution.embeddings import MultimodalEmbeddings
+from quire.execution.graph_runner import GraphRunner
+from quire.execution.sampling.deferred_sampler import DeferredSampler
+from quire.memory.results import NO_OPS
+from quire.ops.interface import AttentionBatch, PagedKV
+from quire.ops.token_draws import RowParameters
+from quire.ops.torch_rows import apply_token_bitmask
+from quire.ops.triton.step_attention import TritonStepAttention
+from quire.platform.heap import frozen_heap
+from quire.scheduling.plan import StepPlan, StepResult
+from quire.sequences.params import SamplingParams
+
+NUM_REQUESTS, LEAST, MOST = 256, 100, 1024
+# Prompts have tokens of Qwen3's vocabulary: of a small one, many would begin alike.
+SHAPE = REHEARSED._replace(vocab_size=151_936)
+NUM_BLOCKS: Final = NUM_REQUESTS * (2 * MOST // BLOCK_SIZE + 1)
+STEP_TOKENS: Final = 8192
+
+
+class NoDraws:
+    """Draws token 0 for every row."""
+
+    def check_logits(self, logits: Tensor) -> Tensor:
+        """Find nothing wrong."""
+        return torch.zeros(len(logits), dtype=torch.int64)
+
+    def draw_tokens(
+        self,
+        logits: Tensor,
+        parameters: RowParameters | None,  # noqa: ARG002 - what a GPU reads
+        positions: Tensor | None,  # noqa: ARG002
+        before: Tensor | None,  # noqa: ARG002
+    ) -> Tensor:
+        """Return tokens and states of rows."""
+        return torch.zeros(2, len(logits), dtype=torch.int64)
+
+
+class HostDecoder:
+    """A model of which the host plans the attention, and nothing computes."""
+
+    def __init__(self, ladder_decoder: Any) -> None:
+        self.ops, self.device, self.cache_groups = (
+            ladder_decoder.ops,
+            ladder_decoder.device,
+            ladder_decoder.cache_groups,
+        )
+        self.is_follower, self.ranks, self.spec = False, None, ladder_decoder.spec
+
+    def __call__(
+        self,
+        ids: Tensor,
+        positions: Tensor,  # noqa: ARG002 - what a GPU reads
+        batches: tuple[AttentionBatch, ...],
+        storages: tuple[PagedKV, ...],
+        given: Any = None,  # noqa: ARG002
+        read: Any = None,
+        adapters: Any = None,  # noqa: ARG002
+    ) -> Tensor:
+        """Plan the attention of all rows, and of those that are read; return as many hidden states."""
+        num_rows = len(ids)
+        for batch, count in ((batches[0], num_rows), (read and read.groups[0], 0 if read is None else len(read.rows))):
+            if count:
+                list(TritonStepAttention(batch, storages[0], self.ops.device)._launches(GROUP, count))
+        return torch.zeros(num_rows if read is None else len(read.rows), 1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits that nobody reads."""
+        return torch.zeros(len(hidden), VOCAB)
+
+    def likeliest(self, hidden: Tensor) -> None:
+        """Find nothing, as one process does."""
+
+
+class TimedRunner(GraphRunner):
+    """A runner that notes which steps had prompts, and copies nothing."""
+
+    kinds: list[bool]
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step."""
+        self.kinds.append(any(len(item.token_ids) > 1 for item in plan.items))
+        return super().execute(plan._replace(ops=NO_OPS))
+
+
+def make_engine(folder: str) -> tuple[Engine, TimedRunner]:
+    """Return an engine whose data plane computes nothing."""
+    ladder, kv = make_ladder(NUM_REQUESTS, NUM_BLOCKS)
+    deferred = DeferredTokens(torch.device("cpu"))
+    decoder: Any = HostDecoder(ladder._decoder)
+    sampler = DeferredSampler(torch.device("cpu"), None, apply_token_bitmask, deferred, NoDraws())
+    builder = AheadBatchBuilder(BLOCK_SIZE, "cpu", [CACHE], deferred)
+    media = MultimodalEmbeddings(torch.device("cpu"))
+    runner = TimedRunner(decoder, [kv], builder, sampler, media)  # type: ignore[list-item]
+    runner.ladder, runner.kinds = ladder, []
+    config = EngineConfig.from_options(
+        model=folder,
+        skip_tokenizer_init=True,
+        async_scheduling=True,
+        block_size=BLOCK_SIZE,
+        num_kv_blocks=NUM_BLOCKS,
+        max_model_len=2 * MOST + 8,
+        max_num_seqs=NUM_REQUESTS,
+        max_num_batched_tokens=STEP_TOKENS,
+    )
+    return load(config, wrap=Wrappers(executor=lambda _: AsyncExecutor(runner, deferred))).engine, runner
+
+
+def serve(engine: Engine, temperature: float) -> list[float]:
+    """Serve the requests; return seconds of processor time of each step."""
+    rng = random.Random(0)
+    for idx in range(NUM_REQUESTS):
+        prompt = [rng.randrange(SHAPE.vocab_size) for _ in range(rng.randint(LEAST, MOST))]
+        params = SamplingParams(
+            temperature=temperature, ignore_eos=True, max_tokens=rng.randint(LEAST, MOST), detokenize=False
+        )
+        engine.add_request(str(idx), prompt, params, final_only=True)
+    seconds = []
+    while engine.has_unfinished:
+        began = time.thread_time()
+        engine.step()
+        seconds.append(time.thread_time() - began)
+    return seconds
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--temperature", type=float, default=0.6)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--profile", action="store_true")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    runs = []
+    for run in range(given.runs):
+        with tempfile.TemporaryDirectory() as folder:
+            write(SHAPE.config(), Path(folder))
+            engine, runner = make_engine(folder)
+        profile = cProfile.Profile()
+        if given.profile:
+            profile.enable()
+        with frozen_heap(is_wanted=True):  # as `LLM.generate` does on a GPU
+            seconds = serve(engine, given.temperature)
+        if given.profile:
+            profile.disable()
+            pstats.Stats(profile).sort_stats("tottime").print_stats(45)
+        with_prompts = [1e3 * each for each, has_prompts in zip(seconds, runner.kinds, strict=False) if has_prompts]
+        decodes = [1e3 * each for each, has_prompts in zip(seconds, runner.kinds, strict=False) if not has_prompts]
+        print(
+            f"run {run}: {sum(seconds):.2f} s; {len(decodes)} decodes of {fmean(decodes):.3f} ms (median "
+            f"{median(decodes):.3f}), {len(with_prompts)} steps with prompts of {fmean(with_prompts):.3f} ms"
+        )
+        engine.close()
+        runs.append(seconds)
+    print(f"least of the runs, step by step: {sum(map(min, zip(*runs, strict=True))):.3f} s")
+
+
+if __name__ == "__main__":
+    main()
