@@ -1,10 +1,9 @@
 """Check and measure the Triton backend on an NVIDIA GPU, in under nine minutes: `python -m benchmarks.gpu`.
 
-It needs a copy of the tree, torch, Triton and safetensors; the part with an engine all that Quire depends on. Ceilings
-come first (a copy, a dense product), then each kernel is checked against the slow twin, and a wrong one ends it:
-figures of wrong results say nothing. Then attention, steps of two models of random weights, and an engine are measured.
-Every figure is printed when it is there; the table and the JSON come at the end. Without a GPU it says so, and exits
-with 2.
+It needs a copy of the tree, torch and Triton; the part with an engine all that Quire depends on. Ceilings come first (a
+copy, a dense product), then each kernel is checked against the slow twin, and a wrong one ends it: figures of wrong
+results say nothing. Then attention, steps of two models of random weights, and an engine are measured. Every figure is
+printed when it is there; the table and the JSON come at the end. Without a GPU it says so, and exits with 2.
 
 `--parts` runs some parts only, and `--despite-errors` measures what is right although something else is wrong.
 `--predict` prints the predicted times, on any machine. `--rehearse` runs everything on tiny shapes on a CPU, in

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from quire.config import CACHE_DTYPES, CacheDtype
 from quire.models.cache_layout import state_bytes
+from quire.models.dtypes import DTYPES
 from quire.models.spec import LayerGroup, StateCacheShape, TokenCacheShape
-from quire.models.tensor_reader import DTYPES
 from quire.platform.huge_pages import empty_bytes
 
 # The torch dtypes of the names in `CACHE_DTYPES`.

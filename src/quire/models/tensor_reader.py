@@ -11,13 +11,12 @@ from torch import Tensor
 
 from quire.errors import CheckpointError, shown
 from quire.models.checkpoint import Checkpoint
+from quire.models.dtypes import DTYPES, STORED_DTYPES
 from quire.models.mapped_file import MappedFile
 from quire.models.stored_quantization import FLOAT8, TORCH_DTYPES, LayerWeight, read_quantization
 from quire.models.stored_tensor import StoredTensor
 from quire.ops.quantized_weight import PlainWeight, QuantizedWeight, StoredWeight
 
-DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-STORED_DTYPES: Final = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 WEIGHT: Final = ".weight"
 
 

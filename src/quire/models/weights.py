@@ -14,11 +14,12 @@ from quire.errors import CheckpointError, shown
 from quire.models.adapters.merging import MergedAdapter
 from quire.models.checkpoint import Checkpoint
 from quire.models.decoder import Decoder
+from quire.models.dtypes import DTYPES, STORED_DTYPES
 from quire.models.encoder import Encoder
 from quire.models.sharding import Split
 from quire.models.spec import WeightMap
 from quire.models.stored_quantization import LayerWeight
-from quire.models.tensor_reader import DTYPES, STORED_DTYPES, TensorReader, join_parts
+from quire.models.tensor_reader import TensorReader, join_parts
 
 # Values of a tensor that are looked at before it is taken.
 SAMPLED = 4096

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from quire.errors import ConfigError
 from quire.models.checkpoint import Checkpoint
+from quire.models.dtypes import DTYPES
 from quire.models.families import build
 from quire.models.quantization_config import FIELDS
 from quire.models.sizes import check_sizes
 from quire.models.spec import ModelSpec, WeightMap
-from quire.models.tensor_reader import DTYPES
 from quire.models.weights import choose_dtype
 from quire.quantization.calibration import Calibration
 from quire.quantization.calibration_text import read_sequences

@@ -24,6 +24,31 @@ def test_predictions_need_no_gpu() -> None:
     assert "| Llama-3.1-8B, decode, 1 x 1,024 | 8.28 | 5.05 | 3.52 |" in found.stdout
 
 
+ALONE = """
+import importlib, pkgutil, sys
+
+OTHERS = {"gguf", "h11", "huggingface_hub", "jinja2", "llguidance", "lmdb", "msgspec", "prometheus_client", "rich"}
+OTHERS |= {"safetensors", "starlette", "tokenizers", "transformers", "uvicorn", "zmq"}
+
+class Refuser:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in OTHERS:
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Refuser())
+import benchmarks.gpu
+for module in pkgutil.iter_modules(benchmarks.gpu.__path__):
+    importlib.import_module(f"benchmarks.gpu.{module.name}")
+"""
+
+
+@pytest.mark.slow
+def test_all_but_the_engine_needs_torch_and_triton_alone() -> None:
+    pytest.importorskip("triton")
+    found = subprocess.run([sys.executable, "-c", ALONE], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+
+
 @pytest.mark.slow
 def test_without_a_gpu() -> None:
     import torch
