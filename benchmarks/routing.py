@@ -249,6 +249,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--served", action="store_true", help="measure servers of the bundled model on this machine")
     parser.add_argument("--sessions", type=int, default=200, help="sessions of the chat trace")
+    parser.add_argument("--rate", type=float, default=4.0, help="sessions a second of the chat trace")
     parser.add_argument("--name", default=None, help="the name of the file under results/")
     parser.add_argument("--trace", action="append", choices=TITLES, help="this trace only")
     parser.add_argument("--router", action="append", choices=ROUTERS, help="this router only")
@@ -256,7 +257,7 @@ def main() -> None:
     rows = []
     for short in options.trace or TITLES:
         title = TITLES[short]
-        shape, routers = shapes(options.sessions)[title], options.router or ROUTERS
+        shape, routers = shapes(options.sessions, options.rate)[title], options.router or ROUTERS
         if options.served:
             from benchmarks.routing_served import run_served
 
@@ -267,7 +268,7 @@ def main() -> None:
         rows.append({"trace": title, "runs": {name: each._asdict() for name, each in found.items()}})
     part = [*(options.trace or ()), *(name.replace(" ", "_") for name in options.router or ())]
     name = options.name or "-".join(["routing_served" if options.served else "routing", *part])
-    print(machine.save(name, {"num_replicas": NUM_REPLICAS, "rows": rows}))
+    print(machine.save(name, {"num_replicas": NUM_REPLICAS, "rate": options.rate, "rows": rows}))
 
 
 if __name__ == "__main__":

@@ -10,14 +10,14 @@ import pytest
 from quire.memory.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from quire.routing.feed import FeedState
 from quire.routing.router import MAX_HOLDERS, MAX_IDLE, Route, Router, RouterConfig, RouteRequest
-from quire.routing.shadow_tree import Scope, encode
+from quire.routing.shadow_tree import NO_HIT, Scope, encode
 
 SIZE = 16
 PROMPT = list(range(1000))
 
 
 def router_of(*names: str, **config: float) -> Router:
-    router = Router(RouterConfig(**{"hit_weight": 1.0, **config}))  # type: ignore[arg-type]
+    router = Router(RouterConfig(**{"hit_weight": 1.0, "balance_weight": 0.0, **config}))  # type: ignore[arg-type]
     for name in names:
         router.add_replica(name, SIZE)
     return router
@@ -59,6 +59,41 @@ def test_a_longer_queue_than_the_hit_saves_is_not_waited_for() -> None:
     assert first.replica == "a"
     assert choose(router).replica == "a"  # 300 tokens before it, and 320 of its own that are there
     assert choose(router).replica == "b"
+
+
+def begin_sessions(router: Router, count: int) -> list[str]:
+    """Begin sessions with 96 tokens that all have in common, one after the other; return where they went."""
+    names, num_events = [], dict.fromkeys(router.replicas, 0)
+    for number in range(count):
+        own = [10_000 + 100 * number + idx for idx in range(100)]
+        route = choose(router, [*PROMPT[:96], *own], now_s=number)
+        router.on_first_token(route, number + 0.1)
+        router.end(route)
+        router.apply(route.replica, num_events[route.replica], [stored([*PROMPT[:96], *own], seed=20 * number)])
+        num_events[route.replica] += 1
+        names.append(route.replica)
+    return names
+
+
+def test_sessions_with_one_beginning_are_spread_though_one_cache_had_it_first() -> None:
+    assert begin_sessions(router_of("a", "b", "c", hit_weight=2.0), 60) == ["a"] * 60  # nobody has a queue
+    names = begin_sessions(router_of("a", "b", "c", hit_weight=2.0, balance_weight=0.05), 300)
+    assert all(60 <= names.count(name) <= 130 for name in "abc"), names
+
+
+def test_balance_moves_no_session_from_a_long_hit() -> None:
+    """What a replica computed more than others costs at most what the hit is worth."""
+    router = router_of("a", "b", hit_weight=2.0, balance_weight=0.05)
+    router.apply("a", 0, [stored(PROMPT)])
+    for number in range(30):
+        route = Route("a", NO_HIT, 0.0, 1000, _number=0)
+        router.begin(route, RouteRequest([number] * 1000), 0.0)
+        router.end(route)
+    assert choose(router).replica == "a"  # 0.05 times 30,000 tokens against twice 992
+    short_hit = RouteRequest([*PROMPT[:48], *range(5000, 5900)])
+    scores = {route.replica: route.score for route in router.rank(short_hit, 0.0)}
+    # The first request is on its way to "a": without that, its score would be that of "b".
+    assert scores["a"] == pytest.approx(scores["b"] - 8 * 0.001)
 
 
 def test_requests_without_hits_are_spread() -> None:

@@ -66,6 +66,8 @@ class ReplicaLoad:
         num_streams: requests whose answer has begun.
         num_requests: requests so far.
         computed_tokens: tokens of prompts that were given to it and that it was not expected to have.
+        recent_tokens: the same, of which half is forgotten in `HALF_LIFE_S`, when the last ones were given to it.
+        given_s: moment of that.
         other_tokens: tokens that requests of other routers add to its queue.
         is_available: False while it takes no requests.
         version: rises with each change.
@@ -77,11 +79,24 @@ class ReplicaLoad:
     num_streams: int = 0
     num_requests: int = 0
     computed_tokens: int = 0
+    recent_tokens: float = 0.0
+    given_s: float = 0.0
     other_tokens: int = 0
     is_available: bool = True
     version: int = 0
     slowness: float = 1.0
     measured_s: float = 0.0
+
+    def recent_at(self, now_s: float) -> float:
+        """Return the tokens that it was given to compute, the latest most."""
+        return self.recent_tokens * exp2(min(0.0, self.given_s - now_s) / HALF_LIFE_S)
+
+    def give(self, num_tokens: int, now_s: float) -> None:
+        """Give it a prompt of which some tokens are to be computed."""
+        self.recent_tokens, self.given_s = self.recent_at(now_s) + num_tokens, now_s
+        self.pending_tokens += num_tokens
+        self.computed_tokens += num_tokens
+        self.num_requests += 1
 
     def slowness_at(self, now_s: float) -> float:
         """Return how many times as long as the others the replica is expected to take."""

@@ -2,10 +2,11 @@
 
 ```
  score of a replica = seconds of computing that its cache saves + what keeping them is worth - seconds of its queue
+                      - a part of what it has computed lately beyond the others
 ```
 
-Other policies are `round_robin` and `least_loaded`, which do not look at prompts. Both parts of the score come from
-what the router knows: KV events say what a cache holds, and the router itself has sent what is queued.
+Other policies are `round_robin` and `least_loaded`, which do not look at prompts. All parts of the score come from what
+the router knows: KV events say what a cache holds, and the router itself has sent what is queued and was computed.
 A session's next prompt is expected to hit its last one before the events say so. Where events are missing, the cache
 counts as empty, so the shortest queue decides. The same calls give the same decisions: times are arguments.
 """
@@ -42,6 +43,8 @@ class RouterConfig:
         hit_weight: value of a token that is hit, in tokens to compute. What is above 1 is the value of a place in a
             cache, the same on slow and fast replicas: a token that is not hit takes the place of another one, which may
             have to be computed again.
+        balance_weight: value of a token that a replica computed lately and others did not, in tokens to compute: what
+            comes to a busy cache takes the place of what will be asked for, and sessions that begin there come again.
         tie_tokens: tokens of a prompt by whose time scores may differ and count as equal.
         max_sessions: number of sessions that are remembered.
         session_s: time for which a session's last prompt is expected in a cache whose events are not known.
@@ -52,6 +55,7 @@ class RouterConfig:
     seconds_per_token: float = 0.001
     stream_tokens: int = 16
     hit_weight: float = 2.0
+    balance_weight: float = 0.05
     tie_tokens: int = 16
     max_sessions: int = 100_000
     session_s: float = 600.0
@@ -240,12 +244,17 @@ class Router:
         routes: list[Route] = []
         token_s = self._speed.seconds_per_token
         expected = self._expected(request, token_bytes, now_s)
-        for number in self._candidates(token_bytes, request.scope, expected, skipped, paths):
+        candidates = self._candidates(token_bytes, request.scope, expected, skipped, paths)
+        recent = [self._order.loads[number].recent_at(now_s) for number in candidates]
+        least = min(recent, default=0.0)
+        for number, num_recent in zip(candidates, recent, strict=True):
             hit, is_by_session = self._hit(number, paths, token_bytes, request.scope), False
             if expected is not None and number == expected[0] and expected[1].value > hit.value:
                 hit, is_by_session = expected[1], True
             load = self._order.loads[number]
-            kept_s = (self.config.hit_weight - 1) * hit.value * token_s
+            # At most the hit's own value is lost: without hits, queues and speeds decide.
+            excess = min(self.config.balance_weight * (num_recent - least), self.config.hit_weight * hit.value)
+            kept_s = ((self.config.hit_weight - 1) * hit.value - excess) * token_s
             num_computed = len(request.token_ids) - hit.value + self._order.queue_tokens(number)
             # The time to compute the whole prompt would be the same everywhere, if replicas were alike.
             saved_s = (len(request.token_ids) - num_computed * load.slowness_at(now_s)) * token_s
@@ -262,9 +271,7 @@ class Router:
         load, self._last_turn = self._order.loads[route._number], route._number
         route._ahead, route._sent_s = load.pending_tokens, now_s
         route._pending = max(0, route.num_tokens - route.hit.num_tokens)
-        load.pending_tokens += route._pending
-        load.computed_tokens += route._pending
-        load.num_requests += 1
+        load.give(route._pending, now_s)
         self._order.update(route._number)
         if request.session is not None:
             encoded = encode(request.token_ids)
