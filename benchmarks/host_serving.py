@@ -73,15 +73,16 @@ class NoDraws:
 
 
 class HostDecoder:
-    """A model of which the host plans the attention, and nothing computes."""
+    """A model whose attention is planned, and that computes nothing.
+
+    Args:
+        ladder_decoder: the one that the captured steps were made for.
+    """
 
     def __init__(self, ladder_decoder: Any) -> None:
-        self.ops, self.device, self.cache_groups = (
-            ladder_decoder.ops,
-            ladder_decoder.device,
-            ladder_decoder.cache_groups,
-        )
-        self.is_follower, self.ranks, self.spec = False, None, ladder_decoder.spec
+        self.ops, self.device, self.spec = ladder_decoder.ops, ladder_decoder.device, ladder_decoder.spec
+        self.cache_groups = ladder_decoder.cache_groups
+        self.is_follower, self.ranks = False, None
 
     def __call__(
         self,
