@@ -17,7 +17,8 @@ from quire.serving.ray.app_call import run_app
 from quire.serving.ray.autoscaling import QUEUED_TOKENS, RUNNING, QueuedTokensPolicy
 from quire.serving.ray.call import AnswerHead, RoutedCall
 from quire.serving.ray.config import AppConfig
-from quire.serving.ray.metrics import merge_metrics
+from quire.serving.ray.device import device_of
+from quire.serving.ray.metrics import INGRESS, merge_metrics
 
 CALL = RoutedCall("POST", b"/a%20b?c=d", ((b"x-name", b"value"),), b"body")
 
@@ -58,6 +59,9 @@ def test_values_of_a_file_are_taken_as_they_are() -> None:
         ({"num_replicas": "many"}, "num_replicas", "'many'"),
         ({"num_replicas": 3, "max_replicas": 2}, "max_replicas", "at least 3"),
         ({"num_gpus": -1}, "num_gpus", "above 0"),
+        ({"num_gpus": 1.5}, "num_gpus", "whole above 1"),
+        ({"num_cpus": 0.00001}, "num_cpus", "four decimals"),
+        ({"downscale_delay_s": -1}, "downscale_delay_s", "above 0"),
         ({"max_model_len": "none"}, "max_model_len", "'none'"),
         ({"drain_timeout_s": -1}, "drain_timeout_s", "-1"),
         ({"kv_events_host": ""}, "kv_events_host", "non-empty"),
@@ -79,6 +83,52 @@ def test_keys_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> 
 def test_without_ray_the_application_says_what_to_install() -> None:
     with pytest.raises(ConfigError, match=r"pip install 'quire\[ray\]'"):
         app({})
+
+
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed: pip install 'quire[ray]'")
+# Of Ray's own modules, while they are imported.
+rays_warnings = pytest.mark.filterwarnings("ignore")
+
+
+@needs_ray
+@rays_warnings
+def test_a_router_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"no\.such\.Router") as caught:
+        app({"request_router": "no.such.Router"})
+    assert caught.value.field == "request_router"
+
+
+@needs_ray
+@rays_warnings
+def test_ranks_reserve_the_gpus_of_their_replica_on_its_node() -> None:
+    from quire.serving.ray.application import engine_deployment
+
+    app({"num_gpus": 2, "num_cpus": 4, "tensor_parallel_size": 2})  # Serve refuses an actor beyond its bundle
+    options = engine_deployment(AppConfig.read({"num_gpus": 2, "num_cpus": 4, "tensor_parallel_size": 2}))
+    assert options["placement_group_bundles"] == [{"CPU": 4, "GPU": 2}, {"CPU": 4}]
+    assert options["placement_group_strategy"] == "STRICT_PACK"
+
+
+# ---- devices ----
+
+
+def test_a_replica_without_a_gpu_of_its_own_uses_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert [device_of(option, []) for option in ("auto", "cpu")] == ["cpu", "cpu"]
+    assert [device_of(option, ["0"]) for option in ("auto", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]
+    with pytest.raises(ConfigError, match="set num_gpus") as caught:
+        device_of("cuda", [])
+    assert caught.value.field == "num_gpus"
+
+
+def test_a_gpu_that_a_node_only_claims_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert device_of("auto", ["0"]) == "cpu"
+    assert "GPU 0" in caplog.text
+    with pytest.raises(ConfigError, match="finds no CUDA GPU"):
+        device_of("cuda", ["0"])
 
 
 # ---- answers over a handle ----
@@ -152,6 +202,15 @@ def test_metrics_of_all_replicas_have_their_names() -> None:
         "# TYPE q_requests_total counter",
         'q_requests_total{end="a",replica="one"} 1.0',
         'q_requests_total{end="a",replica="two"} 2.0',
+    ]
+
+
+def test_metrics_of_all_ingresses_keep_the_labels_of_their_replicas() -> None:
+    text = b'# TYPE q gauge\nq{replica="one"} 1.0\n'
+    lines = merge_metrics([("first", text), ("second", text)], INGRESS).decode().splitlines()
+    assert [line for line in lines if not line.startswith("#")] == [
+        'q{ingress="first",replica="one"} 1.0',
+        'q{ingress="second",replica="one"} 1.0',
     ]
 
 

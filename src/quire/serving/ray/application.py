@@ -8,6 +8,7 @@ from typing import Any, Final
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
+from quire.errors import ConfigError, shown
 from quire.serving.ray.config import AppConfig, without_origins
 from quire.serving.ray.engine import ServedReplica, options_of
 from quire.serving.ray.ingress import IngressReplica
@@ -44,27 +45,46 @@ def build(args: Mapping[str, Any]) -> Any:
 
 
 def engine_deployment(config: AppConfig) -> dict[str, Any]:
-    """Return Serve's options of the engine's deployment."""
+    """Return Serve's options of the engine's deployment.
+
+    Raises:
+        ConfigError: there is no such router.
+    """
     replicas = config.replicas
+    try:
+        router = RequestRouterConfig(request_router_class=replicas.request_router)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"request_router must be the path of a class, got {shown(replicas.request_router)}: {error}",
+            field="request_router",
+        ) from error
     options: dict[str, Any] = {
         "max_ongoing_requests": replicas.max_ongoing_requests,
         "graceful_shutdown_timeout_s": config.server.drain_timeout_s + CLOSE_S,
         "graceful_shutdown_wait_loop_s": 0.2,
         "health_check_period_s": HEALTH_PERIOD_S,
         "health_check_timeout_s": HEALTH_TIMEOUT_S,
-        "request_router_config": RequestRouterConfig(request_router_class=replicas.request_router),
+        "request_router_config": router,
         "ray_actor_options": {"num_cpus": replicas.num_cpus, "num_gpus": replicas.num_gpus},
     }
     num_ranks = config.engine.parallel.num_ranks
     if num_ranks > 1 and replicas.num_cpus:
         # The ranks are processes of the replica, so all their cores must be on its node.
-        options["placement_group_bundles"] = [{"CPU": replicas.num_cpus}] * num_ranks
+        of_ranks = [{"CPU": replicas.num_cpus} for _ in range(num_ranks)]
+        if replicas.num_gpus:
+            # The actor is in the first bundle, and its ranks see the GPUs that it sees.
+            of_ranks[0]["GPU"] = replicas.num_gpus
+        options["placement_group_bundles"] = of_ranks
         options["placement_group_strategy"] = "STRICT_PACK"
     if replicas.max_replicas is None:
         return {**options, "num_replicas": replicas.num_replicas}
     targets = {"target_queued_tokens": replicas.target_queued_tokens, "target_running": config.target_running}
     policy = AutoscalingPolicy(policy_function=POLICY, policy_kwargs=targets)
     options["autoscaling_config"] = AutoscalingConfig(
-        min_replicas=replicas.num_replicas, max_replicas=replicas.max_replicas, policy=policy
+        min_replicas=replicas.num_replicas,
+        max_replicas=replicas.max_replicas,
+        upscale_delay_s=replicas.upscale_delay_s,
+        downscale_delay_s=replicas.downscale_delay_s,
+        policy=policy,
     )
     return options

@@ -35,9 +35,11 @@ class ReplicaConfig:
         max_replicas: most replicas, among which Serve scales; None keeps their number.
         target_queued_tokens: tokens of prompts that may wait at a replica before there are more.
         target_running: sequences that may run at a replica before there are more; None takes half of `max_num_seqs`.
+        upscale_delay_s: time for which there must be more work than that before Serve adds replicas.
+        downscale_delay_s: time for which there must be less before it ends some.
         num_ingress: replicas of the ingress, each with a router of its own.
         num_cpus: cores of each rank of a replica, which are `num_threads` too where that is not given.
-        num_gpus: GPUs of a replica.
+        num_gpus: GPUs of a replica, those of all its ranks; below 1 it shares one.
         max_ongoing_requests: requests at a replica, beyond which Serve keeps them; the engine's own queue is
             `max_queue_len`.
         kv_events_host: address at which replicas publish KV events: 127.0.0.1 where all run on the ingress's node,
@@ -52,6 +54,8 @@ class ReplicaConfig:
     max_replicas: int | None = None
     target_queued_tokens: int = 4096
     target_running: int | None = None
+    upscale_delay_s: float = 30.0
+    downscale_delay_s: float = 600.0
     num_ingress: int = 1
     num_cpus: float = 1.0
     num_gpus: float = 0.0
@@ -64,9 +68,14 @@ class ReplicaConfig:
             check_whole(name, getattr(self, name), 1)
         check_whole("target_running", self.target_running, 1, optional=True)
         check_whole("max_replicas", self.max_replicas, self.num_replicas, optional=True)
-        for name in ("num_cpus", "num_gpus"):
+        for name in ("num_cpus", "num_gpus", "upscale_delay_s", "downscale_delay_s"):
             if getattr(self, name) != 0:
                 check_positive(name, getattr(self, name))
+        for name in ("num_cpus", "num_gpus"):
+            if round(getattr(self, name), 4) != getattr(self, name):
+                raise ConfigError(f"{name} must have at most four decimals, got {getattr(self, name)!r}", field=name)
+        if self.num_gpus > 1 and self.num_gpus % 1:
+            raise ConfigError(f"num_gpus must be whole above 1, got {self.num_gpus:g}", field="num_gpus")
         for name in ("kv_events_host", "request_router"):
             check_text(name, getattr(self, name))
 

@@ -29,6 +29,7 @@ from quire.server.views import LocalViews
 from quire.serving.ray.app_call import run_app
 from quire.serving.ray.autoscaling import QUEUED_TOKENS, RUNNING
 from quire.serving.ray.call import AnswerHead, RoutedCall, WholeAnswer
+from quire.serving.ray.device import device_of
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,9 @@ class ServedReplica:
 
         limit_digits()
         self._name = str(serve.get_replica_context().replica_id.unique_id)
-        options = {**engine_options, **_events(engine_options, kv_events_host)}
+        gpus = [str(each) for each in ray.get_runtime_context().get_accelerator_ids().get("GPU", ())]
+        device = device_of(str(engine_options.get("device", "auto")), gpus)
+        options = {**engine_options, **_events(engine_options, kv_events_host), "device": device}
         config, engine_config = ServerConfig(**server_options), EngineConfig.from_options(**options)
         endpoint = config.otlp_traces_endpoint
         self._tracer = None if endpoint is None else RequestTracer(endpoint, __version__)

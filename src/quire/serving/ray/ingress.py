@@ -5,7 +5,7 @@
  a prompt           as the router says; before the first byte, another replica where the first fails or is busy
  all replicas' state every replica: adapters, pins, resets; the answer is the first one's, or that of one that failed
  all others         one replica
- /metrics           those of all replicas, with the label replica, and the router's own
+ /metrics           those of all replicas, with the label replica, and of all routers, with the label ingress
 ```
 """
 
@@ -36,7 +36,7 @@ from quire.serving.proxy.upstream import UpstreamLost
 from quire.serving.ray.call import AnswerHead, RawHeaders, RoutedCall, Ticket, WholeAnswer
 from quire.serving.ray.fleet import FLEETS, ReplicaFleet
 from quire.serving.ray.handle_calls import HandleCall, lost_by
-from quire.serving.ray.metrics import merge_metrics
+from quire.serving.ray.metrics import INGRESS, merge_metrics
 
 # Attempts to have one request answered.
 MAX_ATTEMPTS: Final = 8
@@ -60,7 +60,8 @@ class IngressReplica:
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the application, with the checks of keys and origins before it."""
         config = self._config
-        app: ASGIApp = Ingress(self._engine, config, str(serve.get_replica_context().app_name))
+        self._ingress = Ingress(self._engine, config, serve.get_replica_context())
+        app: ASGIApp = self._ingress
         app = Guard(app, api_key=config.api_key, operator_key=config.operator_key)
         if config.allow_origins:
             # Preflight requests have no key, so CORS precedes the guard.
@@ -74,6 +75,10 @@ class IngressReplica:
             )
         return _without_request_id(app)
 
+    async def router_metrics(self) -> tuple[str, bytes]:
+        """Return the name of this replica, and the metrics of its router; another one asks."""
+        return await self._ingress.router_metrics()
+
 
 class Ingress:
     """The ASGI application.
@@ -81,13 +86,15 @@ class Ingress:
     Args:
         engine: handle of the engine's deployment.
         config: options of the server.
-        app_name: name of Serve's application.
+        context: Serve's context of this replica.
     """
 
-    def __init__(self, engine: Any, config: ServerConfig, app_name: str) -> None:
+    def __init__(self, engine: Any, config: ServerConfig, context: Any) -> None:
         self._engine = engine
         self._streams = engine.options(stream=True)
-        self._app_name = app_name
+        self._app_name = str(context.app_name)
+        self._name = str(context.replica_id.unique_id)
+        self._ingresses = serve.get_deployment_handle(context.deployment, context.app_name)
         self._has_operators = config.operator_key is not None
         key = config.operator_key or config.api_key
         self._headers: RawHeaders = () if key is None else ((b"authorization", f"Bearer {key}".encode()),)
@@ -136,14 +143,25 @@ class Ingress:
             return _json({"status": status, "num_replicas": count}, 503 if count == 0 else 200)
         check_operator(Request(scope), has_operators=self._has_operators)
         if path == "/metrics" and method == "GET":
-            self._states = {} if fleet is None else await fleet.describe_soon()
-            found = await self._ask_all("metrics")
-            text = merge_metrics(found) + self._metrics.render()
+            text = merge_metrics(await self._ask_all("metrics")) + await self._all_router_metrics()
             return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
         if path == "/router/replicas" and method == "GET":
             states = {} if fleet is None else await fleet.describe_soon()
             return _json({"replicas": list(states.values())})
         raise ApiError(404, f"there is no such route: {method} {path[:200]}", code="not_found")
+
+    async def router_metrics(self) -> tuple[str, bytes]:
+        """Return the name of this replica, and the metrics of its router in Prometheus' text format."""
+        self._states = {} if self._fleet is None else await self._fleet.describe_soon()
+        return self._name, self._metrics.render()
+
+    async def _all_router_metrics(self) -> bytes:
+        """Return the metrics of the routers of all ingresses, since any of them may be asked for them."""
+        found = [await self.router_metrics()]
+        with suppress(UpstreamLost):
+            answers = await self._ask_all("router_metrics", timeout_s=ASK_S, handle=self._ingresses)
+            found += [each for each in answers if not isinstance(each, BaseException) and each[0] != self._name]
+        return merge_metrics(found, INGRESS)
 
     # ---- requests that are passed on ----
 
@@ -220,14 +238,20 @@ class Ingress:
             ticket.end()
         return b"".join(parts) if answer.status == 200 else None
 
-    async def _ask_all(self, method: str, *args: Any, timeout_s: float = BROADCAST_S) -> list[Any]:
+    async def _ask_all(self, method: str, *args: Any, timeout_s: float = BROADCAST_S, handle: Any = None) -> list[Any]:
         """Return what a method of every replica returns; an exception for one that fails.
+
+        Args:
+            method: name of the method.
+            args: its arguments.
+            timeout_s: time for all answers.
+            handle: handle of the deployment; None for the engine's.
 
         Raises:
             UpstreamLost: there is no replica.
         """
         try:
-            response = self._engine.broadcast(method, *args)
+            response = (handle or self._engine).broadcast(method, *args)
             async with asyncio.timeout(timeout_s):
                 return list(await response.results_async(return_exceptions=True))
         except Exception as error:

@@ -14,7 +14,9 @@ from prometheus_client.samples import Sample
 
 logger = logging.getLogger(__name__)
 
-LABEL: Final = "replica"
+# Labels that name a replica of the engine, and one of the ingress.
+REPLICA: Final = "replica"
+INGRESS: Final = "ingress"
 
 
 class _Merged(Collector):
@@ -22,9 +24,10 @@ class _Merged(Collector):
 
     Args:
         texts: metrics of each replica, by its name.
+        label: label that has the name.
     """
 
-    def __init__(self, texts: Iterable[tuple[str, bytes]]) -> None:
+    def __init__(self, texts: Iterable[tuple[str, bytes]], label: str) -> None:
         self._families: dict[str, Metric] = {}
         for replica, text in texts:
             for family in text_string_to_metric_families(text.decode()):
@@ -32,7 +35,7 @@ class _Merged(Collector):
                 if merged is None:
                     merged = self._families[family.name] = Metric(family.name, family.documentation, family.type)
                 merged.samples += [
-                    Sample(sample.name, {**sample.labels, LABEL: replica}, sample.value) for sample in family.samples
+                    Sample(sample.name, {**sample.labels, label: replica}, sample.value) for sample in family.samples
                 ]
 
     def describe(self) -> Iterator[Metric]:
@@ -44,13 +47,14 @@ class _Merged(Collector):
         yield from self._families.values()
 
 
-def merge_metrics(found: Iterable[Any]) -> bytes:
+def merge_metrics(found: Iterable[Any], label: str = REPLICA) -> bytes:
     """Return the metrics of all replicas in Prometheus' text format.
 
     Args:
         found: name and metrics of each replica; an exception for one that was lost, which is left out.
+        label: label that has the name.
     """
     texts = [each for each in found if not isinstance(each, BaseException)]
     registry = CollectorRegistry()
-    registry.register(_Merged(texts))
+    registry.register(_Merged(texts, label))
     return generate_latest(registry)
