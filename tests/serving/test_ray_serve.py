@@ -8,8 +8,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,18 +19,24 @@ import pytest
 
 from tests.server import checkpoint
 from tests.server.process import ServerProcess, running
-from tests.serving.ray_apps import PATIENCE_S, RayApp, ray_app
+from tests.serving.ray_apps import (
+    GREEDY,
+    PATIENCE_S,
+    REPLICA,
+    RayApp,
+    complete,
+    content_of,
+    in_threads,
+    ray_app,
+    wait_until_settled,
+)
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed: pip install 'quire[ray]'"),
 ]
 
-REPLICA = "x-quire-replica"
-GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
 NUM_REPLICAS = 2
-# What differs between two answers to one request.
-OWN = frozenset({"id", "created", "modified_at", "system_fingerprint"})
 
 
 @pytest.fixture(scope="module")
@@ -72,38 +78,6 @@ def idle(app: RayApp) -> RayApp:
     assert app.http.post("/reset_prefix_cache", json={}).status_code == 200
     app.wait_until_idle(NUM_REPLICAS)
     return app
-
-
-def complete(app: RayApp, prompt: str, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
-    response = app.http.post("/v1/completions", json={**GREEDY, "prompt": prompt, **fields}, headers=headers)
-    assert response.status_code == 200, response.text
-    return response
-
-
-def content_of(answer: httpx.Response) -> Any:
-    """Return what two answers to one request have in common."""
-    if answer.headers["content-type"].startswith("text/event-stream"):
-        return texts_of([line[6:] for line in answer.text.splitlines() if line.startswith("data: ")])
-    try:
-        found = answer.json()
-    except ValueError:
-        return answer.text
-    if isinstance(found, dict):
-        for name in OWN & found.keys():
-            del found[name]
-        for each in found.get("data") or ():  # of embeddings
-            each["embedding"] = [round(number, 4) for number in each["embedding"]]
-        if isinstance(found.get("usage"), dict):
-            found["usage"].pop("prompt_tokens_details", None)  # each cache has what it was asked for before
-    return found
-
-
-def texts_of(lines: list[str]) -> tuple[str, list[str], list[str]]:
-    """Return the text of a stream, whose chunks depend on time, its finish reasons, and what is no chunk."""
-    choices = [each for line in lines if line.startswith("{") for each in json.loads(line)["choices"]]
-    text = "".join(each.get("text") or each.get("delta", {}).get("content") or "" for each in choices)
-    reasons = [each["finish_reason"] for each in choices if each["finish_reason"]]
-    return text, reasons, [line for line in lines if not line.startswith("{")]
 
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Z"}], "temperature": 0, "max_tokens": 9}
@@ -184,18 +158,6 @@ def test_a_conversation_goes_on_where_it_was_and_its_answers_count(idle: RayApp)
     assert usage["prompt_tokens_details"]["cached_tokens"] >= (num_first - 1) // 16 * 16
 
 
-def wait_until_settled(app: RayApp) -> dict[str, dict[str, Any]]:
-    """Wait until nothing runs, and the router knows of all events, for as long as one more might be on its way."""
-    before: list[Any] = []
-    while True:
-        state = app.wait_until_idle(NUM_REPLICAS)
-        seen = [(each["replica"], each["next_seq"]) for each in state.values()]
-        if seen == before:
-            return state
-        before = seen
-        time.sleep(1.5)  # more than the silence after which the router asks for batches that it has not seen
-
-
 def make_level(app: RayApp) -> None:
     """Send prompts until all replicas have been given as many tokens: equal ones are then used in turn."""
     for number in itertools.count(20):
@@ -252,27 +214,6 @@ def test_the_router_decides_as_the_core_does_with_the_same_events(idle: RayApp) 
         await asyncio.gather(*tasks, return_exceptions=True)
 
     asyncio.run(run())
-
-
-@contextmanager
-def in_threads(work: Callable[[int], None], count: int) -> Iterator[list[str]]:
-    """Run a function in threads, and yield what went wrong."""
-    wrong: list[str] = []
-
-    def run(number: int) -> None:
-        try:
-            work(number)
-        except Exception as error:
-            wrong.append(repr(error))
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield wrong
-    finally:
-        for thread in threads:
-            thread.join(PATIENCE_S)
 
 
 def test_a_killed_replica_costs_its_own_streams_an_error_and_no_request_its_answer(idle: RayApp) -> None:
