@@ -52,12 +52,14 @@ def check_share(name: str, value: object, high: float, *, positive: bool = False
         raise ConfigError(f"{name} must be a number {allowed}, got {shown(value)}", field=name)
 
 
-def check_positive(name: str, value: object, *, optional: bool = False) -> None:
-    """Refuse a value that is not a finite number above 0."""
+def check_positive(name: str, value: object, *, optional: bool = False, allows_zero: bool = False) -> None:
+    """Refuse a value that is not a finite number above 0, or 0 if `allows_zero`."""
     if optional and value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 < value < inf:
-        raise ConfigError(f"{name} must be a number above 0, got {shown(value)}", field=name)
+    is_zero = allows_zero and value == 0
+    if isinstance(value, bool) or not isinstance(value, int | float) or not (is_zero or 0.0 < value < inf):
+        allowed = "of at least 0" if allows_zero else "above 0"
+        raise ConfigError(f"{name} must be a number {allowed}, got {shown(value)}", field=name)
 
 
 def check_choices(config: Any) -> None:

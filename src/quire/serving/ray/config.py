@@ -69,8 +69,7 @@ class ReplicaConfig:
         check_whole("target_running", self.target_running, 1, optional=True)
         check_whole("max_replicas", self.max_replicas, self.num_replicas, optional=True)
         for name in ("num_cpus", "num_gpus", "upscale_delay_s", "downscale_delay_s"):
-            if getattr(self, name) != 0:
-                check_positive(name, getattr(self, name))
+            check_positive(name, getattr(self, name), allows_zero=True)
         for name in ("num_cpus", "num_gpus"):
             if round(getattr(self, name), 4) != getattr(self, name):
                 raise ConfigError(f"{name} must have at most four decimals, got {getattr(self, name)!r}", field=name)
