@@ -30,6 +30,7 @@ from tests.serving.ray_apps import (
     ray_app,
     wait_until_settled,
 )
+from tests.serving.ray_losses import serve_while_lost
 
 pytestmark = [
     pytest.mark.slow,
@@ -132,43 +133,16 @@ def test_hits_are_found_on_the_node_that_has_them(app: RayApp) -> None:
 
 def test_a_lost_node_costs_its_streams_an_error_and_no_request_its_answer(app: RayApp) -> None:
     """Its raylet is killed, and its processes end. Another replica starts where cores are left."""
-    places: dict[int, str] = {}
-    ends: dict[int, list[str]] = {}
-    begun = [threading.Event() for _ in range(4)]
-    answers: list[httpx.Response] = []
-
-    def stream(number: int) -> None:
-        body = {**GREEDY, "prompt": [number + 5] * 60, "max_tokens": 3000, "stream": True}
-        with httpx.stream("POST", f"{app.url}/v1/completions", json=body, timeout=PATIENCE_S) as response:
-            lines, places[number] = [], response.headers[REPLICA]
-            for line in response.iter_lines():
-                lines.append(line)
-                if len(lines) > 2:
-                    begun[number].set()
-            ends[number] = [line[6:] for line in lines if line.startswith("data: ")]
-
-    def ask(number: int) -> None:
-        body = {**GREEDY, "prompt": f"{number} whole " * 9, "max_tokens": 1500}
-        answers.append(httpx.post(f"{app.url}/v1/completions", json=body, timeout=PATIENCE_S))
-
     assert app.http.post("/reset_prefix_cache", json={}).status_code == 200
     state = wait_until_settled(app)
     (victim,) = [name for name, each in state.items() if each["node_ip"] == SECOND]
-    with in_threads(stream, 4) as wrong, in_threads(ask, 6) as wrong_too:
-        for each in begun:
-            assert each.wait(PATIENCE_S)
+
+    def kill_node(_: object) -> str:
         app.tell({"kill": 1})
         app.expect("killed")
-    assert not [*wrong, *wrong_too]
-    assert set(places.values()) == set(state)
-    for number, lines in ends.items():
-        assert lines[-1] == "[DONE]"
-        if places[number] == victim:
-            assert json.loads(lines[-2])["error"]["code"] == "replica_lost"
-        else:
-            reasons = [each["finish_reason"] for line in lines[:-1] for each in json.loads(line)["choices"]]
-            assert reasons[-1] == "length"
-    assert [answer.status_code for answer in answers] == [200] * 6
+        return victim
+
+    assert serve_while_lost(app, kill_node) == set(state)
     state = app.wait_until_idle(2)
     assert victim not in state
     assert {each["node_ip"] for each in state.values()} == {HEAD}

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,6 +30,7 @@ from tests.serving.ray_apps import (
     ray_app,
     wait_until_settled,
 )
+from tests.serving.ray_losses import serve_while_lost
 
 pytestmark = [
     pytest.mark.slow,
@@ -217,44 +218,19 @@ def test_the_router_decides_as_the_core_does_with_the_same_events(idle: RayApp) 
 
 
 def test_a_killed_replica_costs_its_own_streams_an_error_and_no_request_its_answer(idle: RayApp) -> None:
-    places: dict[int, str] = {}
-    ends: dict[int, list[str]] = {}
-    begun = [threading.Event() for _ in range(4)]
-    answers: list[httpx.Response] = []
-
-    def stream(number: int) -> None:
-        body = {**GREEDY, "prompt": [number + 5] * 60, "max_tokens": 3000, "stream": True}
-        with httpx.stream("POST", f"{idle.url}/v1/completions", json=body, timeout=PATIENCE_S) as response:
-            lines, places[number] = [], response.headers[REPLICA]
-            for line in response.iter_lines():
-                lines.append(line)
-                if len(lines) > 2:
-                    begun[number].set()
-            ends[number] = [line[6:] for line in lines if line.startswith("data: ")]
-
-    def ask(number: int) -> None:
-        body = {**GREEDY, "prompt": f"{number} whole " * 9, "max_tokens": 1500}
-        answers.append(httpx.post(f"{idle.url}/v1/completions", json=body, timeout=PATIENCE_S))
-
     state = idle.wait_until_idle(NUM_REPLICAS)
-    with in_threads(stream, 4) as wrong, in_threads(ask, 6) as wrong_too:
-        for each in begun:
-            assert each.wait(PATIENCE_S)
+    killed: list[str] = []
+
+    def kill(places: Mapping[int, str]) -> str:
         victim = state[places[0]]
         os.kill(victim["pid"], signal.SIGKILL)
-    assert not [*wrong, *wrong_too]
-    lost = [number for number, name in places.items() if name == victim["replica"]]
-    for number, lines in ends.items():
-        assert lines[-1] == "[DONE]"
-        if number in lost:
-            assert json.loads(lines[-2])["error"]["code"] == "replica_lost"
-            assert not any("finish_reason" in line and '"length"' in line for line in lines)
-        else:
-            assert any('"finish_reason": "length"' in line or '"finish_reason":"length"' in line for line in lines)
-    assert [answer.status_code for answer in answers] == [200] * 6
+        killed.append(victim["replica"])
+        return killed[0]
+
+    serve_while_lost(idle, kill)
     # Those that were on it have their answer from the other one, and Serve has started another.
     state = idle.wait_until_idle(NUM_REPLICAS)
-    assert victim["replica"] not in state
+    assert killed[0] not in state
     assert complete(idle, "afterwards Z").headers[REPLICA] in state
 
 
