@@ -12,8 +12,8 @@ SPEED_WEIGHT, SLOWNESS_WEIGHT = 0.02, 0.03
 MEASURED_BOUNDS = (0.25, 4.0)
 # Least part of the mean time for each token that is not the overhead of a request.
 LEAST_SLOPE = 0.25
-# Seconds after which half is left of how much slower or faster than others a replica is: it is not so for ever where it
-# gets no requests that would measure it again.
+# Seconds after which half is left of what a replica has computed, and of how much slower or faster than others it is:
+# it is not so for ever where it gets no requests that would measure it again.
 HALF_LIFE_S = 60.0
 
 
@@ -89,7 +89,7 @@ class ReplicaLoad:
 
     def recent_at(self, now_s: float) -> float:
         """Return the tokens that it was given to compute, the latest most."""
-        return self.recent_tokens * exp2(min(0.0, self.given_s - now_s) / HALF_LIFE_S)
+        return self.recent_tokens * _share_left(self.given_s, now_s)
 
     def give(self, num_tokens: int, now_s: float) -> None:
         """Give it a prompt of which some tokens are to be computed."""
@@ -100,13 +100,18 @@ class ReplicaLoad:
 
     def slowness_at(self, now_s: float) -> float:
         """Return how many times as long as the others the replica is expected to take."""
-        return 1.0 + (self.slowness - 1.0) * exp2(min(0.0, self.measured_s - now_s) / HALF_LIFE_S)
+        return 1.0 + (self.slowness - 1.0) * _share_left(self.measured_s, now_s)
 
     def measure(self, seconds: float, expected_s: float, now_s: float) -> None:
         """Record the seconds to a request's first token beside those that any replica is expected to take."""
         before = self.slowness_at(now_s)
         self.slowness = before + SLOWNESS_WEIGHT * (_bounded(seconds, before * expected_s) / expected_s - before)
         self.measured_s = now_s
+
+
+def _share_left(since_s: float, now_s: float) -> float:
+    """Return the share of what was known at a moment that counts now."""
+    return exp2(min(0.0, since_s - now_s) / HALF_LIFE_S)
 
 
 def _bounded(seconds: float, expected_s: float) -> float:

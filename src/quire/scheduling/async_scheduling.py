@@ -7,7 +7,8 @@
 
 In the plan of step N+1, a sequence of step N has a placeholder for the token that step N draws: `UNKNOWN`, which the
 data plane replaces by the token that it has kept. Between two calls the sequences are as a `Scheduler` would have them:
-the placeholder, and the tokens that the step in flight computes, are there only while a plan is made. So results are
+the placeholder, and the tokens that the step in flight computes, are there only while a plan is made, and not even then
+where all running sequences decode: the items of such a plan are known without them (`DecodeRun`). So results are
 applied, and sequences ended, forked and aborted, by the code of `Scheduler`. All that remains of a plan that was made
 ahead are the slots of its tokens. They go with the sequence's blocks where its last token was in the step before: the
 memory manager publishes what `update_from_results` says is computed, and nothing more.
@@ -54,13 +55,11 @@ class DecodeRun(NamedTuple):
     Args:
         items: items of the last plan.
         sequences: all running sequences, in order.
-        seq_ids: their ids.
-        num_steps: number of further plans that can be made ahead until one of them ends by its length.
+        num_steps: number of further plans, at least 1, that can be made ahead until one of them ends by its length.
     """
 
     items: tuple[ScheduledSequence, ...]
     sequences: list[Sequence]
-    seq_ids: list[int]
     num_steps: int
 
 
@@ -97,9 +96,8 @@ class AsyncScheduler(Scheduler):
         if self._is_short or self._admission.outranks_running:
             return None
         run, self._run = self._run, None
-        if run is not None and run.num_steps and run.items is in_flight.items and self._is_all(run.sequences):
-            starts = [item.start + 1 for item in run.items]
-            return self._plan_decodes(tick, run.sequences, run.seq_ids, starts, run.num_steps - 1)
+        if run is not None and run.items is in_flight.items and self._is_all(run.sequences):
+            return self._plan_decodes(tick, run.sequences, [item.start + 1 for item in run.items], run.num_steps - 1)
         queues, find = self._queues, self.sequences.get
         held: list[Sequence] = []
         # Sequences that go on, their numbers of tokens in the step in flight, and the tokens of those it draws one for.
@@ -130,10 +128,10 @@ class AsyncScheduler(Scheduler):
             self.running[:] = [sequence for sequence in self.running if sequence not in left_out]
         try:
             if going and len(drawn) == len(going) == sum(counts) and self._is_all(going):
-                starts, seq_ids = list(map(len, drawn)), [sequence.seq_id for sequence in going]
+                starts = list(map(len, drawn))
                 # A sequence that lacks two tokens gets one of them in flight, and the other in this plan.
                 most = min(map(sub, [sequence.max_tokens for sequence in going], starts)) - 2
-                return self._plan_decodes(tick, going, seq_ids, starts, 0 if is_pending else most)
+                return self._plan_decodes(tick, going, starts, 0 if is_pending else most)
             return self._plan_with_placeholders(tick, going, counts, drawn)
         finally:
             queues.release_held()
@@ -167,9 +165,7 @@ class AsyncScheduler(Scheduler):
             for tokens in drawn:
                 tokens.pop()
 
-    def _plan_decodes(
-        self, tick: int, going: list[Sequence], seq_ids: list[int], starts: list[int], num_steps: int
-    ) -> StepPlan | None:
+    def _plan_decodes(self, tick: int, going: list[Sequence], starts: list[int], num_steps: int) -> StepPlan | None:
         """Plan a step of all running sequences, of each of which the step in flight draws the next token.
 
         It is the plan that `_plan_with_placeholders` makes, in fewer loops.
@@ -177,10 +173,10 @@ class AsyncScheduler(Scheduler):
         Args:
             tick: number of the plan.
             going: the sequences.
-            seq_ids: their ids.
             starts: their numbers of tokens, without the next one.
-            num_steps: see `DecodeRun`.
+            num_steps: see `DecodeRun`; 0 where the next plan has to look at each sequence.
         """
+        seq_ids = [sequence.seq_id for sequence in going]
         num_served = self.memory.append_slots(seq_ids)
         self._is_short = num_served < len(going)
         if not num_served:
@@ -190,7 +186,7 @@ class AsyncScheduler(Scheduler):
         # The same as `ScheduledSequence._make`, without a Python call.
         items: tuple[ScheduledSequence, ...] = tuple(map(tuple.__new__, repeat(ScheduledSequence), columns))
         if num_steps and not self._is_short:
-            self._run = DecodeRun(items, going, seq_ids, num_steps)
+            self._run = DecodeRun(items, going, num_steps)
         finished_ids, self._queues.finished_ids[:] = tuple(self._queues.finished_ids), ()
         return StepPlan(tick, items, self.memory.take_ops(), finished_ids)
 
