@@ -12,17 +12,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server import checkpoint
 from tests.server.process import PATIENCE_S
 from tests.serving.fleets import FleetProcesses, fleet_of
 
 REPLICA = "x-quire-replica"
 GREEDY = {"model": "tiny", "temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoint.save(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server import checkpoint
-from tests.server.process import ServerProcess, running
+from tests.server.process import ServerProcess
 from tests.serving.ray_apps import (
     GREEDY,
     PATIENCE_S,
@@ -41,11 +40,6 @@ NUM_REPLICAS = 2
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoint.save(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
 def options(folder: Path) -> dict[str, Any]:
     """The options of the application; cores are not counted, so that any machine has enough."""
     return {
@@ -64,13 +58,6 @@ def options(folder: Path) -> dict[str, Any]:
 def app(options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayApp]:
     with ray_app(options, tmp_path_factory.mktemp("logs")) as app:
         yield app
-
-
-@pytest.fixture(scope="module")
-def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """One process with the same model."""
-    with running(folder, tmp_path_factory.mktemp("logs") / "log", "--num-kv-blocks", "300") as server:
-        yield server
 
 
 @pytest.fixture
@@ -219,18 +206,15 @@ def test_the_router_decides_as_the_core_does_with_the_same_events(idle: RayApp) 
 
 def test_a_killed_replica_costs_its_own_streams_an_error_and_no_request_its_answer(idle: RayApp) -> None:
     state = idle.wait_until_idle(NUM_REPLICAS)
-    killed: list[str] = []
 
     def kill(places: Mapping[int, str]) -> str:
-        victim = state[places[0]]
-        os.kill(victim["pid"], signal.SIGKILL)
-        killed.append(victim["replica"])
-        return killed[0]
+        os.kill(state[places[0]]["pid"], signal.SIGKILL)
+        return places[0]
 
-    serve_while_lost(idle, kill)
+    victim = serve_while_lost(idle, kill)
     # Those that were on it have their answer from the other one, and Serve has started another.
     state = idle.wait_until_idle(NUM_REPLICAS)
-    assert killed[0] not in state
+    assert victim not in state
     assert complete(idle, "afterwards Z").headers[REPLICA] in state
 
 
