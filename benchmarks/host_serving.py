@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import cProfile
 import pstats
-import random
 import tempfile
 import time
 from pathlib import Path
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from benchmarks.captured_plans import GROUP
 from benchmarks.gpu.memory import BLOCK_SIZE
+from benchmarks.gpu.nano_vllm import MOST, NUM_REQUESTS, TEMPERATURE, nano_requests
 from benchmarks.gpu.shapes import REHEARSED
 from benchmarks.host_steps import CACHE, VOCAB, make_ladder
 from benchmarks.make_model import write
@@ -47,7 +47,6 @@ from quire.platform.heap import frozen_heap
 from quire.scheduling.plan import StepPlan, StepResult
 from quire.sequences.params import SamplingParams
 
-NUM_REQUESTS, LEAST, MOST = 256, 100, 1024
 # Prompts have tokens of Qwen3's vocabulary: of a small one, many would begin alike.
 SHAPE = REHEARSED._replace(vocab_size=151_936)
 NUM_BLOCKS: Final = NUM_REQUESTS * (2 * MOST // BLOCK_SIZE + 1)
@@ -145,12 +144,8 @@ def make_engine(folder: str) -> tuple[Engine, TimedRunner]:
 
 def serve(engine: Engine, temperature: float) -> list[float]:
     """Serve the requests; return seconds of processor time of each step."""
-    rng = random.Random(0)
-    for idx in range(NUM_REQUESTS):
-        prompt = [rng.randrange(SHAPE.vocab_size) for _ in range(rng.randint(LEAST, MOST))]
-        params = SamplingParams(
-            temperature=temperature, ignore_eos=True, max_tokens=rng.randint(LEAST, MOST), detokenize=False
-        )
+    for idx, (prompt, count) in enumerate(nano_requests(SHAPE.vocab_size)):
+        params = SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=count, detokenize=False)
         engine.add_request(str(idx), prompt, params, final_only=True)
     seconds = []
     while engine.has_unfinished:
@@ -163,7 +158,7 @@ def serve(engine: Engine, temperature: float) -> list[float]:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--temperature", type=float, default=0.6)
+    parser.add_argument("--temperature", type=float, default=TEMPERATURE)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--profile", action="store_true")
     given = parser.parse_args()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import random
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu.captured import measure_captured
 from benchmarks.gpu.memory import BLOCK_SIZE, KVMemory, make_batch, make_memory, num_blocks_of
+from benchmarks.gpu.nano_vllm import LEAST, MOST, NUM_REQUESTS, TEMPERATURE, nano_requests
 from benchmarks.gpu.shapes import LLAMA_8B, QWEN_06B, REHEARSED, Shape, attention_flops, decode_floor, prompt_floor
 from benchmarks.gpu.timing import Bench
 from quire.models.decoder import Decoder
@@ -176,11 +176,11 @@ def measure_engine(bench: Bench) -> None:
         from benchmarks.make_model import write  # isort: skip
     except ImportError as error:
         return bench.add("engine", skipped=f"needs all that Quire depends on: {error}")
-    rng = random.Random(0)
-    count, least, most = (3, 4, 9) if bench.is_rehearsal else (256, 100, 1024)
-    prompts = [[rng.randrange(10, shape.vocab_size) for _ in range(rng.randint(least, most))] for _ in range(count)]
-    params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=rng.randint(least, most)) for _ in prompts]
-    tokens = sum(each.max_tokens or 0 for each in params)
+    sizes = (3, 4, 9) if bench.is_rehearsal else (NUM_REQUESTS, LEAST, MOST)
+    requests = nano_requests(shape.vocab_size, *sizes)
+    prompts = [prompt for prompt, _ in requests]
+    params = [SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=count) for _, count in requests]
+    tokens = sum(count for _, count in requests)
     with tempfile.TemporaryDirectory() as name:
         write(shape.config(), Path(name))
         options: dict[str, Any] = {
