@@ -19,7 +19,6 @@ OTHERS: list[dict[str, Any]] = [
     {"prefix_cache_dir": "cache"},
     {"prefix_cache_url": "redis://host:1/0"},
     {"kv_transfer_config": '{"kv_role": "kv_both"}'},
-    {"tensor_parallel_size": 2},
     {"pipeline_parallel_size": 2},
 ]
 
@@ -31,6 +30,12 @@ def test_it_is_the_default_on_a_gpu(machine: Machine, is_used: bool) -> None:
     assert any("Asynchronous scheduling" in line for line in config.lines()) is is_used
     for wanted in (True, False):
         assert resolve(EngineConfig.from_options(async_scheduling=wanted), machine, FACTS).async_scheduling is wanted
+
+
+def test_tensor_parallel_ranks_run_ahead_too() -> None:
+    config = EngineConfig.from_options(tensor_parallel_size=2)
+    assert resolve(config, GPU, FACTS).async_scheduling
+    assert not resolve(config, CPU, FACTS).async_scheduling
 
 
 @pytest.mark.parametrize("options", OTHERS, ids=lambda options: next(iter(options)))

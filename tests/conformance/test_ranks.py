@@ -27,6 +27,10 @@ FIT_IN_CHUNKS = MORE_RANKS_THAN_GROUPS | {
 }
 
 
+# Those with asynchronous scheduling that CI runs.
+AHEAD = frozenset({"gpt-oss", "llama3", "qwen3.5"})
+
+
 # Processes take seconds to start. The default run has two ranks beside one process in `tests/engine/test_ranks.py`.
 @pytest.mark.parametrize("name", [pytest.param(name, marks=slow_or_exhaustive(name)) for name in NAMES])
 def test_two_ranks_under_every_history(name: str, references: Callable[[str], Reference]) -> None:
@@ -48,6 +52,18 @@ def test_two_ranks_under_every_history(name: str, references: Callable[[str], Re
                 assert llm.stats.num_preemptions > 0
             if "swap_space" in options:
                 assert llm.stats.num_swaps > 0
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=slow_or_exhaustive(name, AHEAD)) for name in NAMES])
+def test_two_ranks_that_run_ahead(name: str, references: Callable[[str], Reference]) -> None:
+    native_library()
+    reference = references(name)
+    short = {"num_kv_blocks": SMALLEST_POOL.get(name, 12), "max_model_len": 96}
+    for options in ({"max_num_seqs": 3, "max_num_batched_tokens": 16}, {**short, "swap_space": 8 << 20}):
+        with load(reference, tensor_parallel_size=2, async_scheduling=True, **options) as llm:
+            vars(llm.engine.scheduler)["_digest_interval"] = 1
+            for _ in range(2):
+                assert outputs_of(llm, reference.prompts) == reference.outputs
 
 
 @pytest.mark.slow

@@ -204,9 +204,9 @@ def linked(groups: Sequence[RankGroup]) -> list[Ranks]:
     return [Ranks(group, each, anywhere, group.rank) for group, each in zip(groups, links, strict=True)]
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, LLM]]:
-    """Return an engine of one process, and one of two ranks on devices."""
+@pytest.fixture(scope="module", params=[False, True], ids=["step by step", "ahead"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, LLM]]:
+    """Return an engine of one process, and one of two ranks on devices, with and without asynchronous scheduling."""
     options: dict[str, Any] = {"num_threads": 1, "dtype": "float32", "max_model_len": 256, "num_kv_blocks": 40}
 
     def make(*_: Any, **__: Any) -> list[Ranks]:
@@ -216,7 +216,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, LLM]]:
     with (
         LLM("bundled", **options) as one,
         patch("tests.distributed.engines.make_ranks", make),
-        llm_of_threads("bundled", **options) as two,
+        llm_of_threads("bundled", async_scheduling=request.param, **options) as two,
     ):
         yield one, two
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -34,15 +35,15 @@ class AheadEngine:
 
     Args:
         setting: sizes and options.
-        scheduler_type: class of the scheduler.
+        make_scheduler: class of the scheduler, or a function that makes one of the same arguments.
     """
 
-    def __init__(self, setting: Setting, scheduler_type: type[AsyncScheduler] = AsyncScheduler) -> None:
+    def __init__(self, setting: Setting, make_scheduler: Callable[..., AsyncScheduler] = AsyncScheduler) -> None:
         facts = ModelFacts(max_position=64, bytes_per_token=4, vocab_size=VOCAB_SIZE, num_parameters=1)
         options = EngineConfig.from_options(num_kv_blocks=500, max_num_seqs=setting.max_num_seqs)
         config = resolve(options, Machine(device="cpu", available_bytes=1 << 30, num_threads=1), facts)
         self.memory = setting.build_memory()
-        self.scheduler = scheduler_type(self.memory, **setting.scheduler_options)
+        self.scheduler = make_scheduler(self.memory, **setting.scheduler_options)
         self.executor = AheadSimulation(setting.block_size, VOCAB_SIZE, setting.groups)
         self.executor.failures = Failures(random.Random(0), 0.0)
         self.engine = AsyncEngine(
@@ -85,10 +86,10 @@ class AheadEngine:
 
 
 def run_ahead(
-    arriving: list[Job], setting: Setting, scheduler_type: type[AsyncScheduler] = AsyncScheduler
+    arriving: list[Job], setting: Setting, make_scheduler: Callable[..., AsyncScheduler] = AsyncScheduler
 ) -> AheadEngine:
     """Serve jobs as they come and go, until nobody is left; nothing is held then."""
-    world, tick = AheadEngine(setting, scheduler_type), 0
+    world, tick = AheadEngine(setting, make_scheduler), 0
     most_steps = 400 + 80 * sum(len(job.prompt) + (job.beam_width or job.n) * job.max_tokens for job in arriving)
     while tick <= max(job.arrives_at for job in arriving) or world.engine.has_unfinished:
         assert tick < most_steps, "the run does not end"

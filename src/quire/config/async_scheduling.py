@@ -9,7 +9,6 @@ from quire.errors import ConfigError
 
 # Options with the values that are served, and the reason why others are not.
 _SERVED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
-    "tensor_parallel_size": ((1,), "ranks follow the tokens of each step before the next one is planned"),
     "pipeline_parallel_size": ((1,), "stages plan ahead in another way, with microbatches"),
     "speculative_method": (("off",), "drafts are made of the tokens of the step before"),
     **dict.fromkeys(

@@ -71,6 +71,14 @@ class DeviceRankGroup(RankGroup):
         self._devices.broadcast(rows)
         return rows
 
+    def of_first(self, numbers: Tensor) -> Tensor:
+        """See `RankGroup`: from device to device, and no sum."""
+        if numbers.device.type != self._devices.device.type:
+            return super().of_first(numbers)
+        copied = numbers.float()
+        self._devices.broadcast(copied)
+        return copied.long()
+
     @contextmanager
     def watched(self) -> Iterator[None]:
         """See `RankGroup`: a host that waits for its device cannot know by itself that other ranks do not come.

@@ -30,7 +30,8 @@ class StepInFlight(NamedTuple):
 class AsyncEngine(Engine):
     """Serves requests as `Engine` does, with up to two steps in flight while `step` runs, and one between two calls.
 
-    Its scheduler is an `AsyncScheduler`, and its executor an `AsyncExecutor`; without a disk cache, drafts and ranks.
+    Its scheduler is an `AsyncScheduler`, and its executor an `AsyncExecutor`, of one process or of tensor parallel
+    ranks; without a disk cache, drafts and stages.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -85,6 +86,8 @@ class AsyncEngine(Engine):
         try:
             result = present.step.result()
         except WorkerError as error:
+            if self.ranks is not None:
+                raise  # the other ranks are in the middle of the step
             return self._fail(plan, error)
         finally:
             # Steps run one after the other: this one had the device to itself from the end of the last one on.

@@ -74,7 +74,7 @@ def build_runner(
     builder: BatchBuilder
     sampler: Sampler
     if deferred is not None:
-        builder = AheadBatchBuilder(block_size, torch_device, caches, deferred)
+        builder = AheadBatchBuilder(block_size, torch_device, caches, deferred, decoder.ranks)
         sampler = DeferredSampler(torch_device, grammar_states, keep, deferred, draws)
     else:
         builder = BatchBuilder(block_size, torch_device, caches)

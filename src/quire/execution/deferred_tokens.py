@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.decoding.drafting import UNKNOWN
+from quire.distributed.rank_group import RankGroup
 from quire.execution.batch import Batch, BatchBuilder
 from quire.execution.pinned import placed
 from quire.models.spec import StateCacheShape, TokenCacheShape
@@ -90,7 +91,8 @@ class AheadBatchBuilder(BatchBuilder):
 
     Args:
         block_size, device, cache: see `BatchBuilder`.
-        deferred: has the tokens that placeholders stand for.
+        deferred: has the tokens that placeholders stand for; of ranks, on rank 0, which draws them.
+        ranks: the ranks, which all lay out the same items; None for one process.
     """
 
     def __init__(
@@ -99,19 +101,33 @@ class AheadBatchBuilder(BatchBuilder):
         device: torch.device | str,
         cache: Sequence[TokenCacheShape | StateCacheShape],
         deferred: DeferredTokens,
+        ranks: RankGroup | None = None,
     ) -> None:
         super().__init__(block_size, device, cache)
-        self._deferred = deferred
+        self._deferred, self._ranks = deferred, ranks
 
     def lay_out(self, items: Sequence[ScheduledSequence], groups_of: range | None = None) -> Batch:
         """See `BatchBuilder`."""
         batch = super().lay_out(items, groups_of)
-        self._deferred.fill(batch.input_ids, items, batch.row_starts)
+        self._fill(batch.input_ids, items, batch.row_starts)
         return batch
 
     def put_drawn(self, input_ids: Tensor, items: Sequence[ScheduledSequence]) -> None:
         """See `BatchBuilder`."""
-        self._deferred.fill(input_ids, items, range(len(items)))
+        self._fill(input_ids, items, range(len(items)))
+
+    def _fill(self, input_ids: Tensor, items: Sequence[ScheduledSequence], rows: Sequence[int]) -> None:
+        """Replace placeholders; other ranks get the tokens from rank 0, in the memory of devices where they are there.
+
+        Args:
+            input_ids, items, rows: see `DeferredTokens.fill`.
+        """
+        ranks = self._ranks
+        if ranks is None or ranks.rank == 0:
+            self._deferred.fill(input_ids, items, rows)
+        if ranks is not None and any(item.token_ids[0] == UNKNOWN for item in items):
+            own = input_ids[: rows[len(items) - 1] + len(items[-1].token_ids)]
+            own.copy_(ranks.of_first(own))
 
     def _to_device(self, numbers: Tensor) -> Tensor:
         return placed(numbers, self._device)

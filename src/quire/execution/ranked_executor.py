@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import cast
 
 from quire.distributed.ranks import Ranks
 from quire.errors import RankFailed
+from quire.execution.async_executor import AsyncExecutor, LaunchedStep
 from quire.execution.executor import Executor
 from quire.memory.results import MemoryOps
 from quire.scheduling.plan import StepPlan, StepResult
@@ -37,15 +39,28 @@ class RankedExecutor:
             RankFailed: a rank has failed; no step can run any more.
             LockstepDrift: a rank has planned another step.
         """
+        with self._watched():
+            return self._inner.execute(plan)
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Launch one step, whose tokens are read later; see `AsyncExecutor` and `execute`."""
+        with self._watched():
+            step = cast(AsyncExecutor, self._inner).launch(plan)
+            if step.has_failed:
+                step.result()
+        return RankedStep(step, self._watched)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Return a context of a part of a step, in which the end of any rank is an error."""
         if self._cores:
             self._bind()
         try:
             self._ranks.links.check()
             with self._ranks.group.watched():
-                result = self._inner.execute(plan)
+                yield
             # Where a rank has failed meanwhile, a device may have been freed from its wait without a result.
             self._ranks.links.check()
-            return result
         except BaseException as error:
             raise self.failure_of(error) from error
 
@@ -87,6 +102,30 @@ class RankedExecutor:
             self._unbind()
             self._inner.close()
             self._ranks.close()
+
+
+class RankedStep(LaunchedStep):
+    """A step that was launched on all ranks.
+
+    Args:
+        step: the step of this rank.
+        watched: returns the context in which the host waits for it.
+    """
+
+    __slots__ = ("_step", "_watched")
+
+    def __init__(self, step: LaunchedStep, watched: Callable[[], AbstractContextManager[None]]) -> None:
+        self._step, self._watched = step, watched
+
+    @property
+    def has_failed(self) -> bool:
+        """See `LaunchedStep`: a step that could not be launched has ended the engine."""
+        return False
+
+    def result(self) -> StepResult:
+        """Wait for the step; see `RankedExecutor.execute`."""
+        with self._watched():
+            return self._step.result()
 
 
 def _cause(error: BaseException) -> BaseException:

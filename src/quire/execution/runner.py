@@ -19,7 +19,7 @@ from quire.execution.mtp_drafter import MTPDrafter
 from quire.execution.pooling import Pooler
 from quire.execution.sampling.beam_sampling import sample_apart, sample_beams
 from quire.execution.sampling.prompt_logprobs import with_prompt_logprobs
-from quire.execution.sampling.sampler import Sampler, take_likeliest
+from quire.execution.sampling.sampler import Sampler
 from quire.kvstore.disk_blocks import DiskBlocks
 from quire.memory.results import MemoryOps
 from quire.models.decoder import Decoder
@@ -174,7 +174,7 @@ class ModelRunner:
     def _draw_likeliest(self, sampled: Sequence[ScheduledSequence], hidden: torch.Tensor) -> list[ItemResult] | None:
         """Return the likeliest tokens where ranks find them in parts of the logits, and nothing else is asked for."""
         found = self._decoder.likeliest(hidden) if self._sampler.is_greedy(sampled) else None
-        return None if found is None else take_likeliest(*found, sampled)
+        return None if found is None else self._sampler.take_likeliest(*found, sampled)
 
     def _draw(
         self, sampled: Sequence[ScheduledSequence], hidden: torch.Tensor, beams: Sequence[BeamGroup]

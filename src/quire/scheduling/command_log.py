@@ -12,6 +12,7 @@ to differ.
  ["drafts", IS_MEASURING, [COST, ...]]  what an adaptive drafter goes by, from measured times as well
  ["known", REQUEST_ID, COUNT]     prompt positions whose log probabilities are known, which limit its hits
  ["plan", TICK]                   Scheduler.plan
+ ["ahead", TICK]                  AsyncScheduler.plan_ahead, of the step behind the last one that was planned
  ["digest", TICK, DIGEST]         digest of that plan and of the block tables after it
  ["results", FIRST, [TOKENS, ...]]  Scheduler.update_from_results for items from the first on: a token, a list of
                                   tokens, null for a pooled result, [TOKENS, DRAFT] where a model has made drafts
@@ -24,33 +25,26 @@ to differ.
  ["close"]                        the end
 ```
 
-Commands travel as a list in JSON. The two messages of most steps, a plan alone and one token for each item, have a form
-of their own, which takes less time:
-
-```
- "p" | TICK, 8 bytes                           ["plan", TICK]
- "r" | FIRST, 8 bytes | TOKEN, 4 bytes | ...   ["results", FIRST, [TOKEN, ...]]
-```
+Results are those of the oldest plan that has not had all of its results. `log_messages` has the form in which commands
+travel.
 """
 
 from __future__ import annotations
 
-import json
-from array import array
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from hashlib import blake2b
-from itertools import chain
-from operator import itemgetter
-from struct import Struct
 from typing import Any, Final, Protocol
 
 from quire.decoding.speculation import AdaptiveDrafter
 from quire.errors import LockstepDrift
+from quire.scheduling.async_scheduling import AsyncScheduler
 from quire.scheduling.edits import SequenceEvent
+from quire.scheduling.log_messages import Command, decode, encode, encode_short, result_of, single_tokens, tokens_of
 from quire.scheduling.logged_memory import LoggedMemory, repeat_pin
 from quire.scheduling.microbatches import MicrobatchScheduler
 from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, ScheduledSequence, StepPlan
+from quire.scheduling.plans_in_flight import PlansInFlight
 from quire.scheduling.preemption import TransferRates
 from quire.scheduling.scheduler import Scheduler
 from quire.sequences.request_json import check_travels, request_from_json, request_to_json
@@ -59,16 +53,6 @@ from quire.sequences.status import FinishReason
 
 # Steps from one digest to the next.
 DIGEST_INTERVAL: Final = 32
-
-# `json.dumps` with separators makes an encoder for each call, a third of the time of a step's tokens.
-ENCODER: Final = json.JSONEncoder(separators=(",", ":"))
-
-Command = list[Any]
-
-# Tag and number of a short message.
-_SHORT: Final = Struct("<1sq")
-_PLAN, _RESULTS = b"p", b"r"
-_TOKEN_IDS, _DRAFT = (itemgetter(ItemResult._fields.index(name)) for name in ("token_ids", "draft"))
 
 
 def digest_of(plan: StepPlan, scheduler: Scheduler) -> str:
@@ -100,7 +84,7 @@ class LoggedScheduler:
             _rates=None,
             _draft_costs=None,
             _known={},
-            _plan=None,
+            _plans=PlansInFlight(),
             _digest_interval=digest_interval,
         )
 
@@ -131,6 +115,23 @@ class LoggedScheduler:
 
     def plan(self, tick: int) -> StepPlan:
         """See `Scheduler.plan`."""
+        self._log_plan("plan", tick)
+        plan: StepPlan = self._inner.plan(tick)
+        self._plans.begin(plan)
+        self._log_digest(plan)
+        return plan
+
+    def plan_ahead(self, tick: int, in_flight: StepPlan) -> StepPlan | None:
+        """See `AsyncScheduler.plan_ahead`."""
+        self._log_plan("ahead", tick)
+        plan: StepPlan | None = self._inner.plan_ahead(tick, in_flight)
+        if plan is not None:
+            self._plans.add(plan)
+            self._log_digest(plan)
+        return plan
+
+    def _log_plan(self, name: str, tick: int) -> None:
+        """Send what measured times have decided, and that a plan is made."""
         inner, rates = self._inner, self._inner.preemption.rates
         measured = (inner.chunk_tokens, rates.copy_bytes_per_s, rates.prefill_tokens_per_s)
         if measured != self._rates:
@@ -149,28 +150,28 @@ class LoggedScheduler:
                 self._known[request_id] = request.num_known_prompt_logprobs
                 self._pending.append(["known", request_id, request.num_known_prompt_logprobs])
         if self._pending:
-            self._pending.append(["plan", tick])
+            self._pending.append([name, tick])
             self.flush()
         else:
-            self._send(_SHORT.pack(_PLAN, tick))
-        plan: StepPlan = inner.plan(tick)
-        vars(self)["_plan"] = plan
-        if tick % self._digest_interval == 0:
-            self._pending.append(["digest", tick, digest_of(plan, inner)])
-        return plan
+            self._send(encode_short(name, tick))
+
+    def _log_digest(self, plan: StepPlan) -> None:
+        if plan.tick % self._digest_interval == 0:
+            self._pending.append(["digest", plan.tick, digest_of(plan, self._inner)])
 
     def update_from_results(self, items: Seq[ScheduledSequence], results: Iterable[ItemResult]) -> list[SequenceEvent]:
         """See `Scheduler.update_from_results`."""
         results = tuple(results)
-        first = 0
-        if items and len(items) < len(self._plan.items):
-            first = next(idx for idx, item in enumerate(self._plan.items) if item.seq_id == items[0].seq_id)
-        tokens = None if self._pending else _single_tokens(results)
+        planned, first = self._plans.oldest.items, 0
+        if items and len(items) < len(planned):
+            first = next(idx for idx, item in enumerate(planned) if item.seq_id == items[0].seq_id)
+        self._plans.take(first + len(items))
+        tokens = None if self._pending else single_tokens(results)
         if tokens is None:
-            self._pending.append(["results", first, list(map(_tokens_of, results))])
+            self._pending.append(["results", first, list(map(tokens_of, results))])
             self.flush()
         else:
-            self._send(_SHORT.pack(_RESULTS, first) + tokens)
+            self._send(encode_short("results", first) + tokens)
         events: list[SequenceEvent] = self._inner.update_from_results(items, results)
         return events
 
@@ -209,47 +210,9 @@ class LoggedScheduler:
     def flush(self) -> None:
         """Send the commands since the last call."""
         if self._pending:
-            commands = ENCODER.encode(self._pending).encode()
+            message = encode(self._pending)
             self._pending.clear()
-            self._send(commands)
-
-
-def _single_tokens(results: tuple[ItemResult, ...]) -> bytes | None:
-    """Return the tokens of results that have one token each and nothing else that travels; None for others."""
-    # Without a call of Python for each: all of this is between the tokens of a step and the next step.
-    token_ids = list(map(_TOKEN_IDS, results))
-    if set(map(len, token_ids)) != {1} or any(map(_DRAFT, results)):
-        return None
-    return array("i", chain.from_iterable(token_ids)).tobytes()
-
-
-def _read(message: bytes) -> list[Command]:
-    """Return the commands of a message."""
-    tag = message[:1]
-    if tag not in {_PLAN, _RESULTS}:
-        commands: list[Command] = json.loads(message)
-        return commands
-    _, number = _SHORT.unpack_from(message)
-    if tag == _PLAN:
-        return [["plan", number]]
-    return [["results", number, array("i", message[_SHORT.size :]).tolist()]]
-
-
-def _tokens_of(result: ItemResult) -> int | list[Any] | None:
-    if result.draft:
-        return [list(result.token_ids), list(result.draft)]
-    if len(result.token_ids) == 1:
-        return result.token_ids[0]
-    return None if result.pooled else list(result.token_ids)
-
-
-def _result_of(seq_id: int, tokens: int | list[Any] | None) -> ItemResult:
-    if tokens is None:
-        return ItemResult(seq_id, (), pooled=(0.0,))
-    if isinstance(tokens, list) and tokens and isinstance(tokens[0], list):
-        found, draft = tokens
-        return ItemResult(seq_id, tuple(found), draft=tuple(draft))
-    return ItemResult(seq_id, (tokens,) if isinstance(tokens, int) else tuple(tokens))
+            self._send(message)
 
 
 class FollowingParts(Protocol):
@@ -285,7 +248,7 @@ class CommandReplay:
         self._runs_ahead = runs_ahead
         self._parts = parts
         self._scheduler = scheduler
-        self._plan: StepPlan | None = None
+        self._plans = PlansInFlight()
 
     def apply(self, commands: bytes) -> Iterator[StepPlan]:
         """Repeat commands, and yield each new plan that has items; it is to be executed before the next one.
@@ -294,14 +257,20 @@ class CommandReplay:
             LockstepDrift: a plan, or the block tables, are not those of the log.
         """
         scheduler = self._scheduler
-        for name, *given in _read(commands):
+        for name, *given in decode(commands):
             match name:
                 case "plan":
-                    plan = self._plan = scheduler.plan(given[0])
+                    plan = scheduler.plan(given[0])
+                    self._plans.begin(plan)
                     if self._runs_ahead and isinstance(scheduler, MicrobatchScheduler):
                         yield from scheduler.new_plans
                     elif plan.items:
                         yield plan
+                case "ahead" if isinstance(scheduler, AsyncScheduler):
+                    ahead = scheduler.plan_ahead(given[0], self._plans.newest)
+                    if ahead is not None:
+                        self._plans.add(ahead)
+                        yield ahead
                 case "digest":
                     self._check(*given)
                 case "results":
@@ -323,9 +292,8 @@ class CommandReplay:
                     if sequence is not None:  # otherwise it has ended, and only its reason changes
                         scheduler.finish_at_stop_string(sequence, given[1])
                 case "beams":
-                    assert self._plan is not None
                     found = [tuple(Candidate(*each[:3])._replace(stop=each[3]) for each in group) for group in given[0]]
-                    scheduler.advance_beams(self._plan.beams, found)
+                    scheduler.advance_beams(self._plans.read.beams, found)
                 case "reset":
                     scheduler.reset_prefix_cache()
                     if self._parts is not None:
@@ -346,21 +314,21 @@ class CommandReplay:
                     raise LockstepDrift(f"the log has a command {name!r} that is not known here")
 
     def _update(self, first: int, tokens: list[Any]) -> None:
-        assert self._plan is not None
-        items = self._plan.items[first : first + len(tokens)]
+        plan, end = self._plans.oldest, first + len(tokens)
+        items = plan.items[first:end]
         if len(items) < len(tokens):
             raise LockstepDrift(
-                f"the plan of step {self._plan.tick} has {len(self._plan.items)} sequences here, and rank 0 has "
-                f"results of {first + len(tokens)}"
+                f"the plan of step {plan.tick} has {len(plan.items)} sequences here, and rank 0 has results of {end}"
             )
-        results = [_result_of(item.seq_id, each) for item, each in zip(items, tokens, strict=True)]
+        self._plans.take(end)
+        results = [result_of(item.seq_id, each) for item, each in zip(items, tokens, strict=True)]
         self._scheduler.update_from_results(items, results)
 
     def _check(self, tick: int, digest: str) -> None:
         # The block tables change with the results, which follow in the log.
-        assert self._plan is not None
-        own = digest_of(self._plan, self._scheduler)
-        if self._plan.tick != tick or own != digest:
+        plan = self._plans.newest
+        own = digest_of(plan, self._scheduler)
+        if plan.tick != tick or own != digest:
             raise LockstepDrift(
                 f"the plan of step {tick}, or the block tables after it, are not those of rank 0 (digest {own} here, "
                 f"{digest} there)"

@@ -15,7 +15,7 @@ from quire.execution.sampling.device_sampler import SEQ_ID, DeviceSampler, Drawn
 from quire.execution.sampling.logits_processing import KeepTokens
 from quire.execution.sampling.sampler import plain_results
 from quire.execution.sampling.token_history import TokenHistory
-from quire.ops.token_draws import DrawsTokens
+from quire.ops.token_draws import BROKEN, FINE, DrawsTokens
 from quire.scheduling.plan import ItemResult, ScheduledSequence
 from quire.structured.mask_filler import GrammarStates
 
@@ -45,6 +45,15 @@ class DeferredSampler(DeviceSampler):
 
     def _sample_own(self, logits: Tensor, items: Sequence[ScheduledSequence]) -> list[ItemResult]:
         return self._defer(items, *self._draw(logits, items))
+
+    def take_likeliest(
+        self, greatest: Tensor, chosen: Tensor, items: Sequence[ScheduledSequence]
+    ) -> list[ItemResult] | None:
+        """See `Sampler`; without drafts, these tokens too stay on the device."""
+        if len(chosen) != len(items):
+            return super().take_likeliest(greatest, chosen, items)
+        states = torch.where(greatest.isfinite(), FINE, BROKEN)
+        return self._defer(items, torch.stack((chosen, states)), {}, (), None)
 
     def _put_drawn(self, token_ids: Tensor, items: Sequence[ScheduledSequence]) -> None:
         self._deferred.fill(token_ids, items, range(len(items)))

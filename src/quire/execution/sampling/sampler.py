@@ -102,7 +102,7 @@ class Sampler:
             items: those with `num_samples` of at least 1, in any order; no item's result depends on the others.
         """
         if self.is_greedy(items):
-            results = take_likeliest(*logits.max(-1), items)
+            results = self.take_likeliest(*logits.max(-1), items)
             if results is not None:
                 return results
         states = [self.states[item.seq_id] for item in items]
@@ -116,6 +116,27 @@ class Sampler:
             drawn = sample_rows(logits, rows, self.keep)
             results = [one.result_of(item) for item, one in zip(items, drawn, strict=True)]
         return results if self._grammar_states is None else self._grammar_states.append(items, results)
+
+    def take_likeliest(
+        self, greatest: torch.Tensor, chosen: torch.Tensor, items: Sequence[ScheduledSequence]
+    ) -> list[ItemResult] | None:
+        """Return the likeliest token of each row, or None where the greatest logit of some row is not finite.
+
+        Args:
+            greatest: greatest logits, [R] of float32.
+            chosen: their tokens, [R] of int64.
+            items: see `sample`; nothing else is asked for.
+        """
+        if not all(map(isfinite, greatest.tolist())):
+            return None
+        seq_ids, token_ids = [item.seq_id for item in items], chosen.tolist()
+        if len(token_ids) == len(items):
+            return plain_results(seq_ids, zip(token_ids, strict=True))
+        ends = accumulate(1 + item.num_draft for item in items)
+        return plain_results(
+            seq_ids,
+            [run_of(item, token_ids[end - 1 - item.num_draft : end]) for item, end in zip(items, ends, strict=True)],
+        )
 
     def is_greedy(self, items: Iterable[ScheduledSequence]) -> bool:
         """Say whether each item's tokens are the likeliest of its rows, and nothing else is asked for."""
@@ -139,28 +160,6 @@ class Sampler:
         state = self.states[item.seq_id]
         end = item.start + len(item.token_ids) + 1
         return state.prompt_ids[item.start + 1 : end], state.params.prompt_logprobs or 0
-
-
-def take_likeliest(
-    greatest: torch.Tensor, chosen: torch.Tensor, items: Sequence[ScheduledSequence]
-) -> list[ItemResult] | None:
-    """Return the likeliest token of each row, or None where the greatest logit of some row is not finite.
-
-    Args:
-        greatest: greatest logits, [R] of float32.
-        chosen: their tokens, [R] of int64.
-        items: see `Sampler.sample`.
-    """
-    if not all(map(isfinite, greatest.tolist())):
-        return None
-    seq_ids, token_ids = [item.seq_id for item in items], chosen.tolist()
-    if len(token_ids) == len(items):
-        return plain_results(seq_ids, zip(token_ids, strict=True))
-    ends = accumulate(1 + item.num_draft for item in items)
-    return plain_results(
-        seq_ids,
-        [run_of(item, token_ids[end - 1 - item.num_draft : end]) for item, end in zip(items, ends, strict=True)],
-    )
 
 
 def plain_results(seq_ids: Iterable[int], token_ids: Iterable[tuple[int, ...]]) -> list[ItemResult]:
