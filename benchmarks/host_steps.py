@@ -63,6 +63,10 @@ class NoCapture:
         """Return a call that does nothing."""
         return SimpleNamespace(replay=lambda: None)
 
+    def capture_pieces(self, run: Callable[[Callable[[], None]], object]) -> Any:  # noqa: ARG002
+        """Return a call that does nothing, in one piece."""
+        return [SimpleNamespace(replay=lambda: None)]
+
 
 def make_ladder(num_sequences: int, num_blocks: int) -> tuple[GraphLadder, PagedKV]:
     """Return the captured steps of one size, of which nothing is captured, and their KV memory of one block."""

@@ -1,9 +1,10 @@
-"""Captured decode steps: time on the device, and of the host, beside steps that are launched kernel by kernel."""
+"""Captured steps: time on the device, and of the host, beside steps that are launched kernel by kernel."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -61,33 +62,74 @@ def measure_captured(bench: Bench, decoder: Decoder, shape: Shape, batch: int, c
 def capture(bench: Bench, decoder: Decoder, shape: Shape, batch: int, context: int) -> Captured:
     """Capture a step, and write one whose sequences lie in blocks of their own."""
     from quire.execution.batch import BatchBuilder
-    from quire.execution.captured_steps import CaptureOptions, make_ladder
-    from quire.memory.results import NO_OPS, TableDelta
-    from quire.scheduling.plan import NewSequence, ScheduledSequence, StepPlan
-    from quire.sequences.params import SamplingParams
+    from quire.execution.captured_steps import CaptureOptions, capture_steps
 
     spans = [(context - 1, 1)] * batch
     num_blocks = num_blocks_of(spans)
     memory = make_memory(num_blocks, shape.num_layers, shape.num_kv_heads, shape.head_dim, bench.device)
     options = CaptureOptions((batch,), context)
-    ladder = make_ladder(decoder, [memory], [num_blocks], BLOCK_SIZE, options)  # type: ignore[list-item]
+    ladder, _ = capture_steps(decoder, [memory], [num_blocks], BLOCK_SIZE, options)  # type: ignore[list-item]
     if ladder is None:
         raise RuntimeError("the step could not be captured")
     builder = BatchBuilder(BLOCK_SIZE, bench.device, [group.cache for group in decoder.cache_groups])
-    each = -(-context // BLOCK_SIZE)
-    order = (1 + torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(1))).tolist()
-    params = SamplingParams(temperature=0.0)
-    items = []
-    for seq_id in range(batch):
-        deltas = (TableDelta(0, 0, tuple(order[seq_id * each : (seq_id + 1) * each])),)
-        new = NewSequence(params, seq_id, 0, 1, (5,), ())
-        items.append(ScheduledSequence(seq_id, context - 1, (5,), deltas, 1, new))
-    builder.apply_plan(StepPlan(0, tuple(items), NO_OPS, ()))
-    items = [item._replace(new_sequence=None, table_deltas=()) for item in items]
+    items = open_items(builder, spans, num_blocks)
     laid = builder.lay_out(items)
     expected = decoder.logits(decoder(laid.input_ids, laid.positions, laid.groups, [memory]))
     error = float((ladder.run(items, builder)[1] - expected).abs().max())
     return Captured(lambda: ladder.run(items, builder)[1], items, batch, context, error)
+
+
+def open_items(builder: Any, spans: Sequence[tuple[int, int]], num_blocks: int) -> list[Any]:
+    """Open sequences of some history and rows in a builder of batches, in scattered blocks; return their items."""
+    from quire.memory.results import NO_OPS, TableDelta
+    from quire.scheduling.plan import NewSequence, ScheduledSequence, StepPlan
+    from quire.sequences.params import SamplingParams
+
+    order = iter((1 + torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(1))).tolist())
+    params, items = SamplingParams(temperature=0.0), []
+    for seq_id, (history, num_rows) in enumerate(spans):
+        deltas = (TableDelta(0, 0, tuple(islice(order, -(-(history + num_rows) // BLOCK_SIZE)))),)
+        new = NewSequence(params, seq_id, 0, 1, (5,), ())
+        items.append(ScheduledSequence(seq_id, history, (5,) * num_rows, deltas, 1, new))
+    builder.apply_plan(StepPlan(0, tuple(items), NO_OPS, ()))
+    return [item._replace(new_sequence=None, table_deltas=()) for item in items]
+
+
+def measure_pieces(bench: Bench, decoder: Decoder, shape: Shape, decodes: int, context: int, prompt: int) -> None:
+    """Measure a step of decodes and a prompt, launched kernel by kernel and captured in pieces between attention.
+
+    Both lay the step out and plan its attention; output heads are left out.
+    """
+    from quire.execution.batch import BatchBuilder
+    from quire.execution.captured_steps import CaptureOptions, capture_steps
+
+    name = f"{shape.name}, {decodes} x {context} and a prompt of {prompt}"
+    spans = [(context - 1, 1)] * decodes + [(0, prompt)]
+    num_blocks = num_blocks_of(spans)
+    if num_blocks * BLOCK_SIZE * shape.kv_bytes > bench.memory_left():
+        return
+    memory = make_memory(num_blocks, shape.num_layers, shape.num_kv_heads, shape.head_dim, bench.device)
+    builder = BatchBuilder(BLOCK_SIZE, bench.device, [group.cache for group in decoder.cache_groups])
+    items = open_items(builder, spans, num_blocks)
+
+    def launched() -> torch.Tensor:
+        batch = builder.lay_out(items)
+        return decoder(batch.input_ids, batch.positions, batch.groups, [memory])
+
+    def measure(kind: str, run: Callable[[], torch.Tensor]) -> None:
+        seconds = bench.seconds(lambda _idx: run(), repeats=5)
+        error = float((run() - launched()).abs().max())
+        bench.add(f"{name}, {kind}", ms=seconds * 1e3, host_ms=host_seconds(bench, run) * 1e3, error=error)
+
+    try:
+        options = CaptureOptions((), context + prompt, (decodes + prompt,))
+        _, pieces = capture_steps(decoder, [memory], [num_blocks], BLOCK_SIZE, options)  # type: ignore[list-item]
+        if pieces is None:
+            raise RuntimeError("the step could not be captured")
+        measure("launched", launched)
+        measure("in pieces", lambda: pieces.run(builder.lay_out(items)))
+    except Exception as error:  # a graph that fails is a result
+        bench.add(name, failed=f"{type(error).__name__}: {error}")
 
 
 def host_seconds(bench: Bench, run: Callable[[], object]) -> float:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.gpu.captured import measure_captured
+from benchmarks.gpu.captured import measure_captured, measure_pieces
 from benchmarks.gpu.memory import BLOCK_SIZE, KVMemory, make_batch, make_memory, num_blocks_of
 from benchmarks.gpu.nano_vllm import LEAST, MOST, NUM_REQUESTS, TEMPERATURE, nano_requests
 from benchmarks.gpu.shapes import LLAMA_8B, QWEN_06B, REHEARSED, Shape, attention_flops, decode_floor, prompt_floor
@@ -117,7 +117,7 @@ def make_decoder(shape: Shape, bench: Bench, ops: TritonOps) -> Decoder:
 
 
 def measure_model(bench: Bench, ops: TritonOps, shape: Shape) -> None:
-    """Measure whole steps: decodes at 1,024 tokens, launched one by one and captured, and a prompt of 8,192.
+    """Measure whole steps: decodes at 1,024 tokens and steps with prompts, launched and captured; a prompt of 8,192.
 
     Logits are included, and the likeliest tokens of steps that are launched one by one.
     """
@@ -151,6 +151,10 @@ def measure_model(bench: Bench, ops: TritonOps, shape: Shape) -> None:
         )
         if bench.left_s() > 45:
             measure_captured(bench, decoder, shape, batch, context)
+    # A prompt beside decodes, as most steps of a server have them, and one that came alone.
+    for decodes, length in ((64, 192), (0, 2048)) if not bench.is_rehearsal else ((2, 20),):
+        if bench.left_s() > 45:
+            measure_pieces(bench, decoder, shape, decodes, context, length)
     if bench.left_s() > 45 and prompt * shape.kv_bytes < bench.memory_left():
         run, num_rows = step([(0, prompt)])
         seconds = bench.seconds(run, repeats=5)

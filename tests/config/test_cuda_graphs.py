@@ -1,4 +1,4 @@
-"""Sizes of captured decode steps."""
+"""Sizes of captured steps."""
 
 from __future__ import annotations
 
@@ -44,3 +44,31 @@ def test_sizes_that_nothing_would_capture_are_refused() -> None:
         with pytest.raises(ConfigError) as caught:
             EngineConfig.from_options(cudagraph_capture_sizes=[1], **options)
         assert caught.value.field == "cudagraph_capture_sizes"
+
+
+PIECES = "full_and_piecewise"
+
+
+def test_pieces_are_captured_where_they_are_asked_for() -> None:
+    assert CudaGraphConfig().piece_sizes("cuda", 8192) == ()
+    config = CudaGraphConfig(cudagraph_mode=PIECES)
+    assert config.piece_sizes("cuda", 8192)[-2:] == (1536, 2048)
+    assert config.piece_sizes("cuda", 100) == (16, 32, 48, 64, 96, 100)
+    assert config.piece_sizes("cpu", 8192) == ()
+    given = CudaGraphConfig(cudagraph_mode=PIECES, piecewise_cudagraph_capture_sizes=(64, 8))
+    assert given.piece_sizes("cpu", 8192) == (8, 64)
+    assert given.piece_sizes("cpu", 32) == (8, 32)
+
+
+def test_pieces_that_nothing_would_capture_are_refused() -> None:
+    name = "piecewise_cudagraph_capture_sizes"
+    sizes: dict[str, Any] = {name: (8,)}
+    for options, field in (
+        ({"kernels": "triton", **sizes}, name),
+        ({"kernels": "torch", "cudagraph_mode": PIECES}, "cudagraph_mode"),
+        ({"kernels": "triton", "cudagraph_mode": PIECES, "enforce_eager": True}, "cudagraph_mode"),
+        ({"kernels": "triton", "cudagraph_mode": PIECES, "enforce_eager": True, **sizes}, name),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            EngineConfig.from_options(**options)
+        assert caught.value.field == field

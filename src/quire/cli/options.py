@@ -40,7 +40,7 @@ SIZES = frozenset({"swap_space"})
 # Fields of one text or several.
 SEVERAL = frozenset({"served_model_name"})
 # Fields of whole numbers that are no token ids.
-COUNTS = frozenset({"cudagraph_capture_sizes"})
+COUNTS = frozenset({"cudagraph_capture_sizes", "piecewise_cudagraph_capture_sizes"})
 # Other names of flags, from vLLM.
 ALIASES = {
     "num_kv_blocks": ("--num-gpu-blocks-override",),

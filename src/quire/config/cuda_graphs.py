@@ -1,4 +1,4 @@
-"""Options of captured decode steps, and the ladder of their sizes."""
+"""Options of captured steps, and the ladders of their sizes."""
 
 from __future__ import annotations
 
@@ -6,49 +6,67 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from quire.config.checks import check_flag, check_whole
+from quire.config.checks import check_choices, check_flag, check_whole, choice
 from quire.errors import ConfigError, shown
 
 # The most sequences of a captured step, where no sizes are given.
 LARGEST_SIZE: Final = 512
+# Numbers of tokens of steps in pieces, where none are given: larger ones keep a GPU busy for longer than their launch.
+PIECE_SIZES: Final = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+DECODES, DECODES_AND_PIECES = CUDAGRAPH_MODES = ("full_decode_only", "full_and_piecewise")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaGraphConfig:
-    """Captured decode steps (CUDA graphs), which Triton kernels have.
+    """Captured steps (CUDA graphs), which Triton kernels have.
 
     Args:
         enforce_eager: launch every step kernel by kernel, and capture none.
+        cudagraph_mode: "full_decode_only" captures decode steps. "full_and_piecewise" captures steps with prompts too,
+            in pieces between attention, which is launched; it has not run on a GPU yet.
         cudagraph_capture_sizes: numbers of sequences to capture decode steps for, such as (1, 2, 4, 8): a step replays
             the next larger one, and one with more sequences than all is launched kernel by kernel. By default 1, 2, 4
             and multiples of 8, on a GPU.
+        piecewise_cudagraph_capture_sizes: numbers of tokens to capture steps in pieces for. By default 14 of them from
+            16 to 2048, on a GPU, with `cudagraph_mode` "full_and_piecewise".
     """
 
     enforce_eager: bool = False
+    cudagraph_mode: str = choice(DECODES, CUDAGRAPH_MODES)
     cudagraph_capture_sizes: tuple[int, ...] | None = None
+    piecewise_cudagraph_capture_sizes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         check_flag("enforce_eager", self.enforce_eager)
-        sizes: object = self.cudagraph_capture_sizes
-        if sizes is None:
-            return
-        if not isinstance(sizes, Sequence) or isinstance(sizes, str) or not sizes:
+        check_choices(self)
+        for name, of in (
+            ("cudagraph_capture_sizes", "sequences"),
+            ("piecewise_cudagraph_capture_sizes", "tokens"),
+        ):
+            given: object = getattr(self, name)
+            if given is None:
+                continue
+            object.__setattr__(self, name, _sizes(name, given, of))
+            if self.enforce_eager:
+                raise ConfigError(
+                    f"{name} {shown(given)} are for captured steps, and enforce_eager captures none: leave one of the "
+                    "two out",
+                    field=name,
+                )
+        if self.piecewise_cudagraph_capture_sizes is not None and self.cudagraph_mode == DECODES:
             raise ConfigError(
-                f"cudagraph_capture_sizes must be numbers of sequences or None, got {shown(sizes)}",
-                field="cudagraph_capture_sizes",
+                f"piecewise_cudagraph_capture_sizes needs cudagraph_mode {DECODES_AND_PIECES!r}, got {DECODES!r}",
+                field="piecewise_cudagraph_capture_sizes",
             )
-        for size in sizes:
-            check_whole("cudagraph_capture_sizes", size, 1)
-        object.__setattr__(self, "cudagraph_capture_sizes", tuple(sorted(set(sizes))))
-        if self.enforce_eager:
+        if self.enforce_eager and self.cudagraph_mode != DECODES:
             raise ConfigError(
-                f"cudagraph_capture_sizes {shown(sizes)} are for captured steps, and enforce_eager captures none: "
-                "leave one of the two out",
-                field="cudagraph_capture_sizes",
+                f"cudagraph_mode {self.cudagraph_mode!r} is for captured steps, and enforce_eager captures none: leave "
+                "one of the two out",
+                field="cudagraph_mode",
             )
 
     def check_kernels(self, kernels: str) -> None:
-        """Refuse sizes where no kernels can be captured.
+        """Refuse what captures steps where no kernels can be captured.
 
         Args:
             kernels: option of this name.
@@ -56,14 +74,18 @@ class CudaGraphConfig:
         Raises:
             ConfigError: other kernels than Triton's.
         """
-        if self.cudagraph_capture_sizes is not None and kernels != "triton":
-            raise ConfigError(
-                f"cudagraph_capture_sizes needs kernels 'triton', got kernels {kernels!r}",
-                field="cudagraph_capture_sizes",
-            )
+        if kernels == "triton":
+            return
+        for name, is_asked in (
+            ("cudagraph_capture_sizes", self.cudagraph_capture_sizes is not None),
+            ("cudagraph_mode", self.cudagraph_mode != DECODES),
+        ):
+            if is_asked:
+                what = name if name != "cudagraph_mode" else f"{name} {self.cudagraph_mode!r}"
+                raise ConfigError(f"{what} needs kernels 'triton', got kernels {kernels!r}", field=name)
 
     def sizes(self, kernels: str, device: str, max_num_seqs: int) -> tuple[int, ...]:
-        """Return the sizes to capture, rising; none where every step is launched kernel by kernel.
+        """Return the sizes of decode steps to capture, rising; none where every step is launched kernel by kernel.
 
         Args:
             kernels: option of this name.
@@ -80,3 +102,29 @@ class CudaGraphConfig:
             given = (1, 2, 4, *range(8, 257, 8), *range(272, LARGEST_SIZE + 1, 16))
             return (*(size for size in given if size < largest), largest)
         return tuple(size for size in given if size <= max_num_seqs) or (min(given[0], max_num_seqs),)
+
+    def piece_sizes(self, device: str, max_num_batched_tokens: int) -> tuple[int, ...]:
+        """Return the numbers of tokens of other steps to capture in pieces, rising; none by default.
+
+        Args:
+            device: see `sizes`.
+            max_num_batched_tokens: maximum number of tokens of a step.
+        """
+        given = self.piecewise_cudagraph_capture_sizes
+        if given is None:
+            given = PIECE_SIZES if device == "cuda" and self.cudagraph_mode == DECODES_AND_PIECES else ()
+        kept = tuple(size for size in given if size < max_num_batched_tokens)
+        return given if kept == given else (*kept, max_num_batched_tokens)
+
+
+def _sizes(name: str, given: object, of: str) -> tuple[int, ...]:
+    """Return checked sizes, rising.
+
+    Raises:
+        ConfigError: they are no whole numbers of at least 1.
+    """
+    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
+        raise ConfigError(f"{name} must be numbers of {of} or None, got {shown(given)}", field=name)
+    for size in given:
+        check_whole(name, size, 1)
+    return tuple(sorted(set(given)))

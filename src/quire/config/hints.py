@@ -17,7 +17,7 @@ Foreign = tuple[Iterable[Any] | None, str]
 
 _FLAGS: Final = (False, True)
 _ONE_DEVICE: Final = "an engine runs on one device; tensor_parallel_size shares its model among several processes"
-_NO_GRAPHS: Final = "nothing is compiled; CUDA graphs have cudagraph_capture_sizes and enforce_eager"
+_NO_GRAPHS: Final = "nothing is compiled; CUDA graphs have cudagraph_mode, cudagraph_capture_sizes and enforce_eager"
 _CHUNKS: Final = "prompts are always computed in chunks; use max_num_batched_tokens and max_inter_token_ms"
 _NO_CODE: Final = "no code of a checkpoint is run; the architectures that run are built in"
 _GRAMMARS: Final = "llguidance compiles all structured outputs; use grammar_timeout_s and grammar_memory_bytes"

@@ -12,6 +12,7 @@ from quire.config.async_scheduling import is_async
 from quire.config.cache import CacheConfig
 from quire.config.kv_transfer import KVTransferConfig
 from quire.config.options import EngineConfig, Quantization, SchedulerConfig
+from quire.config.parallel import ParallelConfig
 from quire.config.probed import Machine, ModelFacts, StepCost
 from quire.errors import ConfigError
 
@@ -48,6 +49,7 @@ class ResolvedConfig:
         is_encoder: see `ModelFacts`.
         kv_transfer: hand-over of blocks between engines; None for none.
         cudagraph_capture_sizes: sizes of captured decode steps, rising; none where steps are launched as they come.
+        piecewise_cudagraph_capture_sizes: numbers of tokens of steps that are captured in pieces, rising.
         async_scheduling: True where the next step is launched before the tokens of the present one are read.
     """
 
@@ -88,6 +90,7 @@ class ResolvedConfig:
     is_encoder: bool = False
     kv_transfer: KVTransferConfig | None = None
     cudagraph_capture_sizes: tuple[int, ...] = ()
+    piecewise_cudagraph_capture_sizes: tuple[int, ...] = ()
     async_scheduling: bool = False
 
     @property
@@ -181,6 +184,7 @@ def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> Resolv
         host_bytes=cache.host_bytes,
         kv_transfer=cache.transfer,
         cudagraph_capture_sizes=capture_sizes(config, machine.device),
+        piecewise_cudagraph_capture_sizes=piece_sizes(config, machine.device),
         async_scheduling=is_async(config.to_options(), machine.device, is_encoder=facts.is_encoder),
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=step_tokens(scheduler, machine.device),
@@ -206,15 +210,23 @@ def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> Resolv
 
 
 def capture_sizes(config: EngineConfig, device: str) -> tuple[int, ...]:
-    """Return the sizes of captured decode steps, rising.
-
-    None where stages share the model, which wait for each other on their hosts, or ranks on GPUs without NCCL.
-    """
-    parallel = config.parallel
-    is_staged = device == "cuda" and parallel.all_reduce_backend not in ("auto", "nccl")
-    if parallel.pipeline_parallel_size > 1 or (parallel.tensor_parallel_size > 1 and is_staged):
+    """Return the sizes of captured decode steps, rising; none where no step can be captured."""
+    if not _can_capture(config.parallel, device):
         return ()
     return config.graphs.sizes(config.model.kernels, device, config.scheduler.max_num_seqs)
+
+
+def piece_sizes(config: EngineConfig, device: str) -> tuple[int, ...]:
+    """Return the numbers of tokens of steps that are captured in pieces, rising; none where no step can be captured."""
+    if not _can_capture(config.parallel, device):
+        return ()
+    return config.graphs.piece_sizes(device, step_tokens(config.scheduler, device))
+
+
+def _can_capture(parallel: ParallelConfig, device: str) -> bool:
+    """Say whether steps can be captured: not by stages, which wait on hosts, nor by ranks on GPUs without NCCL."""
+    is_staged = device == "cuda" and parallel.all_reduce_backend not in ("auto", "nccl")
+    return parallel.pipeline_parallel_size == 1 and not (parallel.tensor_parallel_size > 1 and is_staged)
 
 
 def step_tokens(scheduler: SchedulerConfig, device: str) -> int:

@@ -112,10 +112,6 @@ class BatchBuilder:
             empty.
             groups_of: the cache groups that the batch is for, by number; None for all.
         """
-        return self._lay_out(items, groups_of)
-
-    def _lay_out(self, items: Sequence[ScheduledSequence], groups_of: range | None) -> Batch:
-        """Lay items out as they are, placeholders included; see `lay_out`."""
         counts = [len(item.token_ids) for item in items]
         row_starts = list(accumulate(counts, initial=0))
         input_ids = self._placed(chain.from_iterable([item.token_ids for item in items]))
@@ -157,7 +153,7 @@ class BatchBuilder:
             for item, count in zip(items, counts, strict=True)
             if count
         ]
-        batch = self._lay_out(ends, groups_of)  # whose tokens are not read
+        batch = BatchBuilder.lay_out(self, ends, groups_of)  # their tokens are not read, so none are filled in
         return OutputRows(self._placed(rows), batch.positions, batch.groups)
 
     def put_drawn(self, input_ids: Tensor, items: Sequence[ScheduledSequence]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from quire.execution.batch import BatchBuilder
-from quire.execution.captured_steps import CaptureOptions, make_ladder
+from quire.execution.captured_steps import CaptureOptions, capture_steps
 from quire.execution.deferred_tokens import AheadBatchBuilder, DeferredTokens
 from quire.execution.embeddings import MultimodalEmbeddings
 from quire.execution.graph_runner import GraphRunner
@@ -54,7 +54,7 @@ def build_runner(
         disk: the tier below that, if there is one.
         draft: see `ModelRunner`, of the same dtype; its cache groups come last in `num_blocks`.
         grammars: compiled ones; None where no output can be constrained.
-        captured: decode steps to capture; None for none.
+        captured: steps to capture; None for none.
         deferred: keeps the tokens of steps whose tokens are read after the next step was launched; None to read them
             with each step.
     """
@@ -88,5 +88,5 @@ def build_runner(
     if captured is None or draft is not None:
         return ModelRunner(decoder, storages, builder, sampler, media, host_bytes, disk, draft, prefaulter)
     runner = GraphRunner(decoder, storages, builder, sampler, media, host_bytes, disk, draft, prefaulter)
-    runner.ladder = make_ladder(decoder, storages, num_blocks, block_size, captured)
+    runner.ladder, runner.pieces = capture_steps(decoder, storages, num_blocks, block_size, captured)
     return runner

@@ -1,4 +1,4 @@
-"""The captured decode steps of a model, where its device and its kernels have them."""
+"""The captured steps of a model, where its device and its kernels have them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from quire.distributed.rank_group import RankGroup
 from quire.execution.graph_ladder import GraphLadder, limits_of
 from quire.execution.kv_storage import Storage
+from quire.execution.piecewise_ladder import PiecewiseLadder
 from quire.execution.ranked_capture import RankedCapture, seen_sums
 from quire.execution.step_capture import CudaCapture, StepCapture
 from quire.execution.tape_capture import TapeCapture
@@ -22,22 +23,36 @@ logger = logging.getLogger(__name__)
 
 
 class CaptureOptions(NamedTuple):
-    """Decode steps to capture.
+    """Steps to capture.
 
     Args:
-        sizes: numbers of sequences, rising; at least one.
+        sizes: numbers of sequences of decode steps, rising.
         max_model_len: maximum number of tokens of a sequence.
+        piece_sizes: numbers of tokens of other steps, whose pieces between attention are captured, rising.
     """
 
     sizes: Sequence[int]
     max_model_len: int
+    piece_sizes: Sequence[int] = ()
+
+
+class CapturedSteps(NamedTuple):
+    """The captured steps of a model.
+
+    Args:
+        ladder: decode steps; None for none.
+        pieces: pieces of other steps; None for none.
+    """
+
+    ladder: GraphLadder | None = None
+    pieces: PiecewiseLadder | None = None
 
 
 @torch.inference_mode()
-def make_ladder(
+def capture_steps(
     decoder: Decoder, storages: Sequence[Storage], num_blocks: Sequence[int], block_size: int, options: CaptureOptions
-) -> GraphLadder | None:
-    """Capture decode steps; the null blocks are written.
+) -> CapturedSteps:
+    """Capture steps; the null blocks are written.
 
     Args:
         decoder: the model.
@@ -47,17 +62,22 @@ def make_ladder(
         options: steps to capture.
 
     Returns:
-        None where a step cannot be captured, which is logged: then every step is launched as it comes.
+        None in place of what cannot be captured, which is logged: such steps are launched as they come.
     """
     if not isinstance(decoder.ops, MakesStaticSteps):
-        return None
-    limits = limits_of(options.sizes, num_blocks, options.max_model_len, block_size)
+        return CapturedSteps()
+    ladder, pieces, kind = None, None, "Decode steps"
     try:
         capture = capture_on(decoder.device, decoder.ranks)
-        return GraphLadder(decoder, storages, options.sizes, limits, block_size, capture)
+        if options.sizes:
+            limits = limits_of(options.sizes, num_blocks, options.max_model_len, block_size)
+            ladder = GraphLadder(decoder, storages, options.sizes, limits, block_size, capture)
+        kind = "Steps with prompts"
+        if options.piece_sizes:
+            pieces = PiecewiseLadder(decoder, storages, options.piece_sizes, capture)
     except RuntimeError as error:
-        logger.warning("Decode steps are not captured, but launched kernel by kernel: %s", error)
-        return None
+        logger.warning("%s are not captured, but launched kernel by kernel: %s", kind, error)
+    return CapturedSteps(ladder, pieces)
 
 
 def capture_on(device: torch.device, ranks: RankGroup | None = None) -> StepCapture:

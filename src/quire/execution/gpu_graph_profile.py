@@ -1,4 +1,4 @@
-"""Memory of captured decode steps on a GPU, measured by capturing the largest one."""
+"""Memory of captured steps on a GPU, measured by capturing the largest ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from quire.execution.captured_steps import CaptureOptions, make_ladder
+from quire.execution.captured_steps import CapturedSteps, CaptureOptions, capture_steps
 from quire.execution.graph_ladder import sharing_sizes
 from quire.execution.kv_storage import make_storages
 from quire.models.decoder import Decoder
@@ -36,7 +36,7 @@ class GraphMemory(NamedTuple):
 def measure_graph_bytes(
     decoder: Decoder, options: CaptureOptions, block_size: int, dtype: torch.dtype, stored: str | None = None
 ) -> int:
-    """Capture the largest decode step on a GPU, and return what the captured steps of all sizes take.
+    """Capture the largest steps on a GPU, and return what the captured steps of all sizes take.
 
     Args:
         decoder: decoder on a GPU, with all its weights.
@@ -45,21 +45,30 @@ def measure_graph_bytes(
         dtype: dtype of the weights.
         stored: see `KVStorage`.
     """
-    largest = options._replace(sizes=options.sizes[-1:])
     num_blocks = [2] * len(decoder.cache_groups)
     storages = make_storages(decoder.cache_groups, num_blocks, block_size, dtype, torch.device("cuda"), stored)
-    taken = 0
-    # The first capture also loads kernels, which stay.
-    for _ in range(2):
-        before = GraphMemory.now()
-        ladder = make_ladder(decoder, storages, num_blocks, block_size, largest)
-        if ladder is None:
-            return 0
-        captures = len(options.sizes) + len(sharing_sizes(options.sizes))
-        taken = graph_bytes(before, GraphMemory.now(), captures, len(sharing_sizes(largest.sizes)) + 1)
-        del ladder
-    tables = largest.sizes[0] * -(-options.max_model_len // block_size) * torch.int64.itemsize
-    return taken + tables * len(num_blocks)
+
+    def measure(largest: CaptureOptions, num_captures: int, num_measured: int) -> int:
+        taken = 0
+        # The first capture also loads kernels, which stay.
+        for _ in range(2):
+            before = GraphMemory.now()
+            captured = capture_steps(decoder, storages, num_blocks, block_size, largest)
+            if captured == CapturedSteps():
+                return 0
+            taken = graph_bytes(before, GraphMemory.now(), num_captures, num_measured)
+            del captured
+        return taken
+
+    sizes, piece_sizes = options.sizes, options.piece_sizes
+    taken = measure(options._replace(sizes=(), piece_sizes=piece_sizes[-1:]), len(piece_sizes), 1) if piece_sizes else 0
+    if sizes:
+        num_captures, num_measured = len(sizes) + len(sharing_sizes(sizes)), 1 + len(sharing_sizes(sizes[-1:]))
+        decodes = measure(options._replace(sizes=sizes[-1:], piece_sizes=()), num_captures, num_measured)
+        if decodes:
+            tables = sizes[-1] * -(-options.max_model_len // block_size) * torch.int64.itemsize
+            taken += decodes + tables * len(num_blocks)
+    return taken
 
 
 def graph_bytes(before: GraphMemory, after: GraphMemory, num_captures: int, num_measured: int = 1) -> int:

@@ -1,15 +1,20 @@
-"""A model runner that replays captured decode steps, and runs all others as they come."""
+"""A model runner that replays captured steps, of decodes as a whole and others in pieces, and runs the rest."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
+from quire.execution.batch import Batch, end_rows
 from quire.execution.graph_ladder import GraphLadder
+from quire.execution.piecewise_ladder import PiecewiseLadder
+from quire.execution.pinned import placed
 from quire.execution.runner import ModelRunner
 from quire.execution.sampling.beam_sampling import sample_apart
+from quire.ops.static_steps import vector
 from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, ScheduledSequence, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
@@ -18,13 +23,19 @@ logger = logging.getLogger(__name__)
 class GraphRunner(ModelRunner):
     """Replays steps in which every sequence has one token, all of them known ones; see `ModelRunner`.
 
+    Of other steps, such as those with prompts, it replays the pieces between attention.
+
     Attributes:
-        ladder: captured steps; None runs every step as it comes.
-        num_replayed: number of steps that were replayed.
+        ladder: captured steps of decodes; None for none.
+        pieces: captured pieces of other steps; None for none.
+        num_replayed: number of decode steps that were replayed.
+        num_replayed_in_pieces: number of other steps that were.
     """
 
     ladder: GraphLadder | None = None
+    pieces: PiecewiseLadder | None = None
     num_replayed: int = 0
+    num_replayed_in_pieces: int = 0
     _replayed: tuple[Tensor, Tensor] | None = None
 
     def _run(self, plan: StepPlan) -> StepResult:
@@ -60,6 +71,21 @@ class GraphRunner(ModelRunner):
         if any(others) and any(item.seq_id in known for known in others for item in items):
             return False
         return not self._sampler.measures_prompts(items)
+
+    def _compute(
+        self, items: Sequence[ScheduledSequence], batch: Batch, counts: Sequence[int] | None, given: Any
+    ) -> Tensor:
+        """See `ModelRunner`: rows of adapters have products of their own."""
+        pieces, adapted = self.pieces, self._adapters.by_sequence
+        if pieces is None or given is not None or not pieces.takes(len(batch.input_ids)):
+            return super()._compute(items, batch, counts, given)
+        if adapted and any(item.seq_id in adapted for item in items):
+            return super()._compute(items, batch, counts, given)
+        self.num_replayed_in_pieces += 1
+        hidden = pieces.run(batch)
+        return (
+            hidden if counts is None else hidden.index_select(0, placed(vector(end_rows(items, counts)), hidden.device))
+        )
 
     def _draw(
         self, sampled: Sequence[ScheduledSequence], hidden: Tensor, beams: Sequence[BeamGroup]

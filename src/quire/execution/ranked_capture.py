@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from quire.distributed.rank_group import RankGroup
 from quire.distributed.transport import Transport
 from quire.execution.step_capture import CapturedCall, StepCapture
 from quire.execution.tape_capture import SeenLaunches
+
+T = TypeVar("T")
 
 
 class RankedCapture:
@@ -35,14 +37,26 @@ class RankedCapture:
         Raises:
             RuntimeError: a rank cannot capture it.
         """
-        found: CapturedCall | RuntimeError
+        return self._agreed(lambda: self._inner.capture(run))
+
+    def capture_pieces(self, run: Callable[[Callable[[], None]], object]) -> list[CapturedCall]:
+        """Capture a call in pieces; see `StepCapture`.
+
+        Raises:
+            RuntimeError: a rank cannot capture it.
+        """
+        return self._agreed(lambda: self._inner.capture_pieces(run))
+
+    def _agreed(self, capture: Callable[[], T]) -> T:
+        """Return what was captured, if all ranks could."""
+        error: RuntimeError | None = None
         try:
-            found = self._inner.capture(run)
-        except RuntimeError as error:
-            found = error
-        is_captured = self._ranks.is_true_of_all(isinstance(found, CapturedCall))
-        if isinstance(found, RuntimeError):
-            raise found
+            found = capture()
+        except RuntimeError as caught:
+            error = caught
+        is_captured = self._ranks.is_true_of_all(error is None)
+        if error is not None:
+            raise error
         if not is_captured:
             raise RuntimeError("another rank cannot capture it")
         return found

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from quire.errors import WorkerError
 from quire.execution.adapter_rows import AdapterRows
-from quire.execution.batch import BatchBuilder, end_rows
+from quire.execution.batch import Batch, BatchBuilder, end_rows
 from quire.execution.block_copies import BlockCopier
 from quire.execution.draft_model import DraftModel, with_drafts
 from quire.execution.embeddings import MultimodalEmbeddings
@@ -70,8 +71,7 @@ class ModelRunner:
             self._draft = MTPDrafter(draft, builder, storages[num_own:], groups)
         elif draft is not None:
             self._draft = DraftModel(draft, builder, storages[num_own:], groups)
-        self._builder = builder
-        self._sampler = sampler
+        self._builder, self._sampler = builder, sampler
         self._pooler = Pooler(decoder)
         self._adapters = AdapterRows()
         self._embeddings = media
@@ -121,9 +121,7 @@ class ModelRunner:
         reads_all = is_measured or isinstance(self._draft, MTPDrafter)
         if self._pooler.by_sequence:
             reads_all |= self._pooler.reads_all(items)
-        read = None if reads_all else self._builder.lay_out_ends(items, counts, self._groups)
-        adapters = self._adapters.rows(items, None if read is None else counts) if self._adapters.by_sequence else None
-        hidden = self._decoder(batch.input_ids, batch.positions, batch.groups, self._storages, given, read, adapters)
+        hidden = self._compute(items, batch, None if reads_all else counts, given)
         if isinstance(self._draft, MTPDrafter):
             self._draft.follow(items, hidden, given)
         if self._decoder.is_follower:
@@ -134,14 +132,21 @@ class ModelRunner:
         sampled = hidden[end_rows(items, counts)] if reads_all else hidden
         results, found = self._sample(items, plan.beams, sampled)
         if is_measured:
-            starts = batch.row_starts[:-1]
             results = [
                 with_prompt_logprobs(result, self._sampler.prompt_targets(item), hidden[start:], self._decoder)
-                for result, item, start in zip(results, items, starts, strict=True)
+                for result, item, start in zip(results, items, batch.row_starts, strict=False)
             ]
         if self._draft is not None:
             results = with_drafts(results, plan.items, items)
         return StepResult(plan.tick, tuple(results), found)
+
+    def _compute(
+        self, items: Sequence[ScheduledSequence], batch: Batch, counts: Sequence[int] | None, given: Any
+    ) -> torch.Tensor:
+        """Return the hidden states of the last rows of items, `counts` of each; of all rows where it is None."""
+        read = None if counts is None else self._builder.lay_out_ends(items, counts, self._groups)
+        adapters = self._adapters.rows(items, None if read is None else counts) if self._adapters.by_sequence else None
+        return self._decoder(batch.input_ids, batch.positions, batch.groups, self._storages, given, read, adapters)
 
     def _sample(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -32,6 +33,16 @@ class StepCapture(Protocol):
             RuntimeError: the call waits for the device, or does something else that cannot be captured.
         """
 
+    def capture_pieces(self, run: Callable[[Callable[[], None]], object]) -> list[CapturedCall]:
+        """Capture what a call launches in pieces, between which others may launch what they like.
+
+        Args:
+            run: see `capture`; it calls the function that it is given where one piece ends and the next one begins.
+
+        Raises:
+            RuntimeError: see `capture`.
+        """
+
 
 class CudaCapture:
     """Captures calls as CUDA graphs, which share their memory: replay them one after the other, on one stream.
@@ -47,11 +58,7 @@ class CudaCapture:
 
     def capture(self, run: Callable[[], object]) -> CapturedCall:
         """Run the call twice, so that all it needs is compiled and allocated, then capture it."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            run()
-            run()
-        torch.cuda.synchronize(self._device)
+        self._warm_up(run)
         graph = torch.cuda.CUDAGraph()
         # Other threads may allocate pinned memory meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
@@ -59,3 +66,41 @@ class CudaCapture:
         self._pool = graph.pool()
         torch.cuda.synchronize(self._device)
         return CapturedCall(graph.replay)
+
+    def capture_pieces(self, run: Callable[[Callable[[], None]], object]) -> list[CapturedCall]:
+        """Run the call twice, then capture it, with a graph for each piece."""
+        self._warm_up(lambda: run(lambda: None))
+        graphs: list[torch.cuda.CUDAGraph] = []
+
+        def begin() -> None:
+            graph = torch.cuda.CUDAGraph()
+            # Not by the context of `torch.cuda.graph`, which collects garbage for each.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            graphs.append(graph)
+
+        def end() -> None:
+            graphs[-1].capture_end()
+            self._pool = graphs[-1].pool()
+
+        def split() -> None:
+            end()
+            begin()
+
+        with torch.cuda.stream(self._stream):
+            begin()
+            try:
+                run(split)
+            except BaseException:
+                with suppress(RuntimeError):  # the first error says why
+                    end()
+                raise
+            end()
+        torch.cuda.synchronize(self._device)
+        return [CapturedCall(graph.replay) for graph in graphs]
+
+    def _warm_up(self, run: Callable[[], object]) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            run()
+            run()
+        torch.cuda.synchronize(self._device)

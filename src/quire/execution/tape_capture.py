@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -44,11 +45,11 @@ FROM_HOST: Final = frozenset({"lift_fresh", "lift_fresh_copy", "lift", "pin_memo
 
 
 class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs operators, and appends what makes each of them again to a tape."""
+    """Runs operators, and appends what makes each of them again to the last of some tapes."""
 
-    def __init__(self, tape: list[Callable[[], None]]) -> None:
+    def __init__(self, tapes: list[list[Callable[[], None]]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._tape = tape
+        self._tapes = tapes
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -60,7 +61,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in FROM_HOST:
             raise RuntimeError(f"a captured call takes numbers of the host ({func})")
         results = func(*args, **kwargs)
-        self._tape.extend(_again(func, args, kwargs, results))
+        self._tapes[-1].extend(_again(func, args, kwargs, results))
         return results
 
 
@@ -101,19 +102,23 @@ class TapeCapture:
 
     def capture(self, run: Callable[[], object]) -> CapturedCall:
         """Record the call."""
-        run()
-        tape: list[Callable[[], None]] = []
+        return self.capture_pieces(lambda _: run())[0]
+
+    def capture_pieces(self, run: Callable[[Callable[[], None]], object]) -> list[CapturedCall]:
+        """Record the call, on a tape for each piece."""
+        run(lambda: None)
+        tapes: list[list[Callable[[], None]]] = [[]]
 
         def see(launch: Callable[[], None]) -> None:
             with _disable_current_modes():
                 launch()
-            tape.append(launch)
+            tapes[-1].append(launch)
 
-        with self._seen_launches(see), _Recording(tape):
-            run()
+        with self._seen_launches(see), _Recording(tapes):
+            run(lambda: tapes.append([]))
+        return [CapturedCall(partial(_replay, tape)) for tape in tapes]
 
-        def replay() -> None:
-            for again in tape:
-                again()
 
-        return CapturedCall(replay)
+def _replay(tape: list[Callable[[], None]]) -> None:
+    for again in tape:
+        again()

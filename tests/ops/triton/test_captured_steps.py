@@ -1,4 +1,4 @@
-"""Captured decode steps, by CUDA graphs or their twin: attention on static buffers, and whole engines on both."""
+"""Captured steps, by CUDA graphs or their twin: attention on static buffers, and whole engines on both."""
 
 from __future__ import annotations
 
@@ -75,6 +75,23 @@ class TestTwin:
         x.copy_(randn(2, 8, seed=1))
         call.replay()
         torch.testing.assert_close(out, torch.rms_norm(x, (8,), None, 1e-5))
+
+    def test_pieces_are_replayed_one_by_one(self) -> None:
+        """Between them, others write to static memory; what a piece leaves to the next one lies where it was."""
+        x, seam, out = (torch.zeros(3, device=DEVICE) for _ in range(3))
+
+        def run(split: Callable[[], None]) -> None:
+            doubled = x * 2
+            split()
+            out.copy_(doubled + seam)
+
+        first, second = capture_on(torch.device(DEVICE)).capture_pieces(run)
+        x += 4
+        first.replay()
+        x += 100
+        seam += 1
+        second.replay()
+        assert out.tolist() == [9.0] * 3
 
     @pytest.mark.skipif(not IS_INTERPRETED, reason="needs TRITON_INTERPRET=1: a capture that fails may spoil CUDA")
     @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ pytestmark = INTERPRETED_MARKS
 NUM_TOKENS = 4
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 CAPTURED = {"cudagraph_capture_sizes": (2,), "max_num_seqs": 2}
+PIECES = {"cudagraph_mode": "full_and_piecewise", "piecewise_cudagraph_capture_sizes": (16,)}
 MORE = pytest.mark.exhaustive
 
 
@@ -41,11 +42,12 @@ def runner_of(llm: LLM) -> Any:
     ("name", "options"),
     [
         ("llama3", CAPTURED),
-        ("llama3", {**CAPTURED, "async_scheduling": True}),
+        ("llama3", {**CAPTURED, **PIECES, "async_scheduling": True}),
         ("qwen3.5", {}),
         pytest.param("llama3", {"all_reduce_backend": "gloo"}, marks=MORE),
         pytest.param("qwen3.5", CAPTURED, marks=MORE),
-        pytest.param("qwen3.5", {**CAPTURED, "async_scheduling": True}, marks=MORE),
+        pytest.param("llama3", {**CAPTURED, "async_scheduling": True}, marks=MORE),
+        pytest.param("qwen3.5", {**CAPTURED, **PIECES, "async_scheduling": True}, marks=MORE),
         pytest.param("granite4", CAPTURED, marks=MORE),
         pytest.param("gpt-oss", {"enable_expert_parallel": True}, marks=MORE),
         pytest.param("gemma4", {}, marks=MORE),
@@ -67,4 +69,5 @@ def test_two_ranks(name: str, options: dict[str, Any], tmp_path: Path) -> None:
         assert isinstance(runner, GraphRunner) == ("cudagraph_capture_sizes" in options)
         if isinstance(runner, GraphRunner):
             assert runner.num_replayed >= NUM_TOKENS - 2
+            assert (runner.num_replayed_in_pieces > 0) == ("cudagraph_mode" in options)
         check(llm.engine.scheduler.memory)

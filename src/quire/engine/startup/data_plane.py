@@ -32,7 +32,9 @@ def make_executor(
     """Return the executor of a model, with the KV memory of a decoder; see `build_runner`."""
     if isinstance(model, Encoder):
         return InProcessExecutor(EncoderRunner(model))
-    sizes = resolved.cudagraph_capture_sizes
+    options = CaptureOptions(
+        resolved.cudagraph_capture_sizes, resolved.max_model_len, resolved.piecewise_cudagraph_capture_sizes
+    )
     deferred = DeferredTokens(torch.device(resolved.device)) if resolved.async_scheduling else None
     runner = build_runner(
         model,
@@ -45,7 +47,7 @@ def make_executor(
         disk=disk,
         draft=draft,
         grammars=None if grammars is None else grammars.cache,
-        captured=CaptureOptions(sizes, resolved.max_model_len) if sizes else None,
+        captured=options if options.sizes or options.piece_sizes else None,
         deferred=deferred,
     )
     return InProcessExecutor(runner) if deferred is None else AsyncExecutor(runner, deferred)

@@ -8,7 +8,16 @@ from collections.abc import Sequence
 import torch
 
 from quire.capacity.pool_sizing import memory_concurrency, size_pool
-from quire.config import CACHE_DTYPES, EngineConfig, ModelFacts, StepCost, capture_sizes, context_length, step_tokens
+from quire.config import (
+    CACHE_DTYPES,
+    EngineConfig,
+    ModelFacts,
+    StepCost,
+    capture_sizes,
+    context_length,
+    piece_sizes,
+    step_tokens,
+)
 from quire.errors import ConfigError
 from quire.execution.captured_steps import CaptureOptions
 from quire.execution.gpu_graph_profile import measure_graph_bytes
@@ -110,11 +119,10 @@ def step_cost(
 
 
 def _graph_bytes(config: EngineConfig, model: Decoder, draft: Decoder | None, limits: StepLimits, stored: str) -> int:
-    """Return the GPU memory of captured decode steps, which no other step can use."""
-    sizes = capture_sizes(config, "cuda")
-    if not sizes or draft is not None:
+    """Return the GPU memory of captured steps, which no other step can use."""
+    options = CaptureOptions(capture_sizes(config, "cuda"), limits.max_model_len, piece_sizes(config, "cuda"))
+    if draft is not None or not (options.sizes or options.piece_sizes):
         return 0
-    options = CaptureOptions(sizes, limits.max_model_len)
     return measure_graph_bytes(model, options, limits.block_size, model.dtype, stored)
 
 

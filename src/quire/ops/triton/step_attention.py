@@ -134,8 +134,13 @@ class TritonStepAttention:
 
     def attend(self, layer_idx: int, q: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
         """Let each row of [T, H, D] see its sequence up to itself; return [T, H * D]."""
+        output = q.new_empty(len(q), q.shape[1] * q.shape[2])
+        self.attend_into(output, layer_idx, q, scale, sinks)
+        return output
+
+    def attend_into(self, output: Tensor, layer_idx: int, q: Tensor, scale: float, sinks: Tensor | None) -> None:
+        """Write what `attend` returns to `output`."""
         num_rows, num_heads, head_dim = q.shape
-        output = q.new_empty(num_rows, num_heads * head_dim)
         group = num_heads // self._num_kv_heads
         q = q if q.stride(2) == 1 else q.contiguous()
         for items in self._launches(group, num_rows):
@@ -152,7 +157,6 @@ class TritonStepAttention:
             self._launch(layer_idx, q, scale, sinks, output, partial, items)
             if items.num_split:
                 self._combine(items, output, partial, sinks, group)
-        return output
 
     def _launches(self, group: int, num_rows: int) -> Iterator[PlacedItems]:  # noqa: ARG002 - static steps have sizes
         """Yield the items of each kind, for layers with `group` query heads to a KV head."""

@@ -23,6 +23,12 @@ from quire.ops.interface import (
 )
 from quire.ops.joined import pack_joined
 from quire.ops.lora import TorchLoraLayer
+from quire.ops.piecewise_steps import (
+    PiecewiseAttention,
+    PiecewiseAttentionBatch,
+    PiecewiseStateBatch,
+    PiecewiseStates,
+)
 from quire.ops.quantized_weight import StoredWeight
 from quire.ops.recurrent_mixers import RecurrentMixers
 from quire.ops.reordered import ReorderedLinear
@@ -149,6 +155,11 @@ class TritonOps(TorchFallback):
 
     def step_attention(self, batch: AttentionBatch, kv: PagedKV) -> StepAttention:
         """Plan the work of a step once for all layers."""
+        if isinstance(batch, PiecewiseAttentionBatch):
+            return PiecewiseAttention(self._step_attention(batch, kv), batch)
+        return self._step_attention(batch, kv)
+
+    def _step_attention(self, batch: AttentionBatch, kv: PagedKV) -> StepAttention:
         if kv.data.dtype == torch.int8 and kv.head_dim % 4:
             return self._torch.step_attention(batch, kv)  # scales that are not aligned
         if isinstance(batch, StaticAttentionBatch):
@@ -157,6 +168,8 @@ class TritonOps(TorchFallback):
 
     def step_states(self, batch: StateBatch, states: PagedStates) -> StepStates:
         """Copy the batch to the device once for all layers."""
+        if isinstance(batch, PiecewiseStateBatch):
+            return PiecewiseStates(batch)
         if isinstance(batch, StaticStateBatch):
             return RecurrentMixers(TritonStaticStepStates(batch, states), self)
         return RecurrentMixers(TritonStepStates(batch, states, self.device), self)
