@@ -18,6 +18,7 @@ from torch import Tensor
 
 from quire.errors import ConfigError
 from quire.ops.interface import Activation
+from quire.ops.native_decode_work import DecodeWorkKernels
 from quire.ops.native_quantized import BlockRows, QuantizedKernels, UnpackedRows
 from quire.ops.native_ranks import RankGroupCall, RankKernels
 from quire.ops.native_structures import (
@@ -36,7 +37,7 @@ from quire.ops.weight_memory import WeightMemory
 
 FOLDER: Final = Path(__file__).parent / "native"
 # The number that `quire_interface_version` must return.
-INTERFACE_VERSION: Final = 31
+INTERFACE_VERSION: Final = 32
 # The best last. A processor that runs one runs those before it, except that some with AVX-512 lack AVX-VNNI.
 LEVELS: Final = ("portable", "avx2", "avx_vnni", "avx512", "avx512_bf16")
 # An environment variable with the best level to take, where that is not to be the processor's: for tests of the others.
@@ -136,6 +137,7 @@ class NativeLibrary:
             experts, short_conv, gated_delta_net, normed_linear: functions of the sources, there with `quire_` before.
         apply_token_bitmask: `quire_keep_tokens`.
         ranks: operations of the ranks of one host.
+        decode_work: planning of captured decodes on a GPU.
         plain: the kernels of weights that are not rounded.
         weight_kernels: the kernels of each format of rounded weights.
         quantized: the kernels of stored quantised weights.
@@ -174,6 +176,7 @@ class NativeLibrary:
         self.sigmoid_gate = _typed(library.quire_sigmoid_gate, _INT, _POINTER, _POINTER, _INT, _INT, _POINTER)
         self.layers = _typed(library.quire_layers, *_LAYERS, ctypes.POINTER(RankGroupCall), returns=_INT)
         self.ranks = RankKernels.of(library)
+        self.decode_work = DecodeWorkKernels.of(library)
         states = ctypes.POINTER(StateRows), ctypes.POINTER(StateCache), _INT
         self.short_conv = _typed(
             library.quire_short_conv, _INT, *states, ctypes.POINTER(ShortConvCall), _POINTER, _POINTER

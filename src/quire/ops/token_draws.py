@@ -9,7 +9,7 @@ from torch import Tensor
 # States of a row, beside its token.
 FINE, NOTHING_LEFT, BROKEN = range(3)
 # Kinds of rows: the likeliest token is taken; one is drawn from all, from at most `NARROW` of them, from any number.
-GREEDY, WHOLE, FEW, MANY = range(4)
+GREEDY, WHOLE, FEW, MANY = KINDS = range(4)
 # The greatest `top_k` of a row that draws from few tokens.
 NARROW: Final = 256
 

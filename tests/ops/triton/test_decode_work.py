@@ -9,15 +9,26 @@ import pytest
 import torch
 
 from quire.ops.interface import AttentionBatch
-from quire.ops.static_steps import StaticMemory
+from quire.ops.native_decode_work import DecodeWorkKernels
+from quire.ops.static_steps import StaticLimits, StaticMemory
 from quire.ops.triton.decode_sharing import DecodeSharing, SharedDecodes, no_sharing
 from quire.ops.triton.decode_work import ITEM, SPLIT_ROWS, MostWork, plan_decodes
+from quire.ops.triton.decode_writer import (
+    HEADER,
+    SHARED_COUNT,
+    DecodeRows,
+    DecodeWriter,
+    WorkBuffers,
+    decode_kernels,
+)
+from quire.ops.triton.launches import Device
 from quire.ops.triton.shared_prefixes import SharingRule
 from quire.ops.triton.shared_work import SHARED_ITEM, SHARED_ROW, MostShared
 from quire.ops.triton.splits import split_length
+from quire.ops.triton.static_attention import TritonStaticTokens
 from quire.ops.triton.tiles import Tile, decode_tile, shared_tile
 from quire.ops.triton.work_items import WorkItem, plan_work
-from quire.ops.triton.written_decodes import HEADER, DecodeRows, WorkBuffers, WrittenDecodes
+from tests.ops.world import World
 
 BLOCK_SIZE, GROUP, KV_HEADS = 16, 4, 2
 DECODE = decode_tile(128, GROUP, 2)
@@ -77,15 +88,18 @@ def positions_later(rng: random.Random, positions: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_what_is_written_again_is_what_is_written_whole(seed: int) -> None:
+def test_compiled_code_writes_what_stock_operators_write(seed: int) -> None:
     """Over steps of decodes, with padding and windows, where items of all rows begin to be split and to share."""
     rng = random.Random(seed)
     window, processors = [(None, 2), (None, 132), (400, 2)][seed]
-    buffers, whole = make_buffers(processors), make_buffers(processors)
-    writer = make_writer(processors, buffers)
+    buffers, twin_buffers = make_buffers(processors), make_buffers(processors)
+    kernels = decode_kernels()
+    if kernels is None:
+        pytest.skip("there is no compiled code")
+    writer, twin = make_writer(processors, buffers, kernels), make_writer(processors, twin_buffers)
     finder = SharedDecodes(RULE, KV_HEADS, processors)
     positions = [600 + rng.randrange(100) for _ in range(6)]
-    num_same, written = 0, None
+    num_split = num_shared = 0
     tables = [[*range(32), *range(1000 * row, 1000 * row + 320)] for row in range(1, MOST_ROWS + 1)]
     for step in range(80):
         real, stamps = torch.tensor(positions), list(range(len(positions)))
@@ -100,12 +114,39 @@ def test_what_is_written_again_is_what_is_written_whole(seed: int) -> None:
         padded = [torch.cat((each, padding)) for each in (real, firsts, starts)]
         rows = DecodeRows(padded[0], padded[1], padded[2], len(positions))
         writer.write(rows, sharing)
-        num_same += writer._written is written
-        written = writer._written
-        make_writer(processors, whole).write(rows, sharing)
-        assert numbers_of(buffers, sharing) == numbers_of(whole, sharing)
+        twin.write(rows, sharing)
+        assert numbers_of(buffers, sharing) == numbers_of(twin_buffers, sharing)
+        for table, expected in zip(buffers[1:], twin_buffers[1:], strict=True):
+            assert table._chunk.used == expected._chunk.used, "as much is copied to the device"
+        num_split += int(buffers.numbers.host[1])
+        num_shared += int(buffers.numbers.host[SHARED_COUNT])
         positions = positions_later(rng, positions)
-    assert num_same > 20
+    assert num_split > 80 or window is not None
+    assert num_shared > 20 or window is not None
+
+
+@pytest.mark.parametrize(("window", "chunk"), [(None, None), (20, None), (None, 24)])
+def test_rows_are_laid_out_as_by_stock_operators(window: int | None, chunk: int | None) -> None:
+    """Slots, positions, first tokens and first blocks, with padding; tables lie at any places."""
+    memory, limits = StaticMemory(torch.device("cpu")), StaticLimits(16, 200)
+    kv = World([(3, 1)], head_dim=16).kv
+    static = TritonStaticTokens(kv, window, chunk, memory, limits, Device(torch.device("cpu")))
+    if static._kernels is None:
+        pytest.skip("there is no compiled code")
+    rng = random.Random(3)
+    for num_real in (0, 1, 5, 9):
+        positions = torch.tensor([rng.randrange(70) for _ in range(num_real)], dtype=torch.int64)
+        starts = torch.tensor([12 * row for row in range(num_real)], dtype=torch.int64)
+        ids = torch.randint(1, 1000, (12 * 9 + 1,))
+        ids[-1] = 0
+        expected = static._lay_by_torch(positions, ids, starts, 10)
+        slots = static._slots.host.clone()
+        static._slots.host.fill_(-1)
+        static.write_tokens(positions, ids, starts, 10)
+        assert static._rows is not None
+        assert [each.tolist() for each in static._rows[:3]] == [each.tolist() for each in expected[:3]]
+        assert static._rows.num_real == num_real
+        assert static._slots.host[:10].tolist() == slots[:10].tolist()
 
 
 def make_buffers(num_processors: int) -> WorkBuffers:
@@ -125,9 +166,10 @@ def most_of(num_processors: int) -> tuple[MostWork, MostShared]:
     return most.with_shared(MOST_ROWS + 2, shared), shared
 
 
-def make_writer(num_processors: int, buffers: WorkBuffers) -> WrittenDecodes:
-    """Return a writer that has written nothing."""
-    return WrittenDecodes(DECODE.tokens, most_of(num_processors)[0], KV_HEADS, num_processors, buffers)
+def make_writer(num_processors: int, buffers: WorkBuffers, kernels: DecodeWorkKernels | None = None) -> DecodeWriter:
+    """Return a writer by compiled code, or by stock operators."""
+    most = most_of(num_processors)[0]
+    return DecodeWriter(DECODE.tokens, most, MOST_ROWS + 2, KV_HEADS, num_processors, buffers, kernels)
 
 
 def numbers_of(buffers: WorkBuffers, sharing: DecodeSharing) -> list[list[int]]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from quire.execution.pinned import placed
 from quire.execution.sampling.row_sampling import SamplingState
-from quire.ops.token_draws import FEW, GREEDY, MANY, WHOLE, RowFilters, RowParameters
+from quire.ops.token_draws import KINDS, RowFilters, RowParameters
 
 
 class KnownPenalties(NamedTuple):
@@ -55,10 +55,10 @@ def know_rows(states: Sequence[SamplingState], vocab_size: int, device: torch.de
         vocab_size: V.
         device: device of the logits.
     """
-    plain, has_more, *columns = zip(*[state.parameters for state in states], strict=True)
+    plain, has_more, kinds, packed = zip(*[state.parameters for state in states], strict=True)
     if all(plain):
         return KnownRows(states, None, (), None, (), None)
-    parameters = _parameters(columns, vocab_size, device)
+    parameters = _parameters(kinds, packed, vocab_size, device)
     if not any(has_more):
         return KnownRows(states, parameters, (), None, (), None)
     constrained = tuple(row for row, state in enumerate(states) if state.adjustments.grammar_state is not None)
@@ -83,28 +83,19 @@ def _penalties(states: Sequence[SamplingState], device: torch.device) -> KnownPe
     return KnownPenalties(rows, whole_numbers(rows, device), placed(factors, device))
 
 
-def _parameters(columns: Sequence[tuple[Any, ...]], vocab_size: int, device: torch.device) -> RowParameters:
-    """Return the parameters of rows, from the columns of their `SequenceParameters` from `kind` on."""
-    kinds, temperatures, top_ps, min_ps, top_ks, seeds, sample_idxs = columns
-    num_rows, most = len(kinds), [min(top_k or vocab_size, vocab_size) for top_k in top_ks]
-    # In rows, each of which kernels read as a vector.
-    floats = torch.tensor(temperatures + top_ps + min_ps, dtype=torch.float64).view(3, num_rows)
-    temperature, top_p, min_p = placed(floats, device)
-    wholes = torch.tensor([*most, *seeds, *sample_idxs], dtype=torch.int64).view(3, num_rows)
-    top_k, seed, sample_idx = placed(wholes, device)
+def _parameters(kinds: Sequence[int], packed: Sequence[bytes], vocab_size: int, device: torch.device) -> RowParameters:
+    """Return the parameters of rows, from the kinds and numbers of their `SequenceParameters`."""
+    # In columns, each of which kernels read as a vector.
+    numbers = torch.frombuffer(bytearray(b"".join(packed)), dtype=torch.int64).view(len(kinds), -1).t().contiguous()
+    top_k, kind = numbers[0], numbers[1]
+    top_k.masked_fill_(top_k == 0, vocab_size).clamp_(max=vocab_size)
+    greedy, whole, few, many = ((kind == each).nonzero()[:, 0] if each in kinds else None for each in KINDS)
+    most_few = 0 if few is None else int(top_k[few].max())
+    cuts_many = many is not None and int(top_k[many].min()) < vocab_size
+    greedy, whole, few, many = (None if each is None else placed(each, device) for each in (greedy, whole, few, many))
+    columns = placed(numbers, device)
+    top_k, kind, seed, sample_idx = columns[:4]
+    temperature, top_p, min_p = columns[4:].view(torch.float64)
     temperature = temperature.float().clamp_(min=torch.finfo(torch.float32).tiny)
-    greedy, whole, few, many = (_rows_of(kind, kinds, device) for kind in (GREEDY, WHOLE, FEW, MANY))
-    most_few = 0 if few is None else max(count for count, kind in zip(most, kinds, strict=True) if kind == FEW)
-    cuts_many = many is not None and any(
-        kind == MANY and count < vocab_size for count, kind in zip(most, kinds, strict=True)
-    )
     filters = RowFilters(temperature, top_k, top_p, min_p.float())
-    on_device = placed(torch.tensor(kinds, dtype=torch.int32), device)
-    return RowParameters(on_device, greedy, whole, few, many, filters, seed, sample_idx, most_few, cuts_many)
-
-
-def _rows_of(kind: int, kinds: Sequence[int], device: torch.device) -> Tensor | None:
-    """Return the rows of one kind; None where there are none."""
-    if kind not in kinds:
-        return None
-    return whole_numbers([row for row, each in enumerate(kinds) if each == kind], device)
+    return RowParameters(kind.int(), greedy, whole, few, many, filters, seed, sample_idx, most_few, cuts_many)

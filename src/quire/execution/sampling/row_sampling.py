@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from functools import cached_property
 from itertools import islice
 from math import inf, isfinite
-from typing import NamedTuple
+from struct import Struct
+from typing import Final, NamedTuple
 
 import torch
 
@@ -21,6 +22,11 @@ from quire.structured.grammar_state import GrammarState
 BAD_LOGITS = "the model gave logits that are not finite numbers"
 
 
+# `top_k`, 0 for none, the kind of rows, the seed in two's complement and the index of the sample among those of its
+# request, each an int64; temperature, `top_p` and `min_p`, each a float64. So many rows are joined in one call.
+PACKED_PARAMETERS: Final = Struct("=qqqqddd")
+
+
 class SequenceParameters(NamedTuple):
     """The sampling parameters of a sequence, as the rows of a batch need them: the same in all steps.
 
@@ -28,21 +34,13 @@ class SequenceParameters(NamedTuple):
         is_plain: the likeliest token is taken, and nothing else is asked for.
         has_more: it has a grammar, penalties or log probabilities.
         kind: kind of its rows; see `RowParameters`.
-        temperature, top_p, min_p: see `RowFilters`.
-        top_k: 0 for none.
-        seed: two's complement of 64 bits.
-        sample_idx: index of the sample among those of its request.
+        packed: numbers as `PACKED_PARAMETERS` has them.
     """
 
     is_plain: bool
     has_more: bool
     kind: int
-    temperature: float
-    top_p: float
-    min_p: float
-    top_k: int
-    seed: int
-    sample_idx: int
+    packed: bytes
 
 
 class SamplingState:
@@ -101,8 +99,9 @@ class SamplingState:
             kind = WHOLE if own.keeps_all else FEW if 0 < own.top_k <= NARROW else MANY
         seed = self.seed & ((1 << 64) - 1)
         seed = seed - (1 << 64) if seed >> 63 else seed
-        filters = own.temperature, own.top_p, own.min_p, own.top_k
-        return SequenceParameters(self.is_plain, has_more, kind, *filters, seed, self.sample_idx)
+        filters = own.temperature, own.top_p, own.min_p
+        packed = PACKED_PARAMETERS.pack(own.top_k, kind, seed, self.sample_idx, *filters)
+        return SequenceParameters(self.is_plain, has_more, kind, packed)
 
 
 class Row(NamedTuple):

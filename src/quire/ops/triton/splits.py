@@ -26,10 +26,15 @@ def split_length(
         tile_tokens: number of tokens of a tile.
         num_sequences: number of sequences; 0 where they are to be cut as few ones are.
     """
-    wanted = _programs_per_processor(num_sequences, num_kv_heads, num_processors)
-    share = -(-num_tokens * num_kv_heads // (wanted * num_processors))
-    least = MIN_SPLIT if wanted == PROGRAMS_PER_PROCESSOR else EVEN_MIN_SPLIT
+    num_programs, least = split_bounds(num_sequences, num_kv_heads, num_processors)
+    share = -(-num_tokens * num_kv_heads // num_programs)
     return max(least, -(-share // tile_tokens) * tile_tokens)
+
+
+def split_bounds(num_sequences: int, num_kv_heads: int, num_processors: int) -> tuple[int, int]:
+    """Return how many programs are wanted, and the tokens of the shortest split; see `split_length`."""
+    wanted = _programs_per_processor(num_sequences, num_kv_heads, num_processors)
+    return wanted * num_processors, MIN_SPLIT if wanted == PROGRAMS_PER_PROCESSOR else EVEN_MIN_SPLIT
 
 
 def most_splits(num_kv_heads: int, num_processors: int, num_sequences: int = 0) -> int:

@@ -12,13 +12,13 @@ from quire.ops.interface import PagedKV
 from quire.ops.static_steps import StaticAttentionBatch, StaticLimits, StaticMemory, StaticTable
 from quire.ops.triton.decode_sharing import SharedDecodes, no_sharing
 from quire.ops.triton.decode_work import ITEM, SPLIT_ROWS, MostWork
+from quire.ops.triton.decode_writer import HEADER, SHARED_COUNT, DecodeRows, DecodeWriter, WorkBuffers, decode_kernels
 from quire.ops.triton.launches import Device
 from quire.ops.triton.shared_prefixes import SharingRule
 from quire.ops.triton.shared_work import SHARED_ITEM, SHARED_ROW, MostShared
 from quire.ops.triton.splits import most_splits
 from quire.ops.triton.step_attention import PlacedItems, PlacedShared, TritonStepAttention
 from quire.ops.triton.tiles import Tile
-from quire.ops.triton.written_decodes import HEADER, SHARED_COUNT, DecodeRows, WorkBuffers, WrittenDecodes
 
 # Programs over shared tokens for each that processors have room for: each takes its share of the items.
 SHARED_PROGRAMS: Final = 4
@@ -29,13 +29,13 @@ class PlannedGroup(NamedTuple):
 
     Args:
         decodes: finds what sequences share, and remembers it.
-        written: writes the work, and remembers it.
+        writer: writes the work.
         most: bounds of the largest step.
         buffers: where it is written.
     """
 
     decodes: SharedDecodes
-    written: WrittenDecodes
+    writer: DecodeWriter
     most: MostWork
     buffers: WorkBuffers
 
@@ -70,6 +70,11 @@ class TritonStaticTokens:
         self.block_ids: StaticTable = memory.take_table(limits.num_blocks + 1, torch.int64)
         self._planned: dict[int, PlannedGroup] = {}
         self._rows: DecodeRows | None = None
+        self._kernels = decode_kernels()
+        # Positions, first tokens and first blocks of rows, as compiled code writes them.
+        self._row_numbers = torch.zeros(3, limits.num_rows, dtype=torch.int64)
+        pointers = self._slots.host.data_ptr(), *(row.data_ptr() for row in self._row_numbers)
+        self._lay_options = self._block_size, window or 0, chunk or 0, *pointers
 
     def batch(self, num_rows: int, shares: bool = False) -> StaticAttentionBatch:
         """Return the batch of a step of some rows."""
@@ -98,21 +103,31 @@ class TritonStaticTokens:
         self, positions: Tensor, block_ids: Tensor, block_starts: Tensor, num_rows: int, shares: bool = False
     ) -> None:
         """Write slots, tables and items."""
+        if self._kernels is None:
+            self._rows = self._lay_by_torch(positions, block_ids, block_starts, num_rows)
+        else:
+            num_real, given = len(positions), (positions.data_ptr(), block_ids.data_ptr(), block_starts.data_ptr())
+            self._kernels.lay(num_real, num_rows, *given, len(block_ids) - 1, *self._lay_options)
+            rows = self._row_numbers
+            self._rows = DecodeRows(rows[0, :num_rows], rows[1, :num_rows], rows[2, :num_rows], num_real)
+        self.block_ids.write(block_ids)
+        for planned in self._planned.values():
+            planned.writer.write(self._rows, planned.decodes.sharing if shares else no_sharing())
+
+    def _lay_by_torch(self, positions: Tensor, block_ids: Tensor, block_starts: Tensor, num_rows: int) -> DecodeRows:
+        """Write slots, and return the rows with padding."""
         num_real, size = len(positions), self._block_size
         slots = self._slots.host
         # (block - position // size) * size + position is the block's slot of that position.
         idx = positions // size
         blocks = block_ids.index_select(0, block_starts + idx)
         torch.add(positions, blocks.sub_(idx), alpha=size, out=slots[:num_real])
-        self.block_ids.write(block_ids)
         padding = num_rows - num_real
         if padding:  # the last entry of the tables is the null block
             slots[num_real:num_rows] = 0
             positions = torch.cat((positions, positions.new_zeros(padding)))
             block_starts = torch.cat((block_starts, block_starts.new_full((padding,), len(block_ids) - 1)))
-        self._rows = DecodeRows(positions, self._firsts(positions), block_starts, num_real)
-        for planned in self._planned.values():
-            planned.written.write(self._rows, planned.decodes.sharing if shares else no_sharing())
+        return DecodeRows(positions, self._firsts(positions), block_starts, num_real)
 
     def _firsts(self, positions: Tensor) -> Tensor:
         """Return the first token that each row sees."""
@@ -144,12 +159,12 @@ class TritonStaticTokens:
             heads, processors = self._num_kv_heads, self._num_processors
             planned = self._planned[group] = PlannedGroup(
                 SharedDecodes(rule, heads, processors),
-                WrittenDecodes(tile.tokens, most, heads, processors, buffers),
+                DecodeWriter(tile.tokens, most, self._limits.num_rows, heads, processors, buffers, self._kernels),
                 most,
                 buffers,
             )
             assert self._rows is not None, "a step comes before its work"
-            planned.written.write(self._rows, no_sharing())
+            planned.writer.write(self._rows, no_sharing())
             self._memory.upload()
         numbers, most, placed = planned.buffers.numbers.device, self._most(num_rows, tile), None
         if shares:

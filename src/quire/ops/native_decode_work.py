@@ -1,0 +1,81 @@
+"""The work of attention in captured decodes on a GPU, written by compiled code on the host (`decode_work.cpp`)."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
+
+
+class DecodeRowsCall(ctypes.Structure):
+    """The rows of a step (`DecodeRows` of the sources)."""
+
+    _fields_ = (
+        ("num_real", _INT),
+        ("num_rows", _INT),
+        ("positions", _POINTER),
+        ("firsts", _POINTER),
+        ("block_starts", _POINTER),
+    )
+
+
+class DecodeSharingCall(ctypes.Structure):
+    """The tokens that rows share (`DecodeSharing` of the sources)."""
+
+    _fields_ = (
+        ("num_rows", _INT),
+        ("rows", _POINTER),
+        ("ends", _POINTER),
+        ("num_parts", _POINTER),
+        ("num_items", _INT),
+        ("items", _POINTER),
+        ("item_rows", _POINTER),
+        ("num_members", _INT),
+        ("members", _POINTER),
+        ("member_rows", _POINTER),
+    )
+
+
+class DecodeWorkCall(ctypes.Structure):
+    """The cut of tokens into items, and where these are written (`DecodeWork` of the sources)."""
+
+    _fields_ = (
+        ("tile_tokens", _INT),
+        ("num_kv_heads", _INT),
+        ("num_programs", _INT),
+        ("min_split", _INT),
+        ("max_items", _INT),
+        ("max_split", _INT),
+        ("max_shared_items", _INT),
+        ("max_shared_rows", _INT),
+        ("numbers", _POINTER),
+        ("shared_items", _POINTER),
+        ("shared_rows", _POINTER),
+        ("own_firsts", _POINTER),
+        ("num_shared", _POINTER),
+        ("places", _POINTER),
+    )
+
+
+class DecodeWorkKernels(NamedTuple):
+    """The functions.
+
+    Args:
+        lay: `quire_lay_decodes` of the sources.
+        write: `quire_write_decodes`; it returns False where a step has more work than there is room for.
+    """
+
+    lay: Callable[..., Any]
+    write: Callable[..., Any]
+
+    @classmethod
+    def of(cls, library: ctypes.CDLL) -> DecodeWorkKernels:
+        """Find them in a library."""
+        lay, write = library.quire_lay_decodes, library.quire_write_decodes
+        lay.argtypes = (_INT, _INT, *(_POINTER,) * 3, *(_INT,) * 4, *(_POINTER,) * 4)
+        lay.restype = None
+        write.argtypes = tuple(map(ctypes.POINTER, (DecodeRowsCall, DecodeSharingCall, DecodeWorkCall)))
+        write.restype = ctypes.c_bool
+        return cls(lay, write)
