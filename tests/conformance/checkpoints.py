@@ -61,6 +61,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     # Windows shorter than the prompts, of full layers too and of some layers only.
     "mistral-window": ("Mistral", {**_SMALL, "sliding_window": 11}),
     "qwen2-window": ("Qwen2", {**_SMALL, "use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}),
+    "gemma2": (
+        "Gemma2",
+        {
+            **_SMALL,
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "sliding_window": 11,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 0.7,
+            "final_logit_softcapping": 20.0,
+        },
+    ),
     "gemma3": (
         "Gemma3",
         {**_SMALL, "num_hidden_layers": 7, "head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 24},

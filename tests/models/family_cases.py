@@ -1,4 +1,4 @@
-"""Tiny models of Gemma 4, Falcon-H1, Qwen3.5 and of families with experts, for the tests of all families."""
+"""Tiny models of Gemma 2, Gemma 4, Falcon-H1, Qwen3.5 and of families with experts, for the tests of all families."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any, Final
 from transformers import (
     FalconH1Config,
     FalconH1ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
     GptOssConfig,
@@ -30,15 +32,27 @@ from transformers import (
 )
 
 NEAR, FULL = "sliding_attention", "full_attention"
-GEMMA4_CASES: Final[dict[str, tuple[type, type, dict[str, Any]]]] = {
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+GEMMA_CASES: Final[dict[str, tuple[type, type, dict[str, Any]]]] = {
+    "gemma2": (
+        Gemma2Config,
+        Gemma2ForCausalLM,
+        {
+            **_HEADS,
+            "num_hidden_layers": 4,
+            "sliding_window": 9,
+            "query_pre_attn_scalar": 20,
+            # So small that most scores feel them.
+            "attn_logit_softcapping": 0.5,
+            "final_logit_softcapping": 6.0,
+        },
+    ),
     # Two layers of each kind read the cache of another; two shapes of heads.
     "gemma4": (
         Gemma4TextConfig,
         Gemma4ForCausalLM,
         {
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
+            **_HEADS,
             "global_head_dim": 32,
             "num_hidden_layers": 8,
             "layer_types": [NEAR, NEAR, FULL, NEAR, NEAR, NEAR, FULL, FULL],
@@ -55,9 +69,7 @@ GEMMA4_CASES: Final[dict[str, tuple[type, type, dict[str, Any]]]] = {
         Gemma4TextConfig,
         Gemma4ForCausalLM,
         {
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
+            **_HEADS,
             "global_head_dim": 32,
             "num_global_key_value_heads": 1,
             "attention_k_eq_v": True,

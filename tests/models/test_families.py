@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Gemma3TextConfig, LlamaConfig
+from transformers import Gemma2Config, Gemma3TextConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from quire.errors import CheckpointError, UnsupportedModel
@@ -177,6 +177,26 @@ def test_windows_and_rotations_of_gemma3() -> None:
     newer = read(**GEMMA, num_hidden_layers=7, sliding_window=8, rope_parameters=parameters, layer_types=kinds)
     assert newer == older
     assert windows(**GEMMA, sliding_window_pattern=2) == [4096, None]
+
+
+def test_gemma2_leaves_out_what_is_its_default() -> None:
+    """Soft caps too, and null is for none."""
+    spec, _ = build({"architectures": ["Gemma2ForCausalLM"]})
+    config = Gemma2Config()
+    attention = spec.layers[0].mixer
+    assert (attention.num_heads, attention.num_kv_heads) == (config.num_attention_heads, config.num_key_value_heads)
+    assert (attention.head_dim, spec.vocab_size) == (config.head_dim, config.vocab_size)
+    assert (attention.soft_cap, spec.logit_cap) == (config.attn_logit_softcapping, config.final_logit_softcapping)
+    assert spec.max_position == config.max_position_embeddings
+    kinds = ["full_attention" if layer.mixer.window is None else "sliding_attention" for layer in spec.layers]
+    assert kinds == config.layer_types
+    caps = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    spec, _ = build({"architectures": ["Gemma2ForCausalLM"], **caps})
+    assert spec.logit_cap is None
+    assert {layer.mixer.soft_cap for layer in spec.layers} == {None}
+    with pytest.raises(CheckpointError) as wrong:
+        build({"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": -1.0})
+    assert wrong.value.field == "attn_logit_softcapping"
 
 
 def test_gemma3_leaves_out_what_is_its_default() -> None:

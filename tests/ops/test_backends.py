@@ -211,6 +211,32 @@ def test_attention_in_a_window(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("soft_cap", [0.02, 0.5, 50.0])
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 33, "has_sinks": True}, {"chunk": 40, "num_kv_heads": 1, "group": 8}]
+)
+def test_soft_caps_of_scores(backend: Backend, dtype: torch.dtype, soft_cap: float, options: dict[str, Any]) -> None:
+    """Of scores that are all at the cap, that feel it, and that hardly do; of single rows, few rows and prompts."""
+    spans = [*RAGGED, (700, 1), (600, 20), (100, 200)]
+    world = World(spans, **options, dtype=dtype, device=backend.device, soft_cap=soft_cap)
+    world.check(backend.make())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_soft_caps_of_scores_of_any_size(backend: Backend) -> None:
+    """Scores of thousands are at the cap, whatever powers of two a processor has; a NaN stays one."""
+    world, ops = World([*RAGGED, (1100, 1)], device=backend.device, soft_cap=2.0), backend.make()
+    world.scale = 1e4
+    # What is rounded in a score is ten thousand times as much here.
+    assert_near(world.run(ops)[1], world.run(REFERENCE)[1], factor=100)
+    world.qkv[0, :64] = float("nan")
+    found = world.run(ops)[1].view(-1, 4, 64)
+    assert found[0, 0].isnan().all()
+    assert not found[1:].isnan().any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sinks_of_any_size(backend: Backend, dtype: torch.dtype) -> None:
     """One that takes all weight leaves nothing, one that takes none changes nothing; a NaN is its head's alone."""
     world = World([*RAGGED, (1100, 1)], dtype=dtype, device=backend.device, has_sinks=True)

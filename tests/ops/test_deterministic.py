@@ -33,7 +33,7 @@ CUTS: list[list[tuple[int, int]]] = [
     [(position, 1) for position in (5, 127, 128, 511, 512, 513, 640, 1023, 1024, 1099)],
     [(700, 3), (1090, 1), (1030, 20), (516, 4), (1096, 4), (200, 100)],
 ]
-SIGHTS: list[dict[str, int]] = [{}, {"window": 300}, {"chunk": 520}]
+SIGHTS: list[dict[str, Any]] = [{}, {"window": 300}, {"chunk": 520}, {"soft_cap": 0.7}]
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +61,7 @@ def outputs(world: World, ops: NativeOps, queries: torch.Tensor, cut: Sequence[t
         block_ids=torch.cat(tables),
         block_starts=[0, *accumulate(len(table) for table in tables)],
     )
-    return ops.step_attention(of_cut, world.kv).attend(1, queries[rows], world.scale, world.sinks)
+    return world.attend(ops.step_attention(of_cut, world.kv), queries[rows])
 
 
 def differing(level: str, deterministic: bool, dtype: torch.dtype, stored: str | None, **sight: Any) -> int:
@@ -79,7 +79,7 @@ def differing(level: str, deterministic: bool, dtype: torch.dtype, stored: str |
 @pytest.mark.parametrize("stored", [None, "int8"])
 @pytest.mark.parametrize("sight", SIGHTS, ids=str)
 def test_a_row_of_attention_gets_the_same_bits(
-    level: str, dtype: torch.dtype, stored: str | None, sight: dict[str, int]
+    level: str, dtype: torch.dtype, stored: str | None, sight: dict[str, Any]
 ) -> None:
     assert differing(level, True, dtype, stored, **sight) == 0
 
@@ -93,11 +93,13 @@ def test_otherwise_it_need_not(level: str) -> None:
 @pytest.mark.parametrize("level", BUILT)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("stored", [None, "int8"])
-@pytest.mark.parametrize("layout", ["prefix", "tree", "fork", "window", "chunk", 33, 200, "sinks"])
+@pytest.mark.parametrize("layout", ["prefix", "tree", "fork", "window", "chunk", 33, 200, "sinks", "caps"])
 def test_the_path_of_many_rows_is_right(level: str, dtype: torch.dtype, stored: str | None, layout: str | int) -> None:
     """Beside the reference; slots that nobody sees hold NaN, also those of a tile's first tokens."""
     if layout == "sinks":
         world = World(RAGGED, head_dim=80, dtype=dtype, stored=stored, has_sinks=True)
+    elif layout == "caps":
+        world = World(RAGGED, dtype=dtype, stored=stored, soft_cap=0.7)
     elif isinstance(layout, int):
         world = World([*RAGGED, (700, 1), (600, 20), (100, 200)], window=layout, dtype=dtype, stored=stored)
     else:

@@ -47,7 +47,7 @@ def native_ops(level: str, weights: str) -> NativeOps:
 
 
 class Model:
-    """Four layers of two cache groups: with norms of heads and without, with biases and without.
+    """Four layers of two cache groups: with and without norms of heads, biases, sinks, and soft caps of scores.
 
     Args:
         width: how many times wider the gates are than rows.
@@ -76,7 +76,7 @@ class Model:
         norms = head_norms if idx < 3 else None
         sinks = randn(HEADS, seed=idx) * 3 if idx % 2 else None
         gate = self._linear(HEADS * HEAD_DIM, WIDTH, 10 * idx + 6) if has_gate else None
-        return PackedAttention(qkv, output, norms, HEADS, 0.25, sinks, gate)
+        return PackedAttention(qkv, output, norms, HEADS, 0.25, sinks, gate, 0.7 if idx > 1 else None)
 
     def _recurrence(self, idx: int) -> PackedRecurrence:
         weights = short_conv_weights(has_bias=True) if idx else delta_weights()
@@ -132,7 +132,7 @@ class Model:
             run = step.short_conv if isinstance(mixer.weights, ShortConvWeights) else step.gated_delta_net
             return run(layer.layer_idx, mixer.input(rows), mixer.weights)  # type: ignore[no-any-return]
         queries = step.prepare(layer.layer_idx, mixer.qkv(rows), mixer.head_norms, rotation)
-        gathered: Tensor = step.attend(layer.layer_idx, queries, mixer.score_scale, mixer.sinks)
+        gathered: Tensor = step.attend(layer.layer_idx, queries, mixer.score_scale, mixer.sinks, mixer.soft_cap)
         return gathered if mixer.gate is None else self.ops.sigmoid_gate(gathered, mixer.gate(rows))
 
 

@@ -44,6 +44,7 @@ class World:
         has_value_norms: so are value heads.
         stored: what the cache keeps them as; None as they are.
         has_sinks: heads have sinks, of next to no weight, of some, and of nearly all.
+        soft_cap: soft cap of scores, which are about 1.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class World:
         device: str = "cpu",
         stored: str | None = None,
         has_sinks: bool = False,
+        soft_cap: float | None = None,
     ) -> None:
         num_blocks = [-(-(history + rows) // block_size) for history, rows in spans]
         ids = list(range(1, sum(num_blocks) + 3))
@@ -95,16 +97,15 @@ class World:
         )
         heads = (group + 2) * num_kv_heads
         self.qkv = randn(num_rows, heads * head_dim, dtype=dtype, device=device, seed=99)
-        self.norms = None
+        self.norms, self.sinks = None, None
         if has_norms or has_value_norms:
             num_normed = heads if has_value_norms else heads - num_kv_heads
             scales = randn(num_normed, head_dim, dtype=dtype, device=device, seed=3)
             self.norms = HeadNorms(scales, 1e-5)
         self.rotation = rotation_of(num_rows, head_dim, dtype, device)
-        self.scale = head_dim**-0.5
-        self.sinks = None
+        self.scale, self.soft_cap = head_dim**-0.5, soft_cap
         if has_sinks:
-            self.sinks = randn(group * num_kv_heads, device=device, seed=4) * 4
+            self.sinks = randn(group * num_kv_heads, device=device, seed=4).mul_(4)
             self.sinks[::5] = 9.0
 
     def _store(self, vectors: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor) -> None:
@@ -124,7 +125,7 @@ class World:
 
     def attend(self, step: StepAttention, queries: torch.Tensor, layer_idx: int = 1) -> torch.Tensor:
         """Attend in one layer to what is stored."""
-        return step.attend(layer_idx, queries, self.scale, self.sinks)
+        return step.attend(layer_idx, queries, self.scale, self.sinks, self.soft_cap)
 
     def check(self, ops: Ops) -> None:
         """Compare the queries, the cache and the outputs of a backend with the reference's."""

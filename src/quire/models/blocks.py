@@ -124,7 +124,7 @@ class AttentionBlock:
         device: torch.device,
     ) -> None:
         num_heads, num_kv_heads, head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
-        self._score_scale = _score_scale(attention)
+        self._score_scale, self._soft_cap = _score_scale(attention), attention.soft_cap
         self._layer_idx, self._num_heads = layer_idx, num_heads
         self._sigmoid_gate = ops.sigmoid_gate
         self._qkv = Projection(width, (num_heads + 2 * num_kv_heads) * head_dim, attention.qkv_bias, ops)
@@ -157,9 +157,8 @@ class AttentionBlock:
         output, gate = self._output.plain, None if self._gate is None else self._gate.run
         if output is None:
             return None
-        return PackedAttention(
-            self._qkv.run, output, self._norms, self._num_heads, self._score_scale, self._sinks, gate
-        )
+        scores = self._score_scale, self._sinks, gate, self._soft_cap
+        return PackedAttention(self._qkv.run, output, self._norms, self._num_heads, *scores)
 
     def __call__(
         self, x: Tensor, residual: Tensor, inputs: AttentionInputs, picked: SelectedRows | None = None
@@ -180,7 +179,7 @@ class AttentionBlock:
             _, step, query_scales = picked.inputs
         if query_scales is not None:
             q.mul_(query_scales)
-        gathered = step.attend(self._layer_idx, q, self._score_scale, self._sinks)
+        gathered = step.attend(self._layer_idx, q, self._score_scale, self._sinks, self._soft_cap)
         if self._gate is not None:
             gathered = self._sigmoid_gate(gathered, self._gate.run(x))
         return self._output(gathered, residual)
@@ -216,6 +215,7 @@ class SharedAttentionBlock:
         assert turning_order(attention.rope, attention.head_dim) is None, "nor heads in another order"
         assert attention.temperature is None, "nor a temperature"
         assert not attention.sinks, "nor sinks"
+        assert attention.soft_cap is None, "nor a soft cap of scores"
         num_heads, head_dim = attention.num_heads, attention.head_dim
         self._score_scale = _score_scale(attention)
         self._layer_idx = layer_idx

@@ -47,6 +47,7 @@ class Attention:
         output_gate: True where the output is multiplied by the sigmoid of gates, which are projected with the queries.
         temperature: factor of queries after norm and rotation; None for none.
         sinks: whether each query head has a learned sink: one more score in its softmax, without a value.
+        soft_cap: scores become `soft_cap * tanh(score / soft_cap)` before the softmax; None leaves them.
     """
 
     num_heads: int
@@ -64,6 +65,7 @@ class Attention:
     output_gate: bool = False
     temperature: Temperature | None = None
     sinks: bool = False
+    soft_cap: float | None = None
 
     def for_context(self, length: int) -> Attention:
         """Return the layer of a model that serves contexts of at most `length` tokens: see `LongRopeScaling`."""

@@ -36,6 +36,7 @@ class PackedAttention(NamedTuple):
         score_scale: factor of the scores before the softmax.
         sinks: attention sinks, [H] of float32; None for none.
         gate: projection to gates, whose sigmoids multiply what attention gives; None for none.
+        soft_cap: see `StepAttention.attend`.
     """
 
     qkv: Linear
@@ -45,6 +46,7 @@ class PackedAttention(NamedTuple):
     score_scale: float
     sinks: Tensor | None = None
     gate: Linear | None = None
+    soft_cap: float | None = None
 
 
 class PackedRecurrence(NamedTuple):

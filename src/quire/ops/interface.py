@@ -180,7 +180,9 @@ class StepAttention(Protocol):
             [T, H, D].
         """
 
-    def attend(self, layer_idx: int, q: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
+    def attend(
+        self, layer_idx: int, q: Tensor, scale: float, sinks: Tensor | None = None, soft_cap: float | None = None
+    ) -> Tensor:
         """Let each row see its sequence up to itself, as far back as the batch says, through the block table.
 
         Args:
@@ -188,11 +190,14 @@ class StepAttention(Protocol):
             scale: factor of the scores before the softmax.
             sinks: attention sinks, [H] of float32, contiguous: each row's softmax has one more score, that of its head,
                 which takes weight and has no value. None for no sinks.
+            soft_cap: scores, multiplied by their scale, become `soft_cap * tanh(score / soft_cap)`; sinks stay as they
+                are. None leaves scores.
 
         Returns:
             [T, H * D], contiguous.
 
-        Source: PagedAttention, arXiv 2309.06180; attention sinks, arXiv 2309.17453.
+        Source: PagedAttention, arXiv 2309.06180; attention sinks, arXiv 2309.17453; soft caps, Gemma 2, arXiv
+        2408.00118.
         """
 
 

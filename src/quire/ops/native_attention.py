@@ -118,22 +118,16 @@ class NativeStepAttention:
         )
         return queries
 
-    def attend(self, layer_idx: int, q: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
+    def attend(
+        self, layer_idx: int, q: Tensor, scale: float, sinks: Tensor | None = None, soft_cap: float | None = None
+    ) -> Tensor:
         """Let each row of [T, H, D] see its sequence up to itself; return [T, H * D]."""
         num_rows, num_heads, head_dim = q.shape
         output = q.new_empty(num_rows, num_heads * head_dim)
         handle = self.plan(num_heads).handle
-        self._library.attend(
-            self._rows,
-            self._cache,
-            handle,
-            layer_idx,
-            q.data_ptr(),
-            q.stride(0),
-            scale,
-            None if sinks is None else sinks.data_ptr(),
-            output.data_ptr(),
-        )
+        queries, scores = (q.data_ptr(), q.stride(0)), (scale, soft_cap or 0.0)
+        pointers = None if sinks is None else sinks.data_ptr(), output.data_ptr()
+        self._library.attend(self._rows, self._cache, handle, layer_idx, *queries, *scores, *pointers)
         return output
 
     def plan(self, num_heads: int) -> AttentionPlan:

@@ -51,6 +51,7 @@ def _attention_call(attention: PackedAttention, rotation_idx: int) -> AttentionC
         rotation_idx=rotation_idx,
         num_heads=attention.num_heads,
         score_scale=attention.score_scale,
+        soft_cap=attention.soft_cap or 0.0,
         sinks=_pointer(attention.sinks),
         gate=linear_call(attention.gate),
     )

@@ -37,7 +37,7 @@ from quire.ops.weight_memory import WeightMemory
 
 FOLDER: Final = Path(__file__).parent / "native"
 # The number that `quire_interface_version` must return.
-INTERFACE_VERSION: Final = 32
+INTERFACE_VERSION: Final = 33
 # The best last. A processor that runs one runs those before it, except that some with AVX-512 lack AVX-VNNI.
 LEVELS: Final = ("portable", "avx2", "avx_vnni", "avx512", "avx512_bf16")
 # An environment variable with the best level to take, where that is not to be the processor's: for tests of the others.
@@ -159,7 +159,8 @@ class NativeLibrary:
             ctypes.cast(threads.torch_parallel_for, _POINTER), ctypes.cast(threads.torch_get_num_threads, _POINTER)
         )
         rows, kv = ctypes.POINTER(StepRows), ctypes.POINTER(Cache)
-        self.attend = _typed(library.quire_attend, rows, kv, _POINTER, _INT, _POINTER, _INT, _FLOAT, _POINTER, _POINTER)
+        layer = _POINTER, _INT, _POINTER, _INT, _FLOAT, _FLOAT, _POINTER, _POINTER
+        self.attend = _typed(library.quire_attend, rows, kv, *layer)
         self.plan_attention = _typed(library.quire_plan_attention, rows, kv, _INT, _INT, _INT, _INT, returns=_POINTER)
         self.free_attention_plan = _typed(library.quire_free_attention_plan, _POINTER)
         self.tokens_read = _typed(library.quire_tokens_read, _POINTER, returns=_INT)
@@ -170,9 +171,8 @@ class NativeLibrary:
             kv,
             *(_INT, _POINTER, _INT, _POINTER, _INT, _FLOAT, _POINTER, _POINTER, _INT, _POINTER),
         )
-        self.rms_norm = _typed(
-            library.quire_rms_norm, _INT, _POINTER, _INT, _INT, _POINTER, _FLOAT, _INT, _INT, _POINTER
-        )
+        norm_rows = _INT, _POINTER, _INT, _INT, _POINTER, _FLOAT, _INT, _INT, _POINTER
+        self.rms_norm = _typed(library.quire_rms_norm, *norm_rows)
         self.sigmoid_gate = _typed(library.quire_sigmoid_gate, _INT, _POINTER, _POINTER, _INT, _INT, _POINTER)
         self.layers = _typed(library.quire_layers, *_LAYERS, ctypes.POINTER(RankGroupCall), returns=_INT)
         self.ranks = RankKernels.of(library)

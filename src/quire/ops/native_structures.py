@@ -63,6 +63,7 @@ class AttentionCall(ctypes.Structure):
         ("rotation_idx", _INT),
         ("num_heads", _INT),
         ("score_scale", _DOUBLE),
+        ("soft_cap", _DOUBLE),
         ("sinks", _POINTER),
         ("gate", LinearCall),
     )

@@ -76,7 +76,9 @@ class PiecewiseStateBatch(StateBatch):
 class AttendsInto(Protocol):
     """Attention of a step that writes where it is told to."""
 
-    def attend_into(self, output: Tensor, layer_idx: int, q: Tensor, scale: float, sinks: Tensor | None) -> None:
+    def attend_into(
+        self, output: Tensor, layer_idx: int, q: Tensor, scale: float, sinks: Tensor | None, soft_cap: float | None
+    ) -> None:
         """Write what `StepAttention.attend` returns to `output`, [T, H * D], contiguous."""
 
 
@@ -101,23 +103,26 @@ class PiecewiseAttention:
         """Norm and rotate queries; return them as [T, H, D]."""
         return self._inner.prepare_queries(q, norms, rotation)
 
-    def attend(self, layer_idx: int, q: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
+    def attend(
+        self, layer_idx: int, q: Tensor, scale: float, sinks: Tensor | None = None, soft_cap: float | None = None
+    ) -> Tensor:
         """Split here; return [T, H * D], of which the operation between the pieces writes the rows that there are."""
         num_rows, num_heads, head_dim = q.shape
         queries = self._seams.take("queries", num_rows, num_heads * head_dim, q.dtype).view(q.shape)
         queries.copy_(q)
         output = self._seams.take("attended", num_rows, num_heads * head_dim, q.dtype)
-        self._split(partial(_attend, layer_idx, queries, scale, sinks, output))
+        self._split(partial(_attend, (layer_idx, scale, sinks, soft_cap), queries, output))
         return output
 
 
 def _attend(
-    layer_idx: int, queries: Tensor, scale: float, sinks: Tensor | None, output: Tensor, step: Any, num_rows: int
+    options: tuple[int, float, Tensor | None, float | None], queries: Tensor, output: Tensor, step: Any, num_rows: int
 ) -> None:
+    layer_idx, scale, sinks, soft_cap = options
     if isinstance(step, AttendsInto):
-        step.attend_into(output[:num_rows], layer_idx, queries[:num_rows], scale, sinks)
+        step.attend_into(output[:num_rows], layer_idx, queries[:num_rows], scale, sinks, soft_cap)
     else:
-        output[:num_rows].copy_(step.attend(layer_idx, queries[:num_rows], scale, sinks))
+        output[:num_rows].copy_(step.attend(layer_idx, queries[:num_rows], scale, sinks, soft_cap))
 
 
 class PiecewiseStates:

@@ -186,7 +186,9 @@ class ReferenceStepAttention:
         heads = q.view(len(q), -1, self._head_dim)
         return rotary(heads if norms is None else rms_norm(heads, norms.scales, norms.eps), rotation)
 
-    def attend(self, layer_idx: int, q: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
+    def attend(
+        self, layer_idx: int, q: Tensor, scale: float, sinks: Tensor | None = None, soft_cap: float | None = None
+    ) -> Tensor:
         """Let one row after the other collect what it sees."""
         batch = self._batch
         outputs = []
@@ -196,11 +198,18 @@ class ReferenceStepAttention:
             for row in range(first, last):
                 end = batch.context_lens[seq] - (last - 1 - row)
                 seen = range(batch.first_seen(end - 1), end)
-                outputs.append(self._attend_row(layer_idx, q[row], table, seen, scale, sinks))
+                outputs.append(self._attend_row(layer_idx, q[row], table, seen, scale, sinks, soft_cap))
         return torch.stack(outputs).to(q.dtype)
 
     def _attend_row(
-        self, layer_idx: int, q: Tensor, table: list[int], seen: range, scale: float, sinks: Tensor | None
+        self,
+        layer_idx: int,
+        q: Tensor,
+        table: list[int],
+        seen: range,
+        scale: float,
+        sinks: Tensor | None,
+        soft_cap: float | None,
     ) -> Tensor:
         """Attend with one row's queries [H, D]; return [H * D] in float32."""
         num_kv_heads, block_size = self._data.shape[3:5]
@@ -209,6 +218,8 @@ class ReferenceStepAttention:
         slots = torch.stack([self._data[block_id, layer_idx, :, :, offset] for block_id, offset in places])
         keys, values = restored(slots, self._head_dim).repeat_interleave(group, dim=2).unbind(1)  # [seen, H, D] each
         scores = torch.einsum("hd,thd->ht", q.float(), keys) * scale
+        if soft_cap is not None:
+            scores = soft_cap * (scores / soft_cap).tanh()
         if sinks is None:
             weights = scores.softmax(-1)
         else:

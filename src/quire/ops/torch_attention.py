@@ -168,7 +168,9 @@ class TorchStepAttention:
         """Norm and rotate queries; return them as [T, H, D]."""
         return prepare_queries(q.view(len(q), -1, self._slot_rows[0].shape[1]), norms, rotation)
 
-    def attend(self, layer_idx: int, q: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
+    def attend(
+        self, layer_idx: int, q: Tensor, scale: float, sinks: Tensor | None = None, soft_cap: float | None = None
+    ) -> Tensor:
         """Let each row of [T, H, D] see its sequence up to itself; return [T, H * D]."""
         num_rows, num_heads, head_dim = q.shape
         group = num_heads // self._num_kv_heads
@@ -187,9 +189,9 @@ class TorchStepAttention:
                 if wide_keys is not keys:
                     wide_keys.copy_(keys)
                 if end - start == 1:
-                    scores.append(torch.bmm(queries[start], wide_keys.mT))
+                    scores.append(_capped(torch.bmm(queries[start], wide_keys.mT), soft_cap))
                 else:
-                    rows = attend_in_tiles(queries[start:end], wide_keys, values, first_seen, sinks)
+                    rows = attend_in_tiles(queries[start:end], wide_keys, values, first_seen, sinks, soft_cap)
                     chunks.append((start, end, rows))
             if scores and sinks is None:
                 torch.softmax(scores[0] if len(scores) == 1 else torch.cat(scores, 2), -1, out=next(weights))
@@ -246,7 +248,12 @@ def prepare_queries(heads: Tensor, norms: HeadNorms | None, rotation: Rotation) 
 
 
 def attend_in_tiles(
-    queries: Tensor, keys: Tensor, values: Tensor, first_seen: Tensor | None = None, sinks: Tensor | None = None
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    first_seen: Tensor | None = None,
+    sinks: Tensor | None = None,
+    soft_cap: float | None = None,
 ) -> Tensor:
     """Let a sequence's last rows attend, some rows at a time, by plain matrix products.
 
@@ -264,6 +271,7 @@ def attend_in_tiles(
         values: [K, context, D].
         first_seen: [rows] of int64, the first token of the context that each row sees; None for all of it.
         sinks: [K, G, 1] of float32; None for no attention sinks.
+        soft_cap: see `StepAttention.attend`.
 
     Returns:
         [rows, H, D].
@@ -281,7 +289,7 @@ def attend_in_tiles(
     for start in range(0, num_rows, tile):
         end = min(start + tile, num_rows)
         num_seen = context_len - num_rows + end
-        scores = torch.bmm(rows[:, start * group : end * group], columns[:, :, :num_seen])
+        scores = _capped(torch.bmm(rows[:, start * group : end * group], columns[:, :, :num_seen]), soft_cap)
         scores[:, :, num_seen - (end - start) :] += diagonal[: (end - start) * group, : end - start]
         if first_seen is not None:
             firsts = first_seen[start:end].repeat_interleave(group)
@@ -292,6 +300,11 @@ def attend_in_tiles(
         outputs.append(torch.bmm(weights, values[:, :num_seen]))
     by_head = torch.cat(outputs, 1).view(num_kv_heads, num_rows, group, head_dim)
     return by_head.transpose(0, 1).flatten(1, 2)
+
+
+def _capped(scores: Tensor, soft_cap: float | None) -> Tensor:
+    """Return scaled scores with their soft cap, in place."""
+    return scores if soft_cap is None else scores.div_(soft_cap).tanh_().mul_(soft_cap)
 
 
 def _cut(length: int, piece: int) -> list[int]:

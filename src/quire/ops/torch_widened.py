@@ -61,11 +61,13 @@ class WidenedStepAttention:
         """Norm and rotate queries; return them as [T, H, D]."""
         return prepare_queries(q.view(len(q), -1, self._head_dim), norms, rotation)
 
-    def attend(self, layer_idx: int, q: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
+    def attend(
+        self, layer_idx: int, q: Tensor, scale: float, sinks: Tensor | None = None, soft_cap: float | None = None
+    ) -> Tensor:
         """Let each row of [T, H, D] see its sequence up to itself; return [T, H * D]."""
         slots = as_bytes(self._data)[self._read_ids, layer_idx].view(self._data.dtype)
         self._wide.data[:, 0] = widened(slots, self._head_dim)
-        return self._step.attend(0, q, scale, sinks)
+        return self._step.attend(0, q, scale, sinks, soft_cap)
 
 
 def narrowed(vectors: Tensor, dtype: torch.dtype) -> Tensor:

@@ -57,6 +57,7 @@ GGUF_CASES: Final[dict[str, dict[str, Any]]] = {
     "qwen3.5": {},
     "qwen3.5-options": {},
     "qwen3.5-moe": {},
+    "gemma2": {"query_pre_attn_scalar": 16},
     "gemma3": {"query_pre_attn_scalar": 16},
     "gemma3-options": {"query_pre_attn_scalar": 32, "attention_bias": False},
     "gemma4": {},

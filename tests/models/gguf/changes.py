@@ -226,6 +226,7 @@ CHANGES: Final[dict[MODEL_ARCH, Callable[[Tensors, Config], Tensors]]] = {
     MODEL_ARCH.MISTRAL3: _pair_rows,
     MODEL_ARCH.LLAMA4: _divide_experts,
     MODEL_ARCH.GPT_OSS: _gpt_oss,
+    MODEL_ARCH.GEMMA2: _add_one,
     MODEL_ARCH.GEMMA3: _add_one,
     MODEL_ARCH.GEMMA4: _gemma4,
     MODEL_ARCH.QWEN35: _tile_value_heads,

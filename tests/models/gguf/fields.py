@@ -33,6 +33,7 @@ ARCHITECTURES: Final[dict[str, Callable[[Config], MODEL_ARCH]]] = {
     "GptOssForCausalLM": lambda _: MODEL_ARCH.GPT_OSS,
     "Phi3ForCausalLM": lambda _: MODEL_ARCH.PHI3,
     "Qwen3_5MoeForCausalLM": lambda _: MODEL_ARCH.QWEN35MOE,
+    "Gemma2ForCausalLM": lambda _: MODEL_ARCH.GEMMA2,
     "Gemma3ForCausalLM": lambda _: MODEL_ARCH.GEMMA3,
     "Gemma4ForCausalLM": lambda _: MODEL_ARCH.GEMMA4,
     "Lfm2ForCausalLM": lambda _: MODEL_ARCH.LFM2,
@@ -187,6 +188,12 @@ def _gemma3(writer: GGUFWriter, config: Config) -> None:
         writer.add_sliding_window_pattern(pattern)
 
 
+def _gemma2(writer: GGUFWriter, config: Config) -> None:
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+    writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+
+
 def _of_full_layers(config: Config) -> Config:
     """Return the configuration of Gemma 4's layers that see all tokens."""
     config_of = config["per_layer_config"]
@@ -263,6 +270,7 @@ FIELDS: Final[dict[MODEL_ARCH, Callable[[GGUFWriter, Config], None]]] = {
     MODEL_ARCH.QWEN3MOE: _qwen3_moe,
     MODEL_ARCH.QWEN35: _qwen3_5,
     MODEL_ARCH.QWEN35MOE: _qwen3_5_moe,
+    MODEL_ARCH.GEMMA2: _gemma2,
     MODEL_ARCH.GEMMA3: _gemma3,
     MODEL_ARCH.GEMMA4: _gemma4,
     MODEL_ARCH.LFM2: _lfm2,

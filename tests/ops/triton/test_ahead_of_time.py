@@ -59,6 +59,7 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "head_dim 80": {**LLAMA, "group": 1, "head_dim": 80},
     "head_dim 96": {**LLAMA, "group": 1, "head_dim": 96},
     "gemma": {**LLAMA, "num_kv_heads": 4, "group": 2, "head_dim": 256, "has_norms": True},
+    "gemma2": {**LLAMA, "num_kv_heads": 4, "group": 2, "head_dim": 256, "window": 4096, "soft_cap": 50.0},
     "float16": {**LLAMA, "dtype": FP16},
     "int8": {**LLAMA, "stored": "int8"},
     "fp8": {**LLAMA, "stored": "fp8"},
@@ -89,7 +90,7 @@ def attention_launches(options: dict[str, Any], capability: int) -> list[Launch]
         static.write_tokens(nothing, torch.zeros(1, dtype=torch.int64), nothing, 4)
         group, heads = options["group"], options["num_kv_heads"]
         q = randn(4, group * heads, options["head_dim"], dtype=options["dtype"])
-        ops.step_attention(static.batch(4), world.kv).attend(1, q, 1.0, world.sinks)
+        ops.step_attention(static.batch(4), world.kv).attend(1, q, 1.0, world.sinks, world.soft_cap)
     assert any(launch.arguments.get("COUNTED") for launch in launches)
     return launches
 

@@ -66,8 +66,9 @@ def test_windows_and_chunks(options: dict[str, Any], has_sinks: bool) -> None:
 @pytest.mark.parametrize("stored", ["int8", "fp8"])
 @pytest.mark.parametrize("has_norms", [False, True])
 def test_stored_caches(dtype: torch.dtype, stored: str, has_norms: bool) -> None:
-    spans = [*SHORT, (600, 1)]
-    check_stored(make_world(spans, dtype=dtype, head_dim=16, stored=stored, has_norms=has_norms), make_ops())
+    """Those with norms have soft caps of scores too."""
+    options: dict[str, Any] = {"has_norms": has_norms, "soft_cap": 0.7 if has_norms else None}
+    check_stored(make_world([*SHORT, (600, 1)], dtype=dtype, head_dim=16, stored=stored, **options), make_ops())
 
 
 @pytest.mark.parametrize("stored", ["int8", "fp8"])
@@ -94,6 +95,23 @@ def test_a_float8_and_an_int8_that_is_no_number() -> None:
             assert found[:4, 2:].isnan().any()
             if stored == "int8":
                 assert found[:, 2:].isnan().all()
+
+
+@pytest.mark.parametrize("soft_cap", [0.02, 0.5, 50.0])
+@pytest.mark.parametrize("options", [{}, {"window": 33, "has_sinks": True}, {"num_kv_heads": 1, "group": 8}], ids=str)
+def test_soft_caps_of_scores(soft_cap: float, options: dict[str, Any]) -> None:
+    """Of scores that are all at the cap, that feel it, and that hardly do; in splits, and of prompts."""
+    make_world([*RAGGED, (600, 1)], **options, head_dim=16, soft_cap=soft_cap).check(make_ops())
+
+
+def test_soft_caps_of_scores_of_any_size() -> None:
+    world = make_world(RAGGED, head_dim=16, soft_cap=2.0)
+    world.scale = 1e4
+    assert_near(world.run(make_ops())[1], world.run(REFERENCE)[1], factor=100)
+    world.qkv[0, :16] = float("nan")
+    found = world.run(make_ops())[1].view(-1, 4, 16)
+    assert found[0, 0].isnan().all()
+    assert not found[1:].isnan().any()
 
 
 def test_sinks_of_any_size() -> None:
@@ -164,7 +182,9 @@ def check_shared(world: World, is_shared: bool, group: int = 2) -> None:
 @pytest.mark.parametrize("name", SHARED)
 def test_shared_blocks(name: str, has_sinks: bool) -> None:
     layout, is_shared = SHARED[name]
-    check_shared(layout.world(torch.float32, head_dim=16, has_sinks=has_sinks, device=DEVICE), is_shared)
+    # Those with sinks have soft caps too.
+    options: dict[str, Any] = {"has_sinks": has_sinks, "soft_cap": 0.7 if has_sinks else None}
+    check_shared(layout.world(torch.float32, head_dim=16, **options, device=DEVICE), is_shared)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -202,6 +202,29 @@ class TestAttention:
                     assert_near(outs[shares][:num_rows], expected, factor=2)
                 assert torch.equal(outs[is_shared][:num_rows], expected)
 
+    @pytest.mark.parametrize(("window", "chunk"), [(None, None), (20, None), (None, 24)])
+    def test_rows_are_laid_out_as_by_stock_operators(self, window: int | None, chunk: int | None) -> None:
+        """Slots, positions, first tokens and first blocks, with padding; tables lie at any places."""
+        memory, limits = StaticMemory(torch.device(DEVICE)), StaticLimits(16, 200)
+        static = make_ops().static_tokens(make_world([(3, 1)], head_dim=16).kv, window, chunk, memory, limits)
+        assert static is not None
+        if static._kernels is None:
+            pytest.skip("there is no compiled code")
+        rng = random.Random(3)
+        for num_real in (0, 1, 5, 9):
+            positions = torch.tensor([rng.randrange(70) for _ in range(num_real)], dtype=torch.int64)
+            starts = torch.tensor([12 * row for row in range(num_real)], dtype=torch.int64)
+            ids = torch.randint(1, 1000, (12 * 9 + 1,))
+            ids[-1] = 0
+            expected = static._lay_by_torch(positions, ids, starts, 10)
+            slots = static._slots.host.clone()
+            static._slots.host.fill_(-1)
+            static.write_tokens(positions, ids, starts, 10)
+            assert static._rows is not None
+            assert [each.tolist() for each in static._rows[:3]] == [each.tolist() for each in expected[:3]]
+            assert static._rows.num_real == num_real
+            assert static._slots.host[:10].tolist() == slots[:10].tolist()
+
 
 class TestEngine:
     pytestmark = MARKS

@@ -10,7 +10,7 @@ import torch
 
 from quire.ops.interface import AttentionBatch
 from quire.ops.native_decode_work import DecodeWorkKernels
-from quire.ops.static_steps import StaticLimits, StaticMemory
+from quire.ops.static_steps import StaticMemory
 from quire.ops.triton.decode_sharing import DecodeSharing, SharedDecodes, no_sharing
 from quire.ops.triton.decode_work import ITEM, SPLIT_ROWS, MostWork, plan_decodes
 from quire.ops.triton.decode_writer import (
@@ -21,14 +21,11 @@ from quire.ops.triton.decode_writer import (
     WorkBuffers,
     decode_kernels,
 )
-from quire.ops.triton.launches import Device
 from quire.ops.triton.shared_prefixes import SharingRule
 from quire.ops.triton.shared_work import SHARED_ITEM, SHARED_ROW, MostShared
 from quire.ops.triton.splits import split_length
-from quire.ops.triton.static_attention import TritonStaticTokens
 from quire.ops.triton.tiles import Tile, decode_tile, shared_tile
 from quire.ops.triton.work_items import WorkItem, plan_work
-from tests.ops.world import World
 
 BLOCK_SIZE, GROUP, KV_HEADS = 16, 4, 2
 DECODE = decode_tile(128, GROUP, 2)
@@ -123,30 +120,6 @@ def test_compiled_code_writes_what_stock_operators_write(seed: int) -> None:
         positions = positions_later(rng, positions)
     assert num_split > 80 or window is not None
     assert num_shared > 20 or window is not None
-
-
-@pytest.mark.parametrize(("window", "chunk"), [(None, None), (20, None), (None, 24)])
-def test_rows_are_laid_out_as_by_stock_operators(window: int | None, chunk: int | None) -> None:
-    """Slots, positions, first tokens and first blocks, with padding; tables lie at any places."""
-    memory, limits = StaticMemory(torch.device("cpu")), StaticLimits(16, 200)
-    kv = World([(3, 1)], head_dim=16).kv
-    static = TritonStaticTokens(kv, window, chunk, memory, limits, Device(torch.device("cpu")))
-    if static._kernels is None:
-        pytest.skip("there is no compiled code")
-    rng = random.Random(3)
-    for num_real in (0, 1, 5, 9):
-        positions = torch.tensor([rng.randrange(70) for _ in range(num_real)], dtype=torch.int64)
-        starts = torch.tensor([12 * row for row in range(num_real)], dtype=torch.int64)
-        ids = torch.randint(1, 1000, (12 * 9 + 1,))
-        ids[-1] = 0
-        expected = static._lay_by_torch(positions, ids, starts, 10)
-        slots = static._slots.host.clone()
-        static._slots.host.fill_(-1)
-        static.write_tokens(positions, ids, starts, 10)
-        assert static._rows is not None
-        assert [each.tolist() for each in static._rows[:3]] == [each.tolist() for each in expected[:3]]
-        assert static._rows.num_real == num_real
-        assert static._slots.host[:10].tolist() == slots[:10].tolist()
 
 
 def make_buffers(num_processors: int) -> WorkBuffers:

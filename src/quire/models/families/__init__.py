@@ -10,6 +10,7 @@ from quire.models.encoder_spec import EncoderSpec
 from quire.models.families.base_models import causal_name
 from quire.models.families.encoders import ENCODERS, build_encoder, find_encoder
 from quire.models.families.falcon_h1 import falcon_h1
+from quire.models.families.gemma2 import gemma2
 from quire.models.families.gemma3 import gemma3, gemma3_of_text_and_images
 from quire.models.families.gemma4 import gemma4, gemma4_of_text_and_images
 from quire.models.families.gpt_oss import gpt_oss
@@ -31,6 +32,7 @@ from quire.models.spec import ModelSpec, WeightMap
 # The name that a checkpoint's config.json lists under "architectures" -> how such a configuration is read.
 FAMILIES: Final[dict[str, Callable[[HFConfig], tuple[ModelSpec, WeightMap]]]] = {
     "FalconH1ForCausalLM": falcon_h1,
+    "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
     "Gemma3ForConditionalGeneration": gemma3_of_text_and_images,
     "Gemma4ForCausalLM": gemma4,

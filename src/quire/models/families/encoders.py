@@ -38,7 +38,9 @@ def build_encoder(config: Mapping[str, Any]) -> tuple[EncoderSpec, WeightMap]:
     """
     name = find_encoder(config)
     assert name is not None, "the configuration of an encoder"
-    return ENCODERS[name](HFConfig(config))
+    fields = HFConfig(config)
+    fields.require("attn_logit_softcapping", None)
+    return ENCODERS[name](fields)
 
 
 def find_encoder(config: Mapping[str, Any]) -> str | None:

@@ -17,7 +17,6 @@ if TYPE_CHECKING:  # planning reads configurations without torch
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "quantization_config": (None,),
     "compression_config": (None,),
-    "attn_logit_softcapping": (None,),
     "is_encoder_decoder": (None, False),
     "add_cross_attention": (None, False),
 }

@@ -78,16 +78,22 @@ def read_llama_layout(
     return spec, map_weights(spec)
 
 
-def read_attention(config: HFConfig, rope: Rope | None, head_dim: int | None = None) -> Attention:
+def read_attention(
+    config: HFConfig, rope: Rope | None, head_dim: int | None = None, *, has_soft_cap: bool = False
+) -> Attention:
     """Read the heads.
 
     Args:
         rope: rotation of the layer; None for none.
         head_dim: where the configuration gives none; None divides the width among the heads.
+        has_soft_cap: the family may have a soft cap of scores, which is not read here.
 
     Raises:
         CheckpointError: a field is missing or of the wrong type, or the heads do not divide.
+        UnsupportedModel: there is a soft cap of scores, and the family has none.
     """
+    if not has_soft_cap:
+        config.require("attn_logit_softcapping", None)
     num_heads = config.integer("num_attention_heads")
     num_kv_heads = config.integer("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:

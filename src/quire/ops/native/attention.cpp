@@ -88,12 +88,15 @@ void attend_all(const Layer& layer) {
 
 // Computes attention for all rows of a step: each row attends to its sequence up to its own position, within the plan's
 // mask range. The cache's head dimension is even and at most 256, and `plan->group` query heads share one KV head.
-// `sinks` is null, or has a logit of each head that takes weight in the softmax.
+// Scores are multiplied by `scale`; those of a `soft_cap` above 0 become soft_cap * tanh(score / soft_cap). `sinks` is
+// null, or has a logit of each head that takes weight in the softmax.
 QUIRE_EXPORT void quire_attend(const StepRows* rows, const Cache* cache, AttentionPlan* plan, int64_t layer,
-                               const void* queries, int64_t row_stride, float scale, const float* sinks, void* output) {
+                               const void* queries, int64_t row_stride, float scale, float soft_cap, const float* sinks,
+                               void* output) {
   with_type(cache->type, [&](auto* as) {
     using T = std::remove_pointer_t<decltype(as)>;
-    const Layer of_step{*rows, *cache, *plan, layer, queries, row_stride, scale * kExponents, sinks, output};
+    const SoftCap cap{soft_cap / scale};
+    const Layer of_step{*rows, *cache, *plan, layer, queries, row_stride, scale * kExponents, cap, sinks, output};
     (cache->is_quantised ? attend_all<T, int8_t> : attend_all<T, T>)(of_step);
   });
 }

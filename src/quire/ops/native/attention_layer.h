@@ -5,6 +5,7 @@
 
 #include "attention_plan.h"
 #include "cache.h"
+#include "tiles.h"
 
 namespace {
 
@@ -22,6 +23,7 @@ struct Layer {
   const void* queries;  // [rows, heads, head dim]
   int64_t row_stride;
   float scale;         // factor that turns scores into exponents of two
+  SoftCap cap;
   const float* sinks;  // [heads], or null: a logit of each head that takes weight in the softmax, and has no value
   void* output;        // [rows, heads, head dim], contiguous
 

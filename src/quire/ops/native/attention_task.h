@@ -233,8 +233,8 @@ class AttentionTask {
     for (int row = 0; row < scratch_.num_rows; ++row)
       scratch_.rescale[row] =
           weigh(scratch_.scores + row * kTokens, in_tile(scratch_.first[row]), in_tile(scratch_.last[row]),
-                tile_.num_tokens, layer_.scale, scales(), scratch_.weights + row * kTokens, scratch_.part.largest[row],
-                scratch_.part.total[row]);
+                tile_.num_tokens, layer_.scale, layer_.cap, scales(), scratch_.weights + row * kTokens,
+                scratch_.part.largest[row], scratch_.part.total[row]);
   }
 
   // Replaces the addresses of the tile's keys by those of its values.
@@ -348,7 +348,7 @@ class AttentionTask {
         sees_all = sees_all && lanes.first[idx] <= result.begin && lanes.last[idx] >= result.end;
       }
       const int of_panel = lane - row;
-      weigh_lanes<Steps>(scratch_.scores + of_panel, result, layer_.scale, scales(),
+      weigh_lanes<Steps>(scratch_.scores + of_panel, result, layer_.scale, layer_.cap, scales(),
                          scratch_.weights + row * kTokens + of_panel * Steps::kValues, sees_all, lanes);
       store(part.largest + lane, lanes.largest);
       store(part.total + lane, lanes.total);

@@ -19,7 +19,8 @@ QUIRE_EXPORT void quire_prepare(const StepRows* rows, const Cache* cache, int64_
                                 int64_t weight_type, const void* weights, int64_t num_normed, float eps,
                                 const void* cos, const void* sin, int64_t num_heads, void* queries);
 QUIRE_EXPORT void quire_attend(const StepRows* rows, const Cache* cache, AttentionPlan* plan, int64_t layer,
-                               const void* queries, int64_t row_stride, float scale, const float* sinks, void* output);
+                               const void* queries, int64_t row_stride, float scale, float soft_cap, const float* sinks,
+                               void* output);
 QUIRE_EXPORT void quire_sigmoid_gate(Type type, const void* x, const void* gates, int64_t num_rows, int64_t width,
                                      void* output);
 QUIRE_EXPORT void quire_short_conv(Type type, const StateRows* rows, const StateCache* cache, int64_t layer,
@@ -45,6 +46,7 @@ struct Attention {
   int64_t rotation_idx;
   int64_t num_heads;
   double score_scale;
+  double soft_cap;     // 0 for none
   const float* sinks;  // [num_heads], or null
   Linear gate;         // projection to gates of the heads' outputs; without a kernel where there are none
 };
@@ -114,7 +116,7 @@ struct Step {
                   float(norms.eps), rotation.cos, rotation.sin, attention.num_heads, buffers.queries);
     const int64_t width = layer.output.width;
     quire_attend(rows, cache, group.plan, layer.layer_idx, buffers.queries, width, float(attention.score_scale),
-                 attention.sinks, buffers.normed);
+                 float(attention.soft_cap), attention.sinks, buffers.normed);
     if (is_gated) quire_sigmoid_gate(type, buffers.normed, buffers.gates, num_rows, width, buffers.normed);
   }
 

@@ -102,13 +102,14 @@ struct Lanes {
 // scores: [tokens, kPanel]. weights: steps of tokens by kPanel rows.
 // scales: scales of quantised keys and values, or null.
 template <typename Steps>
-void weigh_lanes(float* scores, Span tokens, float scale, const Scales* scales, typename Steps::Value* weights,
-                 bool sees_all, Lanes& lanes) {
+void weigh_lanes(float* scores, Span tokens, float scale, SoftCap cap, const Scales* scales,
+                 typename Steps::Value* weights, bool sees_all, Lanes& lanes) {
   using Value = typename Steps::Value;
-  if (scales || !sees_all) {
+  if (scales || cap || !sees_all) {
     for (int token = tokens.begin; token < tokens.end; ++token) {
       Floats score = load(scores + token * kPanel);
       if (scales) score *= scales->keys[token];
+      if (cap) score = cap(score);
       const Ints here = Ints{} + token;
       store(scores + token * kPanel, (here >= lanes.first) & (here < lanes.last) ? score : splat(-kInfinity));
     }

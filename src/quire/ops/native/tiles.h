@@ -107,14 +107,34 @@ QUIRE_INLINE Floats weight_of(Floats score, float scale, Floats largest) {
   return power_of_two<std::is_same_v<Value, BFloat16>>(score * scale - largest);
 }
 
+// A soft cap of scores: limit * tanh(score / limit), both before they are multiplied by their scale.
+struct SoftCap {
+  float limit;  // 0 for none
+
+  explicit operator bool() const { return limit != 0.0f; }
+
+  QUIRE_INLINE Floats operator()(Floats score) const {
+    const Floats x = score * (1.0f / limit), square = x * x;
+    // tanh(x) = 1 - 2 / (e^2x + 1). A larger exponent changes nothing any more, and is no power; a NaN stays one.
+    const Floats exponent = x * 2.88539008177792681f, most = splat(126.0f);
+    const Floats large = 1.0f - splat(2.0f) / (power_of_two<false>(most < exponent ? most : exponent) + 1.0f);
+    // Its first terms, where that would lose what is small beside 1.
+    Floats small = square * splat(62.0f / 2835.0f) - 17.0f / 315.0f;
+    small = small * square + 2.0f / 15.0f;
+    small = small * square - 1.0f / 3.0f;
+    small = small * square * x + x;
+    return limit * (square < 0.0625f ? small : large);
+  }
+};
+
 // Turns a row of scores into weights relative to the row's largest score so far; columns outside [begin, end) get no
 // weight. Returns the factor of the row's previous sums.
 //
 // scale: factor that turns scores into exponents of two.
 // scales: scales of quantised keys, which multiply scores, and values, which multiply weights; or null.
 template <typename Value>
-QUIRE_INLINE float weigh(float* scores, int begin, int end, int num_columns, float scale, const Scales* scales,
-                         Value* weights, float& largest, float& total) {
+QUIRE_INLINE float weigh(float* scores, int begin, int end, int num_columns, float scale, SoftCap cap,
+                         const Scales* scales, Value* weights, float& largest, float& total) {
   const int width = round_up(num_columns, kLanes);
   if (begin >= end) {
     std::memset(static_cast<void*>(weights), 0, width * sizeof(Value));
@@ -124,6 +144,8 @@ QUIRE_INLINE float weigh(float* scores, int begin, int end, int num_columns, flo
     for (int column = 0; column < width; column += kLanes)
       store(scores + column, load(scores + column) * load(scales->keys + column));
   }
+  if (cap)
+    for (int column = 0; column < width; column += kLanes) store(scores + column, cap(load(scores + column)));
   for (int column = 0; column < begin; ++column) scores[column] = -kInfinity;
   for (int column = end; column < width; ++column) scores[column] = -kInfinity;
   Floats highest = load(scores);

@@ -132,13 +132,17 @@ class TritonStepAttention:
         )
         return queries
 
-    def attend(self, layer_idx: int, q: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
+    def attend(
+        self, layer_idx: int, q: Tensor, scale: float, sinks: Tensor | None = None, soft_cap: float | None = None
+    ) -> Tensor:
         """Let each row of [T, H, D] see its sequence up to itself; return [T, H * D]."""
         output = q.new_empty(len(q), q.shape[1] * q.shape[2])
-        self.attend_into(output, layer_idx, q, scale, sinks)
+        self.attend_into(output, layer_idx, q, scale, sinks, soft_cap)
         return output
 
-    def attend_into(self, output: Tensor, layer_idx: int, q: Tensor, scale: float, sinks: Tensor | None) -> None:
+    def attend_into(
+        self, output: Tensor, layer_idx: int, q: Tensor, scale: float, sinks: Tensor | None, soft_cap: float | None
+    ) -> None:
         """Write what `attend` returns to `output`."""
         num_rows, num_heads, head_dim = q.shape
         group = num_heads // self._num_kv_heads
@@ -153,8 +157,8 @@ class TritonStepAttention:
                     torch.empty(*shape, 2, dtype=torch.float32, device=q.device),
                 )
             if items.shared is not None:
-                self._launch_shared(layer_idx, q, scale, partial, items.shared)
-            self._launch(layer_idx, q, scale, sinks, output, partial, items)
+                self._launch_shared(layer_idx, q, scale, soft_cap, partial, items.shared)
+            self._launch(layer_idx, q, scale, soft_cap, sinks, output, partial, items)
             if items.num_split:
                 self._combine(items, output, partial, sinks, group)
 
@@ -169,6 +173,7 @@ class TritonStepAttention:
         layer_idx: int,
         q: Tensor,
         scale: float,
+        soft_cap: float | None,
         sinks: Tensor | None,
         output: Tensor,
         partial: tuple[Tensor, Tensor],
@@ -190,11 +195,13 @@ class TritonStepAttention:
             self._stride_block,
             self._stride_head,
             scale * math.log2(math.e),
+            soft_cap or 0.0,
             batch.window or 0,
             batch.chunk or 0,
             **self._constants_of(q.shape[1] // self._num_kv_heads, items.tile),
             WINDOW=batch.window is not None,
             CHUNK=batch.chunk is not None,
+            CAPPED=soft_cap is not None,
             SINKS=sinks is not None,
             SPLIT=items.num_places > 0,
             COUNTED=counts is not None,
@@ -202,7 +209,13 @@ class TritonStepAttention:
         )
 
     def _launch_shared(
-        self, layer_idx: int, q: Tensor, scale: float, partial: tuple[Tensor, Tensor], shared: PlacedShared
+        self,
+        layer_idx: int,
+        q: Tensor,
+        scale: float,
+        soft_cap: float | None,
+        partial: tuple[Tensor, Tensor],
+        shared: PlacedShared,
     ) -> None:
         """Let rows of several sequences attend to the tokens that these share."""
         shared_attention.attend_shared[shared.num_programs, self._num_kv_heads](
@@ -218,7 +231,9 @@ class TritonStepAttention:
             self._stride_block,
             self._stride_head,
             scale * math.log2(math.e),
+            soft_cap or 0.0,
             **self._constants_of(q.shape[1] // self._num_kv_heads, shared.tile),
+            CAPPED=soft_cap is not None,
         )
 
     def _slots_of(self, layer_idx: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

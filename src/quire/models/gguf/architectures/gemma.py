@@ -1,4 +1,4 @@
-"""Gemma 3 and Gemma 4 (text)."""
+"""Gemma 2, Gemma 3 and Gemma 4 (text)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ GEMMA4_ENDS: Final = {
     "model.per_layer_model_projection.weight": "per_layer_model_proj.weight",
     "model.per_layer_projection_norm.weight": "per_layer_proj_norm.weight",
 }
-# Gemma 3's norms, whose weights are stored plus one.
+# The norms of Gemma 2 and 3, whose weights are stored plus one.
 NORMS: Final = (
     "model.norm.weight",
     "input_layernorm.weight",
@@ -62,25 +62,47 @@ NORMS: Final = (
     "self_attn.q_norm.weight",
     "self_attn.k_norm.weight",
 )
-# The layers of the one Gemma 3 whose scores are scaled by the width of a hidden state over the heads.
-NUM_LAYERS_27B: Final = 62
+# The layers of the one Gemma 2, and of the one Gemma 3, whose scores are scaled by the width of a hidden state over the
+# heads.
+NUM_LAYERS_27B: Final = {"Gemma2ForCausalLM": 46, "Gemma3ForCausalLM": 62}
+# Gemma 2's soft caps, as they are named in a config.json too.
+CAPS: Final = ("attn_logit_softcapping", "final_logit_softcapping")
 # Factor of wavelengths from which on a pair of a head does not turn.
 UNTURNED: Final = 1e20
 
 
-def _read_gemma3(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
-    config = read_common(metadata, shapes, "Gemma3ForCausalLM", floats, reads=("final_logit_softcapping",))
-    num_layers, head_dim = config["num_hidden_layers"], config["head_dim"]
-    window = metadata.integer("attention.sliding_window", 0, least=0)
-    scalar = config["hidden_size"] // config["num_attention_heads"] if num_layers == NUM_LAYERS_27B else head_dim
+def _read_gemma2(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
+    config = read_common(metadata, shapes, "Gemma2ForCausalLM", floats, reads=CAPS)
     return (
         config
-        | whole_layers(metadata, head_dim)
+        | whole_layers(metadata, config["head_dim"])
+        | {name: metadata.number(name) for name in CAPS if metadata.has(name)}
+        | {
+            "layer_types": _kinds(metadata.window_pattern(2)),
+            "sliding_window": metadata.integer("attention.sliding_window"),
+            "query_pre_attn_scalar": _query_scalar(config),
+        }
+    )
+
+
+def _query_scalar(config: Config) -> int:
+    """Return the number whose root scores are divided by."""
+    is_27b = config["num_hidden_layers"] == NUM_LAYERS_27B[config["architectures"][0]]
+    scalar: int = config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"]
+    return scalar
+
+
+def _read_gemma3(metadata: Metadata, shapes: Shapes, floats: Floats | None) -> Config:
+    config = read_common(metadata, shapes, "Gemma3ForCausalLM", floats, reads=("final_logit_softcapping",))
+    window = metadata.integer("attention.sliding_window", 0, least=0)
+    return (
+        config
+        | whole_layers(metadata, config["head_dim"])
         | _cap(metadata)
         | {
             "layer_types": _kinds(metadata.window_pattern(6 if window else 1)),
             "sliding_window": window or None,
-            "query_pre_attn_scalar": scalar,
+            "query_pre_attn_scalar": _query_scalar(config),
             "rope_parameters": {FULL: config["rope_parameters"], WINDOWED: _window_rope(metadata)},
         }
     )
@@ -178,11 +200,12 @@ def _kinds(pattern: tuple[bool, ...]) -> list[str]:
     return [WINDOWED if has_window else FULL for has_window in pattern]
 
 
-def _gemma3_changes(_config: Config) -> Mapping[str, Change]:
+def _norm_changes(_config: Config) -> Mapping[str, Change]:
     return dict.fromkeys(NORMS, Change(transform="minus_one"))
 
 
 GEMMA: Final[dict[str, Architecture]] = {
-    "gemma3": Architecture(_read_gemma3, LAYER, ENDS, _gemma3_changes),
+    "gemma2": Architecture(_read_gemma2, LAYER, ENDS, _norm_changes),
+    "gemma3": Architecture(_read_gemma3, LAYER, ENDS, _norm_changes),
     "gemma4": Architecture(_read_gemma4, GEMMA4_LAYER, GEMMA4_ENDS),
 }

@@ -72,8 +72,8 @@ def _sees(positions, tokens, window, chunk, end, WINDOW: tl.constexpr, CHUNK: tl
 @triton.jit
 def attend_tile(
     sums, peak, weight, q, positions, token, first, end, ids, keys, values, key_scales, value_scales, stride_block,
-    score_scale, window, chunk, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr,
+    score_scale, soft_cap, window, chunk, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr, CAPPED: tl.constexpr,
     STORED: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, MASKED: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Add a tile of keys and values to the running softmax of each row."""
@@ -85,6 +85,14 @@ def attend_tile(
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * score_scale
     if STORED == INT8:
         scores *= scales[None, :]
+    if CAPPED:
+        # Scores are for powers of 2. tanh(x) = 1 - 2 / (e^2x + 1), which loses what is small beside 1.
+        limit = soft_cap * 1.4426950408889634
+        x = scores / limit
+        large = 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)
+        square = x * x
+        small = ((62.0 / 2835.0 * square - 17.0 / 315.0) * square + 2.0 / 15.0) * square - 1.0 / 3.0
+        scores = limit * tl.where(square < 0.0625, x + x * square * small, large)
     if MASKED:
         scores = tl.where(_sees(positions, tokens, window, chunk, end, WINDOW, CHUNK), scores, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(scores, 1))
@@ -136,10 +144,11 @@ def _store_rows(output, sums, peak, weight, sinks, at, heads, dims, mask, NUM_HE
 @kernel
 def attend(
     output, partial_sums, partial_softmax, queries, keys, values, key_scales, value_scales, tables, items, counts,
-    sinks, stride_row, stride_head, stride_block, stride_kv_head, score_scale, window, chunk,
+    sinks, stride_row, stride_head, stride_block, stride_kv_head, score_scale, soft_cap, window, chunk,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, STORED: tl.constexpr, WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, COUNTED: tl.constexpr, OVERLAPS: tl.constexpr,
+    CHUNK: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, COUNTED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Let the rows of an item attend with the query heads of one KV head; see the head of this file.
 
@@ -150,8 +159,7 @@ def attend(
     if COUNTED:  # noqa: SIM102 - the compiler decides the outer condition
         if tl.program_id(0) >= tl.load(counts):
             return
-    item = items + tl.program_id(0) * ITEM
-    kv_head = tl.program_id(1)
+    item, kv_head = items + tl.program_id(0) * ITEM, tl.program_id(1)
     first_row, num_rows, position = tl.load(item), tl.load(item + 1), tl.load(item + 2)
     table, first, end, place = tables + tl.load(item + 3), tl.load(item + 4), tl.load(item + 5), tl.load(item + 6)
     lanes, dims = tl.arange(0, ROWS), tl.arange(0, DIM)
@@ -178,7 +186,7 @@ def attend(
             next_ids = block_ids(table, token + TOKENS, first, end, BLOCK_SIZE, TOKENS)
             sums, peak, weight = attend_tile(
                 sums, peak, weight, q, positions, token, first, end, ids, keys, values, key_scales, value_scales,
-                stride_block, score_scale, window, chunk, HEAD_DIM, BLOCK_SIZE, WIDTH, TOKENS, STORED,
+                stride_block, score_scale, soft_cap, window, chunk, HEAD_DIM, BLOCK_SIZE, WIDTH, TOKENS, CAPPED, STORED,
                 WINDOW, CHUNK, False, dtype,
             )  # fmt: skip
             ids = next_ids
@@ -186,8 +194,8 @@ def attend(
         next_ids = block_ids(table, token + TOKENS, first, end, BLOCK_SIZE, TOKENS)
         sums, peak, weight = attend_tile(
             sums, peak, weight, q, positions, token, first, end, ids, keys, values, key_scales, value_scales,
-            stride_block, score_scale, window, chunk, HEAD_DIM, BLOCK_SIZE, WIDTH, TOKENS, STORED, WINDOW,
-            CHUNK, True, dtype,
+            stride_block, score_scale, soft_cap, window, chunk, HEAD_DIM, BLOCK_SIZE, WIDTH, TOKENS, CAPPED, STORED,
+            WINDOW, CHUNK, True, dtype,
         )  # fmt: skip
         ids = next_ids
 

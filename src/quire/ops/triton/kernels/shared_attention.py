@@ -26,9 +26,9 @@ SHARED_ROW = tl.constexpr(4)
 @kernel
 def attend_shared(
     partial_sums, partial_softmax, queries, keys, values, key_scales, value_scales, tables, items, item_rows, count,
-    stride_row, stride_head, stride_block, stride_kv_head, score_scale,
+    stride_row, stride_head, stride_block, stride_kv_head, score_scale, soft_cap,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, STORED: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, STORED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Let the rows of items attend with the query heads of one KV head; see the head of this file.
 
@@ -61,8 +61,8 @@ def attend_shared(
             next_ids = block_ids(table, token + TOKENS, first, end, BLOCK_SIZE, TOKENS)
             sums, peak, weight = attend_tile(
                 sums, peak, weight, q, rows, token, first, end, ids, keys, values, key_scales, value_scales,
-                stride_block, score_scale, 0, 0, HEAD_DIM, BLOCK_SIZE, WIDTH, TOKENS, STORED, False, False, False,
-                dtype,
+                stride_block, score_scale, soft_cap, 0, 0, HEAD_DIM, BLOCK_SIZE, WIDTH, TOKENS, CAPPED, STORED, False,
+                False, False, dtype,
             )  # fmt: skip
             ids = next_ids
         lane = partial_lanes(places, kv_head, lanes, NUM_KV, GROUP)
