@@ -152,9 +152,7 @@ QWEN3_5_CASES: Final[dict[str, tuple[type, type, dict[str, Any]]]] = {
         Qwen3_5TextConfig,
         Qwen3_5ForCausalLM,
         {
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
+            **_HEADS,
             "num_hidden_layers": 4,
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 4,
