@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
@@ -14,25 +12,16 @@ from hypothesis import strategies as st
 
 from quire import LLM, SamplingParams, StructuredOutputs
 from quire.engine.async_engine import AsyncEngine
-from quire.errors import RankFailed, WorkerError
 from quire.memory.manager import KVCacheManager
 from quire.scheduling.async_scheduling import AsyncScheduler
 from quire.scheduling.command_log import CommandReplay, LoggedScheduler
 from quire.scheduling.plan import StepPlan
 from tests.distributed.engines import llm_of_threads
-from tests.distributed.in_threads import native_library
 from tests.engine.test_async_scheduling import run_ahead
-from tests.engine.test_ranks import GREEDY, OPTIONS, PROMPTS, children, serve_until_it_fails, start, texts
+from tests.engine.test_ranks import GREEDY, OPTIONS, PROMPTS, check_a_killed_rank, texts
+from tests.engine.test_staged_ranks import SCARCE
 from tests.scheduling.harness import Job, Setting
 from tests.scheduling.random_jobs import jobs, narrow_settings
-
-SCARCE: dict[str, Any] = {
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 16,
-    "num_kv_blocks": 20,
-    "swap_space": 1 << 20,
-    "preemption_mode": "swap",
-}
 
 
 @pytest.fixture(scope="module")
@@ -136,19 +125,4 @@ def test_most_steps_travel_in_the_short_form() -> None:
 @pytest.mark.parametrize("backend", ["shared_memory", "gloo"])
 @pytest.mark.parametrize("when", ["stepping", "idle"])
 def test_a_killed_rank_ends_the_engine_with_its_name(backend: str, when: str) -> None:
-    native_library()
-    before = {*children()}
-    llm = start(all_reduce_backend=backend, async_scheduling=True)
-    (rank,) = {*children()} - before
-    stream: Any = llm.stream(PROMPTS, GREEDY)
-    next(stream)
-    if when == "idle":
-        stream.close()
-    os.kill(rank, signal.SIGKILL)
-    with pytest.raises(RankFailed, match=r"rank 1 \(process \d+\) was ended by SIGKILL") as failed:
-        serve_until_it_fails(llm, stream)
-    assert failed.value.rank == 1
-    with pytest.raises(WorkerError):
-        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-    llm.close()
-    assert not {*children()} - before
+    check_a_killed_rank(when, all_reduce_backend=backend, async_scheduling=True)

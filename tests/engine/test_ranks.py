@@ -218,9 +218,14 @@ def serve_until_it_fails(llm: LLM, stream: Iterator[Any]) -> None:
 @pytest.mark.parametrize("backend", ["shared_memory", pytest.param("gloo", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("when", ["stepping", pytest.param("idle", marks=pytest.mark.slow)])
 def test_a_killed_rank_ends_the_engine_with_its_name(backend: str, when: str) -> None:
+    check_a_killed_rank(when, all_reduce_backend=backend)
+
+
+def check_a_killed_rank(when: str, **options: Any) -> None:
+    """Kill a rank of two while the engine steps, or is idle: its end is told with its name, and no process is left."""
     native_library()
     before = {*children()}
-    llm = start(all_reduce_backend=backend)
+    llm = start(**options)
     (rank,) = {*children()} - before
     stream: Any = llm.stream(PROMPTS, GREEDY)
     next(stream)

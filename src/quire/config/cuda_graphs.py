@@ -76,13 +76,11 @@ class CudaGraphConfig:
         """
         if kernels == "triton":
             return
-        for name, is_asked in (
-            ("cudagraph_capture_sizes", self.cudagraph_capture_sizes is not None),
-            ("cudagraph_mode", self.cudagraph_mode != DECODES),
-        ):
-            if is_asked:
-                what = name if name != "cudagraph_mode" else f"{name} {self.cudagraph_mode!r}"
-                raise ConfigError(f"{what} needs kernels 'triton', got kernels {kernels!r}", field=name)
+        needs = f"needs kernels 'triton', got kernels {kernels!r}"
+        if self.cudagraph_capture_sizes is not None:
+            raise ConfigError(f"cudagraph_capture_sizes {needs}", field="cudagraph_capture_sizes")
+        if self.cudagraph_mode != DECODES:
+            raise ConfigError(f"cudagraph_mode {self.cudagraph_mode!r} {needs}", field="cudagraph_mode")
 
     def sizes(self, kernels: str, device: str, max_num_seqs: int) -> tuple[int, ...]:
         """Return the sizes of decode steps to capture, rising; none where every step is launched kernel by kernel.

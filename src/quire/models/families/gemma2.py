@@ -6,25 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
+from quire.models.families.gemma3 import DEFAULTS as GEMMA3_DEFAULTS
 from quire.models.families.gemma3 import NORMS
 from quire.models.families.hf_config import HFConfig, read_activation, read_max_position, read_rope, read_windows
 from quire.models.families.llama_layout import map_weights, read_attention
 from quire.models.spec import GatedMLP, LayerSpec, ModelSpec, RMSNorm, WeightMap
 
 # Checkpoints leave out what is equal to these.
-DEFAULTS: Final[Mapping[str, Any]] = {
-    "vocab_size": 256000,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "max_position_embeddings": 8192,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-}
+DEFAULTS: Final[Mapping[str, Any]] = {**GEMMA3_DEFAULTS, "vocab_size": 256000, "max_position_embeddings": 8192}
 # Soft caps of scores and of logits; null is for none.
 CAPS: Final[Mapping[str, float]] = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 
