@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -35,6 +36,19 @@ def gloo_transports(size: int, folder: Path) -> list[GlooTransport]:
     for thread in threads:
         thread.join(60)
     return [made[rank] for rank in range(size)]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs a list of threads")
+def test_a_group_of_gloo_leaves_no_thread(tmp_path: Path) -> None:
+    """One that took the interpreter's lock while that ends would abort the process."""
+    torch.ones(64, 64) @ torch.ones(64, 64)  # the threads of products
+    before = len(os.listdir("/proc/self/task"))
+    made = gloo_transports(2, tmp_path)
+    assert run_ranks(2, lambda group: group.of_first(torch.tensor([7 - group.rank])).tolist(), made) == [[7], [7]]
+    assert len(os.listdir("/proc/self/task")) > before
+    for transport in made:
+        transport.close()
+    assert len(os.listdir("/proc/self/task")) == before
 
 
 @pytest.fixture(params=["shared memory", "gloo"])

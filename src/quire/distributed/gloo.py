@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Final
@@ -17,6 +18,8 @@ dist: Any = torch.distributed
 
 # A rank without requests waits for rank 0 as long as that lives: its end is noticed by the closed connection.
 IDLE: Final = timedelta(days=365)
+# Time that the threads of a group have to end.
+END_TIMEOUT_S: Final = 5.0
 
 
 class GlooTransport:
@@ -93,7 +96,20 @@ class GlooTransport:
         """Do nothing: the connections of a process that ends are closed, which ends the waits for it."""
 
     def close(self) -> None:
-        """Do nothing: connections are closed with this object."""
+        """End the group; see `end_group`."""
+        group, self._group = [self._group], None
+        end_group(group)
+
+
+def end_group(group: list[Any]) -> None:
+    """Drop a group of processes, alone in a list, and wait until its threads have ended.
+
+    They take the interpreter's lock once more after an operation. One that did so while the interpreter ends would end
+    the process with an abort. A thread that still waits for another rank is left behind after some time.
+    """
+    ending = threading.Thread(target=group.clear, name="quire-gloo-end", daemon=True)
+    ending.start()
+    ending.join(END_TIMEOUT_S)
 
 
 def make_group(store: Any, rank: int, size: int, timeout_s: float, hostname: str | None) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from quire.config import ParallelConfig
-from quire.distributed.gloo import GlooTransport, dist, make_group
+from quire.distributed.gloo import GlooTransport, dist, end_group, make_group
 from quire.distributed.pipeline import PipelineGroup
 from quire.distributed.rank_grid import RankGrid
 from quire.distributed.rank_group import RankGroup
@@ -51,6 +51,12 @@ class GlooLink:
 
     def fail(self, rank: int) -> None:
         """Do nothing: the connections of a process that ends are closed, which ends the waits for it."""
+
+    def close(self) -> None:
+        """End the group, with that of the other link of this rank; see `end_group`."""
+        group, self._group = [self._group], None
+        self._sent.clear()
+        end_group(group)
 
 
 def connect_stages(

@@ -52,6 +52,9 @@ class StageLink(Protocol):
     def fail(self, rank: int) -> None:
         """End the waits here because a rank has failed."""
 
+    def close(self) -> None:
+        """Let go of what the link holds."""
+
 
 class PipelineGroup(RankGroup):
     """The ranks of a model in stages.
@@ -133,3 +136,10 @@ class PipelineGroup(RankGroup):
         for part in (self._source, self._target, self.tensor):
             if part is not None:
                 part.fail(rank)
+
+    def close(self) -> None:
+        """See `RankGroup`."""
+        super().close()
+        for part in (self._source, self._target, self.tensor):
+            if part is not None:
+                part.close()

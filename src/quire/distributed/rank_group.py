@@ -51,6 +51,10 @@ class RankGroup:
         """End the waits of this rank because a rank has failed; see `Transport`."""
         self.transport.fail(rank)
 
+    def close(self) -> None:
+        """Let go of what the group holds; it takes part in nothing any more."""
+        self.transport.close()
+
     # ---- the output head, whose columns are divided ----
 
     def head(self, hidden: Tensor, product: Callable[[Tensor], Tensor], widths: Sequence[int]) -> Tensor:

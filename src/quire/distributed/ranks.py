@@ -199,7 +199,7 @@ class Ranks:
                 process.kill()
                 process.wait()
         self.links.close()
-        self.group.transport.close()
+        self.group.close()
 
 
 def exit_soon(timeout_s: float, code: int) -> None:

@@ -69,6 +69,11 @@ class SharedMemoryLink:
         for channel in self._channels:
             channel.fail(rank)
 
+    def close(self) -> None:
+        """See `StageLink`."""
+        for channel in self._channels:
+            channel.close()
+
 
 class _Layout(NamedTuple):
     """Places in the memory, in bytes.

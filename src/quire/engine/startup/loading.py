@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -109,9 +108,9 @@ def load(config: EngineConfig, *, wrap: Wrappers | None = None, ranks: Ranks | N
             if ranks is not None and not ranks.is_leader:
                 # The same program runs on every rank; what comes after this call is rank 0's alone. That module
                 # imports this one.
-                from quire.engine.startup.rank_process import run
+                from quire.engine.startup.rank_process import exit_now, run
 
-                sys.exit(run(ranks, config))
+                exit_now(run(ranks, config))
         if ranks is not None and ranks.is_leader:  # another rank says first why it cannot go on
             stack.callback(ranks.close)
         loaded = _load(config, wrap or Wrappers(), ranks)

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 from quire.config import EngineConfig
 from quire.distributed.gpu_ranks import device_of_ranks, join_devices
@@ -38,7 +38,14 @@ def main(rank: int, connection: int, memory: int) -> None:
     """Run a rank that `start` has started, until rank 0 closes or a rank fails."""
     logging.basicConfig(level=logging.WARNING, format=f"%(asctime)s %(levelname)s rank {rank}: %(message)s")
     ranks, options = join_ranks(rank, connection, memory)
-    os._exit(run(ranks, EngineConfig.from_options(**options)))
+    exit_now(run(ranks, EngineConfig.from_options(**options)))
+
+
+def exit_now(status: int) -> NoReturn:
+    """End the process of a rank: while an interpreter ends, threads of torch that go on would abort it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def run(ranks: Ranks, config: EngineConfig) -> int:
