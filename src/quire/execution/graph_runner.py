@@ -77,15 +77,15 @@ class GraphRunner(ModelRunner):
     ) -> Tensor:
         """See `ModelRunner`: rows of adapters have products of their own."""
         pieces, adapted = self.pieces, self._adapters.by_sequence
-        if pieces is None or given is not None or not pieces.takes(len(batch.input_ids)):
-            return super()._compute(items, batch, counts, given)
-        if adapted and any(item.seq_id in adapted for item in items):
+        is_adapted = bool(adapted) and any(item.seq_id in adapted for item in items)
+        if pieces is None or given is not None or is_adapted or not pieces.takes(len(batch.input_ids)):
             return super()._compute(items, batch, counts, given)
         self.num_replayed_in_pieces += 1
         hidden = pieces.run(batch)
-        return (
-            hidden if counts is None else hidden.index_select(0, placed(vector(end_rows(items, counts)), hidden.device))
-        )
+        if counts is None:
+            return hidden
+        rows = placed(vector(end_rows(items, counts)), hidden.device)
+        return hidden.index_select(0, rows)
 
     def _draw(
         self, sampled: Sequence[ScheduledSequence], hidden: Tensor, beams: Sequence[BeamGroup]
