@@ -6,6 +6,8 @@ import ctypes
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from quire.ops.native_functions import typed
+
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 
 
@@ -73,9 +75,8 @@ class DecodeWorkKernels(NamedTuple):
     @classmethod
     def of(cls, library: ctypes.CDLL) -> DecodeWorkKernels:
         """Find them in a library."""
-        lay, write = library.quire_lay_decodes, library.quire_write_decodes
-        lay.argtypes = (_INT, _INT, *(_POINTER,) * 3, *(_INT,) * 4, *(_POINTER,) * 4)
-        lay.restype = None
-        write.argtypes = tuple(map(ctypes.POINTER, (DecodeRowsCall, DecodeSharingCall, DecodeWorkCall)))
-        write.restype = ctypes.c_bool
-        return cls(lay, write)
+        rows, sharing, work = map(ctypes.POINTER, (DecodeRowsCall, DecodeSharingCall, DecodeWorkCall))
+        return cls(
+            typed(library.quire_lay_decodes, _INT, _INT, *(_POINTER,) * 3, *(_INT,) * 4, *(_POINTER,) * 4),
+            typed(library.quire_write_decodes, rows, sharing, work, returns=ctypes.c_bool),
+        )

@@ -19,6 +19,7 @@ from torch import Tensor
 from quire.errors import ConfigError
 from quire.ops.interface import Activation
 from quire.ops.native_decode_work import DecodeWorkKernels
+from quire.ops.native_functions import typed
 from quire.ops.native_quantized import BlockRows, QuantizedKernels, UnpackedRows
 from quire.ops.native_ranks import RankGroupCall, RankKernels
 from quire.ops.native_structures import (
@@ -102,10 +103,10 @@ class LosslessKernels(NamedTuple):
         """Find them in a library."""
         weight = (_POINTER, _INT, _INT)
         return cls(
-            _typed(library.quire_lossless_tables, *weight, _BOOL, _POINTER, _POINTER),
-            _typed(library.quire_lossless_pack, *weight, _BOOL, _POINTER, _POINTER, _POINTER),
-            _typed(library.quire_lossless_linear, *_PRODUCT),
-            _typed(library.quire_lossless_rows, *_LOOK_UP, returns=_BOOL),
+            typed(library.quire_lossless_tables, *weight, _BOOL, _POINTER, _POINTER),
+            typed(library.quire_lossless_pack, *weight, _BOOL, _POINTER, _POINTER, _POINTER),
+            typed(library.quire_lossless_linear, *_PRODUCT),
+            typed(library.quire_lossless_rows, *_LOOK_UP, returns=_BOOL),
         )
 
     def pack_weight(self, memory: WeightMemory, weight: Tensor, is_gated: bool) -> tuple[Tensor, ...]:
@@ -160,51 +161,51 @@ class NativeLibrary:
         )
         rows, kv = ctypes.POINTER(StepRows), ctypes.POINTER(Cache)
         layer = _POINTER, _INT, _POINTER, _INT, _FLOAT, _FLOAT, _POINTER, _POINTER
-        self.attend = _typed(library.quire_attend, rows, kv, *layer)
-        self.plan_attention = _typed(library.quire_plan_attention, rows, kv, _INT, _INT, _INT, _INT, returns=_POINTER)
-        self.free_attention_plan = _typed(library.quire_free_attention_plan, _POINTER)
-        self.tokens_read = _typed(library.quire_tokens_read, _POINTER, returns=_INT)
-        self.gate = _typed(library.quire_gate, _INT, _INT, _POINTER, _INT, _INT, _POINTER)
-        self.prepare = _typed(
+        self.attend = typed(library.quire_attend, rows, kv, *layer)
+        self.plan_attention = typed(library.quire_plan_attention, rows, kv, _INT, _INT, _INT, _INT, returns=_POINTER)
+        self.free_attention_plan = typed(library.quire_free_attention_plan, _POINTER)
+        self.tokens_read = typed(library.quire_tokens_read, _POINTER, returns=_INT)
+        self.gate = typed(library.quire_gate, _INT, _INT, _POINTER, _INT, _INT, _POINTER)
+        self.prepare = typed(
             library.quire_prepare,
             rows,
             kv,
             *(_INT, _POINTER, _INT, _POINTER, _INT, _FLOAT, _POINTER, _POINTER, _INT, _POINTER),
         )
         norm_rows = _INT, _POINTER, _INT, _INT, _POINTER, _FLOAT, _INT, _INT, _POINTER
-        self.rms_norm = _typed(library.quire_rms_norm, *norm_rows)
-        self.sigmoid_gate = _typed(library.quire_sigmoid_gate, _INT, _POINTER, _POINTER, _INT, _INT, _POINTER)
-        self.layers = _typed(library.quire_layers, *_LAYERS, ctypes.POINTER(RankGroupCall), returns=_INT)
+        self.rms_norm = typed(library.quire_rms_norm, *norm_rows)
+        self.sigmoid_gate = typed(library.quire_sigmoid_gate, _INT, _POINTER, _POINTER, _INT, _INT, _POINTER)
+        self.layers = typed(library.quire_layers, *_LAYERS, ctypes.POINTER(RankGroupCall), returns=_INT)
         self.ranks = RankKernels.of(library)
         self.decode_work = DecodeWorkKernels.of(library)
         states = ctypes.POINTER(StateRows), ctypes.POINTER(StateCache), _INT
-        self.short_conv = _typed(
+        self.short_conv = typed(
             library.quire_short_conv, _INT, *states, ctypes.POINTER(ShortConvCall), _POINTER, _POINTER
         )
-        self.gated_delta_net = _typed(
+        self.gated_delta_net = typed(
             library.quire_gated_delta_net, _INT, *states, ctypes.POINTER(GatedDeltaNetCall), _POINTER, _POINTER
         )
         norm, linear = ctypes.POINTER(NormScales), ctypes.POINTER(LinearCall)
-        self.normed_linear = _typed(
+        self.normed_linear = typed(
             library.quire_normed_linear, _INT, norm, linear, _INT, _POINTER, _INT, _POINTER, _POINTER
         )
-        self.experts = _typed(
+        self.experts = typed(
             library.quire_experts, _INT, ctypes.POINTER(ExpertsCall), _INT, _POINTER, _POINTER, _POINTER, _POINTER
         )
-        self.lora = _typed(
+        self.lora = typed(
             library.quire_lora, *(_INT, _POINTER, _INT, _INT, _INT, _POINTER, _POINTER, _POINTER, _INT, _POINTER)
         )
-        self.adapted_linear = _typed(library.quire_adapted_linear, *_PRODUCT)
-        self.lora_values = _typed(library.quire_lora_values, _INT, _POINTER, _POINTER)
-        self.lora_columns: int = _typed(library.quire_lora_columns, returns=_INT)()
-        self.lora_ranks: int = _typed(library.quire_lora_ranks, returns=_INT)()
-        self.apply_token_bitmask = _typed(library.quire_keep_tokens, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER)
-        panel_columns = _typed(library.quire_panel_columns, _BOOL, returns=_INT)
+        self.adapted_linear = typed(library.quire_adapted_linear, *_PRODUCT)
+        self.lora_values = typed(library.quire_lora_values, _INT, _POINTER, _POINTER)
+        self.lora_columns: int = typed(library.quire_lora_columns, returns=_INT)()
+        self.lora_ranks: int = typed(library.quire_lora_ranks, returns=_INT)()
+        self.apply_token_bitmask = typed(library.quire_keep_tokens, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER)
+        panel_columns = typed(library.quire_panel_columns, _BOOL, returns=_INT)
         self.panel_columns = {is_rounded: panel_columns(is_rounded) for is_rounded in (False, True)}
         self.plain = _plain_kernels(library)
         self.weight_kernels = {name: _rounded_kernels(library, name) for name in UNITS}
         self.quantized = _quantized_kernels(library, self.panel_columns[True])
-        packs = _typed(library.quire_packs, _INT, returns=_BOOL)
+        packs = typed(library.quire_packs, _INT, returns=_BOOL)
         self.packed_types = frozenset(dtype for dtype, number in TYPES.items() if packs(number))
         self.lossless = LosslessKernels.of(library) if hasattr(library, "quire_lossless_linear") else None
 
@@ -232,7 +233,7 @@ def runnable_libraries(folder: Path = FOLDER) -> dict[str, Path]:
         raise ConfigError(f"the environment variable {MAX_LEVEL_VARIABLE} must be one of {LEVELS}, got {wanted!r}")
     paths = {level: folder / f"libquire_{level}.so" for level in LEVELS}
     try:
-        has_level = _typed(ctypes.CDLL(str(paths["portable"])).quire_has_level, ctypes.c_char_p, returns=_BOOL)
+        has_level = typed(ctypes.CDLL(str(paths["portable"])).quire_has_level, ctypes.c_char_p, returns=_BOOL)
     except (OSError, AttributeError):  # no library, or one of other sources
         return {}
     levels = LEVELS[: LEVELS.index(wanted) + 1]
@@ -240,19 +241,19 @@ def runnable_libraries(folder: Path = FOLDER) -> dict[str, Path]:
 
 
 def _plain_kernels(library: Any) -> WeightKernels:
-    packed_columns = _typed(library.quire_packed_columns, _INT, returns=_INT)
+    packed_columns = typed(library.quire_packed_columns, _INT, returns=_INT)
     pack, multiply = _pack_and_multiply(library.quire_pack, library.quire_linear)
     return WeightKernels(
         num_bytes=lambda weight: packed_columns(weight.shape[0]) * weight.shape[1] * weight.itemsize,
         pack=pack,
         multiply=multiply,
-        rows=_typed(library.quire_rows, *_LOOK_UP, returns=_BOOL),
+        rows=typed(library.quire_rows, *_LOOK_UP, returns=_BOOL),
     )
 
 
 def _rounded_kernels(library: Any, name: WeightFormat) -> WeightKernels:
     num_bytes, *functions = (getattr(library, f"quire_{part}_{name}") for part in ("bytes", "pack", "linear"))
-    num_bytes = _typed(num_bytes, _INT, _INT, returns=_INT)
+    num_bytes = typed(num_bytes, _INT, _INT, returns=_INT)
     pack, multiply = _pack_and_multiply(*functions)
     return WeightKernels(lambda weight: num_bytes(*weight.shape), pack, multiply)
 
@@ -260,22 +261,15 @@ def _rounded_kernels(library: Any, name: WeightFormat) -> WeightKernels:
 def _quantized_kernels(library: Any, panel_columns: int) -> QuantizedKernels:
     place = (_INT, _INT, _INT, _INT, _INT, _POINTER)
     return QuantizedKernels(
-        _typed(library.quire_form_of, _INT, _INT, _INT, _BOOL, _BOOL, _INT, returns=_INT),
-        _typed(library.quire_bytes_quantized, _INT, _INT, _INT, returns=_INT),
-        _typed(library.quire_pack_quantized, _INT, ctypes.POINTER(UnpackedRows), *place),
-        _typed(library.quire_pack_blocks, _INT, ctypes.POINTER(BlockRows), *place, returns=_BOOL),
-        _typed(library.quire_linear_quantized, *_PRODUCT),
-        _typed(library.quire_rows_quantized, *_LOOK_UP, returns=_BOOL),
+        typed(library.quire_form_of, _INT, _INT, _INT, _BOOL, _BOOL, _INT, returns=_INT),
+        typed(library.quire_bytes_quantized, _INT, _INT, _INT, returns=_INT),
+        typed(library.quire_pack_quantized, _INT, ctypes.POINTER(UnpackedRows), *place),
+        typed(library.quire_pack_blocks, _INT, ctypes.POINTER(BlockRows), *place, returns=_BOOL),
+        typed(library.quire_linear_quantized, *_PRODUCT),
+        typed(library.quire_rows_quantized, *_LOOK_UP, returns=_BOOL),
         panel_columns,
     )
 
 
 def _pack_and_multiply(pack: Any, multiply: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    return _typed(pack, _INT, _POINTER, _INT, _INT, _BOOL, _POINTER), _typed(multiply, *_PRODUCT)
-
-
-def _typed(function: Any, *types: Any, returns: Any = None) -> Callable[..., Any]:
-    function.argtypes = types
-    function.restype = returns
-    checked: Callable[..., Any] = function
-    return checked
+    return typed(pack, _INT, _POINTER, _INT, _INT, _BOOL, _POINTER), typed(multiply, *_PRODUCT)

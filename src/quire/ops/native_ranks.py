@@ -6,6 +6,8 @@ import ctypes
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from quire.ops.native_functions import typed
+
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 
 
@@ -63,19 +65,13 @@ class RankKernels(NamedTuple):
     def of(cls, library: ctypes.CDLL) -> RankKernels:
         """Find them in a library."""
         group = ctypes.POINTER(RankGroupCall)
-        page_bytes = _typed(library.quire_page_bytes)
+        page_bytes = typed(library.quire_page_bytes, returns=_INT)
         return cls(
             int(page_bytes()),
-            _typed(library.quire_fail, group, _INT, returns=None),
-            _typed(library.quire_all_reduce, group, _INT, _POINTER, _POINTER, _INT, _POINTER),
-            _typed(library.quire_gather, group, _POINTER, _INT, _POINTER, _POINTER),
-            _typed(library.quire_send, group, _POINTER, _INT),
-            _typed(library.quire_await, group, _INT, ctypes.POINTER(_INT)),
-            _typed(library.quire_receive, group, _POINTER, _INT),
+            typed(library.quire_fail, group, _INT),
+            typed(library.quire_all_reduce, group, _INT, _POINTER, _POINTER, _INT, _POINTER, returns=_INT),
+            typed(library.quire_gather, group, _POINTER, _INT, _POINTER, _POINTER, returns=_INT),
+            typed(library.quire_send, group, _POINTER, _INT, returns=_INT),
+            typed(library.quire_await, group, _INT, ctypes.POINTER(_INT), returns=_INT),
+            typed(library.quire_receive, group, _POINTER, _INT, returns=_INT),
         )
-
-
-def _typed(function: Any, *types: Any, returns: Any = _INT) -> Callable[..., Any]:
-    function.argtypes, function.restype = types, returns
-    checked: Callable[..., Any] = function
-    return checked
