@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from quire.config.parallel import ParallelConfig
     from quire.config.speculative import SpeculativeConfig
     from quire.decoding.strategies import Sampling
-    from quire.engine.async_llm import AsyncEngineArgs, AsyncLLM, AsyncLLMEngine
+    from quire.engine.async_engine_args import AsyncEngineArgs
+    from quire.engine.async_llm import AsyncLLM, AsyncLLMEngine
     from quire.engine.llm import LLM
     from quire.engine.outputs.beam_search import BeamSearchParams
     from quire.engine.outputs.logprobs import Logprob
@@ -124,7 +125,8 @@ _EXPORTS = {
     "config.parallel": ("ParallelConfig",),
     "config.speculative": ("SpeculativeConfig",),
     "decoding.strategies": ("Sampling",),
-    "engine.async_llm": ("AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine"),
+    "engine.async_engine_args": ("AsyncEngineArgs",),
+    "engine.async_llm": ("AsyncLLM", "AsyncLLMEngine"),
     "engine.outputs.beam_search": ("BeamSearchParams",),
     "engine.llm": ("LLM",),
     "engine.outputs.logprobs": ("Logprob",),

@@ -17,7 +17,7 @@ from quire.server.generation import OpenAIReply, ResponseBuilder
 from quire.server.logprob_fields import TokenNames
 from quire.server.stream_merge import Delta, StreamMerger
 from quire.server.usage import TokenCount
-from tests.server.test_stream_merge import Source, never, read
+from tests.server.test_stream_merge import Source, added, never, read
 
 PATIENCE_S = 60
 HEAD = {"id": "a-1", "object": "o", "created": 1, "model": 'name with "quotes" and {"mark": []}', "usage_of": "x"}
@@ -125,7 +125,7 @@ def test_nothing_overtakes_what_the_task_has_not_sent() -> None:
         go_on = asyncio.Event()
 
         async def run() -> None:
-            async for batch in merger.deltas([source.stream()], never):
+            async for batch in merger.deltas([source.stream()], never, added):
                 batches.put_nowait(batch)
                 await go_on.wait()  # the client does not read
 

@@ -8,7 +8,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -58,6 +60,27 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back(narrow_server: Server
     assert narrow_server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
     too_many = narrow_server.post("/v1/completions", {"prompt": ["a"] * 3})
     assert (too_many.status_code, check_form(too_many.text, 400)["param"]) == (400, "prompt")
+
+
+def test_a_refusal_that_takes_long_is_a_status_and_no_event(narrow_server: ServerProcess) -> None:
+    narrow_server.wait_until_idle()
+    body = {**LONG, "max_tokens": 1000}
+    with ThreadPoolExecutor(6) as threads:
+        narrow_server.process.send_signal(signal.SIGSTOP)
+        try:
+            answers = [threads.submit(narrow_server.post, "/v1/completions", body) for _ in range(6)]
+            # Pings would come after 0.02 s.
+            time.sleep(0.5)
+        finally:
+            narrow_server.process.send_signal(signal.SIGCONT)
+        found = [answer.result() for answer in answers]
+    assert {answer.status_code for answer in found} == {200, 429}
+    for answer in found:
+        if answer.status_code == 200:
+            assert events_of(answer.text)[-1] == "[DONE]"
+            assert "error" not in answer.text
+        else:
+            assert check_form(answer.text, 429)["code"] == "queue_full"
 
 
 @pytest.mark.parametrize("path", ["/kv/map", "/v1/models", "/metrics", "/status", "/kv", "/version", "/v1/nothing"])

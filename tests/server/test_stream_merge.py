@@ -45,6 +45,10 @@ async def never() -> Any:
     await asyncio.Event().wait()
 
 
+async def added() -> bool:
+    return True
+
+
 async def read(
     merger: StreamMerger,
     sources: list[Source],
@@ -53,7 +57,7 @@ async def read(
     then: Callable[[], None] = lambda: None,
 ) -> None:
     """Read all deltas of a merger, and call a function after each batch."""
-    async with aclosing(merger.deltas([source.stream() for source in sources], receive)) as batches:
+    async with aclosing(merger.deltas([source.stream() for source in sources], receive, added)) as batches:
         async for batch in batches:
             got += batch
             then()
@@ -65,7 +69,7 @@ def test_outputs_of_all_prompts_come_as_they_are_there() -> None:
         one.items.put_nowait(output("a"))
         two.items.put_nowait(output("b"))
         got: list[tuple[int, str]] = []
-        async with aclosing(StreamMerger(60).deltas([one.stream(), two.stream()], never)) as batches:
+        async with aclosing(StreamMerger(60).deltas([one.stream(), two.stream()], never, added)) as batches:
             async for batch in batches:
                 got += [(idx, item.request_id) for idx, item in batch]
                 if len(got) == 2:
@@ -83,7 +87,7 @@ def test_what_a_slow_reader_has_not_taken_is_merged() -> None:
     async def scenario() -> None:
         source, num_deltas = Source(), 50
         got: list[Delta] = []
-        async with aclosing(StreamMerger(60).deltas([source.stream()], never)) as batches:
+        async with aclosing(StreamMerger(60).deltas([source.stream()], never, added)) as batches:
             source.items.put_nowait(delta(0))
             async for batch in batches:
                 got += batch
@@ -105,7 +109,7 @@ def test_silence_is_noticed_and_loses_nothing() -> None:
         source = Source()
         silences = 0
         got = []
-        async with aclosing(StreamMerger(0.001).deltas([source.stream()], never)) as batches:
+        async with aclosing(StreamMerger(0.001).deltas([source.stream()], never, added)) as batches:
             async for batch in batches:
                 if not batch:
                     silences += 1
@@ -115,6 +119,33 @@ def test_silence_is_noticed_and_loses_nothing() -> None:
                 got += batch
         assert silences >= 3
         assert [item.request_id for _, item in got] == ["a"]
+
+    asyncio.run(scenario())
+
+
+def test_silence_counts_once_the_engine_has_the_requests() -> None:
+    async def scenario() -> None:
+        source, calls = Source(), 0
+
+        async def has_added() -> bool:
+            nonlocal calls
+            calls += 1
+            return calls > 3
+
+        batches = StreamMerger(0.001).deltas([source.stream()], never, has_added)
+        assert await anext(batches) == []
+        assert calls == 4
+        assert await anext(batches) == []
+        assert calls == 4
+        await batches.aclose()
+
+        # A refusal is still the first thing that comes, however long that takes.
+        async def refuse() -> bool:
+            source.items.put_nowait(stopping())
+            return False
+
+        with pytest.raises(ApiError):
+            await anext(StreamMerger(0.001).deltas([source.stream()], never, refuse))
 
     asyncio.run(scenario())
 

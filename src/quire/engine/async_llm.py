@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from quire.config import EngineConfig, ResolvedConfig
 from quire.engine.adapters import acquire_adapter
 from quire.engine.async_adapters import AsyncAdapters
 from quire.engine.async_commands import Call, LoopSink
+from quire.engine.async_engine_args import AsyncEngineArgs
 from quire.engine.engine import Engine
 from quire.engine.engine_thread import EngineThread
 from quire.engine.exporters.engine_report import EngineReport
@@ -36,17 +37,6 @@ T = TypeVar("T")
 
 # Seconds without a completed step after which an engine with work counts as stuck.
 STUCK_AFTER_S = 60.0
-
-
-class AsyncEngineArgs:
-    """Options of an engine under vLLM's name.
-
-    Args:
-        options: options of `LLM(...)`.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        self.options = options
 
 
 class AsyncLLM:
@@ -313,6 +303,17 @@ class AsyncLLM:
         """
         result: T = await self._call(look)
         return result
+
+    async def has_added(self, request_ids: Sequence[str]) -> bool:
+        """Return whether the engine has all of these requests, so that none of them can be refused any more.
+
+        Args:
+            request_ids: ids given to `generate`.
+
+        Raises:
+            WorkerError: the engine is dead.
+        """
+        return await self.inspect(lambda engine: engine.scheduler.requests.keys() >= set(request_ids))
 
     def change_mark(self) -> tuple[int, ...]:
         """Return a value that differs from an earlier one where requests or blocks may have changed since."""

@@ -95,6 +95,9 @@ class EngineClient(Protocol):
     ) -> AsyncIterator[RequestOutput]:
         """Generate, as a stream of output deltas."""
 
+    async def has_added(self, request_ids: Sequence[str]) -> bool:
+        """Return whether the engine has all of these requests, so that none of them can be refused any more."""
+
     async def pin_prefix(
         self,
         name: str,

@@ -241,11 +241,12 @@ async def _generate(
         tracked.logprobs = state.logprobs.reserve(
             job.params, lengths, llm.resolved.max_model_len, job.num_prompt_copies
         )
+        request_ids = [f"{tracked.answer_id}-{idx}" for idx in range(len(prompts))]
         streams = [
             llm.generate(
                 prompt,
                 job.params,
-                request_id=f"{tracked.answer_id}-{idx}",
+                request_id=request_id,
                 priority=options.priority,
                 flow=tracked.answer_id if tenant is None else tenant,
                 place=slots,
@@ -255,9 +256,10 @@ async def _generate(
                 lora_request=lora_request(request),
                 take=None if direct is None else partial(direct.take, idx),
             )
-            for idx, prompt in enumerate(prompts)
+            for idx, (prompt, request_id) in enumerate(zip(prompts, request_ids, strict=True))
         ]
-        async with aclosing(tracked.merger.deltas(streams, request.receive)) as batches:
+        has_added = partial(llm.has_added, request_ids)
+        async with aclosing(tracked.merger.deltas(streams, request.receive, has_added)) as batches:
             async for batch in batches:
                 for _, delta in batch:
                     _check(delta)

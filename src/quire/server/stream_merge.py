@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import cast
 
@@ -67,9 +67,15 @@ class StreamMerger:
         self._has_happened.set()
 
     async def deltas(
-        self, streams: Sequence[AsyncIterator[RequestOutput]], receive: Receive
+        self,
+        streams: Sequence[AsyncIterator[RequestOutput]],
+        receive: Receive,
+        has_added: Callable[[], Awaitable[bool]],
     ) -> AsyncGenerator[list[Delta], None]:
         """Yield the available deltas as soon as there are any, and an empty list after a silence.
+
+        A silence counts once the engine has the requests: until then one may still be refused, and what is sent for a
+        silence would have determined the status of the answer.
 
         At its end, from any cause (the last output, an error, the client, the caller), every stream is closed, and with
         it the engine's request.
@@ -77,6 +83,7 @@ class StreamMerger:
         Args:
             streams: output stream of each prompt.
             receive: ASGI's function, after the request's body was read from it.
+            has_added: function that returns whether the engine has added the requests; called at a silence.
 
         Raises:
             ClientGone: the connection was closed.
@@ -84,7 +91,7 @@ class StreamMerger:
         """
         tasks = [asyncio.create_task(self._pump(idx, stream)) for idx, stream in enumerate(streams)]
         tasks.append(asyncio.create_task(self._watch_client(receive)))
-        tasks.append(asyncio.create_task(self._watch_silence()))
+        tasks.append(asyncio.create_task(self._watch_silence(has_added)))
         is_over = False
         try:
             while not is_over:
@@ -121,15 +128,17 @@ class StreamMerger:
             self._num_ended += 1
             self._has_happened.set()
 
-    async def _watch_silence(self) -> None:
+    async def _watch_silence(self, has_added: Callable[[], Awaitable[bool]]) -> None:
         # One task for the whole stream: a timer for each delta would cost more than the delta.
-        loop = asyncio.get_running_loop()
+        loop, are_added = asyncio.get_running_loop(), False
         while True:
             await asyncio.sleep(self._happened_s + self._idle_s - loop.time())
             if loop.time() >= self._happened_s + self._idle_s:
-                self._is_idle = True
+                are_added = are_added or await has_added()
                 self._happened_s = loop.time()
-                self._has_happened.set()
+                if are_added:
+                    self._is_idle = True
+                    self._has_happened.set()
 
     async def _watch_client(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":

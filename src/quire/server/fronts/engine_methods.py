@@ -46,6 +46,7 @@ class EngineMethods:
         self.by_name: Mapping[str, Method] = {
             "report": self._report,
             "drain": llm.drain,
+            "has_added": llm.has_added,
             "pin_prefix": self._pin_prefix,
             "unpin_prefix": llm.unpin_prefix,
             "reset_prefix_cache": self._reset_prefix_cache,

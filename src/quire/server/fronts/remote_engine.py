@@ -8,7 +8,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -277,6 +277,10 @@ class RemoteEngine:
             # It is listed until its last row has arrived.
             if self._streams.pop(number, None) is not None and not self._peer.is_gone:
                 self._peer.send(AbortStream(number))
+
+    async def has_added(self, request_ids: Sequence[str]) -> bool:
+        """Return whether the engine has all of these requests; see `AsyncLLM.has_added`."""
+        return bool(await self._peer.call("has_added", list(request_ids)))
 
     async def pin_prefix(
         self,
