@@ -129,10 +129,10 @@ class Times(NamedTuple):
 def measure(num_sequences: int, num_prompts: int, life: int, num_steps: int) -> list[Times]:
     """Return the times of each step, after a fifth of them that are not measured."""
     static, times = make_buffers(num_sequences), []
-    laid = LaidTables(static.block_ids)
+    laid = LaidTables(static.block_ids, BLOCK_SIZE)
     for step in DecodingSequences(num_sequences, num_prompts, life).steps(num_steps):
         began, began_thread = time.perf_counter(), time.thread_time()
-        tables = laid.lay(step.tables, step.num_blocks)
+        tables = laid.lay(step.tables, step.positions.tolist())
         shares = static.share(step.positions, *tables)
         static.write_tokens(step.positions, tables.block_ids, tables.block_starts, num_sequences, shares)
         thread = time.thread_time() - began_thread

@@ -9,7 +9,8 @@ from quire.errors import WorkerError
 from quire.execution.async_executor import LaunchedStep
 from quire.memory.results import Tier
 from quire.memory.specs import KVCacheSpec
-from quire.scheduling.plan import ScheduledSequence, StepPlan, StepResult
+from quire.scheduling.decode_columns import DecodeItems, DecodeResults
+from quire.scheduling.plan import ItemResult, ScheduledSequence, StepPlan, StepResult
 from quire.simulation.executor import _OpenSequence
 from tests.engine.failing import FailingSimulation
 
@@ -29,6 +30,7 @@ class AheadSimulation(FailingSimulation):
 
     Attributes:
         num_ahead: number of items with a placeholder.
+        num_in_columns: number of steps with results in columns.
         num_unread: number of steps that were launched and not read.
         most_unread: the most of them at any time.
         launched: plans of all steps.
@@ -40,7 +42,7 @@ class AheadSimulation(FailingSimulation):
         self._before: dict[int, tuple[int, ...]] = {}
         self._is_broken = False
         self.launched: list[StepPlan] = []
-        self.num_ahead = self.num_unread = self.most_unread = 0
+        self.num_ahead = self.num_in_columns = self.num_unread = self.most_unread = 0
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """See `AsyncExecutor`."""
@@ -62,8 +64,18 @@ class AheadSimulation(FailingSimulation):
             step = LateFailure(error) if self._is_broken else LaunchedStep(error)
         else:
             self._drawn = {item.seq_id: item.token_ids for item in result.items}
-            step = LaunchedStep(result)
+            step = LaunchedStep(result._replace(items=self._in_columns(plan, result)))
         return _Counted(self, step)
+
+    def _in_columns(self, plan: StepPlan, result: StepResult) -> Sequence[ItemResult]:
+        """Return results as the sampler does: in columns, where a step decodes, and no row has failed."""
+        items = plan.items
+        if not isinstance(items, DecodeItems) or any(item.error is not None for item in result.items):
+            return result.items
+        columns = DecodeResults(items.seq_ids, [item.token_ids[0] for item in result.items])
+        assert list(columns) == list(result.items), "a decode has one token and nothing else"
+        self.num_in_columns += 1
+        return columns
 
     def step_was_read(self, step: LaunchedStep) -> None:
         """Count a step that was read: the host knows now whether it failed."""

@@ -182,6 +182,8 @@ def test_an_end_by_length_costs_no_step_and_an_end_token_costs_one_token() -> No
     assert world.engine.stats.computed_tokens == world.executor.num_computed_tokens
     # Each token but the first of a request is decoded behind one that was not read.
     assert world.executor.num_ahead == sum(job.max_tokens - 1 for job in known)
+    # All of these steps but the one after the prompts have their results in columns.
+    assert world.executor.num_in_columns == max(job.max_tokens for job in known) - 2
     unknown = [Job(prompt=(1, idx), max_tokens=40) for idx in range(6)]
     world = run_ahead(unknown, Setting())
     ended = [samples[0] for samples in world.outputs.values() if samples[0][-1] == END_TOKEN]

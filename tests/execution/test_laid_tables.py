@@ -38,15 +38,22 @@ def test_tables_that_grow_in_their_places(seed: int) -> None:
     """In memory of more and of less than tables with room behind them need."""
     rng = random.Random(seed)
     static = StaticMemory(torch.device("cpu")).take_table(1200 if seed % 2 else 400, torch.int64)
-    laid, tables, num_same, starts = LaidTables(static), [BlockTable()], 0, None
+    laid, tables, num_same, starts = LaidTables(static, 1), [BlockTable()], 0, None
+    num_told = 0
     tables[0].change(TableDelta(0, 0, (7,)))
+    before: list[tuple[BlockTable, int, int]] = []
     for _ in range(400):
         # A table may have slots for tokens to come.
         counts = [len(table.ids) - rng.choice([0, 0, 0, len(table.ids) > 1]) for table in tables]
         if sum(counts) >= len(static):
             del tables[1:]
             continue
-        placed = laid.lay(tables, counts)
+        seen = [(table, table.stamp, len(table.ids)) for table in tables]
+        changed = None
+        if [table for table, *_ in seen] == [table for table, *_ in before] and rng.random() < 0.7:
+            changed = [row for row, (now, then) in enumerate(zip(seen, before, strict=True)) if now != then]
+        placed, before = laid.lay(tables, [count - 1 for count in counts], changed), seen
+        num_told += changed is not None
         assert placed.block_ids.data_ptr() == static.host.data_ptr()
         for table, start, count in zip(tables, placed.block_starts.tolist(), counts, strict=True):
             assert placed.block_ids[start : start + count].tolist() == table.ids[:count].tolist()
@@ -59,6 +66,7 @@ def test_tables_that_grow_in_their_places(seed: int) -> None:
             tables.append(BlockTable())
             tables[0].change(TableDelta(0, 0, (7,)))
     assert num_same > 50
+    assert num_told > 50
     assert len(laid.lay([], []).block_ids) == 1
 
 

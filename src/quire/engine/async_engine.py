@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, cast
 
@@ -10,7 +11,8 @@ from quire.engine.outputs.outputs import RequestOutput
 from quire.errors import WorkerError
 from quire.execution.async_executor import AsyncExecutor, LaunchedStep
 from quire.scheduling.async_scheduling import AsyncScheduler
-from quire.scheduling.plan import StepPlan
+from quire.scheduling.decode_columns import DecodeItems, DecodeResults
+from quire.scheduling.plan import ScheduledSequence, StepPlan
 
 
 class StepInFlight(NamedTuple):
@@ -76,7 +78,8 @@ class AsyncEngine(Engine):
 
     def _launch(self, plan: StepPlan) -> StepInFlight:
         self.num_steps += 1
-        self._mark_scheduled(plan)
+        if not isinstance(plan.items, DecodeItems):
+            self._mark_scheduled(plan)
         started_s = self._clock()
         return StepInFlight(plan, cast(AsyncExecutor, self.executor).launch(plan), started_s)
 
@@ -95,10 +98,12 @@ class AsyncEngine(Engine):
             self._last_end_s = self._clock()
         self._early_ends.num_failed_steps = 0
         # Tokens that were computed of sequences that had ended are not counted.
-        items = [item for item in plan.items if item.seq_id in self.scheduler.sequences]
+        items: Sequence[ScheduledSequence] = plan.items
+        if not isinstance(items, DecodeItems) or not self.scheduler.sequences.keys() >= set(items.seq_ids):
+            items = [item for item in items if item.seq_id in self.scheduler.sequences]
         if items:
             self._stats.computed_tokens += self.step_recorder.record_step(items, self._last_end_s - started_s)
-        failed = self._check_items(plan, result)
+        failed = [] if isinstance(result.items, DecodeResults) else self._check_items(plan, result)
         return failed + self._update(plan, result)
 
     def _fail(self, plan: StepPlan, error: WorkerError) -> list[RequestOutput]:

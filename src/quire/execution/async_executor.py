@@ -10,6 +10,7 @@ from quire.errors import WorkerError
 from quire.execution.deferred_tokens import DeferredTokens
 from quire.execution.executor import Runner
 from quire.execution.runner import InProcessExecutor
+from quire.scheduling.decode_columns import DecodeResults
 from quire.scheduling.plan import ItemResult, StepPlan, StepResult
 
 # Fields of all results, without a Python call for each.
@@ -28,7 +29,7 @@ class LaunchedStep:
     __slots__ = ("_launched", "_reads")
 
     def __init__(
-        self, launched: StepResult | WorkerError, reads: Sequence[Callable[[], list[ItemResult]]] = ()
+        self, launched: StepResult | WorkerError, reads: Sequence[Callable[[], Sequence[ItemResult]]] = ()
     ) -> None:
         self._launched = launched
         self._reads = reads
@@ -54,6 +55,8 @@ class LaunchedStep:
             raise WorkerError(reason) from error
         if not parts:
             return launched
+        if len(parts) == 1 and isinstance(parts[0], DecodeResults) and len(parts[0]) == len(launched.items):
+            return launched._replace(items=parts[0])
         is_plain = not any(map(_ERROR, launched.items)) and not any(map(_PROMPT_LOGPROBS, launched.items))
         if is_plain and len(parts) == 1 and len(parts[0]) == len(launched.items):
             return launched._replace(items=tuple(parts[0]))
@@ -88,9 +91,8 @@ class AsyncExecutor(InProcessExecutor):
             launched = super().execute(plan)
         except WorkerError as error:
             return LaunchedStep(error)
-        failed = [item.seq_id for item in launched.items if item.error is not None]
-        if failed:
-            self._deferred.add_failed(failed)
+        if any(map(_ERROR, launched.items)):
+            self._deferred.add_failed([item.seq_id for item in launched.items if item.error is not None])
         return LaunchedStep(launched, self._deferred.take_reads())
 
     def execute(self, plan: StepPlan) -> StepResult:

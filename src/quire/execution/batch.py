@@ -101,8 +101,10 @@ class BatchBuilder:
         for seq_id in plan.finished_ids:
             self.tables.pop(seq_id, None)
         for item in plan.items:
-            if item.table_deltas or item.new_sequence is not None:
-                self._change_tables(item)
+            if item.new_sequence is not None:
+                self.tables[item.seq_id] = tuple(BlockTable() for _ in self._caches)
+            if item.table_deltas:
+                self._change_tables(item.seq_id, item.table_deltas)
 
     def lay_out(self, items: Sequence[ScheduledSequence], groups_of: range | None = None) -> Batch:
         """Lay items out as one batch.
@@ -159,11 +161,9 @@ class BatchBuilder:
     def put_drawn(self, input_ids: Tensor, items: Sequence[ScheduledSequence]) -> None:
         """Replace placeholders among the tokens of decodes, int64 [R] on the device; here there are none."""
 
-    def _change_tables(self, item: ScheduledSequence) -> None:
-        if item.new_sequence is not None:
-            self.tables[item.seq_id] = tuple(BlockTable() for _ in self._caches)
-        tables, highest = self.tables[item.seq_id], self.use.highest_blocks
-        for delta in item.table_deltas:
+    def _change_tables(self, seq_id: int, deltas: tuple[TableDelta, ...]) -> None:
+        tables, highest = self.tables[seq_id], self.use.highest_blocks
+        for delta in deltas:
             tables[delta.group_idx].change(delta)
             highest[delta.group_idx] = max((highest[delta.group_idx], *delta.block_ids))
 

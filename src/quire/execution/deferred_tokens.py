@@ -13,7 +13,9 @@ from quire.distributed.rank_group import RankGroup
 from quire.execution.batch import Batch, BatchBuilder
 from quire.execution.pinned import placed
 from quire.models.spec import StateCacheShape, TokenCacheShape
-from quire.scheduling.plan import ItemResult, ScheduledSequence
+from quire.ops.static_steps import vector
+from quire.scheduling.decode_columns import DecodeItems
+from quire.scheduling.plan import ItemResult, ScheduledSequence, StepPlan
 
 
 class DeferredTokens:
@@ -28,7 +30,7 @@ class DeferredTokens:
         # Tokens of a step, int64 [n], with the ids of their sequences.
         self._before: list[tuple[list[int], Tensor]] = []
         self._own: list[tuple[list[int], Tensor]] = []
-        self._reads: list[Callable[[], list[ItemResult]]] = []
+        self._reads: list[Callable[[], Sequence[ItemResult]]] = []
         # The sequences of the tokens of the step before, and these, int64 [n]; once they are asked for.
         self._drawn: tuple[list[int], Tensor] | None = None
 
@@ -36,7 +38,9 @@ class DeferredTokens:
         """Begin a step: what the one before it has drawn is what its placeholders stand for."""
         self._before, self._own, self._reads, self._drawn = self._own, [], [], None
 
-    def add(self, items: Sequence[ScheduledSequence], token_ids: Tensor, read: Callable[[], list[ItemResult]]) -> None:
+    def add(
+        self, items: Sequence[ScheduledSequence], token_ids: Tensor, read: Callable[[], Sequence[ItemResult]]
+    ) -> None:
         """Keep tokens of the present step.
 
         Args:
@@ -44,14 +48,15 @@ class DeferredTokens:
             token_ids: int64 [n] on the device; nothing writes to it afterwards.
             read: returns the results of the items; it waits for the device.
         """
-        self._own.append(([item.seq_id for item in items], token_ids))
+        seq_ids = items.seq_ids if isinstance(items, DecodeItems) else [item.seq_id for item in items]
+        self._own.append((seq_ids, token_ids))
         self._reads.append(read)
 
     def add_failed(self, seq_ids: Sequence[int]) -> None:
         """Keep a token of no meaning for sequences that the present step has drawn none for: their requests end."""
         self._own.append((list(seq_ids), torch.zeros(len(seq_ids), dtype=torch.int64, device=self._device)))
 
-    def take_reads(self) -> list[Callable[[], list[ItemResult]]]:
+    def take_reads(self) -> list[Callable[[], Sequence[ItemResult]]]:
         """Hand over what reads the results of the present step."""
         reads, self._reads = self._reads, []
         return reads
@@ -64,7 +69,10 @@ class DeferredTokens:
             items: items of the step, all or some.
             rows: first row of each of them, at least one for each.
         """
-        wanted = [item.seq_id for item in items if item.token_ids[0] == UNKNOWN]
+        if isinstance(items, DecodeItems):
+            wanted = items.seq_ids
+        else:
+            wanted = [item.seq_id for item in items if item.token_ids[0] == UNKNOWN]
         if not wanted:
             return
         if self._drawn is None:
@@ -75,12 +83,16 @@ class DeferredTokens:
                 self._drawn = list(chain.from_iterable(known)), torch.cat(parts)
         seq_ids, drawn = self._drawn
         last = len(wanted) - 1
-        # Mostly the same sequences decode: placeholders are the first rows, if the last of them is where it is then.
-        if wanted == seq_ids and items[last].seq_id == wanted[last] and rows[last] == last:
-            input_ids[: len(drawn)].copy_(drawn)
+        # Mostly placeholders are the first rows: they are, if the last of them is where it is then.
+        are_first = isinstance(items, DecodeItems) or (items[last].seq_id == wanted[last] and rows[last] == last)
+        if are_first and wanted == seq_ids:
+            input_ids[: len(wanted)].copy_(drawn)
             return
         place_of = {seq_id: place for place, seq_id in enumerate(seq_ids)}
         sources = [place_of[seq_id] for seq_id in wanted]
+        if are_first:
+            input_ids[: len(wanted)].copy_(drawn.index_select(0, placed(vector(sources), self._device)))
+            return
         targets = [row for row, item in zip(rows, items, strict=False) if item.token_ids[0] == UNKNOWN]
         numbers = placed(torch.tensor((targets, sources), dtype=torch.int64), self._device)
         input_ids.index_copy_(0, numbers[0], drawn.index_select(0, numbers[1]))
@@ -106,6 +118,17 @@ class AheadBatchBuilder(BatchBuilder):
         super().__init__(block_size, device, cache)
         self._deferred, self._ranks = deferred, ranks
 
+    def apply_plan(self, plan: StepPlan) -> None:
+        """See `BatchBuilder`: a plan of decodes says which tables change."""
+        items = plan.items
+        if not isinstance(items, DecodeItems):
+            super().apply_plan(plan)
+            return
+        for seq_id in plan.finished_ids:
+            self.tables.pop(seq_id, None)
+        for seq_id, deltas in items.changes():
+            self._change_tables(seq_id, deltas)
+
     def lay_out(self, items: Sequence[ScheduledSequence], groups_of: range | None = None) -> Batch:
         """See `BatchBuilder`."""
         batch = super().lay_out(items, groups_of)
@@ -125,7 +148,9 @@ class AheadBatchBuilder(BatchBuilder):
         ranks = self._ranks
         if ranks is None or ranks.rank == 0:
             self._deferred.fill(input_ids, items, rows)
-        if ranks is not None and any(item.token_ids[0] == UNKNOWN for item in items):
+        if ranks is None:
+            return
+        if isinstance(items, DecodeItems) or any(item.token_ids[0] == UNKNOWN for item in items):
             own = input_ids[: rows[len(items) - 1] + len(items[-1].token_ids)]
             own.copy_(ranks.of_first(own))
 

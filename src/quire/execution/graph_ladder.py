@@ -11,13 +11,14 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from quire.execution.batch import BatchBuilder
+from quire.execution.batch import BatchBuilder, BlockTable
 from quire.execution.kv_storage import StateStorage, Storage
 from quire.execution.laid_tables import LaidTables
 from quire.execution.step_capture import CapturedCall, StepCapture
 from quire.models.decoder import Decoder
 from quire.models.spec import TokenCacheShape
 from quire.ops.static_steps import MakesStaticSteps, StaticLimits, StaticMemory, StaticStates, StaticTokens, vector
+from quire.scheduling.decode_columns import DecodeItems
 from quire.scheduling.plan import ScheduledSequence
 
 logger = logging.getLogger(__name__)
@@ -86,7 +87,9 @@ class GraphLadder:
         # By their numbers: to ask for the protocol in each step costs more than the step's own loops.
         self._states = {idx: group for idx, group in enumerate(self._groups) if isinstance(group, StaticStates)}
         self._tokens = {idx: group for idx, group in enumerate(self._groups) if not isinstance(group, StaticStates)}
-        self._tables = {idx: LaidTables(group.block_ids) for idx, group in self._tokens.items()}
+        self._tables = {idx: LaidTables(group.block_ids, block_size) for idx, group in self._tokens.items()}
+        # `seq_ids` of the `DecodeItems` that were run last, and the block tables of these sequences, by groups.
+        self._known: tuple[list[int], list[list[BlockTable]]] | None = None
         spec, device = decoder.spec, decoder.device
         self._hidden = torch.zeros(num_rows, spec.width, dtype=decoder.dtype, device=device)
         # Ranks have parts of the logits, which are asked for when a step was replayed.
@@ -123,7 +126,7 @@ class GraphLadder:
         """Say whether items, of one token each, fit into a captured step."""
         if not 0 < len(items) <= self._sizes[-1]:
             return False
-        starts = [item.start for item in items]
+        starts = _starts(items)
         if (max(starts) // self._block_size + 1) * len(items) <= self._limits.num_blocks:
             return True
         return sum(start // self._block_size + 1 for start in starts) <= self._limits.num_blocks
@@ -156,10 +159,12 @@ class GraphLadder:
 
     def _write(self, laid: LaidOut, size: int, shares: bool) -> None:
         """Write a step and its padding into static memory, on the host's side."""
-        for numbers, values in ((self._ids, laid.input_ids), (self._positions, laid.positions)):
-            numbers.host[: len(values)] = values
-            if len(values) < size:
-                numbers.host[len(values) : size] = 0
+        count = laid.positions.numel()
+        if laid.input_ids is not None:
+            self._ids.host[:count] = laid.input_ids
+        self._positions.host[:count] = laid.positions
+        if count < size:
+            self._ids.host[count:size] = self._positions.host[count:size] = 0
         for idx, states in self._states.items():
             blocks, has_state = laid.tables[idx]
             states.write_states(blocks, has_state, size)
@@ -170,31 +175,52 @@ class GraphLadder:
     def _lay_out(self, items: Sequence[ScheduledSequence], builder: BatchBuilder | None) -> LaidOut:
         """Lay items out, one row each, their block tables in static memory; without a builder there are none."""
         self._memory.wait()
-        starts = [item.start for item in items]
-        num_blocks = [start // self._block_size + 1 for start in starts]
-        laid: list[Any] = []
-        for idx in range(len(self._groups)):
-            tables = [] if builder is None else [builder.tables[item.seq_id][idx] for item in items]
-            if idx in self._states:
-                laid.append(([table.ids[-1] for table in tables], [start > 0 for start in starts]))
+        starts, changed = _starts(items), None
+        known, self._known = self._known, None
+        if isinstance(items, DecodeItems) and builder is not None:
+            if known is not None and items.seq_ids is known[0]:
+                changed = items.changed
             else:
-                laid.append(self._tables[idx].lay(tables, num_blocks))
-        return LaidOut(vector([item.token_ids[0] for item in items]), vector(starts), laid)
+                known = items.seq_ids, self._tables_of(items.seq_ids, builder)
+            tables, self._known, ids = known[1], known, None
+        else:
+            tables = self._tables_of([item.seq_id for item in items], builder)
+            ids = vector([item.token_ids[0] for item in items])
+        laid: list[Any] = []
+        for idx, own in enumerate(tables):
+            if idx in self._states:
+                laid.append(([table.ids[-1] for table in own], [start > 0 for start in starts]))
+            else:
+                laid.append(self._tables[idx].lay(own, starts, changed))
+        return LaidOut(ids, vector(starts), laid)
+
+    def _tables_of(self, seq_ids: Sequence[int], builder: BatchBuilder | None) -> list[list[BlockTable]]:
+        """Return the block tables of sequences, by groups."""
+        rows = [] if builder is None else [builder.tables[seq_id] for seq_id in seq_ids]
+        return [[tables[idx] for tables in rows] for idx in range(len(self._groups))]
+
+    def forget_rows(self) -> None:
+        """Note that a step was run in another way, which may have changed block tables."""
+        self._known = None
 
 
 class LaidOut(NamedTuple):
     """A step on the host.
 
     Args:
-        input_ids: int64 [n], token of each row.
+        input_ids: int64 [n], token of each row; None where the step before has drawn all.
         positions: int64 [n], its position.
         tables: block tables of each group, as `PlacedTables`; of a group of states, the blocks of these and which are
             there, see `write_states`.
     """
 
-    input_ids: Tensor
+    input_ids: Tensor | None
     positions: Tensor
     tables: list[Any]
+
+
+def _starts(items: Sequence[ScheduledSequence]) -> list[int]:
+    return items.starts if isinstance(items, DecodeItems) else [item.start for item in items]
 
 
 def sharing_sizes(sizes: Sequence[int]) -> list[int]:

@@ -15,6 +15,7 @@ from quire.execution.pinned import placed
 from quire.execution.runner import ModelRunner
 from quire.execution.sampling.beam_sampling import sample_apart
 from quire.ops.static_steps import vector
+from quire.scheduling.decode_columns import DecodeItems
 from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, ScheduledSequence, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
@@ -41,13 +42,16 @@ class GraphRunner(ModelRunner):
     def _run(self, plan: StepPlan) -> StepResult:
         ladder, items = self.ladder, plan.items
         if ladder is None or not items or not self._can_replay(items) or not ladder.takes(items):
+            if ladder is not None:
+                ladder.forget_rows()
             return super()._run(plan)
         if plan.ops.copies:
             self._blocks.apply(plan.ops.copies, plan.ops.saves)
         if plan.finished_ids:
-            self._embeddings.apply_plan(plan)
-            self._pooler.apply_plan(plan)
-            self._adapters.apply_plan(plan)
+            closing = plan._replace(items=())  # no sequence is new
+            self._embeddings.apply_plan(closing)
+            self._pooler.apply_plan(closing)
+            self._adapters.apply_plan(closing)
         self._builder.apply_plan(plan)
         self._sampler.begin_step(plan)
         hidden, logits = ladder.run(items, self._builder)
@@ -57,16 +61,20 @@ class GraphRunner(ModelRunner):
             return StepResult(plan.tick, ())
         self._replayed = (hidden, logits) if self._decoder.ranks is None else None
         try:
-            results, found = self._sample(items, plan.beams, hidden)
+            if isinstance(items, DecodeItems) and self._replayed is not None:  # all are drawn, of logits that are there
+                results, found = self._draw(items, hidden, ())
+            else:
+                results, found = self._sample(items, plan.beams, hidden)
         finally:
             self._replayed = None
         return StepResult(plan.tick, tuple(results), found)
 
     def _can_replay(self, items: Sequence[ScheduledSequence]) -> bool:
         """Say whether items are decodes of known sequences that need nothing but the model."""
-        _, _, token_ids, _, num_samples, new_sequences, _ = zip(*items, strict=True)
-        if new_sequences.count(None) < len(items) or not all(num_samples) or max(map(len, token_ids)) > 1:
-            return False
+        if not isinstance(items, DecodeItems):
+            _, _, token_ids, _, num_samples, new_sequences, _ = zip(*items, strict=True)
+            if new_sequences.count(None) < len(items) or not all(num_samples) or max(map(len, token_ids)) > 1:
+                return False
         others = (self._embeddings.by_sequence, self._pooler.by_sequence, self._adapters.by_sequence)
         if any(others) and any(item.seq_id in known for known in others for item in items):
             return False

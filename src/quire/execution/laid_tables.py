@@ -31,7 +31,7 @@ class PlacedTables(NamedTuple):
     Args:
         block_ids: int64, tables at any places, and 0 for the null block at the end; until the next step.
         block_starts: int64 [n], where each table starts.
-        stamps: see `BlockTable`, one for each row.
+        stamps: see `BlockTable`, one for each row; nobody changes the list.
     """
 
     block_ids: Tensor
@@ -44,52 +44,71 @@ class LaidTables:
 
     Args:
         table: static memory for them; nobody else writes there.
+        block_size: N.
     """
 
-    def __init__(self, table: StaticTable) -> None:
-        self._host = table.host
+    def __init__(self, table: StaticTable, block_size: int) -> None:
+        self._host, self._block_size = table.host, block_size
         memory = (ctypes.c_char * self._host.nbytes).from_address(self._host.data_ptr())
         self._numbers = memoryview(memory).cast("B").cast("q")
+        # Whether whole tables lie there, and not only what steps have read so far.
+        self._is_whole = False
         self._num_blocks: list[int] = []
         self._starts: list[int] = [0]
         self._placed: PlacedTables | None = None
 
-    def lay(self, tables: Sequence[BlockTable], num_blocks: Sequence[int]) -> PlacedTables:
-        """Lay out the first blocks of each table; nothing reads the static memory meanwhile."""
-        stamps = [table.stamp for table in tables]
+    def lay(
+        self, tables: Sequence[BlockTable], positions: Sequence[int], changed: Sequence[int] | None = None
+    ) -> PlacedTables:
+        """Lay tables out; nothing reads the static memory meanwhile.
+
+        Args:
+            tables: table of each row.
+            positions: position of each row in its sequence: what lies behind the block of that is not read.
+            changed: rows, rising; tables and entries of all others are those of the last call. None where any may
+                differ.
+        """
         placed, self._placed = self._placed, None  # if writing fails, the next step writes all
-        if placed is None or not self._write_new(tables, num_blocks, stamps, placed.stamps):
-            placed = self._lay_all(tables, num_blocks, stamps)
-        elif stamps != placed.stamps:
-            placed = placed._replace(stamps=stamps)
-        self._placed = placed
+        if placed is not None and self._is_whole and len(tables) == len(placed.stamps):
+            rows = range(len(tables)) if changed is None else changed
+            placed = self._write_new(tables, rows, placed)
+        else:
+            placed = None
+        self._placed = placed = placed or self._lay_all(tables, positions)
         return placed
 
     def _write_new(
-        self, tables: Sequence[BlockTable], num_blocks: Sequence[int], stamps: list[int], before: list[int]
-    ) -> bool:
-        """Write what is new in each row; return whether there is room for it."""
-        known, starts = self._num_blocks, self._starts
-        if len(stamps) != len(before):
-            return False
-        for row, (number, first, stamp, old) in enumerate(zip(num_blocks, known, stamps, before, strict=True)):
-            if stamp != old:
+        self, tables: Sequence[BlockTable], rows: Sequence[int], placed: PlacedTables
+    ) -> PlacedTables | None:
+        """Write what is new in some rows; return None where there is no room for it."""
+        known, starts, before, stamps = self._num_blocks, self._starts, placed.stamps, None
+        for row in rows:
+            table, first = tables[row], known[row]
+            ids = table.ids
+            if table.stamp != before[row]:
+                stamps = before.copy() if stamps is None else stamps
+                stamps[row] = table.stamp
                 first = 0  # nothing of the row is known
-            elif number <= first:
+            elif len(ids) == first:
                 continue
-            start = starts[row]
+            start, number = starts[row], len(ids)
             if start + number > starts[row + 1]:
-                return False
-            self._numbers[start + first : start + number] = tables[row].ids[first:number]
+                return None
+            self._numbers[start + first : start + number] = ids[first:]
             known[row] = number
-        return True
+        return placed if stamps is None else placed._replace(stamps=stamps)
 
-    def _lay_all(self, tables: Sequence[BlockTable], num_blocks: Sequence[int], stamps: list[int]) -> PlacedTables:
+    def _lay_all(self, tables: Sequence[BlockTable], positions: Sequence[int]) -> PlacedTables:
         """Write all tables."""
-        room = ROOM if sum(num_blocks) + ROOM * len(num_blocks) < len(self._host) else 0
-        self._num_blocks = list(num_blocks)
+        num_blocks = [len(table.ids) for table in tables]
+        num_numbers = sum(num_blocks)
+        self._is_whole = num_numbers < len(self._host)
+        if not self._is_whole:
+            num_blocks = [position // self._block_size + 1 for position in positions]
+        room = ROOM if num_numbers + ROOM * len(num_blocks) < len(self._host) else 0
+        self._num_blocks = num_blocks
         self._starts = starts = list(accumulate((number + room for number in num_blocks), initial=0))
         for table, start, number in zip(tables, starts, num_blocks, strict=False):
             self._numbers[start : start + number] = table.first(number)
         self._numbers[starts[-1]] = 0
-        return PlacedTables(self._host[: starts[-1] + 1], vector(starts[:-1]), stamps)
+        return PlacedTables(self._host[: starts[-1] + 1], vector(starts[:-1]), [table.stamp for table in tables])

@@ -272,6 +272,10 @@ class KVCacheManager:
             if observer is not None:
                 observer.published(seq_id, state, num_before)
 
+    def publish_next(self, seq_ids: Sequence[int]) -> None:
+        """Publish sequences, different ones, of each of which one more token is computed; see `publish`."""
+        self.publish_each(self._publication.add_computed(seq_ids))
+
     def free(self, seq_id: int, *, retain: bool = False, is_sound: bool = True) -> None:
         """Release a sequence; of its published blocks the tail becomes evictable before the head.
 

@@ -111,8 +111,13 @@ class StaticTable:
     def write(self, numbers: Tensor) -> None:
         """Replace the numbers; they are copied with the next upload. The first ones of `host` lie there already."""
         if numbers.data_ptr() != self.host.data_ptr():
-            self.host[: len(numbers)] = numbers
-        self._chunk.used = numbers.nbytes
+            # Not `len`, here and elsewhere in a step: of a tensor, that is a function of Python's.
+            self.host[: numbers.numel()] = numbers
+        self.use(numbers.numel())
+
+    def use(self, count: int) -> None:
+        """Have the first numbers of `host`, which were written there, copied with the next upload."""
+        self._chunk.used = count * self.host.itemsize
 
 
 def vector(numbers: Iterable[int]) -> Tensor:
@@ -143,8 +148,8 @@ class StaticTokens(Protocol):
 
         Args:
             positions, block_ids, block_starts: see `write_tokens`.
-            stamps: a number for each row. Where it is that of a row of an earlier step, the table of that row has been
-                the beginning of this one.
+            stamps: a number for each row, in a list that nobody changes. Where it is that of a row of an earlier step,
+                the table of that row has been the beginning of this one.
         """
 
     def write_tokens(

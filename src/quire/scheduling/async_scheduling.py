@@ -33,20 +33,20 @@ while a step in flight still writes to them: whoever takes them writes and reads
 
 from __future__ import annotations
 
-from itertools import repeat
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from operator import sub
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from quire.decoding.drafting import UNKNOWN
 from quire.scheduling.beam_groups import append_to_group
-from quire.scheduling.plan import ScheduledSequence, StepPlan
+from quire.scheduling.decode_columns import DecodeItems, DecodeResults
+from quire.scheduling.edits import SequenceEvent
+from quire.scheduling.plan import ItemResult, ScheduledSequence, StepPlan
 from quire.scheduling.scheduler import Scheduler
 from quire.sequences.params import SamplingParams
 from quire.sequences.sequence import Request, Sequence
 from quire.sequences.status import SequenceStatus
-
-# The tokens of a sequence whose next token is not read yet.
-_PLACEHOLDER = (UNKNOWN,)
 
 
 class DecodeRun(NamedTuple):
@@ -58,7 +58,7 @@ class DecodeRun(NamedTuple):
         num_steps: number of further plans, at least 1, that can be made ahead until one of them ends by its length.
     """
 
-    items: tuple[ScheduledSequence, ...]
+    items: DecodeItems
     sequences: list[Sequence]
     num_steps: int
 
@@ -97,7 +97,8 @@ class AsyncScheduler(Scheduler):
             return None
         run, self._run = self._run, None
         if run is not None and run.items is in_flight.items and self._is_all(run.sequences):
-            return self._plan_decodes(tick, run.sequences, [item.start + 1 for item in run.items], run.num_steps - 1)
+            starts = [start + 1 for start in run.items.starts]
+            return self._plan_decodes(tick, run.sequences, run.items.seq_ids, starts, run.num_steps - 1)
         queues, find = self._queues, self.sequences.get
         held: list[Sequence] = []
         # Sequences that go on, their numbers of tokens in the step in flight, and the tokens of those it draws one for.
@@ -131,7 +132,8 @@ class AsyncScheduler(Scheduler):
                 starts = list(map(len, drawn))
                 # A sequence that lacks two tokens gets one of them in flight, and the other in this plan.
                 most = min(map(sub, [sequence.max_tokens for sequence in going], starts)) - 2
-                return self._plan_decodes(tick, going, starts, 0 if is_pending else most)
+                seq_ids = [sequence.seq_id for sequence in going]
+                return self._plan_decodes(tick, going, seq_ids, starts, 0 if is_pending else most)
             return self._plan_with_placeholders(tick, going, counts, drawn)
         finally:
             queues.release_held()
@@ -165,7 +167,9 @@ class AsyncScheduler(Scheduler):
             for tokens in drawn:
                 tokens.pop()
 
-    def _plan_decodes(self, tick: int, going: list[Sequence], starts: list[int], num_steps: int) -> StepPlan | None:
+    def _plan_decodes(
+        self, tick: int, going: list[Sequence], seq_ids: list[int], starts: list[int], num_steps: int
+    ) -> StepPlan | None:
         """Plan a step of all running sequences, of each of which the step in flight draws the next token.
 
         It is the plan that `_plan_with_placeholders` makes, in fewer loops.
@@ -173,22 +177,49 @@ class AsyncScheduler(Scheduler):
         Args:
             tick: number of the plan.
             going: the sequences.
+            seq_ids: their ids, in a list that nobody changes.
             starts: their numbers of tokens, without the next one.
             num_steps: see `DecodeRun`; 0 where the next plan has to look at each sequence.
         """
-        seq_ids = [sequence.seq_id for sequence in going]
         num_served = self.memory.append_slots(seq_ids)
         self._is_short = num_served < len(going)
         if not num_served:
             return None
-        deltas = self.memory.take_table_deltas(seq_ids[:num_served])
-        columns = zip(seq_ids, starts, repeat(_PLACEHOLDER), deltas, repeat(1), repeat(None), repeat(0), strict=False)
-        # The same as `ScheduledSequence._make`, without a Python call.
-        items: tuple[ScheduledSequence, ...] = tuple(map(tuple.__new__, repeat(ScheduledSequence), columns))
+        if self._is_short:
+            seq_ids, starts = seq_ids[:num_served], starts[:num_served]
+        items = DecodeItems(seq_ids, starts, self.memory.take_table_deltas(seq_ids))
         if num_steps and not self._is_short:
             self._run = DecodeRun(items, going, num_steps)
         finished_ids, self._queues.finished_ids[:] = tuple(self._queues.finished_ids), ()
         return StepPlan(tick, items, self.memory.take_ops(), finished_ids)
+
+    def update_from_results(self, items: Seq[ScheduledSequence], results: Iterable[ItemResult]) -> list[SequenceEvent]:
+        """Apply the results of a step; see `Scheduler`, which does the same in more loops."""
+        if not (isinstance(items, DecodeItems) and isinstance(results, DecodeResults)):
+            return super().update_from_results(items, results)
+        sequences = list(map(self.sequences.get, items.seq_ids))
+        if None in sequences:  # it has ended since
+            return super().update_from_results(items, results)
+        return self._take_tokens(items.seq_ids, cast(list[Sequence], sequences), results.token_ids)
+
+    def _take_tokens(self, seq_ids: list[int], sequences: list[Sequence], token_ids: list[int]) -> list[SequenceEvent]:
+        """Append a token to each of some sequences that decode."""
+        self.memory.publish_next(seq_ids)
+        for sequence in sequences:
+            sequence.num_computed += 1
+        events: list[SequenceEvent] = []
+        for idx, (sequence, token_id) in enumerate(zip(sequences, token_ids, strict=True)):
+            if sequence.finish_reason is not None:  # an edit before has ended it
+                continue
+            tokens, edit = sequence.tokens, sequence.default_edit
+            if edit is not None and token_id not in sequence.end_ids and len(tokens) + 1 < sequence.max_tokens:
+                tokens.append(token_id)
+                events.append((idx, sequence, edit, len(tokens)))
+            else:
+                events += self._edits.apply(
+                    idx, sequence, (token_id,), sequence.strategy.advance(sequence, (token_id,))
+                )
+        return events
 
     def withdraw(self, plan: StepPlan) -> tuple[str, ...]:
         """Undo a plan that was made ahead of a step that failed; return the names of the pinned prefixes lost.

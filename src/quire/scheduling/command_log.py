@@ -39,6 +39,7 @@ from typing import Any, Final, Protocol
 from quire.decoding.speculation import AdaptiveDrafter
 from quire.errors import LockstepDrift
 from quire.scheduling.async_scheduling import AsyncScheduler
+from quire.scheduling.decode_columns import DecodeItems, DecodeResults
 from quire.scheduling.edits import SequenceEvent
 from quire.scheduling.log_messages import Command, decode, encode, encode_short, result_of, single_tokens, tokens_of
 from quire.scheduling.logged_memory import LoggedMemory, repeat_pin
@@ -161,7 +162,7 @@ class LoggedScheduler:
 
     def update_from_results(self, items: Seq[ScheduledSequence], results: Iterable[ItemResult]) -> list[SequenceEvent]:
         """See `Scheduler.update_from_results`."""
-        results = tuple(results)
+        results = results if isinstance(results, DecodeResults) else tuple(results)
         planned, first = self._plans.oldest.items, 0
         if items and len(items) < len(planned):
             first = next(idx for idx, item in enumerate(planned) if item.seq_id == items[0].seq_id)
@@ -315,13 +316,17 @@ class CommandReplay:
 
     def _update(self, first: int, tokens: list[Any]) -> None:
         plan, end = self._plans.oldest, first + len(tokens)
-        items = plan.items[first:end]
+        items = plan.items if (first, end) == (0, len(plan.items)) else plan.items[first:end]
         if len(items) < len(tokens):
             raise LockstepDrift(
                 f"the plan of step {plan.tick} has {len(plan.items)} sequences here, and rank 0 has results of {end}"
             )
         self._plans.take(end)
-        results = [result_of(item.seq_id, each) for item, each in zip(items, tokens, strict=True)]
+        results: Seq[ItemResult]
+        if isinstance(items, DecodeItems) and set(map(type, tokens)) == {int}:
+            results = DecodeResults(items.seq_ids, tokens)
+        else:
+            results = [result_of(item.seq_id, each) for item, each in zip(items, tokens, strict=True)]
         self._scheduler.update_from_results(items, results)
 
     def _check(self, tick: int, digest: str) -> None:

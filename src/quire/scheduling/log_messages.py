@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import json
 from array import array
+from collections.abc import Sequence
 from itertools import chain
 from operator import itemgetter
 from struct import Struct
 from typing import Any, Final
 
+from quire.scheduling.decode_columns import DecodeResults
 from quire.scheduling.plan import ItemResult
 
 Command = list[Any]
@@ -41,8 +43,10 @@ def encode_short(name: str, number: int) -> bytes:
     return _SHORT.pack(_TAGS[name], number)
 
 
-def single_tokens(results: tuple[ItemResult, ...]) -> bytes | None:
+def single_tokens(results: Sequence[ItemResult]) -> bytes | None:
     """Return the tokens of results that have one token each and nothing else that travels; None for others."""
+    if isinstance(results, DecodeResults):
+        return array("i", results.token_ids).tobytes()
     # Without a call of Python for each: all of this is between the tokens of a step and the next step.
     token_ids = list(map(_TOKEN_IDS, results))
     if set(map(len, token_ids)) != {1} or any(map(_DRAFT, results)):

@@ -1,6 +1,7 @@
 """The immutable values that cross the torch line: `StepPlan` goes to the data plane, `StepResult` comes back.
 
-They are named tuples: immutable, comparable, picklable, and cheap to construct.
+They are named tuples: immutable, comparable, picklable, and cheap to construct. Most steps of many sequences have items
+and results in columns instead: see `quire.scheduling.decode_columns`.
 """
 
 from __future__ import annotations
@@ -118,14 +119,14 @@ class StepPlan(NamedTuple):
 
     Args:
         tick: number of the step, increasing by one.
-        items: scheduled sequences in policy order; each sequence appears at most once.
+        items: scheduled sequences in policy order, a tuple or `DecodeItems`; each sequence appears at most once.
         ops: block copies to perform, in order, before the kernels of this step.
         finished_ids: ids of the sequences to forget before `items` are processed: finished, aborted or preempted ones.
         beams: beam groups among the items.
     """
 
     tick: int
-    items: tuple[ScheduledSequence, ...]
+    items: Seq[ScheduledSequence]
     ops: MemoryOps
     finished_ids: tuple[int, ...]
     beams: tuple[BeamGroup, ...] = ()
@@ -164,11 +165,11 @@ class StepResult(NamedTuple):
 
     Args:
         tick: number of the plan.
-        items: result of each item, in the plan's order.
+        items: result of each item, in the plan's order, a tuple or `DecodeResults`.
         beams: candidates of each beam group, best first: only possible ones, and none where an item of the group
             failed.
     """
 
     tick: int
-    items: tuple[ItemResult, ...]
+    items: Seq[ItemResult]
     beams: tuple[tuple[Candidate, ...], ...] = ()

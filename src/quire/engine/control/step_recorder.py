@@ -8,6 +8,7 @@ from dataclasses import replace
 from quire.decoding.speculation import AdaptiveDrafter
 from quire.engine.control.chunk_size import ChunkSizeController
 from quire.engine.control.draft_costs import DraftCosts
+from quire.scheduling.decode_columns import DecodeItems
 from quire.scheduling.plan import ScheduledSequence
 from quire.scheduling.scheduler import Scheduler
 
@@ -62,9 +63,10 @@ class StepRecorder:
         Returns:
             The number of tokens that the step computed, drafts included.
         """
-        num_drafts = sum([item.num_draft for item in items])
+        is_decode = isinstance(items, DecodeItems)
+        num_drafts = 0 if is_decode else sum([item.num_draft for item in items])
         # Drafts are not tokens of a prompt.
-        counts = [len(item.token_ids) - item.num_draft for item in items]
+        counts = [1] * len(items) if is_decode else [len(item.token_ids) - item.num_draft for item in items]
         num_tokens = sum(counts)
         if num_tokens == len(items):
             self._record_decode(len(items), num_drafts, elapsed_s)

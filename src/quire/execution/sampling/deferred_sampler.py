@@ -16,7 +16,8 @@ from quire.execution.sampling.logits_processing import KeepTokens
 from quire.execution.sampling.sampler import plain_results
 from quire.execution.sampling.token_history import TokenHistory
 from quire.ops.token_draws import BROKEN, FINE, DrawsTokens
-from quire.scheduling.plan import ItemResult, ScheduledSequence
+from quire.scheduling.decode_columns import DecodeItems
+from quire.scheduling.plan import ItemResult, ScheduledSequence, StepPlan
 from quire.structured.mask_filler import GrammarStates
 
 
@@ -42,6 +43,15 @@ class DeferredSampler(DeviceSampler):
         self._deferred = deferred
         # Empty results of the rows of the last step, by their sequences: mostly those of this step too.
         self._empty: tuple[list[int], list[ItemResult]] = [], []
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """See `Sampler`: a plan of decodes opens no sequence."""
+        if not isinstance(plan.items, DecodeItems):
+            super().begin_step(plan)
+            return
+        for seq_id in plan.finished_ids:
+            self._close(seq_id)
+        self.begin(plan.items)
 
     def _sample_own(self, logits: Tensor, items: Sequence[ScheduledSequence]) -> list[ItemResult]:
         return self._defer(items, *self._draw(logits, items))
@@ -71,17 +81,19 @@ class DeferredSampler(DeviceSampler):
         drawn = DrawnRows(items, HostCopy(found), errors, measured, later)
         histories = [self._with_history.get(item.seq_id) for item in items] if self._with_history else ()
         self._deferred.add(items, found[0], partial(self._read, drawn, histories))
-        seq_ids = list(map(SEQ_ID, items))
-        if seq_ids != self._empty[0]:
+        seq_ids = items.seq_ids if isinstance(items, DecodeItems) else list(map(SEQ_ID, items))
+        if seq_ids is not self._empty[0] and seq_ids != self._empty[0]:
             self._empty = seq_ids, plain_results(seq_ids, repeat(()))
         return self._empty[1].copy()
 
-    def _read(self, drawn: DrawnRows, histories: Sequence[TokenHistory | None]) -> list[ItemResult]:
+    def _read(self, drawn: DrawnRows, histories: Sequence[TokenHistory | None]) -> Sequence[ItemResult]:
         """Read the tokens of rows, add them to the histories of their sequences, and return the results of the items.
 
         The next step has begun meanwhile, and may have closed a sequence: then its history is read by nobody.
         """
         results = self._results(drawn)
+        if not histories:
+            return results
         for item, history, result in zip(drawn.items, histories, results, strict=False):
             if history is not None and result.token_ids:
                 history.add_drawn(item.start + len(item.token_ids), result.token_ids[0])

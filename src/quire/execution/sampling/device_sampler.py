@@ -24,6 +24,7 @@ from quire.execution.sampling.row_sampling import BAD_LOGITS, SampledRow, Sampli
 from quire.execution.sampling.sampler import Sampler, plain_results
 from quire.ops.token_draws import NARROW, DrawsTokens
 from quire.ops.torch_rows import apply_token_bitmask
+from quire.scheduling.decode_columns import DecodeItems, DecodeResults
 from quire.scheduling.plan import ItemResult, NewSequence, ScheduledSequence, TokenLogprobs
 from quire.sequences.params import SamplingParams
 from quire.structured.mask_filler import GrammarStates
@@ -84,10 +85,13 @@ class DeviceSampler(Sampler):
         self._on_host: dict[int, SamplingState] = {}
         # Requests of rows, by their sequences: mostly those of the next step too.
         self._known: dict[tuple[int, ...], KnownRows] = {}
+        # Those of the last `DecodeItems`, by their list.
+        self._last: tuple[list[int], KnownRows] | None = None
 
     def _close(self, seq_id: int) -> None:
         super()._close(seq_id)
         self._known.clear()
+        self._last = None
         self._counts.close(seq_id)
         self._on_host.pop(seq_id, None)
 
@@ -101,7 +105,7 @@ class DeviceSampler(Sampler):
         """Draw every item's tokens; see `Sampler`."""
         if len(logits) != len(items):
             return super().sample(logits, items)
-        if not self._on_host and max(map(_NUM_SAMPLES, items)) == 1:
+        if not self._on_host and (isinstance(items, DecodeItems) or max(map(_NUM_SAMPLES, items)) == 1):
             return self._sample_own(logits, items)
         own = [row for row, item in enumerate(items) if self._takes(item)]
         if len(own) == len(items):
@@ -123,7 +127,7 @@ class DeviceSampler(Sampler):
 
     def _sample_own(self, logits: Tensor, items: Sequence[ScheduledSequence]) -> list[ItemResult]:
         """Draw the tokens of items that it takes, from float32 [R, V], overwritten."""
-        return self._results(DrawnRows(items, *self._draw(logits, items)))
+        return list(self._results(DrawnRows(items, *self._draw(logits, items))))
 
     def _draw(
         self, logits: Tensor, items: Sequence[ScheduledSequence]
@@ -138,7 +142,10 @@ class DeviceSampler(Sampler):
         before, errors = None, dict[int, str | None]()
         positions: list[int] = []
         if known.parameters.draws or known.constrained:
-            positions = list(map(add, map(_START, items), map(len, map(_TOKEN_IDS, items))))
+            if isinstance(items, DecodeItems):
+                positions = [start + 1 for start in items.starts]
+            else:
+                positions = list(map(add, map(_START, items), map(len, map(_TOKEN_IDS, items))))
         if known.constrained or known.penalties is not None:
             before = draws.check_logits(logits)
             rows = [(row, known.states[row].adjustments, positions[row]) for row in known.constrained]
@@ -152,20 +159,26 @@ class DeviceSampler(Sampler):
 
     def _rows(self, items: Sequence[ScheduledSequence], vocab_size: int) -> KnownRows:
         """Return what the rows of items ask for."""
-        seq_ids = tuple(map(SEQ_ID, items))
+        own, last = items.seq_ids if isinstance(items, DecodeItems) else None, self._last
+        if last is not None and own is last[0]:
+            return last[1]
+        seq_ids = tuple(map(SEQ_ID, items)) if own is None else tuple(own)
         known = self._known.get(seq_ids)
         if known is None:
             if len(self._known) == _MOST_KNOWN:
                 self._known.clear()
             known = know_rows([self.states[seq_id] for seq_id in seq_ids], vocab_size, self._device)
             self._known[seq_ids] = known
+        self._last = None if own is None else (own, known)
         return known
 
-    def _results(self, drawn: DrawnRows) -> list[ItemResult]:
+    def _results(self, drawn: DrawnRows) -> Sequence[ItemResult]:
         """Read the tokens of rows, and return the results of their items."""
         items, errors = drawn.items, drawn.errors
         token_ids, status = drawn.found.tolist()
         if drawn.measures is None and not errors and not any(status):
+            if isinstance(items, DecodeItems):
+                return DecodeResults(items.seq_ids, token_ids)
             return plain_results(map(SEQ_ID, items), zip(token_ids, strict=True))
         measures = {} if drawn.measures is None else _token_logprobs(drawn.measured, drawn.measures.tolist())
         rows = []

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quire.execution.pinned import placed
 from quire.execution.sampling.row_sampling import SamplingState
+from quire.ops.static_steps import vector
 from quire.ops.token_draws import KINDS, RowFilters, RowParameters
 
 
@@ -71,7 +72,7 @@ def know_rows(states: Sequence[SamplingState], vocab_size: int, device: torch.de
 
 def whole_numbers(values: Sequence[int], device: torch.device) -> Tensor:
     """Return numbers as int64 on a device; the host does not wait."""
-    return placed(torch.tensor(values, dtype=torch.int64), device)
+    return placed(vector(values), device)
 
 
 def _penalties(states: Sequence[SamplingState], device: torch.device) -> KnownPenalties | None:

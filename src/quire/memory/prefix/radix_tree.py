@@ -185,9 +185,16 @@ class RadixTree:
             The number of leading blocks, at most `num_blocks`, with positions: fewer where a digest collides.
         """
         cursor = self.match(chain, num_blocks)
+        return num_blocks if cursor.num_known >= num_blocks else self.extend(cursor, chain, num_blocks, num_seen)
+
+    def extend(self, cursor: PrefixCursor, chain: TokenChain, num_blocks: int, num_seen: int) -> int:
+        """Insert blocks of a chain of which `match` has found fewer; see `insert`.
+
+        Args:
+            cursor: the chain's cursor, as `match` returned it; moved on.
+            chain, num_blocks, num_seen: see `insert`.
+        """
         known = cursor.num_known
-        if known >= num_blocks:
-            return num_blocks
         if not cursor.nodes:
             self._add_root(cursor, chain.root)
         chain.encode(num_blocks)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from quire.memory.groups.partial_block import publish_tail
 from quire.memory.prefix.radix_node import NodePosition
 from quire.memory.results import PrefixHit
@@ -49,6 +51,23 @@ class Publication:
     def is_snapshot_pending(self, state: SequenceBlocks) -> bool:
         """Return whether a snapshot is taken once all slots of a sequence are computed, before it gets another one."""
         return bool(self._tables.recurrent_groups) and state.is_publishing and self._snapshots.is_point(state)
+
+    def add_computed(self, seq_ids: Sequence[int]) -> dict[int, int]:
+        """Count one more computed token of each sequence with nothing to publish, which is most of those that decode.
+
+        Returns:
+            The other sequences, for which nothing was done, with the numbers of computed tokens to come.
+        """
+        sequences, is_observed = self._tables.sequences, self._tables.observer is not None
+        others: dict[int, int] = {}
+        for seq_id in seq_ids:
+            state = sequences[seq_id]
+            count = state.num_computed + 1
+            if count >= state.next_publish_at or count > state.num_slots or state.checkpoint is not None or is_observed:
+                others[seq_id] = count
+            else:
+                state.num_computed = count
+        return others
 
     def publish_due(self, state: SequenceBlocks) -> None:
         """Publish the full blocks and due snapshots of a sequence, and free blocks out of its windows."""

@@ -38,14 +38,15 @@ def publish_blocks(groups: Sequence[CacheGroup], state: SequenceBlocks, num_full
         The number of duplicates that were released.
     """
     start, chain, tree = state.num_published, state.chain, groups[0].pool.index.tree
-    if all(group.is_recurrent for group in groups):
+    if groups[0].is_recurrent and all(group.is_recurrent for group in groups):
         state.num_published = num_full
         return 0
-    known = tree.match(chain, num_full).num_known
-    state.num_published = end = num_full if known >= num_full else tree.insert(chain, num_full, start)
+    cursor = tree.match(chain, num_full)
+    known = cursor.num_known
+    state.num_published = end = num_full if known >= num_full else tree.extend(cursor, chain, num_full, start)
     state.is_publishing = end == num_full
     num_merges, first = 0, max(start, known)
-    ranges = tree.match(chain, end).ranges(first, end)
+    ranges = cursor.ranges(first, end)
     for idx, group in enumerate(groups):
         if not group.is_recurrent:
             if start < known:

@@ -119,14 +119,14 @@ class Seen(NamedTuple):
     """All that ranges were found from.
 
     Args:
-        stamps: stamp of the table of each row.
+        stamps: stamp of the table of each row, in a list that nobody changes.
         sees_all: bool [n], the row sees its first token.
         rows: int64 [c], rows that see it, and begin with the same block as another one that does not differ in that.
         deciding: int64 [c], whole units up to which the table of each decides what is shared.
         compared: int64 [c], how many of these it had.
     """
 
-    stamps: list[int]
+    stamps: Sequence[int]
     sees_all: Tensor
     rows: Tensor
     deciding: Tensor
@@ -166,8 +166,12 @@ class SharedDecodes:
             block_starts: int64 [n], where each table starts.
             stamps: see `StaticTokens.share`.
         """
+        seen = self._seen
+        # Rows that no longer see their first token share no more than they did.
+        if seen is not None and not seen.rows.numel() and seen.stamps == stamps:
+            return False
         sees_all = firsts == 0
-        if self._seen is None or not self._is_seen(self._seen, sees_all, positions, stamps):
+        if seen is None or not self._is_seen(seen, sees_all, positions, stamps):
             self._find(sees_all, positions, block_ids, block_starts, stamps)
         return bool(self.ranges)
 
@@ -204,7 +208,7 @@ class SharedDecodes:
         rows = vector([each.first_row for each in candidates])
         deciding = vector(found.deciding) // self._rule.unit
         compared = self._compared(rows, deciding, positions)
-        self._seen = Seen(list(stamps), sees_all, rows, deciding, compared)
+        self._seen = Seen(stamps, sees_all, rows, deciding, compared)
 
     def _unit_bytes(
         self, candidates: Sequence[PrefixCandidate], block_ids: Tensor, stamps: Sequence[int]

@@ -108,11 +108,11 @@ class DecodeWriter:
         call.num_programs, call.min_split = split_bounds(rows.num_real, self._num_kv_heads, self._num_processors)
         positions, firsts, starts, num_real = rows
         pointers = positions.data_ptr(), firsts.data_ptr(), starts.data_ptr()
-        own = DecodeRowsCall(num_real, len(positions), *pointers)
+        own = DecodeRowsCall(num_real, positions.numel(), *pointers)
         has_room = kernels.write(ctypes.byref(own), ctypes.byref(self._sharing_call), ctypes.byref(call))
         assert has_room, f"there is more work than room for {self._most}"
         for table, entries in zip(self._buffers[1:], (sharing.items, sharing.item_members), strict=True):
-            table.write(table.host[: entries.numel()])
+            table.use(entries.numel())
         return None
 
     def _write_by_torch(self, rows: DecodeRows, sharing: DecodeSharing) -> None:

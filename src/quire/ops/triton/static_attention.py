@@ -73,6 +73,7 @@ class TritonStaticTokens:
         self._kernels = decode_kernels()
         # Positions, first tokens and first blocks of rows, as compiled code writes them.
         self._row_numbers = torch.zeros(3, limits.num_rows, dtype=torch.int64)
+        self._columns: dict[int, list[Tensor]] = {}  # of the first rows, by their number
         pointers = self._slots.host.data_ptr(), *(row.data_ptr() for row in self._row_numbers)
         self._lay_options = self._block_size, window or 0, chunk or 0, *pointers
 
@@ -106,10 +107,12 @@ class TritonStaticTokens:
         if self._kernels is None:
             self._rows = self._lay_by_torch(positions, block_ids, block_starts, num_rows)
         else:
-            num_real, given = len(positions), (positions.data_ptr(), block_ids.data_ptr(), block_starts.data_ptr())
-            self._kernels.lay(num_real, num_rows, *given, len(block_ids) - 1, *self._lay_options)
-            rows = self._row_numbers
-            self._rows = DecodeRows(rows[0, :num_rows], rows[1, :num_rows], rows[2, :num_rows], num_real)
+            num_real, given = positions.numel(), (positions.data_ptr(), block_ids.data_ptr(), block_starts.data_ptr())
+            self._kernels.lay(num_real, num_rows, *given, block_ids.numel() - 1, *self._lay_options)
+            if num_rows not in self._columns:
+                self._columns[num_rows] = list(self._row_numbers[:, :num_rows])
+            row_positions, firsts, starts = self._columns[num_rows]
+            self._rows = DecodeRows(row_positions, firsts, starts, num_real)
         self.block_ids.write(block_ids)
         for planned in self._planned.values():
             planned.writer.write(self._rows, planned.decodes.sharing if shares else no_sharing())
