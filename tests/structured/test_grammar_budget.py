@@ -15,7 +15,7 @@ from quire.execution.sampling.sampler import Sampler
 from quire.memory.results import NO_OPS
 from quire.scheduling.plan import ItemResult, NewSequence, ScheduledSequence, StepPlan
 from quire.structured import grammar_budget
-from quire.structured.grammar_budget import LIMIT_S, STEP_S, GrammarAccount, GrammarBudget
+from quire.structured.grammar_budget import LIMIT_S, SPIKE_STEPS, STEP_S, GrammarAccount, GrammarBudget
 from quire.structured.grammar_cache import GrammarCache
 from quire.structured.grammar_state import RUN_PART, TOO_SLOW
 from quire.structured.mask_filler import GrammarStates
@@ -145,7 +145,9 @@ def test_steps_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     budget = GrammarBudget(0)
     account = GrammarAccount(budget)
     account.start()
-    clock.now_s += LIMIT_S + STEP_S / 2
+    clock.now_s += LIMIT_S
+    assert account.charge(0)
+    clock.now_s += STEP_S / 2
     assert not account.charge(0)
     budget.begin_step(1)
     assert not account.is_overdrawn
@@ -153,6 +155,30 @@ def test_steps_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert budget.debt_s == pytest.approx(LIMIT_S - STEP_S / 2)
     budget.begin_step(100)
     assert budget.debt_s == 0.0
+
+
+def test_a_spike_is_free_once_in_many_steps_of_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass of the garbage collector in the middle of a mask ends no request, and slow masks do."""
+    clock = Clock(lambda _: 0.0)
+    monkeypatch.setattr(grammar_budget, "time", clock)
+    budget = GrammarBudget(0)
+    one, other = GrammarAccount(budget), GrammarAccount(budget)
+    one.start()
+    clock.now_s += 100 * LIMIT_S
+    assert one.charge(1)
+    assert budget.debt_s == 0.0
+    other.start()
+    clock.now_s += 3 * LIMIT_S
+    assert not other.charge(1), "another request of the grammar has no spike of its own"
+    budget.begin_step(SPIKE_STEPS - 1)
+    assert budget.debt_s == 0.0
+    one.start()
+    clock.now_s += 2 * LIMIT_S
+    assert not one.charge(1)
+    budget.begin_step(2 * SPIKE_STEPS)
+    other.start()
+    clock.now_s += 2 * LIMIT_S
+    assert other.charge(1)
 
 
 def test_masks_that_take_too_long_end_their_requests_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
