@@ -161,9 +161,9 @@ class HostSteps:
         with self._timed("tables"):
             self._builder.apply_plan(plan)
             self._sampler.begin_step(plan)
-        _, logits = self._ladder.run(plan.items, self._builder)
+        step = self._ladder.run(plan.items, self._builder)
         with self._timed("sample"):
-            results = self._sampler.sample(logits, plan.items)
+            results = self._sampler.sample(step.logits, plan.items, step.next_positions)
         self._update(plan, results)
 
     def _plan(self) -> StepPlan:

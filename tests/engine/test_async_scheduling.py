@@ -303,10 +303,10 @@ def test_a_row_that_cannot_be_sampled_ends_its_own_request(monkeypatch: pytest.M
     """The step behind it, which is launched before the host knows, has no token for it."""
     draw = DeferredSampler._draw
 
-    def draw_or_fail(self: DeferredSampler, logits: Any, items: Any) -> Any:
+    def draw_or_fail(self: DeferredSampler, logits: Any, items: Any, positions: Any) -> Any:
         if any(self.states[item.seq_id].seed == 13 and item.start > 40 for item in items):
             raise RuntimeError("index lost")
-        return draw(self, logits, items)
+        return draw(self, logits, items, positions)
 
     monkeypatch.setattr(DeferredSampler, "_draw", draw_or_fail)
     params = [

@@ -45,6 +45,20 @@ class CapturedStep:
         self._call.replay()
 
 
+class ReplayedStep(NamedTuple):
+    """Results of a replayed step of n rows, in static memory: until the next one.
+
+    Args:
+        hidden: hidden states before the last norm, [n, E].
+        logits: float32 [n, V]; of ranks, [n, 0].
+        next_positions: position of the token that each row draws, int64 [n] on the device.
+    """
+
+    hidden: Tensor
+    logits: Tensor
+    next_positions: Tensor
+
+
 class GraphLadder:
     """The captured steps of a model over its KV memory.
 
@@ -79,7 +93,7 @@ class GraphLadder:
         self._decoder, self._storages, self._block_size = decoder, storages, block_size
         self._memory = memory = StaticMemory(decoder.device)
         num_rows = limits.num_rows
-        self._ids, self._positions = (memory.take(num_rows, torch.int64) for _ in range(2))
+        self._ids, self._positions, self._next_positions = (memory.take(num_rows, torch.int64) for _ in range(3))
         self._groups = [
             _static_group(decoder, shape.cache, storage, memory, limits)
             for shape, storage in zip(decoder.cache_groups, storages, strict=True)
@@ -131,16 +145,12 @@ class GraphLadder:
             return True
         return sum(start // self._block_size + 1 for start in starts) <= self._limits.num_blocks
 
-    def run(self, items: Sequence[ScheduledSequence], builder: BatchBuilder) -> tuple[Tensor, Tensor]:
+    def run(self, items: Sequence[ScheduledSequence], builder: BatchBuilder) -> ReplayedStep:
         """Compute a step.
 
         Args:
             items: items that it takes; see `takes`.
             builder: has their block tables, with a slot for the token of each.
-
-        Returns:
-            Hidden states before the last norm, [n, E], and logits, [n, V] of float32: both until the next step. Of
-            ranks, [n, 0] in place of logits.
         """
         count, laid = len(items), self._lay_out(items, builder)
         shares = bool(self._sharing_steps) and self._share(laid)
@@ -150,7 +160,7 @@ class GraphLadder:
         self._memory.upload()
         builder.put_drawn(self._ids.device, items)
         step.replay()
-        return self._hidden[:count], self._logits[:count]
+        return ReplayedStep(self._hidden[:count], self._logits[:count], self._next_positions.device[:count])
 
     def _share(self, laid: LaidOut) -> bool:
         """Let each group find what sequences share; say whether it pays for one of them."""
@@ -163,6 +173,7 @@ class GraphLadder:
         if laid.input_ids is not None:
             self._ids.host[:count] = laid.input_ids
         self._positions.host[:count] = laid.positions
+        torch.add(laid.positions, 1, out=self._next_positions.host[:count])
         if count < size:
             self._ids.host[count:size] = self._positions.host[count:size] = 0
         for idx, states in self._states.items():

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
 from quire.execution.batch import Batch, end_rows
-from quire.execution.graph_ladder import GraphLadder
+from quire.execution.graph_ladder import GraphLadder, ReplayedStep
 from quire.execution.piecewise_ladder import PiecewiseLadder
 from quire.execution.pinned import placed
 from quire.execution.runner import ModelRunner
 from quire.execution.sampling.beam_sampling import sample_apart
+from quire.execution.sampling.device_sampler import DeviceSampler
 from quire.ops.static_steps import vector
 from quire.scheduling.decode_columns import DecodeItems
 from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, ScheduledSequence, StepPlan, StepResult
@@ -37,7 +38,7 @@ class GraphRunner(ModelRunner):
     pieces: PiecewiseLadder | None = None
     num_replayed: int = 0
     num_replayed_in_pieces: int = 0
-    _replayed: tuple[Tensor, Tensor] | None = None
+    _replayed: ReplayedStep | None = None
 
     def _run(self, plan: StepPlan) -> StepResult:
         ladder, items = self.ladder, plan.items
@@ -54,17 +55,17 @@ class GraphRunner(ModelRunner):
             self._adapters.apply_plan(closing)
         self._builder.apply_plan(plan)
         self._sampler.begin_step(plan)
-        hidden, logits = ladder.run(items, self._builder)
+        step = ladder.run(items, self._builder)
         self.num_replayed += 1
         if self._decoder.is_follower:
             self._decoder.serve_head()
             return StepResult(plan.tick, ())
-        self._replayed = (hidden, logits) if self._decoder.ranks is None else None
+        self._replayed = step if self._decoder.ranks is None else None
         try:
             if isinstance(items, DecodeItems) and self._replayed is not None:  # all are drawn, of logits that are there
-                results, found = self._draw(items, hidden, ())
+                results, found = self._draw(items, step.hidden, ())
             else:
-                results, found = self._sample(items, plan.beams, hidden)
+                results, found = self._sample(items, plan.beams, step.hidden)
         finally:
             self._replayed = None
         return StepResult(plan.tick, tuple(results), found)
@@ -102,7 +103,9 @@ class GraphRunner(ModelRunner):
         if self._replayed is None or beams:
             return super()._draw(sampled, hidden, beams)
         try:
-            return self._sampler.sample(self._replayed[1], sampled), ()
+            # Where steps are captured, the sampler is one for devices.
+            sampler, step = cast(DeviceSampler, self._sampler), self._replayed
+            return sampler.sample(step.logits, sampled, step.next_positions), ()
         except Exception:
             logger.exception("sampling %d sequences at once failed; each is sampled by itself", len(sampled))
             return sample_apart(self._sampler, lambda rows: self._decoder.logits(hidden[rows]), sampled, beams)

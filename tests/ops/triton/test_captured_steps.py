@@ -315,6 +315,23 @@ class TestEngine:
         assert runner.num_replayed >= NUM_TOKENS - 2
         check(llm.engine.scheduler.memory)
 
+    def test_drawn_tokens_of_steps_that_are_launched_ahead(self, tmp_path_factory: pytest.TempPathFactory) -> None:
+        """Draws depend on positions, which a replayed step has in static memory; one sequence ends by a token."""
+        folder = str(save_checkpoint("llama3", tmp_path_factory.mktemp("drawn")))
+        params = [
+            SamplingParams(temperature=1.3, max_tokens=count, ignore_eos=True, seed=count) for count in (9, 12, 20)
+        ]
+        found: list[Any] = []
+        for options in ({"enforce_eager": True}, {"cudagraph_capture_sizes": (1, 4), "async_scheduling": True}):
+            llm = load(folder, **options)
+            if found:  # the host learns of this end a step late
+                params[1] = replace(params[1], stop_token_ids=(found[0][1][5],))
+            outputs = llm.generate(ragged_prompts()[:3], params, use_tqdm=False)
+            found.append([list(output.outputs[0].token_ids) for output in outputs])
+        assert llm.engine.executor._runner.num_replayed > 10  # type: ignore[attr-defined]
+        first = found[0][1].index(found[0][1][5])
+        assert found[1] == [found[0][0], found[0][1][: first + 1], found[0][2]]
+
     def test_more_sequences_than_the_largest_size(self, tmp_path_factory: pytest.TempPathFactory) -> None:
         reference = make_reference("llama3", tmp_path_factory)
         llm = load(str(reference.folder), cudagraph_capture_sizes=[2])

@@ -53,8 +53,10 @@ class DeferredSampler(DeviceSampler):
             self._close(seq_id)
         self.begin(plan.items)
 
-    def _sample_own(self, logits: Tensor, items: Sequence[ScheduledSequence]) -> list[ItemResult]:
-        return self._defer(items, *self._draw(logits, items))
+    def _sample_own(
+        self, logits: Tensor, items: Sequence[ScheduledSequence], positions: Tensor | None = None
+    ) -> list[ItemResult]:
+        return self._defer(items, *self._draw(logits, items, positions))
 
     def take_likeliest(
         self, greatest: Tensor, chosen: Tensor, items: Sequence[ScheduledSequence]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from operator import add, attrgetter
+from operator import attrgetter
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
@@ -31,7 +31,7 @@ from quire.structured.mask_filler import GrammarStates
 
 # Fields of all items, without a Python call for each.
 SEQ_ID: Final = attrgetter("seq_id")
-_START, _TOKEN_IDS, _NUM_SAMPLES = attrgetter("start"), attrgetter("token_ids"), attrgetter("num_samples")
+_NUM_SAMPLES: Final = attrgetter("num_samples")
 # Sets of rows that are known at a time: all items of a step, and those of them that are drawn on the device.
 _MOST_KNOWN: Final = 4
 
@@ -101,15 +101,23 @@ class DeviceSampler(Sampler):
         if state.needs_host or state.adjustments.suppressed_until:
             self._on_host[seq_id] = state
 
-    def sample(self, logits: Tensor, items: Sequence[ScheduledSequence]) -> list[ItemResult]:
-        """Draw every item's tokens; see `Sampler`."""
+    def sample(
+        self, logits: Tensor, items: Sequence[ScheduledSequence], positions: Tensor | None = None
+    ) -> list[ItemResult]:
+        """Draw every item's tokens; see `Sampler`.
+
+        Args:
+            logits, items: see `Sampler`.
+            positions: position of the token that each item draws, of items with a row each, int64 [R] on the device;
+                None copies them there.
+        """
         if len(logits) != len(items):
             return super().sample(logits, items)
         if not self._on_host and (isinstance(items, DecodeItems) or max(map(_NUM_SAMPLES, items)) == 1):
-            return self._sample_own(logits, items)
+            return self._sample_own(logits, items, positions)
         own = [row for row, item in enumerate(items) if self._takes(item)]
         if len(own) == len(items):
-            return self._sample_own(logits, items)
+            return self._sample_own(logits, items, positions)
         others = [row for row in range(len(items)) if row not in set(own)]
         results = dict(zip(others, super().sample(logits[others], [items[row] for row in others]), strict=True))
         if own:
@@ -123,14 +131,16 @@ class DeviceSampler(Sampler):
         state = self._on_host.get(item.seq_id)
         if state is None:
             return True
-        return not (state.needs_host or state.adjustments.is_suppressing(item.start + len(item.token_ids)))
+        return not (state.needs_host or state.adjustments.is_suppressing(_next_position(item)))
 
-    def _sample_own(self, logits: Tensor, items: Sequence[ScheduledSequence]) -> list[ItemResult]:
-        """Draw the tokens of items that it takes, from float32 [R, V], overwritten."""
-        return list(self._results(DrawnRows(items, *self._draw(logits, items))))
+    def _sample_own(
+        self, logits: Tensor, items: Sequence[ScheduledSequence], positions: Tensor | None = None
+    ) -> list[ItemResult]:
+        """Draw the tokens of items that it takes, from float32 [R, V], overwritten; see `sample`."""
+        return list(self._results(DrawnRows(items, *self._draw(logits, items, positions))))
 
     def _draw(
-        self, logits: Tensor, items: Sequence[ScheduledSequence]
+        self, logits: Tensor, items: Sequence[ScheduledSequence], positions: Tensor | None
     ) -> tuple[Tensor, dict[int, str | None], Sequence[tuple[int, int]], Tensor | None]:
         """Choose the tokens of items, and return the other fields of `DrawnRows`; the host does not wait."""
         known, draws = self._rows(items, logits.shape[1]), self._draws
@@ -140,20 +150,17 @@ class DeviceSampler(Sampler):
         if known.measured:
             raw = logits.clone() if len(known.measured) == len(items) else logits[known.measured_ids]
         before, errors = None, dict[int, str | None]()
-        positions: list[int] = []
-        if known.parameters.draws or known.constrained:
-            if isinstance(items, DecodeItems):
-                positions = [start + 1 for start in items.starts]
-            else:
-                positions = list(map(add, map(_START, items), map(len, map(_TOKEN_IDS, items))))
         if known.constrained or known.penalties is not None:
             before = draws.check_logits(logits)
-            rows = [(row, known.states[row].adjustments, positions[row]) for row in known.constrained]
+            rows = [(row, known.states[row].adjustments, _next_position(items[row])) for row in known.constrained]
             errors = constrain(logits, rows, self.keep)
             if known.penalties is not None:
                 self._penalize(logits, items, known.states, known.penalties)
-        places = whole_numbers(positions, self._device) if known.parameters.draws else None
-        found = draws.draw_tokens(logits, known.parameters, places, before)
+        if not known.parameters.draws:
+            positions = None
+        elif positions is None:
+            positions = whole_numbers(list(map(_next_position, items)), self._device)
+        found = draws.draw_tokens(logits, known.parameters, positions, before)
         measures = None if raw is None else self._measure(raw, found[0], known)
         return found, errors, known.measured, measures
 
@@ -224,6 +231,10 @@ class DeviceSampler(Sampler):
             top_ids = topk_in_order(raw, most)[1]
             columns += [top_ids.double(), normed.gather(1, top_ids).clamp_(min=LOWEST).double()]
         return torch.cat(columns, 1)
+
+
+def _next_position(item: ScheduledSequence) -> int:
+    return item.start + len(item.token_ids)
 
 
 def _token_logprobs(
