@@ -1,12 +1,12 @@
 """Block tables of captured decodes in static memory, where they stay from step to step.
 
 ```
- | table 0 | room | table 1 | room | ... | 0, the null block |
+ | table | room | table | room | (a table of an earlier step) | table | room | ... | 0, the null block |
 ```
 
-While the rows are the same, and their tables have only grown, a step writes the entries that are new, and tables that
-have changed otherwise. Where there is no room for them, all tables are written, each with room for blocks to come if
-the memory has it.
+A table stays where it is while it has room, whatever rows there are: a step writes entries that are new, and tables
+that have changed otherwise. A table that is new comes behind all others. Where there is no room left, or most of what
+lies there is of earlier steps, all tables are written again, each with room for blocks to come if the memory has it.
 """
 
 from __future__ import annotations
@@ -39,6 +39,24 @@ class PlacedTables(NamedTuple):
     stamps: list[int]
 
 
+class TablePlace:
+    """Where a table lies.
+
+    Args:
+        start, end: its part of the static memory, with the room behind it.
+
+    Attributes:
+        num_known: number of its entries that were written.
+        stamp: its stamp then.
+    """
+
+    __slots__ = ("end", "num_known", "stamp", "start")
+
+    def __init__(self, start: int, end: int) -> None:
+        self.start, self.end = start, end
+        self.num_known, self.stamp = 0, 0
+
+
 class LaidTables:
     """Lays the block tables of one cache group out, and remembers them.
 
@@ -51,11 +69,12 @@ class LaidTables:
         self._host, self._block_size = table.host, block_size
         memory = (ctypes.c_char * self._host.nbytes).from_address(self._host.data_ptr())
         self._numbers = memoryview(memory).cast("B").cast("q")
-        # Whether whole tables lie there, and not only what steps have read so far.
-        self._is_whole = False
-        self._num_blocks: list[int] = []
-        self._starts: list[int] = [0]
-        self._placed: PlacedTables | None = None
+        self._places: dict[BlockTable, TablePlace] = {}
+        # Places of the rows of the last step; with None, the next step writes all tables again.
+        self._rows: list[TablePlace] | None = None
+        self._placed = PlacedTables(self._host[:1], vector(()), [])
+        # Where the null block is, and what there was when all tables were written last: rows, and entries with room.
+        self._end = self._num_rows = self._num_entries = 0
 
     def lay(
         self, tables: Sequence[BlockTable], positions: Sequence[int], changed: Sequence[int] | None = None
@@ -63,52 +82,74 @@ class LaidTables:
         """Lay tables out; nothing reads the static memory meanwhile.
 
         Args:
-            tables: table of each row.
+            tables: table of each row, all different.
             positions: position of each row in its sequence: what lies behind the block of that is not read.
             changed: rows, rising; tables and entries of all others are those of the last call. None where any may
                 differ.
         """
-        placed, self._placed = self._placed, None  # if writing fails, the next step writes all
-        if placed is not None and self._is_whole and len(tables) == len(placed.stamps):
-            rows = range(len(tables)) if changed is None else changed
-            placed = self._write_new(tables, rows, placed)
-        else:
-            placed = None
-        self._placed = placed = placed or self._lay_all(tables, positions)
-        return placed
-
-    def _write_new(
-        self, tables: Sequence[BlockTable], rows: Sequence[int], placed: PlacedTables
-    ) -> PlacedTables | None:
-        """Write what is new in some rows; return None where there is no room for it."""
-        known, starts, before, stamps = self._num_blocks, self._starts, placed.stamps, None
-        for row in rows:
-            table, first = tables[row], known[row]
-            ids = table.ids
-            if table.stamp != before[row]:
-                stamps = before.copy() if stamps is None else stamps
-                stamps[row] = table.stamp
-                first = 0  # nothing of the row is known
-            elif len(ids) == first:
+        rows, self._rows = self._rows, None  # if writing fails, the next step writes all
+        if rows is None or (changed is None and 2 * len(tables) < self._num_rows):
+            return self._lay_all(tables, positions)
+        are_same = changed is not None
+        if changed is None:
+            rows, changed = list(map(self._place_of, tables)), range(len(tables))
+        for row in changed:
+            table, place = tables[row], rows[row]
+            if len(table.ids) == place.num_known and table.stamp == place.stamp:
                 continue
-            start, number = starts[row], len(ids)
-            if start + number > starts[row + 1]:
-                return None
-            self._numbers[start + first : start + number] = ids[first:]
-            known[row] = number
-        return placed if stamps is None else placed._replace(stamps=stamps)
+            if table.stamp != place.stamp:
+                place.num_known, are_same = 0, False
+            if len(table.ids) > place.end - place.start:
+                place, are_same = self._make_place(table), False
+                rows[row] = place
+            if self._end >= len(self._host):
+                return self._lay_all(tables, positions)
+            self._write(table, place, len(table.ids))
+        if self._end > 2 * self._num_entries + ROOM:
+            return self._lay_all(tables, positions)
+        self._rows = rows
+        if not are_same:
+            self._put_rows(tables, rows)
+        return self._placed
+
+    def _place_of(self, table: BlockTable) -> TablePlace:
+        place = self._places.get(table)
+        return self._make_place(table) if place is None else place
+
+    def _make_place(self, table: BlockTable, room: int = ROOM) -> TablePlace:
+        """Return a place for a table behind all others, where there need not be so much memory."""
+        start, self._end = self._end, self._end + len(table.ids) + room
+        place = self._places[table] = TablePlace(start, self._end)
+        return place
+
+    def _write(self, table: BlockTable, place: TablePlace, num_blocks: int) -> None:
+        """Write the entries of a table that are new."""
+        start, known = place.start, place.num_known
+        self._numbers[start + known : start + num_blocks] = table.ids[known:num_blocks]
+        place.num_known, place.stamp = num_blocks, table.stamp
+
+    def _put_rows(self, tables: Sequence[BlockTable], rows: Sequence[TablePlace]) -> None:
+        """Note where the tables of rows lie."""
+        self._numbers[self._end] = 0
+        starts, stamps = vector([place.start for place in rows]), [table.stamp for table in tables]
+        self._placed = PlacedTables(self._host[: self._end + 1], starts, stamps)
 
     def _lay_all(self, tables: Sequence[BlockTable], positions: Sequence[int]) -> PlacedTables:
-        """Write all tables."""
+        """Write all tables, and nothing else."""
+        self._places.clear()
+        self._end = 0
         num_blocks = [len(table.ids) for table in tables]
-        num_numbers = sum(num_blocks)
-        self._is_whole = num_numbers < len(self._host)
-        if not self._is_whole:
+        total = sum(num_blocks)
+        room = ROOM if total + ROOM * len(num_blocks) < len(self._host) else 0
+        rows = [self._make_place(table, room) for table in tables]
+        if total >= len(self._host):
+            # Only what the step reads; there is room for that, as the step was taken. The next one writes all again.
             num_blocks = [position // self._block_size + 1 for position in positions]
-        room = ROOM if num_numbers + ROOM * len(num_blocks) < len(self._host) else 0
-        self._num_blocks = num_blocks
-        self._starts = starts = list(accumulate((number + room for number in num_blocks), initial=0))
-        for table, start, number in zip(tables, starts, num_blocks, strict=False):
-            self._numbers[start : start + number] = table.first(number)
-        self._numbers[starts[-1]] = 0
-        return PlacedTables(self._host[: starts[-1] + 1], vector(starts[:-1]), [table.stamp for table in tables])
+            starts = list(accumulate(num_blocks, initial=0))
+            rows, self._end = list(map(TablePlace, starts, starts[1:])), starts[-1]
+        for table, place, number in zip(tables, rows, num_blocks, strict=True):
+            self._write(table, place, number)
+        self._num_rows, self._num_entries = len(rows), self._end
+        self._put_rows(tables, rows)
+        self._rows = rows if total < len(self._host) else None
+        return self._placed

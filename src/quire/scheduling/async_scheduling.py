@@ -33,7 +33,7 @@ while a step in flight still writes to them: whoever takes them writes and reads
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from operator import sub
 from typing import NamedTuple, cast
@@ -61,6 +61,24 @@ class DecodeRun(NamedTuple):
     items: DecodeItems
     sequences: list[Sequence]
     num_steps: int
+
+
+class SplitStep(NamedTuple):
+    """The sequences of a step in flight that have not ended, for the next plan.
+
+    Args:
+        going: those that go on.
+        counts: their numbers of tokens in the step.
+        drawn: tokens of those of them for which it draws one.
+        held: those that are left out.
+        num_waiting: number of these that wait for the host.
+    """
+
+    going: list[Sequence]
+    counts: list[int]
+    drawn: list[list[int]]
+    held: list[Sequence]
+    num_waiting: int
 
 
 class AsyncScheduler(Scheduler):
@@ -99,31 +117,15 @@ class AsyncScheduler(Scheduler):
         if run is not None and run.items is in_flight.items and self._is_all(run.sequences):
             starts = [start + 1 for start in run.items.starts]
             return self._plan_decodes(tick, run.sequences, run.items.seq_ids, starts, run.num_steps - 1)
-        queues, find = self._queues, self.sequences.get
-        held: list[Sequence] = []
-        # Sequences that go on, their numbers of tokens in the step in flight, and the tokens of those it draws one for.
-        going, counts, drawn = list[Sequence](), list[int](), list[list[int]]()
-        num_waiting = 0
         is_pending = self.memory.is_snapshot_pending if self.memory.tables.recurrent_groups else None
-        for item in in_flight.items:
-            sequence = find(item.seq_id)
-            if sequence is None:
-                continue
-            tokens, num_samples, ends, waits = sequence.tokens, item.num_samples, False, False
-            if num_samples:
-                ends = len(tokens) + 1 >= sequence.max_tokens
-                waits = not ends and (num_samples > 1 or len(tokens) < sequence.request.ahead_from)
-                num_waiting += waits
-            if ends or waits or (is_pending is not None and is_pending(item.seq_id)):
-                held.append(sequence)
-                continue
-            going.append(sequence)
-            counts.append(len(item.token_ids))
-            if num_samples:
-                drawn.append(tokens)
+        if isinstance(in_flight.items, DecodeItems) and is_pending is None:
+            parts = self._split_decodes(in_flight.items)
+        else:
+            parts = self._split(in_flight.items, is_pending)
+        going, counts, drawn, held, num_waiting = parts
         if num_waiting > len(going):
             return None
-        queues.held = held
+        self._queues.held = held
         if held:
             left_out = set(held)
             self.running[:] = [sequence for sequence in self.running if sequence not in left_out]
@@ -136,7 +138,43 @@ class AsyncScheduler(Scheduler):
                 return self._plan_decodes(tick, going, seq_ids, starts, 0 if is_pending else most)
             return self._plan_with_placeholders(tick, going, counts, drawn)
         finally:
-            queues.release_held()
+            self._queues.release_held()
+
+    def _split(self, items: Iterable[ScheduledSequence], is_pending: Callable[[int], bool] | None) -> SplitStep:
+        """Divide the sequences of the step in flight into those that go on and those that are left out.
+
+        Args:
+            items: items of that step.
+            is_pending: says whether a sequence has a snapshot to be taken; None where there are none.
+        """
+        split = SplitStep([], [], [], [], 0)
+        num_waiting = 0
+        for item in items:
+            sequence = self.sequences.get(item.seq_id)
+            if sequence is None:
+                continue
+            tokens, num_samples, ends, waits = sequence.tokens, item.num_samples, False, False
+            if num_samples:
+                ends = len(tokens) + 1 >= sequence.max_tokens
+                waits = not ends and (num_samples > 1 or len(tokens) < sequence.request.ahead_from)
+                num_waiting += waits
+            if ends or waits or (is_pending is not None and is_pending(item.seq_id)):
+                split.held.append(sequence)
+                continue
+            split.going.append(sequence)
+            split.counts.append(len(item.token_ids))
+            if num_samples:
+                split.drawn.append(tokens)
+        return split._replace(num_waiting=num_waiting)
+
+    def _split_decodes(self, items: DecodeItems) -> SplitStep:
+        """Divide the sequences of a step of decodes, as `_split` does: none of them waits for the host."""
+        sequences = [sequence for sequence in map(self.sequences.get, items.seq_ids) if sequence is not None]
+        going = [sequence for sequence in sequences if len(sequence.tokens) + 1 < sequence.max_tokens]
+        held = []
+        if len(going) < len(sequences):
+            held = [sequence for sequence in sequences if len(sequence.tokens) + 1 >= sequence.max_tokens]
+        return SplitStep(going, [1] * len(going), [sequence.tokens for sequence in going], held, 0)
 
     def _is_all(self, sequences: list[Sequence]) -> bool:
         """Return whether these are the running sequences, in order, and no other one could be in a plan."""

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from quire.execution.pinned import placed
-from quire.execution.sampling.row_sampling import SamplingState
-from quire.ops.static_steps import vector
-from quire.ops.token_draws import KINDS, RowFilters, RowParameters
+from quire.execution.sampling.row_sampling import NARROW_PARAMETERS, WIDE_PARAMETERS, SamplingState
+from quire.ops.static_steps import ALIGNMENT, vector
+from quire.ops.token_draws import FEW, KINDS, MANY, RowFilters, RowParameters
+
+# Columns of numbers of 8 and of 4 bytes, and what the length of a column is a multiple of.
+_WIDE: Final = WIDE_PARAMETERS.size // 8
+_NARROW: Final = NARROW_PARAMETERS.size // 4
+_COLUMN: Final = ALIGNMENT // 4
 
 
 class KnownPenalties(NamedTuple):
@@ -56,10 +61,10 @@ def know_rows(states: Sequence[SamplingState], vocab_size: int, device: torch.de
         vocab_size: V.
         device: device of the logits.
     """
-    plain, has_more, kinds, packed = zip(*[state.parameters for state in states], strict=True)
+    plain, has_more, kinds, wide, narrow = zip(*[state.parameters for state in states], strict=True)
     if all(plain):
         return KnownRows(states, None, (), None, (), None)
-    parameters = _parameters(kinds, packed, vocab_size, device)
+    parameters = _parameters(kinds, wide, narrow, vocab_size, device)
     if not any(has_more):
         return KnownRows(states, parameters, (), None, (), None)
     constrained = tuple(row for row, state in enumerate(states) if state.adjustments.grammar_state is not None)
@@ -84,19 +89,37 @@ def _penalties(states: Sequence[SamplingState], device: torch.device) -> KnownPe
     return KnownPenalties(rows, whole_numbers(rows, device), placed(factors, device))
 
 
-def _parameters(kinds: Sequence[int], packed: Sequence[bytes], vocab_size: int, device: torch.device) -> RowParameters:
+def _parameters(
+    kinds: Sequence[int], wide: Sequence[bytes], narrow: Sequence[bytes], vocab_size: int, device: torch.device
+) -> RowParameters:
     """Return the parameters of rows, from the kinds and numbers of their `SequenceParameters`."""
-    # In columns, each of which kernels read as a vector.
-    numbers = torch.frombuffer(bytearray(b"".join(packed)), dtype=torch.int64).view(len(kinds), -1).t().contiguous()
-    top_k, kind = numbers[0], numbers[1]
-    top_k.masked_fill_(top_k == 0, vocab_size).clamp_(max=vocab_size)
-    greedy, whole, few, many = ((kind == each).nonzero()[:, 0] if each in kinds else None for each in KINDS)
-    most_few = 0 if few is None else int(top_k[few].max())
-    cuts_many = many is not None and int(top_k[many].min()) < vocab_size
-    greedy, whole, few, many = (None if each is None else placed(each, device) for each in (greedy, whole, few, many))
-    columns = placed(numbers, device)
-    top_k, kind, seed, sample_idx = columns[:4]
-    temperature, top_p, min_p = columns[4:].view(torch.float64)
-    temperature = temperature.float().clamp_(min=torch.finfo(torch.float32).tiny)
-    filters = RowFilters(temperature, top_k, top_p, min_p.float())
-    return RowParameters(kind.int(), greedy, whole, few, many, filters, seed, sample_idx, most_few, cuts_many)
+    # In columns, each of which kernels read as a vector, from a multiple of `ALIGNMENT` bytes on; copied together.
+    count, length = len(kinds), -(-len(kinds) // _COLUMN) * _COLUMN
+    numbers = torch.empty((2 * _WIDE + _NARROW) * length, dtype=torch.int32)
+    for columns, rows in zip(_columns(numbers, count, length), (wide, narrow), strict=True):
+        columns.copy_(torch.frombuffer(bytearray(b"".join(rows)), dtype=columns.dtype).view(count, -1).t())
+    top_k = _columns(numbers, count, length)[0][0]
+    top_k.clamp_(max=vocab_size)
+    lists: list[Tensor | None] = [None] * len(KINDS)
+    most_few, cuts_many = 0, False
+    for kind in set(kinds):
+        if kinds.count(kind) == count:
+            lists[kind], own_top_k = torch.arange(count, device=device), top_k
+        else:
+            own = vector([row for row, each in enumerate(kinds) if each == kind])
+            lists[kind], own_top_k = placed(own, device), top_k[own]
+        most_few = int(own_top_k.max()) if kind == FEW else most_few
+        cuts_many |= kind == MANY and int(own_top_k.min()) < vocab_size
+    wide_columns, narrow_columns = _columns(placed(numbers, device), count, length)
+    top_k, seeds, sample_idxs, top_p = wide_columns.unbind(0)
+    temperature, min_p, row_kinds = narrow_columns.unbind(0)
+    filters = RowFilters(temperature.view(torch.float32), top_k, top_p.view(torch.float64), min_p.view(torch.float32))
+    greedy, whole, few, many = lists
+    return RowParameters(row_kinds, greedy, whole, few, many, filters, seeds, sample_idxs, most_few, cuts_many)
+
+
+def _columns(numbers: Tensor, count: int, length: int) -> tuple[Tensor, Tensor]:
+    """Return the columns of rows in their numbers: wide ones, int64 [4, n], and narrow ones, int32 [3, n]."""
+    end = 2 * _WIDE * length
+    wide = numbers[:end].view(torch.int64).view(_WIDE, length)
+    return wide[:, :count], numbers[end:].view(_NARROW, length)[:, :count]

@@ -22,9 +22,13 @@ from quire.structured.grammar_state import GrammarState
 BAD_LOGITS = "the model gave logits that are not finite numbers"
 
 
-# `top_k`, 0 for none, the kind of rows, the seed in two's complement and the index of the sample among those of its
-# request, each an int64; temperature, `top_p` and `min_p`, each a float64. So many rows are joined in one call.
-PACKED_PARAMETERS: Final = Struct("=qqqqddd")
+# Numbers of a sequence as bytes, as rows have them: so those of many rows are joined in one call. `top_k`, the greatest
+# number for none, the seed in two's complement, the index of the sample among those of its request, and `top_p`:
+WIDE_PARAMETERS: Final = Struct("=qqqd")
+# Temperature, `min_p`, and the kind of rows:
+NARROW_PARAMETERS: Final = Struct("=ffi")
+NO_TOP_K: Final = (1 << 63) - 1
+COLDEST: Final = torch.finfo(torch.float32).tiny
 
 
 class SequenceParameters(NamedTuple):
@@ -34,13 +38,14 @@ class SequenceParameters(NamedTuple):
         is_plain: the likeliest token is taken, and nothing else is asked for.
         has_more: it has a grammar, penalties or log probabilities.
         kind: kind of its rows; see `RowParameters`.
-        packed: numbers as `PACKED_PARAMETERS` has them.
+        wide, narrow: numbers as `WIDE_PARAMETERS` and `NARROW_PARAMETERS` have them.
     """
 
     is_plain: bool
     has_more: bool
     kind: int
-    packed: bytes
+    wide: bytes
+    narrow: bytes
 
 
 class SamplingState:
@@ -99,9 +104,9 @@ class SamplingState:
             kind = WHOLE if own.keeps_all else FEW if 0 < own.top_k <= NARROW else MANY
         seed = self.seed & ((1 << 64) - 1)
         seed = seed - (1 << 64) if seed >> 63 else seed
-        filters = own.temperature, own.top_p, own.min_p
-        packed = PACKED_PARAMETERS.pack(own.top_k, kind, seed, self.sample_idx, *filters)
-        return SequenceParameters(self.is_plain, has_more, kind, packed)
+        wide = WIDE_PARAMETERS.pack(own.top_k or NO_TOP_K, seed, self.sample_idx, own.top_p)
+        narrow = NARROW_PARAMETERS.pack(max(own.temperature, COLDEST), own.min_p, kind)
+        return SequenceParameters(self.is_plain, has_more, kind, wide, narrow)
 
 
 class Row(NamedTuple):

@@ -124,6 +124,7 @@ class Seen(NamedTuple):
         rows: int64 [c], rows that see it, and begin with the same block as another one that does not differ in that.
         deciding: int64 [c], whole units up to which the table of each decides what is shared.
         compared: int64 [c], how many of these it had.
+        known: the stamps, where there are no such rows; else nothing.
     """
 
     stamps: Sequence[int]
@@ -131,6 +132,7 @@ class Seen(NamedTuple):
     rows: Tensor
     deciding: Tensor
     compared: Tensor
+    known: frozenset[int]
 
 
 class SharedDecodes:
@@ -167,8 +169,8 @@ class SharedDecodes:
             stamps: see `StaticTokens.share`.
         """
         seen = self._seen
-        # Rows that no longer see their first token share no more than they did.
-        if seen is not None and not seen.rows.numel() and seen.stamps == stamps:
+        # Fewer rows share no more than all of them did, and neither do those that no longer see their first token.
+        if seen is not None and not seen.rows.numel() and (seen.stamps is stamps or seen.known.issuperset(stamps)):
             return False
         sees_all = firsts == 0
         if seen is None or not self._is_seen(seen, sees_all, positions, stamps):
@@ -208,7 +210,8 @@ class SharedDecodes:
         rows = vector([each.first_row for each in candidates])
         deciding = vector(found.deciding) // self._rule.unit
         compared = self._compared(rows, deciding, positions)
-        self._seen = Seen(stamps, sees_all, rows, deciding, compared)
+        known = frozenset(() if candidates else stamps)
+        self._seen = Seen(stamps, sees_all, rows, deciding, compared, known)
 
     def _unit_bytes(
         self, candidates: Sequence[PrefixCandidate], block_ids: Tensor, stamps: Sequence[int]
