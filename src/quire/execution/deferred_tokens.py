@@ -14,7 +14,7 @@ from quire.execution.batch import Batch, BatchBuilder
 from quire.execution.pinned import placed
 from quire.models.spec import StateCacheShape, TokenCacheShape
 from quire.ops.static_steps import vector
-from quire.scheduling.decode_columns import DecodeItems
+from quire.scheduling.decode_columns import DecodeItems, seq_ids_of
 from quire.scheduling.plan import ItemResult, ScheduledSequence, StepPlan
 
 
@@ -48,8 +48,7 @@ class DeferredTokens:
             token_ids: int64 [n] on the device; nothing writes to it afterwards.
             read: returns the results of the items; it waits for the device.
         """
-        seq_ids = items.seq_ids if isinstance(items, DecodeItems) else [item.seq_id for item in items]
-        self._own.append((seq_ids, token_ids))
+        self._own.append((seq_ids_of(items), token_ids))
         self._reads.append(read)
 
     def add_failed(self, seq_ids: Sequence[int]) -> None:

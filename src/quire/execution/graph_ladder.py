@@ -18,7 +18,7 @@ from quire.execution.step_capture import CapturedCall, StepCapture
 from quire.models.decoder import Decoder
 from quire.models.spec import TokenCacheShape
 from quire.ops.static_steps import MakesStaticSteps, StaticLimits, StaticMemory, StaticStates, StaticTokens, vector
-from quire.scheduling.decode_columns import DecodeItems
+from quire.scheduling.decode_columns import DecodeItems, seq_ids_of, starts_of
 from quire.scheduling.plan import ScheduledSequence
 
 logger = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ class GraphLadder:
         """Say whether items, of one token each, fit into a captured step."""
         if not 0 < len(items) <= self._sizes[-1]:
             return False
-        starts = _starts(items)
+        starts = starts_of(items)
         if (max(starts) // self._block_size + 1) * len(items) <= self._limits.num_blocks:
             return True
         return sum(start // self._block_size + 1 for start in starts) <= self._limits.num_blocks
@@ -186,7 +186,7 @@ class GraphLadder:
     def _lay_out(self, items: Sequence[ScheduledSequence], builder: BatchBuilder | None) -> LaidOut:
         """Lay items out, one row each, their block tables in static memory; without a builder there are none."""
         self._memory.wait()
-        starts, changed = _starts(items), None
+        starts, changed = starts_of(items), None
         known, self._known = self._known, None
         if isinstance(items, DecodeItems) and builder is not None:
             if known is not None and items.seq_ids is known[0]:
@@ -195,7 +195,7 @@ class GraphLadder:
                 known = items.seq_ids, self._tables_of(items.seq_ids, builder)
             tables, self._known, ids = known[1], known, None
         else:
-            tables = self._tables_of([item.seq_id for item in items], builder)
+            tables = self._tables_of(seq_ids_of(items), builder)
             ids = vector([item.token_ids[0] for item in items])
         laid: list[Any] = []
         for idx, own in enumerate(tables):
@@ -228,10 +228,6 @@ class LaidOut(NamedTuple):
     input_ids: Tensor | None
     positions: Tensor
     tables: list[Any]
-
-
-def _starts(items: Sequence[ScheduledSequence]) -> list[int]:
-    return items.starts if isinstance(items, DecodeItems) else [item.start for item in items]
 
 
 def sharing_sizes(sizes: Sequence[int]) -> list[int]:

@@ -100,3 +100,13 @@ class DecodeResults(Seq[ItemResult]):
         if isinstance(idx, slice):
             return list(self)[idx]
         return ItemResult(self.seq_ids[idx], (self.token_ids[idx],))
+
+
+def seq_ids_of(items: Seq[ScheduledSequence]) -> list[int]:
+    """Return the id of each item's sequence: of `DecodeItems`, the list itself."""
+    return items.seq_ids if isinstance(items, DecodeItems) else [item.seq_id for item in items]
+
+
+def starts_of(items: Seq[ScheduledSequence]) -> list[int]:
+    """Return the `start` of each item."""
+    return items.starts if isinstance(items, DecodeItems) else [item.start for item in items]

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from quire.execution.deferred_tokens import DeferredTokens
 from quire.execution.pinned import HostCopy
-from quire.execution.sampling.device_sampler import SEQ_ID, DeviceSampler, DrawnRows
+from quire.execution.sampling.device_sampler import DeviceSampler, DrawnRows
 from quire.execution.sampling.logits_processing import KeepTokens
 from quire.execution.sampling.sampler import plain_results
 from quire.execution.sampling.token_history import TokenHistory
 from quire.ops.token_draws import BROKEN, FINE, DrawsTokens
-from quire.scheduling.decode_columns import DecodeItems
+from quire.scheduling.decode_columns import DecodeItems, seq_ids_of
 from quire.scheduling.plan import ItemResult, ScheduledSequence, StepPlan
 from quire.structured.mask_filler import GrammarStates
 
@@ -83,7 +83,7 @@ class DeferredSampler(DeviceSampler):
         drawn = DrawnRows(items, HostCopy(found), errors, measured, later)
         histories = [self._with_history.get(item.seq_id) for item in items] if self._with_history else ()
         self._deferred.add(items, found[0], partial(self._read, drawn, histories))
-        seq_ids = items.seq_ids if isinstance(items, DecodeItems) else list(map(SEQ_ID, items))
+        seq_ids = seq_ids_of(items)
         if seq_ids is not self._empty[0] and seq_ids != self._empty[0]:
             self._empty = seq_ids, plain_results(seq_ids, repeat(()))
         return self._empty[1].copy()

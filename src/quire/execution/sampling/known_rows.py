@@ -96,9 +96,10 @@ def _parameters(
     # In columns, each of which kernels read as a vector, from a multiple of `ALIGNMENT` bytes on; copied together.
     count, length = len(kinds), -(-len(kinds) // _COLUMN) * _COLUMN
     numbers = torch.empty((2 * _WIDE + _NARROW) * length, dtype=torch.int32)
-    for columns, rows in zip(_columns(numbers, count, length), (wide, narrow), strict=True):
+    on_host = _columns(numbers, count, length)
+    for columns, rows in zip(on_host, (wide, narrow), strict=True):
         columns.copy_(torch.frombuffer(bytearray(b"".join(rows)), dtype=columns.dtype).view(count, -1).t())
-    top_k = _columns(numbers, count, length)[0][0]
+    top_k = on_host[0][0]
     top_k.clamp_(max=vocab_size)
     lists: list[Tensor | None] = [None] * len(KINDS)
     most_few, cuts_many = 0, False
