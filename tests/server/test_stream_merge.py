@@ -150,6 +150,24 @@ def test_silence_counts_once_the_engine_has_the_requests() -> None:
     asyncio.run(scenario())
 
 
+def test_silence_counts_where_one_of_several_requests_has_ended() -> None:
+    """The engine does not have all of them any more, and the client has had something."""
+
+    async def ended() -> bool:
+        return False
+
+    async def scenario() -> None:
+        one, other = Source(), Source()
+        one.items.put_nowait(output("a"))
+        one.items.put_nowait(None)
+        batches = StreamMerger(0.001).deltas([one.stream(), other.stream()], never, ended)
+        assert [item.request_id for _, item in await anext(batches)] == ["a"]
+        assert await anext(batches) == []
+        await batches.aclose()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
 def test_a_disconnect_closes_every_stream() -> None:
     async def scenario() -> None:
         sources = [Source(), Source()]

@@ -43,6 +43,8 @@ class StreamMerger:
         self._num_ended = 0
         self._has_happened = asyncio.Event()
         self._is_reader_waiting = False
+        # Whether a silence may be broken: nothing that comes can be a refusal any more.
+        self._are_added = False
         # Whether a silence has ended, and when the last event or silence did.
         self._is_idle = False
         self._happened_s = 0.0
@@ -83,7 +85,8 @@ class StreamMerger:
         Args:
             streams: output stream of each prompt.
             receive: ASGI's function, after the request's body was read from it.
-            has_added: function that returns whether the engine has added the requests; called at a silence.
+            has_added: function that returns whether the engine has added the requests, and none has ended; called at a
+                silence before the first delta.
 
         Raises:
             ClientGone: the connection was closed.
@@ -106,6 +109,8 @@ class StreamMerger:
                 is_idle, self._is_idle = self._is_idle, False
                 if isinstance(error, ClientGone):
                     raise error
+                # Requests that have ended are not those that the engine has; what they gave has set the status.
+                self._are_added = self._are_added or bool(deltas)
                 if deltas or (is_idle and not is_over and error is None):
                     yield deltas
                 if error is not None:
@@ -130,13 +135,13 @@ class StreamMerger:
 
     async def _watch_silence(self, has_added: Callable[[], Awaitable[bool]]) -> None:
         # One task for the whole stream: a timer for each delta would cost more than the delta.
-        loop, are_added = asyncio.get_running_loop(), False
+        loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(self._happened_s + self._idle_s - loop.time())
             if loop.time() >= self._happened_s + self._idle_s:
-                are_added = are_added or await has_added()
+                self._are_added = self._are_added or await has_added()
                 self._happened_s = loop.time()
-                if are_added:
+                if self._are_added:
                     self._is_idle = True
                     self._has_happened.set()
 
