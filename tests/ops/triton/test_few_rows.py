@@ -53,6 +53,15 @@ def test_gated_products(dtype: torch.dtype, num_rows: int, activation: Activatio
     assert_near(linear(x), twin(x), factor=2)
 
 
+@pytest.mark.parametrize("num_rows", [1, 2, 3])
+def test_what_is_added_before_the_gate(num_rows: int) -> None:
+    """What adapters add to gates and to what these gate."""
+    weight, x = randn(80, 256, dtype=torch.bfloat16) / 16, randn(num_rows, 256, dtype=torch.bfloat16, seed=2)
+    residual = randn(num_rows, 80, dtype=torch.bfloat16, seed=3)
+    linear, twin = (ops.pack_linear(weight, gate="silu") for ops in (make_ops(), REFERENCE))
+    assert_near(linear(x, residual), twin(x, residual), factor=2)
+
+
 @pytest.mark.parametrize("num_rows", [1, 2])
 @pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.parametrize("sizes", [(2, 1024, 4), (4, 512, 4), (4, 256, 2), (8, 512, 4), (8, 256, 2)])

@@ -75,7 +75,7 @@ def multiply(
 
     Args:
         bias: [out], or None.
-        residual: [R, out], contiguous, is added to the product; None where something is gated.
+        residual: [R, out], contiguous, is added to the product, before the gate if there is one; or None.
     """
     num_rows, num_columns = len(x), len(weight) // (1 if activation is None else 2)
     output = x.new_empty(num_rows, num_columns)

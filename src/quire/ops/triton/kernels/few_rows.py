@@ -22,14 +22,17 @@ def _store_row(
     dtype: tl.constexpr = output.dtype.element_ty
     total = tl.sum(sums, 1)
     at = row * num_columns + columns
+    added = residual + (at if ACTIVATION < 0 else at + row * num_columns)
     if BIAS:
         total += tl.load(bias + columns).to(tl.float32)
     if RESIDUAL:
-        total += tl.load(residual + at).to(tl.float32)
+        total += tl.load(added).to(tl.float32)
     if ACTIVATION >= 0:
         wide = tl.sum(ups, 1)
         if BIAS:
             wide += tl.load(bias + num_columns + columns).to(tl.float32)
+        if RESIDUAL:
+            wide += tl.load(added + num_columns).to(tl.float32)
         # With the roundings of a product that is stored before it is gated.
         total = activated(as_stored(total, dtype), as_stored(wide, dtype), ACTIVATION)
     tl.store(output + at, rounded(total, dtype))
@@ -61,9 +64,9 @@ def multiply_few_rows(
 ):  # fmt: skip
     """Multiply one or two rows by some columns; with an activation, by their gates and by what these gate.
 
-    `output` [ROWS, num_columns]; `weight` [num_columns, width], with an activation [2 * num_columns, width];
-    `num_columns` is a multiple of COLUMNS, and `width` one of INPUTS. Weights, which no kernel computes, are loaded
-    while the kernel before still runs.
+    `output` [ROWS, num_columns]; `weight` [num_columns, width], `residual` [ROWS, num_columns], both with an activation
+    of 2 * num_columns; `num_columns` is a multiple of COLUMNS, and `width` one of INPUTS. Weights, which no kernel
+    computes, are loaded while the kernel before still runs.
     """
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inputs = tl.arange(0, INPUTS)
