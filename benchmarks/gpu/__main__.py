@@ -68,6 +68,7 @@ def missing(is_rehearsal: bool) -> str | None:
 def run(device: torch.device, options: argparse.Namespace) -> int:
     """Check, measure, and write the figures."""
     # Imported here: they need Triton.
+    from benchmarks.gpu.adapters import measure_adapters
     from benchmarks.gpu.correctness import check_all
     from benchmarks.gpu.speed import measure_attention, measure_engine, measure_model
     from benchmarks.gpu.states import measure_states
@@ -84,6 +85,7 @@ def run(device: torch.device, options: argparse.Namespace) -> int:
         if "states" in parts:
             measure_states(bench, ops)
         if "models" in parts:
+            measure_adapters(bench, ops)
             for shape in (REHEARSED,) if bench.is_rehearsal else (QWEN_06B, LLAMA_8B):
                 measure_model(bench, ops, shape)
         if "engine" in parts:

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.adapters import adapters_error
 from benchmarks.gpu.captured_correctness import captured_attention_error
 from benchmarks.gpu.draws_correctness import share_of_other_tokens
 from benchmarks.gpu.memory import make_batch, make_memory, make_rotation, num_blocks_of
@@ -157,11 +158,15 @@ def few_rows_case(ops: Ops, device: torch.device, dtype: torch.dtype, num_rows: 
     for num_columns, width, gate in ((8192, 512, None), (520, 1024, None), (1040, 4096, "silu")):
         weight = (randn(num_columns, width) * width**-0.5).to(dtype)
         x = randn(num_rows, width, seed=1).to(dtype)
-        residual = randn(num_rows, num_columns, seed=2).to(dtype) if gate is None else None
+        residual = randn(num_rows, num_columns, seed=2).to(dtype)
         linear, twin = (backend.pack_linear(weight, gate=gate) for backend in (ops, ReferenceOps()))  # type: ignore[arg-type]
-        found = linear(x.to(device), None if residual is None else residual.to(device))
-        results.append(compare(found, twin(x, residual)))
+        results.append(compare(linear(x.to(device), residual.to(device)), twin(x, residual)))
     return CaseResult(max(each.error for each in results), TOLERANCE[dtype])
+
+
+def adapters_case(ops: TritonOps, device: torch.device, dtype: torch.dtype) -> CaseResult:
+    """Add what adapters of several rows add."""
+    return CaseResult(adapters_error(ops, device, dtype), TOLERANCE[dtype])
 
 
 def draws_case(ops: TritonOps, device: torch.device, vocab_size: int) -> CaseResult:
@@ -221,6 +226,7 @@ def cases(ops: TritonOps, device: torch.device, is_rehearsal: bool) -> dict[str,
             "stored int4, 2 rows": partial(stored_case, ops, device, FORMS["int4"], 2),
             "experts of stored int4, 2 rows": partial(stored_experts_case, ops, device, FORMS["int4"], 2),
             "few rows, 2": partial(few_rows_case, ops, device, bf16, 2),
+            "adapters": partial(adapters_case, ops, device, bf16),
             "choice of tokens": partial(draws_case, ops, device, 500),
             "captured attention": partial(captured_case, ops, device, head_dim=16),
             "shared tokens": partial(attention, fp32, fp32, 16, spans=[(300, 1), (280, 2)], shared=256),
@@ -231,6 +237,7 @@ def cases(ops: TritonOps, device: torch.device, is_rehearsal: bool) -> dict[str,
         for stored in (dtype, int8, fp8):
             found[f"attention, {dtype} in {stored}"] = partial(attention, dtype, stored, extras=stored == dtype)
         found[f"rows, {dtype}"] = partial(rows_case, ops, device, dtype)
+        found[f"adapters, {dtype}"] = partial(adapters_case, ops, device, dtype)
         found[f"states, {dtype}"] = partial(states_case, device, ops, dtype)
         found[f"states of 128 x 128, {dtype}"] = partial(states_case, device, ops, dtype, 128)
     for head_dim in (64, 80, 96, 256):

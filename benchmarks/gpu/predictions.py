@@ -70,6 +70,12 @@ def kernel_predictions() -> Iterator[Prediction]:
         yield Prediction(f"experts of stored {form}, both products, 1 row", 8 * expert * size, 0, 0.4)
         yield Prediction(f"experts of stored {form}, both products, 64 rows", 126 * expert * size, 0, 0.6)
         yield Prediction(f"experts of stored {form}, both products, 2,048 rows", 0, 2 * 2048 * 8 * expert, 0.15)
+    # Adapters of rank 16 of gates and ups, whose second matrix has zeros for the other's ranks. Sums are written, read
+    # and written again; those of a prompt are more bytes than its adapter's matrices.
+    adapter, added = 2.0 * 32 * (shape.width + 2 * shape.ffn_width), 3 * 2.0 * 2 * shape.ffn_width
+    for rows, adapters, share in ((1, 1, 0.3), (64, 16, 0.6), (256, 64, 0.6), (2048, 1, 0.6)):
+        name = f"lora_shrink + lora_expand, rank 16, gates and ups, rows: {rows:,}, adapters: {adapters}"
+        yield Prediction(name, adapters * adapter + rows * added, 0, share)
     state = 64 * 128 * 4.0
     yield Prediction("scan (48 heads of 64 x 128), 64 rows of 64 sequences", 64 * 48 * 2 * state, 0, 0.6)
     yield Prediction("delta_rule (32 heads of 128 x 128), 64 rows of 64 sequences", 64 * 32 * 2 * 2 * state, 0, 0.6)

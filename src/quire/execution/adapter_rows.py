@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.ops.lora import LoraRows
+from quire.scheduling.decode_columns import seq_ids_of
 from quire.scheduling.plan import ScheduledSequence, StepPlan
 
 
@@ -25,6 +26,11 @@ class AdapterRows:
         for item in plan.items:
             if item.new_sequence is not None and item.new_sequence.adapter is not None:
                 self.by_sequence[item.seq_id] = item.new_sequence.adapter
+
+    def rows_of_decodes(self, items: Sequence[ScheduledSequence]) -> LoraRows | None:
+        """Return the rows with an adapter of items of one token each; None where no row has one."""
+        slots = [self.by_sequence.get(seq_id) for seq_id in seq_ids_of(items)]
+        return LoraRows.of(slots, [1] * len(slots))
 
     def rows(
         self, items: Sequence[ScheduledSequence], output_counts: Sequence[int] | None

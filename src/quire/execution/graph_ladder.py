@@ -17,7 +17,16 @@ from quire.execution.laid_tables import LaidTables
 from quire.execution.step_capture import CapturedCall, StepCapture
 from quire.models.decoder import Decoder
 from quire.models.spec import TokenCacheShape
-from quire.ops.static_steps import MakesStaticSteps, StaticLimits, StaticMemory, StaticStates, StaticTokens, vector
+from quire.ops.lora import LoraRows
+from quire.ops.static_steps import (
+    MakesStaticSteps,
+    StaticAdapters,
+    StaticLimits,
+    StaticMemory,
+    StaticStates,
+    StaticTokens,
+    vector,
+)
 from quire.scheduling.decode_columns import DecodeItems, seq_ids_of, starts_of
 from quire.scheduling.plan import ScheduledSequence
 
@@ -67,7 +76,8 @@ class GraphLadder:
     ```
 
     Steps that read once what sequences share have launches more, which cost others something. So they are captured by
-    themselves, of fewer sizes: padding costs little beside what they save.
+    themselves, of fewer sizes: padding costs little beside what they save. So are steps in which rows have adapters,
+    which have two launches more for each linear layer; those read by themselves what sequences share.
 
     Args:
         decoder: the model, whose backend makes static steps.
@@ -111,16 +121,24 @@ class GraphLadder:
         self._limits = limits
         self._sizes = list(sizes)
         has_tokens = any(isinstance(shape.cache, TokenCacheShape) for shape in decoder.cache_groups)
+        self._adapters: StaticAdapters | None = None
         # The largest comes first: the others find room in its memory.
         self._sharing_steps = self._capture(sharing_sizes(sizes) if has_tokens else (), capture, shares=True)
-        self._steps = self._capture(sizes, capture, shares=False)
+        self._steps = self._capture(sizes, capture)
+        self._adapted_steps: list[CapturedStep] = []
+        if captures_adapters(decoder):
+            assert isinstance(decoder.ops, MakesStaticSteps), "the backend has no static steps"
+            self._adapters = decoder.ops.static_adapters(memory, limits)
+            self._adapted_steps = self._capture(adapted_sizes(sizes), capture)
         logger.info("Captured decode steps of %s sequences", ", ".join(map(str, self._sizes)))
 
-    def _capture(self, sizes: Sequence[int], capture: StepCapture, *, shares: bool) -> list[CapturedStep]:
+    def _capture(self, sizes: Sequence[int], capture: StepCapture, *, shares: bool = False) -> list[CapturedStep]:
         """Capture steps of padding: its work is for no more rows than they have."""
         steps = []
         for size in reversed(sizes):
             self._write(self._lay_out((), None), size, shares)
+            if self._adapters is not None:
+                self._adapters.write_adapters(None, size)
             self._memory.upload()
             steps.append(CapturedStep(size, capture.capture(partial(self._compute, size, shares))))
         return steps[::-1]
@@ -131,7 +149,9 @@ class GraphLadder:
             group.batch(size) if isinstance(group, StaticStates) else group.batch(size, shares)
             for group in self._groups
         ]
-        hidden = self._decoder(self._ids.device[:size], self._positions.device[:size], batches, self._storages)
+        adapters = None if self._adapters is None else (self._adapters.rows(size), None)
+        ids, positions = self._ids.device[:size], self._positions.device[:size]
+        hidden = self._decoder(ids, positions, batches, self._storages, adapters=adapters)
         self._hidden[:size].copy_(hidden)
         if self._decoder.ranks is None:
             self._logits[:size].copy_(self._decoder.logits(hidden))
@@ -145,18 +165,27 @@ class GraphLadder:
             return True
         return sum(start // self._block_size + 1 for start in starts) <= self._limits.num_blocks
 
-    def run(self, items: Sequence[ScheduledSequence], builder: BatchBuilder) -> ReplayedStep:
+    def takes_adapters(self, rows: LoraRows) -> bool:
+        """Say whether a captured step takes the adapters of rows; `takes` says whether it takes the rest."""
+        return self._adapters is not None and self._adapters.takes(rows, rows.num_rows)
+
+    def run(
+        self, items: Sequence[ScheduledSequence], builder: BatchBuilder, adapted: LoraRows | None = None
+    ) -> ReplayedStep:
         """Compute a step.
 
         Args:
             items: items that it takes; see `takes`.
             builder: has their block tables, with a slot for the token of each.
+            adapted: rows with adapters, which it takes; see `takes_adapters`. None for no such row.
         """
         count, laid = len(items), self._lay_out(items, builder)
-        shares = bool(self._sharing_steps) and self._share(laid)
-        steps = self._sharing_steps if shares else self._steps
+        shares = adapted is None and bool(self._sharing_steps) and self._share(laid)
+        steps = self._sharing_steps if shares else self._steps if adapted is None else self._adapted_steps
         step = steps[bisect_left(steps, count, key=lambda each: each.size)]
         self._write(laid, step.size, shares)
+        if adapted is not None and self._adapters is not None:
+            self._adapters.write_adapters(adapted, step.size)
         self._memory.upload()
         builder.put_drawn(self._ids.device, items)
         step.replay()
@@ -233,6 +262,16 @@ class LaidOut(NamedTuple):
 def sharing_sizes(sizes: Sequence[int]) -> list[int]:
     """Return the sizes of captured steps that read once what sequences share: powers of 2, and the largest."""
     return [size for size in sizes if size > 1 and (size & (size - 1) == 0 or size == sizes[-1])]
+
+
+def adapted_sizes(sizes: Sequence[int]) -> list[int]:
+    """Return the sizes of captured steps in which rows have adapters: powers of 2, and the largest."""
+    return [size for size in sizes if size & (size - 1) == 0 or size == sizes[-1]]
+
+
+def captures_adapters(decoder: Decoder) -> bool:
+    """Say whether decode steps with adapters are captured: of linear layers, on one GPU."""
+    return decoder.step_adapters.can_be_static and decoder.ranks is None
 
 
 def _static_group(

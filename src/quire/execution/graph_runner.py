@@ -42,7 +42,14 @@ class GraphRunner(ModelRunner):
 
     def _run(self, plan: StepPlan) -> StepResult:
         ladder, items = self.ladder, plan.items
-        if ladder is None or not items or not self._can_replay(items) or not ladder.takes(items):
+        adapted = self._adapters.rows_of_decodes(items) if self._adapters.by_sequence else None
+        if (
+            ladder is None
+            or not items
+            or not self._can_replay(items)
+            or not ladder.takes(items)
+            or (adapted is not None and not ladder.takes_adapters(adapted))
+        ):
             if ladder is not None:
                 ladder.forget_rows()
             return super()._run(plan)
@@ -55,7 +62,7 @@ class GraphRunner(ModelRunner):
             self._adapters.apply_plan(closing)
         self._builder.apply_plan(plan)
         self._sampler.begin_step(plan)
-        step = ladder.run(items, self._builder)
+        step = ladder.run(items, self._builder, adapted)
         self.num_replayed += 1
         if self._decoder.is_follower:
             self._decoder.serve_head()
@@ -71,12 +78,12 @@ class GraphRunner(ModelRunner):
         return StepResult(plan.tick, tuple(results), found)
 
     def _can_replay(self, items: Sequence[ScheduledSequence]) -> bool:
-        """Say whether items are decodes of known sequences that need nothing but the model."""
+        """Say whether items are decodes of known sequences that need nothing but the model and adapters."""
         if not isinstance(items, DecodeItems):
             _, _, token_ids, _, num_samples, new_sequences, _ = zip(*items, strict=True)
             if new_sequences.count(None) < len(items) or not all(num_samples) or max(map(len, token_ids)) > 1:
                 return False
-        others = (self._embeddings.by_sequence, self._pooler.by_sequence, self._adapters.by_sequence)
+        others = (self._embeddings.by_sequence, self._pooler.by_sequence)
         if any(others) and any(item.seq_id in known for known in others for item in items):
             return False
         return not self._sampler.measures_prompts(items)

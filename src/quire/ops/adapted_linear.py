@@ -20,14 +20,16 @@ class StepAdapters:
         output: rows among the output rows; None where none of these has one, or all rows are output rows.
         call: addresses of `all` and `output` for native kernels, 0 for None, and the number of all rows
             (`StepAdapters` in lora.h); its own address stays.
+        can_be_static: True where decodes with adapters may be captured: linear layers take adapters, and no experts.
     """
 
-    __slots__ = ("all", "call", "output")
+    __slots__ = ("all", "call", "can_be_static", "output")
 
     def __init__(self) -> None:
         self.all: LoraRows | None = None
         self.output: LoraRows | None = None
         self.call = array("q", (0, 0, 0))
+        self.can_be_static = False
 
     def begin(self, adapters: tuple[LoraRows, LoraRows | None] | None) -> None:
         """Begin a step.

@@ -282,11 +282,12 @@ class Ops(Protocol):
                 many columns as the weight has rows; a residual has as many as the weight, and is added before.
         """
 
-    def make_lora(self, num_columns: int) -> LoraLayer:
+    def make_lora(self, num_columns: int, max_rank: int | None = None) -> LoraLayer:
         """Return a linear layer's adapters, of which there are none yet.
 
         Args:
             num_columns: number of rows of the layer's weight.
+            max_rank: most ranks of an adapter's parts together; None where no captured step has the layer's adapters.
         """
 
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:

@@ -9,12 +9,15 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from quire.ops.weight_memory import WeightMemory
+
+# Slot of rows whose adapters only the device knows, as in captured steps: any layer may add to them.
+ANY_SLOT: Final = -1
 
 
 class LoraPart(NamedTuple):
@@ -55,9 +58,10 @@ class LoraRows:
         starts: place of each group's first row in `rows`, and the end.
         rows: rows of all groups.
         call: number of groups and the addresses of `slots`, `starts` and `rows` (`LoraRows` in lora.h).
+        placed: the rows as a backend has them on its device, once it has; None before.
     """
 
-    __slots__ = ("call", "num_rows", "rows", "slots", "starts")
+    __slots__ = ("call", "num_rows", "placed", "rows", "slots", "starts")
 
     def __init__(self, num_rows: int, by_slot: dict[int, list[int]]) -> None:
         starts = array("q", accumulate(map(len, by_slot.values()), initial=0))
@@ -66,6 +70,7 @@ class LoraRows:
     def _set(self, num_rows: int, slots: array[int], starts: array[int], rows: array[int]) -> None:
         self.num_rows, self.slots, self.starts, self.rows = num_rows, slots, starts, rows
         self.call = array("q", (len(slots), *(part.buffer_info()[0] for part in (slots, starts, rows))))
+        self.placed: Any | None = None
 
     @classmethod
     def of_groups(cls, num_rows: int, slots: array[int], starts: array[int], rows: array[int]) -> LoraRows:

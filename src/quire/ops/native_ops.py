@@ -129,7 +129,7 @@ class NativeOps(TorchFallback):
             return self._torch.pack_linear(weight, bias, gate=gate)
         return ExactNativeLinear(kernels, self._memory, weight, bias, gate)
 
-    def make_lora(self, num_columns: int) -> NativeLoraLayer:
+    def make_lora(self, num_columns: int, max_rank: int | None = None) -> NativeLoraLayer:  # noqa: ARG002 (nothing is captured)
         """Run the adapters of a layer in one call a step."""
         return NativeLoraLayer(self._library, num_columns)
 

@@ -69,7 +69,7 @@ class ReferenceOps:
             ReferenceLinear(weight.clone(), bias) if chosen is None else ReferenceQuantisedLinear(chosen, weight, bias)
         )
 
-    def make_lora(self, num_columns: int) -> TorchLoraLayer:
+    def make_lora(self, num_columns: int, max_rank: int | None = None) -> TorchLoraLayer:  # noqa: ARG002 (nothing is captured)
         """Multiply by each adapter in turn."""
         return TorchLoraLayer(num_columns)
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.interface import AttentionBatch, PagedKV, StateBatch
+from quire.ops.lora import LoraRows
 
 CHUNK_BYTES: Final = 1 << 20
 # Addresses of vectors that kernels load together.
@@ -177,6 +178,19 @@ class StaticStates(Protocol):
         """Write a step of n rows, and rows after them on the null block; see `StateBatch`."""
 
 
+class StaticAdapters(Protocol):
+    """Adapters of decodes: one row a sequence."""
+
+    def rows(self, num_rows: int) -> LoraRows:
+        """Return what a decoder takes for a step of some rows, whose adapters are in static buffers."""
+
+    def takes(self, rows: LoraRows, num_rows: int) -> bool:
+        """Say whether rows with adapters fit into the buffers of a step of `num_rows` rows."""
+
+    def write_adapters(self, rows: LoraRows | None, num_rows: int) -> None:
+        """Write the rows of a step that have an adapter, which it takes; None for no such row."""
+
+
 class StaticLimits(NamedTuple):
     """The largest step that static buffers hold.
 
@@ -200,6 +214,9 @@ class MakesStaticSteps(Protocol):
 
     def static_states(self, memory: StaticMemory, limits: StaticLimits) -> StaticStates:
         """Return buffers for a cache group of states."""
+
+    def static_adapters(self, memory: StaticMemory, limits: StaticLimits) -> StaticAdapters:
+        """Return buffers for the adapters of rows."""
 
 
 @dataclass(frozen=True, slots=True)

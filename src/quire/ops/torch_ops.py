@@ -85,7 +85,7 @@ class TorchOps:
             self._can_pack[dtype] = self._device.type == "cpu" and packing_works(dtype)
         return PackedLinear(weight, bias) if self._can_pack[dtype] else PlainLinear(weight.clone(), bias)
 
-    def make_lora(self, num_columns: int) -> TorchLoraLayer:
+    def make_lora(self, num_columns: int, max_rank: int | None = None) -> TorchLoraLayer:  # noqa: ARG002 (nothing is captured)
         """Multiply by each adapter in turn."""
         return TorchLoraLayer(num_columns)
 

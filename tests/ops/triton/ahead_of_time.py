@@ -20,6 +20,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402 - it needs Triton
 from triton.compiler import ASTSource  # noqa: E402
 
 from quire.ops.triton.kernels import (  # noqa: E402
+    adapters,
     attention,
     delta_chunks,
     experts,
@@ -35,7 +36,7 @@ from quire.ops.triton.kernels import (  # noqa: E402
     stored_experts,
 )
 
-MODULES: tuple[ModuleType, ...] = (attention, delta_chunks, experts, few_rows, filtered_sampling, heads)
+MODULES: tuple[ModuleType, ...] = (adapters, attention, delta_chunks, experts, few_rows, filtered_sampling, heads)
 MODULES += (linear, rows, sampling, shared_attention, state_chunks, states, stored_experts)
 # Bytes of shared memory that a program may have, by compute capability.
 SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}

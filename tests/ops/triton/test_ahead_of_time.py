@@ -24,11 +24,13 @@ from tests.ops.triton.ahead_of_time import SHARED_LIMIT, Compiled, Launch, compi
 from tests.ops.world import World, randn
 
 from quire.ops.fused_layers import RoutedExperts  # isort: skip
+from quire.ops.lora import LoraPart, LoraRows, LoraWeight  # isort: skip
 from quire.ops.quantized_weight import StoredWeight  # isort: skip - the modules above skip where Triton is missing
 from quire.ops.static_steps import StaticLimits, StaticMemory  # isort: skip
 from quire.ops.triton.launches import Device  # isort: skip
 from quire.ops.triton.step_states import TritonStepStates  # isort: skip
 from quire.ops.triton.triton_ops import TritonOps  # isort: skip
+from quire.ops.weight_memory import WeightMemory  # isort: skip
 
 pytestmark = [
     pytest.mark.slow,
@@ -195,7 +197,23 @@ def few_rows_launches() -> list[Launch]:
                         x = torch.zeros(num_rows, width, dtype=dtype)
                         plain(x, torch.zeros(num_rows, num_columns, dtype=dtype))
                         gated(x)
+                        gated(x, torch.zeros(num_rows, num_columns, dtype=dtype))
     assert {launch.kernel.__name__ for launch in launches} == {"multiply_few_rows"}
+    return launches
+
+
+def adapter_launches() -> list[Launch]:
+    """Return what adapters of ranks 16 and 64 add to rows of decodes and of prompts, of shapes of models."""
+    launches: list[Launch] = []
+    ops = TritonOps(CPU)
+    with recorded(launches), torch.inference_mode():
+        for dtype in (BF16, FP16):
+            for rank, num_columns, width in ((16, 6144, 4096), (64, 1024, 3072)):
+                layer = ops.make_lora(num_columns)
+                part = LoraPart(torch.zeros(num_columns, rank, dtype=dtype), 0, 0)
+                layer.put(0, layer.pack(LoraWeight(torch.zeros(rank, width, dtype=dtype), (part,)), WeightMemory(1)))
+                for num_rows in (3, 400):
+                    layer(torch.zeros(num_rows, width, dtype=dtype), LoraRows(num_rows, {0: [*range(num_rows)]}), None)
     return launches
 
 
@@ -268,6 +286,7 @@ def stored_launches(name: str) -> list[Launch]:
 OTHERS: dict[str, Callable[[], list[Launch]]] = {
     "rows": other_launches,
     "few rows": few_rows_launches,
+    "adapters": adapter_launches,
     "sampling": sampling_launches,
     "experts": expert_launches,
 }
@@ -290,6 +309,8 @@ def test_other_kernels(name: str, capability: int) -> None:
             # Weights are loaded before the wait for the kernel before.
             assert re.search(r"LDG\.E\.128", found.assembly.partition("ACQBULK")[0])
             assert ("ACQBULK" in found.assembly) == overlaps
+        if launch.kernel.__name__ in ("lora_shrink", "lora_expand"):
+            assert re.search(r"LDG(STS)?\.E\S*\.128", found.assembly)
         if launch.kernel.__name__ not in EXPERT_KERNELS:
             continue
         if launch.arguments["ROWS"] >= 64 and capability >= 90:

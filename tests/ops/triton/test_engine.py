@@ -36,6 +36,7 @@ def load(folder: str, pool_factor: int = 1, kernels: str = "triton", **options: 
     """Load a model on the device of the tests; steps are captured, or launched ahead, only where options say so."""
     defaults: dict[str, Any] = {
         "device": DEVICE,
+        "dtype": "float32",
         "max_model_len": 128,
         "max_num_seqs": 8,
         "block_size": 8,
@@ -44,9 +45,7 @@ def load(folder: str, pool_factor: int = 1, kernels: str = "triton", **options: 
         "enforce_eager": "cudagraph_capture_sizes" not in options,
         "async_scheduling": False,
     }
-    return LLM(
-        folder, skip_tokenizer_init=True, dtype="float32", kernels=kernels, num_threads=1, **(defaults | options)
-    )
+    return LLM(folder, skip_tokenizer_init=True, kernels=kernels, num_threads=1, **(defaults | options))
 
 
 class TestEngine:

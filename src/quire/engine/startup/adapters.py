@@ -12,6 +12,7 @@ from quire.distributed.ranks import Ranks
 from quire.engine.adapters import AdapterRegistry, DataPlaneSlots
 from quire.engine.startup.ranked_adapters import FollowerSlots, LeaderSlots
 from quire.errors import ConfigError, RequestError
+from quire.models.adapters.slots import AdapterSlots
 from quire.models.checkpoint import Checkpoint
 from quire.models.decoder import Decoder
 from quire.models.loading import make_adapter_slots
@@ -22,22 +23,38 @@ from quire.sequences.lora import LoRARequest
 logger = logging.getLogger(__name__)
 
 
-def load_adapters(
-    config: LoRAConfig,
-    checkpoint: Checkpoint,
-    decoder: Decoder,
-    scheduler: Scheduler,
-    model_name: str,
-    ranks: Ranks | None = None,
-) -> AdapterRegistry | None:
-    """Let a decoder take adapters, and load those of the configuration; None where it enables none.
+def take_adapters(
+    config: LoRAConfig, checkpoint: Checkpoint, decoder: Decoder, ranks: Ranks | None = None
+) -> AdapterSlots | None:
+    """Let a decoder take adapters; None where the configuration enables none.
 
-    On other ranks than 0, nothing is loaded until rank 0 says so.
+    That is before its memory is measured and steps are captured, some of them with adapters.
 
     Args:
         config: options of adapters.
         checkpoint: files that the decoder was loaded from.
         decoder: decoder with all its weights.
+        ranks: ranks that share the model; None for one process.
+    """
+    if not config.enable_lora:
+        return None
+    return make_adapter_slots(checkpoint, decoder, config.max_lora_rank, None if ranks is None else ranks.group)
+
+
+def load_adapters(
+    config: LoRAConfig,
+    own: AdapterSlots | None,
+    scheduler: Scheduler,
+    model_name: str,
+    ranks: Ranks | None = None,
+) -> AdapterRegistry | None:
+    """Load the adapters of a configuration; None where the decoder takes none.
+
+    On other ranks than 0, nothing is loaded until rank 0 says so.
+
+    Args:
+        config: options of adapters.
+        own: slots of the decoder; None for none.
         scheduler: scheduler of the engine; on rank 0 of several, a `LoggedScheduler`.
         model_name: name of the model.
         ranks: ranks that share the model; None for one process.
@@ -45,14 +62,12 @@ def load_adapters(
     Raises:
         ConfigError: one of the adapters cannot be loaded.
     """
-
-    if not config.enable_lora:
+    if own is None:
         return None
 
     def used_slots() -> list[int | None]:
         return [request.adapter for request in scheduler.requests.values()]
 
-    own = make_adapter_slots(checkpoint, decoder, config.max_lora_rank, None if ranks is None else ranks.group)
     slots: DataPlaneSlots = own
     if ranks is not None and not ranks.is_leader:
         slots = FollowerSlots(own, config.max_adapters)

@@ -28,7 +28,7 @@ from quire.engine.async_engine import AsyncEngine
 from quire.engine.engine import Engine
 from quire.engine.inputs.embeddings import EmbeddingsReader
 from quire.engine.kv.disk_prefetch import DiskPrefetcher
-from quire.engine.startup.adapters import load_adapters
+from quire.engine.startup.adapters import load_adapters, take_adapters
 from quire.engine.startup.data_plane import make_executor
 from quire.engine.startup.disk_cache import open_prefetch, open_stores
 from quire.engine.startup.encoders import encoder_config, open_encoder
@@ -135,6 +135,7 @@ def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None) -> LoadedMo
         model = wrap.decoder(_load_decoder(options, checkpoint, device, dtype, wrap.ops, config.lora, ranks))
         load_decoder_of = partial(_load_decoder, options, device=device, dtype=dtype)
         guide, draft = load_draft(config, checkpoint, model, tokenizer, load_decoder_of, ranks)
+    slots = None if isinstance(model, Encoder) else take_adapters(config.lora, checkpoint, model, ranks)
     stored = stored_dtype(config, dtype)
     groups = [spec for each in (model, draft) if each for spec in cache_groups(config, each, stored)]
     step = step_cost(config, model, draft, device, stored)
@@ -175,8 +176,7 @@ def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None) -> LoadedMo
             hand_over=hand_over,
         )
         engine.requests.can_generate, engine.ranks = pooling.has_head, ranks
-        if not isinstance(model, Encoder):
-            engine.adapters = load_adapters(config.lora, checkpoint, model, scheduler, name, ranks)
+        engine.adapters = load_adapters(config.lora, slots, scheduler, name, ranks)
         engine.kv_events = open_kv_events(config, engine, disk)
         # From here on the engine closes the disk.
         stack.pop_all()

@@ -115,7 +115,7 @@ class AdapterSlots:
         for name, slot in decoder.weights.slots.items():
             if not slot.adapted or name.startswith(HEAD):
                 continue
-            linears = [self._wrap(decoder, each) for each in slot.adapted]
+            linears = [self._wrap(decoder, each, len(weight_map[name])) for each in slot.adapted]
             split = None if splits is None else splits.get(name)
             inputs = split.ranges[0] if split is not None and split.dim == 1 else None
             start = 0
@@ -125,6 +125,7 @@ class AdapterSlots:
                 for linear_idx, (_, rows) in zip(linears, slot.adapted, strict=True):
                     places += _places(linear_idx, _whole_rows(rows, split), start, num_rows, inputs)
                 start += num_rows
+        decoder.step_adapters.can_be_static = bool(self._linears) and not self._adapted_experts
         decoder.fuse_adapted()
 
     def _adapt_experts(
@@ -143,10 +144,10 @@ class AdapterSlots:
             adapted[name] = _AdaptedExperts(layer, taker.adapt(decoder.ops, decoder.step_adapters), columns)
         return adapted
 
-    def _wrap(self, decoder: Decoder, adapted: AdaptedRows) -> int:
-        """Wrap a linear layer, and return its index."""
+    def _wrap(self, decoder: Decoder, adapted: AdaptedRows, num_modules: int) -> int:
+        """Wrap a linear layer, whose weight is that of some modules, and return its index."""
         projection = adapted.projection
-        layer = decoder.ops.make_lora(projection.slots["weight"].shape[0])
+        layer = decoder.ops.make_lora(projection.slots["weight"].shape[0], num_modules * self._max_rank)
         projection.run = AdaptedLinear(projection.run, layer, decoder.step_adapters)
         self._linears.append(projection.run)
         return len(self._linears) - 1

@@ -22,7 +22,6 @@ from quire.ops.interface import (
     StepStates,
 )
 from quire.ops.joined import pack_joined
-from quire.ops.lora import TorchLoraLayer
 from quire.ops.piecewise_steps import (
     PiecewiseAttention,
     PiecewiseAttentionBatch,
@@ -36,6 +35,7 @@ from quire.ops.static_steps import StaticAttentionBatch, StaticLimits, StaticMem
 from quire.ops.token_draws import RowParameters
 from quire.ops.torch_fallback import TorchFallback
 from quire.ops.triton import sampling
+from quire.ops.triton.adapters import TritonLoraLayer, TritonStaticAdapters
 from quire.ops.triton.kernels import rows as row_kernels
 from quire.ops.triton.launches import ACTIVATIONS, Device
 from quire.ops.triton.plain_linear import TritonLinear
@@ -52,7 +52,7 @@ COLUMNS: Final = 1024
 
 
 class TritonOps(TorchFallback):
-    """Triton kernels, and torch's operators for the rest: look-ups, products of many rows, encoders, adapters.
+    """Triton kernels, and torch's operators for the rest: look-ups, products of many rows, encoders.
 
     Args:
         device: a GPU; the CPU where Triton interprets its kernels.
@@ -73,7 +73,7 @@ class TritonOps(TorchFallback):
         min_bits: int = 4,
         gate: Activation | None = None,
     ) -> Linear:
-        """Keep codes of stored weights as they are; leave products of plain weights to torch."""
+        """Keep codes of stored weights as they are, and round plain weights or leave their products to torch."""
         if not isinstance(weight, StoredWeight):
             # In rows, even if it is stored in columns, as transposed experts are.
             kept = weight.to(self.device.torch_device).clone(memory_format=torch.contiguous_format)
@@ -87,9 +87,13 @@ class TritonOps(TorchFallback):
             return pack_joined(partial(self.pack_linear, min_bits=min_bits), weight, bias)
         return TritonStoredLinear(weight, bias, self.device)
 
-    def make_lora(self, num_columns: int) -> TorchLoraLayer:
-        """Multiply by each adapter in turn."""
-        return self._torch.make_lora(num_columns)
+    def make_lora(self, num_columns: int, max_rank: int | None = None) -> TritonLoraLayer:
+        """Multiply rows of all adapters in two launches."""
+        return TritonLoraLayer(num_columns, self.device, max_rank)
+
+    def static_adapters(self, memory: StaticMemory, limits: StaticLimits) -> TritonStaticAdapters:
+        """Keep the rows of adapters in static buffers."""
+        return TritonStaticAdapters(memory, limits)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Normalise rows, a program for each."""

@@ -1,0 +1,103 @@
+"""Products of rows and their low-rank adapters: two launches for the rows of all adapters.
+
+Rows are grouped by adapter, and a tile has rows of one adapter. The first kernel multiplies tiles by the first
+matrices, a part of the inputs at a time. The second adds these parts up, multiplies by the second matrices, and adds
+the product to the rows of the output.
+"""
+
+import triton
+import triton.language as tl
+
+from quire.ops.triton.kernels.numbers import as_stored, factor, rounded
+from quire.ops.triton.launcher import kernel
+
+# Numbers of an adapter in the table of a layer: addresses of both matrices, and the rank.
+ENTRY = tl.constexpr(3)
+# Rows of second matrices are padded to multiples of so many numbers, which are loaded together.
+PADDED = tl.constexpr(16)
+
+
+@triton.jit
+def _rows_of_tile(tile, tile_firsts, tile_ends, row_ids, ROWS: tl.constexpr):
+    """Return the places of a tile's rows among the grouped ones, whether each is one, and its row of the step."""
+    places = tl.load(tile_firsts + tile) + tl.arange(0, ROWS)
+    is_row = places < tl.load(tile_ends + tile)
+    return places, is_row, tl.load(row_ids + places, mask=is_row, other=0)
+
+
+@kernel
+def lora_shrink(
+    parts, x, table, tile_slots, tile_firsts, tile_ends, row_ids, width, split_width, stride_row, stride_part, max_rank,
+    ROWS: tl.constexpr, RANKS: tl.constexpr, INPUTS: tl.constexpr,
+):  # fmt: skip
+    """Multiply a tile of rows of `x` [T, width] by some inputs of its adapter's first matrix [R, width].
+
+    `parts` is float32 [splits, grouped rows, max_rank]; `table` has an entry for each slot. `split_width` is a multiple
+    of INPUTS.
+    """
+    tile, split = tl.program_id(0), tl.program_id(1)
+    entry = table + tl.load(tile_slots + tile).to(tl.int64) * ENTRY
+    rank = tl.load(entry + 2).to(tl.int32)
+    if rank == 0:
+        return
+    dtype: tl.constexpr = x.dtype.element_ty
+    pointer: tl.constexpr = tl.pointer_type(dtype)
+    matrix = tl.multiple_of(tl.load(entry).to(pointer), 16)
+    places, is_row, rows = _rows_of_tile(tile, tile_firsts, tile_ends, row_ids, ROWS)
+    first_input = split * split_width
+    last_input = tl.minimum(first_input + split_width, width)
+    for first_rank in range(0, rank, RANKS):
+        ranks = first_rank + tl.arange(0, RANKS)
+        is_rank = ranks < rank
+        total = tl.zeros([ROWS, RANKS], tl.float32)
+        for start in range(first_input, last_input, INPUTS):
+            inputs = start + tl.arange(0, INPUTS)
+            is_input = (inputs < last_input)[None, :]
+            at = rows.to(tl.int64)[:, None] * stride_row + inputs[None, :]
+            values = tl.load(x + at, mask=is_row[:, None] & is_input, other=0.0)
+            factors = tl.load(matrix + ranks[:, None] * width + inputs[None, :], mask=is_rank[:, None] & is_input,
+                              other=0.0)  # fmt: skip
+            total = tl.dot(factor(values), tl.trans(factor(factors)), total, input_precision="ieee")
+        where = parts + split.to(tl.int64) * stride_part + places.to(tl.int64)[:, None] * max_rank + ranks[None, :]
+        tl.store(where, total, mask=is_row[:, None] & is_rank[None, :])
+
+
+@kernel
+def lora_expand(
+    output, parts, table, tile_slots, tile_firsts, tile_ends, row_ids, num_columns, stride_part, max_rank,
+    SPLITS: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Add the products of a tile with some columns of its adapter's second matrix to `output` [T, num_columns].
+
+    The second matrix is [num_columns, R], with zeros behind each row up to a multiple of PADDED.
+    """
+    tile = tl.program_id(0)
+    entry = table + tl.load(tile_slots + tile).to(tl.int64) * ENTRY
+    rank = tl.load(entry + 2).to(tl.int32)
+    if rank == 0:
+        return
+    dtype: tl.constexpr = output.dtype.element_ty
+    pointer: tl.constexpr = tl.pointer_type(dtype)
+    matrix = tl.multiple_of(tl.load(entry + 1).to(pointer), 16)
+    places, is_row, rows = _rows_of_tile(tile, tile_firsts, tile_ends, row_ids, ROWS)
+    padded_rank = tl.multiple_of((rank + PADDED - 1) // PADDED * PADDED, 16)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    known = columns < num_columns
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first_rank in range(0, rank, RANKS):
+        ranks = first_rank + tl.arange(0, RANKS)
+        is_rank = ranks < rank
+        mask = is_row[:, None] & is_rank[None, :]
+        at = parts + places.to(tl.int64)[:, None] * max_rank + ranks[None, :]
+        inner = tl.load(at, mask=mask, other=0.0)
+        for split in range(1, SPLITS):
+            inner += tl.load(at + split * stride_part, mask=mask, other=0.0)
+        factors = tl.load(matrix + columns.to(tl.int64)[:, None] * padded_rank + ranks[None, :],
+                          mask=known[:, None] & (ranks < padded_rank)[None, :], other=0.0)  # fmt: skip
+        # The first product is rounded, as that of the slow twin is.
+        product = factor(rounded(as_stored(inner, dtype), dtype))
+        total = tl.dot(product, tl.trans(factor(factors)), total, input_precision="ieee")
+    where = output + rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
+    mask = is_row[:, None] & known[None, :]
+    total += tl.load(where, mask=mask, other=0.0).to(tl.float32)
+    tl.store(where, rounded(total, dtype), mask=mask)
