@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from quire.config import Quantization
-from quire.errors import ConfigError
 from quire.ops import make_ops
 from quire.ops.interface import Linear
 from quire.ops.native_linear import NativeLinear
@@ -156,10 +155,24 @@ def _error(linear: Linear, width: int) -> float:
     return cast("float", ((linear(eye)[:, 0] - weight[0]).abs().max() / weight.abs().max()).item())
 
 
-def test_rounded_weights_are_for_cpus() -> None:
-    with pytest.raises(ConfigError, match="'int8' is for CPUs") as caught:
-        make_ops(torch.device("cuda"), quantization="int8")
-    assert caught.value.field == "quantization"
+@pytest.mark.parametrize("name", get_args(Quantization))
+def test_stock_operators_on_another_device(name: Quantization) -> None:
+    """On a device without numbers, operators that would mix its tensors with those of the CPU fail."""
+    linear = make_ops(torch.device("meta"), "torch", name).pack_linear(randn(70, 96), randn(70, device="meta"))
+    assert isinstance(linear, TorchQuantisedLinear)
+    found = linear(randn(3, 96, device="meta", dtype=torch.bfloat16), randn(3, 70, device="meta"))
+    assert (found.device.type, found.shape, found.dtype) == ("meta", (3, 70), torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FORMATS)
+def test_stock_operators_on_a_gpu(name: WeightFormat) -> None:
+    quantization: Quantization = "int8" if name == "int8" else "int4"
+    weight, bias, x, residual = randn(130, 512), randn(130, seed=1), randn(70, 512, seed=2), randn(70, 130, seed=3)
+    ops = make_ops(torch.device("cuda"), "torch", quantization)
+    found = ops.pack_linear(weight.cuda(), bias.cuda(), BITS[name])(x.cuda(), residual.cuda())
+    expected = ReferenceOps(quantization).pack_linear(weight, bias, BITS[name])(x, residual)
+    assert_same_numbers(found.cpu(), expected)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -23,9 +23,9 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_with_what_it_does_not_have() -> None:
-    with pytest.raises(ConfigError, match="quantization 'int8' is for kernels 'native' and 'torch'") as caught:
-        make_ops(CPU, "triton", "int8")
-    assert caught.value.field == "quantization"
+    with pytest.raises(ConfigError, match="weight_packing 'lossless' is for weights as they came") as caught:
+        make_ops(CPU, "triton", "int8", weight_packing="lossless")
+    assert caught.value.field == "weight_packing"
     with pytest.raises(ConfigError, match="deterministic needs native kernels") as caught:
         make_ops(CPU, "triton", deterministic=True)
     assert caught.value.field == "deterministic"

@@ -63,8 +63,8 @@ class ModelConfig:
             installed, stock "torch" operators, or "triton" kernels for NVIDIA GPUs (the extra "gpu"); "auto" takes
             native kernels on a CPU where they exist, and Triton's on a GPU of compute capability 8.0 or more where
             Triton is installed.
-        quantization: rounding of the weights of linear layers while they are loaded, on a CPU: "int8" (one scale for
-            each output) or "int4" (one for each 32 inputs; the head has six bits); None takes the weights as they are.
+        quantization: rounding of the weights of linear layers while they are loaded: "int8" (one scale for each
+            output) or "int4" (one for each 32 inputs; the head has six bits); None takes the weights as they are.
         weight_packing: layout of the weights of linear layers: "plain", or "lossless" for bfloat16 weights in about
             76 % of their bytes, with the same results bit for bit; it needs native kernels of level avx2 or better.
             "auto" takes "lossless" where it is possible.

@@ -28,22 +28,16 @@ def make_ops(
         kernels: "torch" for stock operators, "native" for what the package's own build compiled, "triton" for Triton
             kernels, on an NVIDIA GPU or in the interpreter; "auto" for native ones on a CPU, and on a GPU for those of
             `choose_kernels`.
-        quantization: rounding of the weights of linear layers; on a CPU only.
+        quantization: rounding of the weights of linear layers, and of their rows.
         weight_packing: "lossless" for bfloat16 weights in three quarters of their bytes, "plain" for weights as they
             are, "auto" for the former where kernels have it.
         deterministic: a row gets the same bits whatever rows it comes with. The backend refuses weights for which it
             cannot promise that.
 
     Raises:
-        ConfigError: native or Triton kernels, rounded weights, a packing, or results that are deterministic, were asked
-            for and cannot be had; the message says why.
+        ConfigError: native or Triton kernels, a packing, or results that are deterministic, were asked for and cannot
+            be had; the message says why.
     """
-    if quantization is not None and device.type != "cpu":
-        raise ConfigError(
-            f"quantization {quantization!r} is for CPUs, not for device {device.type!r}: leave it out, or set device "
-            "to 'cpu'",
-            field="quantization",
-        )
     if quantization is not None and weight_packing == "lossless":
         raise ConfigError(
             f"weight_packing 'lossless' is for weights as they came, and quantization {quantization!r} rounds them: "
@@ -90,12 +84,6 @@ def choose_kernels(device: torch.device, kernels: str) -> str:
 
 def _triton(device: torch.device, quantization: Quantization | None) -> Ops:
     """Return the backend of Triton kernels, which is imported here only: Triton is an extra."""
-    if quantization is not None:
-        raise ConfigError(
-            f"quantization {quantization!r} is for kernels 'native' and 'torch', and kernels are 'triton': leave one "
-            "of the two out",
-            field="quantization",
-        )
     found: str | None = None
     try:
         import triton
@@ -111,7 +99,7 @@ def _triton(device: torch.device, quantization: Quantization | None) -> Ops:
         raise ConfigError(f"kernels 'triton' were asked for, but {found}", field="kernels")
     from quire.ops.triton.triton_ops import TritonOps
 
-    return TritonOps(device)
+    return TritonOps(device, quantization)
 
 
 def _rounds_alike(library: NativeLibrary) -> bool:

@@ -33,7 +33,8 @@ class WeightForm(NamedTuple):
 
     Args:
         bits: number of bits of a code.
-        group: number of inputs that share a scale, 16 or 32, of e4m3 also 128; formats with larger ones repeat scales.
+        group: number of inputs that share a scale, 16 or 32; formats with larger ones repeat scales. 128 too for e4m3,
+            and for int8 that Triton's backend rounds by itself, which no other backend is given.
         scale: dtype of scales; "two_level" for int8 scales of float16 super-scales, one for 256 inputs.
         has_mins: True where each group has a minimum: of the dtype of the scales, or uint8 of float16 super-minima.
         has_zero_points: True where each group has a zero point, a code.

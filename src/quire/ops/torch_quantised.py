@@ -57,9 +57,11 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     largest = x.abs().amax(-1, keepdim=True)
     largest = torch.where(largest.isfinite(), largest, torch.nan)
-    inverse = torch.where(largest >= SMALLEST, torch.full_like(largest, 127.0) / largest, 0.0)
+    # A GPU multiplies by the inverse of a number of the host, which may be off by one bit.
+    most = torch.full_like(largest, 127.0)
+    inverse = torch.where(largest >= SMALLEST, most / largest, 0.0)
     return (x * inverse).round_().nan_to_num_(0.0, 0.0, 0.0).to(torch.int8), torch.where(
-        largest < SMALLEST, 0.0, largest / 127.0
+        largest < SMALLEST, 0.0, largest / most
     )
 
 

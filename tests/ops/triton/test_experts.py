@@ -14,6 +14,7 @@ from quire.models.norms import Norm
 from quire.models.projections import ResidualAdd
 from quire.models.spec import Experts
 from quire.ops.quantized_weight import PlainWeight, QuantizedWeight, StoredWeight, WeightForm
+from quire.ops.reference import ReferenceOps
 from tests.ops.test_native_experts import OPTIONS
 from tests.ops.test_quantised_linear import assert_same_numbers
 from tests.ops.test_quantized_weights import FLOAT8, FORMS, random_weight
@@ -50,7 +51,7 @@ def make_block(
     ops: Any, options: dict[str, Any], dtype: torch.dtype, stored: Callable[..., StoredWeight] | None = None
 ) -> Any:
     """Return a block of random experts, whose weights `stored` makes of a shape and a seed, where it is given."""
-    device = torch.device("cpu" if ops is REFERENCE else DEVICE)
+    device = torch.device("cpu" if isinstance(ops, ReferenceOps) else DEVICE)
     new_norm = partial(Norm, width=WIDTH, ops=ops, dtype=dtype, device=device)
     experts = Experts(NUM_EXPERTS, NUM_CHOSEN, INNER if stored is None else STORED_INNER, **options)
     block = ExpertsBlock(experts, WIDTH, ResidualAdd(), ops, new_norm)

@@ -1,4 +1,4 @@
-"""One layer of all experts of a block, on stored quantised weights, by one launch."""
+"""One layer of all experts of a block, on quantised weights, by one launch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.ops.interface import Activation, Linear
 from quire.ops.triton.expert_rows import RowGroups
 from quire.ops.triton.kernels import stored_experts as kernels
 from quire.ops.triton.launches import is_aligned
-from quire.ops.triton.stored_linear import PackedCodes, TritonStoredLinear
+from quire.ops.triton.stored_linear import PackedCodes, TritonQuantizedLinear
 
 COLUMNS: Final = 64
 
@@ -56,7 +56,7 @@ class StoredExpertLayer:
         activation: the argument of this name.
     """
 
-    def __init__(self, layers: Sequence[TritonStoredLinear], activation: Activation | None) -> None:
+    def __init__(self, layers: Sequence[TritonQuantizedLinear], activation: Activation | None) -> None:
         self.activation = activation
         self._layers = layers
         self._parts: list[ExpertCodes] = []
@@ -128,14 +128,14 @@ class StoredExpertLayer:
 
 
 def stored_layer(layers: Sequence[Linear]) -> StoredExpertLayer | None:
-    """Return layers of experts as one; None where they are not stored, have plain parts, or are not alike.
+    """Return layers of experts as one; None where they are not quantised, have plain parts, or are not alike.
 
     What is not alike is a form, a shape, a gate, or an order of the inputs of their own. Tensors that begin at any
     address are not taken either.
     """
     activations = {each.activation if isinstance(each, GatedLinear) else None for each in layers}
     inner = [each.linear if isinstance(each, GatedLinear) else each for each in layers]
-    stored = [each for each in inner if isinstance(each, TritonStoredLinear)]
+    stored = [each for each in inner if isinstance(each, TritonQuantizedLinear)]
     if len(stored) < len(layers) or len(activations) > 1 or len({_kind(each) for each in stored}) > 1:
         return None
     if not all(is_aligned(tensor) for each in stored for part in each.parts for tensor in _tensors(part)):
@@ -143,7 +143,7 @@ def stored_layer(layers: Sequence[Linear]) -> StoredExpertLayer | None:
     return StoredExpertLayer(stored, activations.pop())
 
 
-def _kind(layer: TritonStoredLinear) -> tuple[object, ...]:
+def _kind(layer: TritonQuantizedLinear) -> tuple[object, ...]:
     """Return all that the layers of one launch have in common."""
     parts = ((part.form, part.width, part.codes.shape, part.scales.dtype) for part in layer.parts)
     return *parts, None if layer.bias is None else layer.bias.dtype

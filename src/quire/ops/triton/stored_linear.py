@@ -1,4 +1,4 @@
-"""Linear layers on stored quantised weights by Triton kernels."""
+"""Linear layers on quantised weights by Triton kernels: on stored ones, and on those that were rounded at load."""
 
 from __future__ import annotations
 
@@ -85,10 +85,10 @@ class PackedCodes(NamedTuple):
         return dequantize(self.form, QuantizedRows(codes, self.scales[:num_groups, ids].T, mins, zero_points))
 
 
-class TritonStoredLinear:
+class TritonQuantizedLinear:
     """A product of rows and quantised weights, which are unpacked in the kernel.
 
-    Rows are rounded to int8, but for weights of e4m3.
+    Rows are rounded to int8, but for weights of e4m3. Rows of the weight cannot be looked up: it may have been rounded.
 
     Args:
         weight: weight without plain parts.
@@ -125,36 +125,6 @@ class TritonStoredLinear:
             added = None if residual is None else residual[:, columns].contiguous()
             outputs.append(self._multiply(part, x, None if part.is_float8 else rounded, bias, added))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
-
-    def rows(self, ids: Tensor) -> Tensor:
-        """Look up rows of the weight: ids [T] to [T, in].
-
-        Raises:
-            IndexError: an id is not that of a row.
-        """
-        try:
-            return self._look_up(ids)
-        except IndexError as error:  # a GPU says so by itself, later
-            end = sum(part.codes.shape[1] for part in self.parts)
-            raise IndexError(f"rows are from 0 to {end - 1}, got ids from {ids.min()} to {ids.max()}") from error
-
-    def _look_up(self, ids: Tensor) -> Tensor:
-        """Look up rows; what is no row stays out of range in one of the parts.
-
-        Every part is asked for all rows, and those of others are dropped: the host is not told which they are.
-        """
-        start, last = 0, len(self.parts) - 1
-        found: Tensor | None = None
-        for idx, part in enumerate(self.parts):
-            count, local = part.codes.shape[1], ids - start
-            if idx < last:
-                local = local.clamp(max=count - 1)
-            local = local.where(local >= 0, 0 if idx else count)
-            rows = part.rows(local).to(self._dtype)
-            found = rows if found is None else torch.where((ids >= start)[:, None], rows, found)
-            start += count
-        assert found is not None, "a weight has parts"
-        return found
 
     def round_for_parts(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return rows rounded to whole numbers, as float16 with zeros behind them, and what one is worth.
@@ -240,6 +210,42 @@ class TritonStoredLinear:
             COLUMNS=ADDED,
         )
         return output
+
+
+class TritonStoredLinear(TritonQuantizedLinear):
+    """A product of rows and a weight that a checkpoint stores quantised, whose rows can be looked up."""
+
+    __slots__ = ()
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Look up rows of the weight: ids [T] to [T, in].
+
+        Raises:
+            IndexError: an id is not that of a row.
+        """
+        try:
+            return self._look_up(ids)
+        except IndexError as error:  # a GPU says so by itself, later
+            end = sum(part.codes.shape[1] for part in self.parts)
+            raise IndexError(f"rows are from 0 to {end - 1}, got ids from {ids.min()} to {ids.max()}") from error
+
+    def _look_up(self, ids: Tensor) -> Tensor:
+        """Look up rows; what is no row stays out of range in one of the parts.
+
+        Every part is asked for all rows, and those of others are dropped: the host is not told which they are.
+        """
+        start, last = 0, len(self.parts) - 1
+        found: Tensor | None = None
+        for idx, part in enumerate(self.parts):
+            count, local = part.codes.shape[1], ids - start
+            if idx < last:
+                local = local.clamp(max=count - 1)
+            local = local.where(local >= 0, 0 if idx else count)
+            rows = part.rows(local).to(self._dtype)
+            found = rows if found is None else torch.where((ids >= start)[:, None], rows, found)
+            start += count
+        assert found is not None, "a weight has parts"
+        return found
 
 
 def count_parts(num_steps: int, num_tiles: int, num_processors: int) -> int:

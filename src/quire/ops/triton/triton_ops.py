@@ -9,6 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from quire.config import Quantization
 from quire.ops.fused_layers import RoutedExperts
 from quire.ops.gated import GatedLinear
 from quire.ops.interface import (
@@ -39,13 +40,15 @@ from quire.ops.triton.adapters import TritonLoraLayer, TritonStaticAdapters
 from quire.ops.triton.kernels import rows as row_kernels
 from quire.ops.triton.launches import ACTIVATIONS, Device
 from quire.ops.triton.plain_linear import TritonLinear
+from quire.ops.triton.rounded_weights import round_weight
 from quire.ops.triton.routed_experts import TritonExperts, fuse_experts
 from quire.ops.triton.static_attention import TritonStaticAttention, TritonStaticTokens
 from quire.ops.triton.static_states import TritonStaticStates, TritonStaticStepStates
 from quire.ops.triton.step_attention import TritonStepAttention
 from quire.ops.triton.step_states import TritonStepStates
-from quire.ops.triton.stored_linear import TritonStoredLinear
+from quire.ops.triton.stored_linear import TritonQuantizedLinear, TritonStoredLinear
 from quire.ops.triton.tiles import power_of_2
+from quire.ops.weight_formats import weight_format
 
 # Columns of a program on rows that it need not know whole.
 COLUMNS: Final = 1024
@@ -56,14 +59,16 @@ class TritonOps(TorchFallback):
 
     Args:
         device: a GPU; the CPU where Triton interprets its kernels.
+        quantization: rounding of the weights of linear layers.
 
     Attributes:
         device: the device, as far as sizes of tiles depend on it.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, quantization: Quantization | None = None) -> None:
         super().__init__(device)
         self.device = Device(device)
+        self._quantization = quantization
         self.name = "triton" if self.device.is_gpu else "triton (interpreted)"
 
     def pack_linear(
@@ -75,6 +80,11 @@ class TritonOps(TorchFallback):
     ) -> Linear:
         """Keep codes of stored weights as they are, and round plain weights or leave their products to torch."""
         if not isinstance(weight, StoredWeight):
+            chosen = weight_format(self._quantization, weight.shape[1], min_bits)
+            rounded = None if chosen is None else round_weight(weight, chosen, self.device.torch_device)
+            if rounded is not None:
+                linear = TritonQuantizedLinear(rounded, bias, self.device)
+                return linear if gate is None else GatedLinear(linear, self.gate, gate)
             # In rows, even if it is stored in columns, as transposed experts are.
             kept = weight.to(self.device.torch_device).clone(memory_format=torch.contiguous_format)
             return TritonLinear(kept, bias, gate, self.gate, self.device)

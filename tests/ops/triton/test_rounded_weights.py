@@ -1,0 +1,216 @@
+"""Weights that Triton's backend rounds as they are loaded: the numbers, products and tokens of backends for CPUs."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire import RequestOutput
+from quire.config import Quantization
+from quire.ops.interface import KeepsRows
+from quire.ops.reference import ReferenceOps
+from quire.ops.reference_quantised import ReferenceQuantisedLinear
+from quire.ops.torch_ops import TorchOps
+from quire.ops.weight_formats import BITS, MAX_WIDTH, WeightFormat
+from tests.conformance.checkpoints import VOCAB_SIZE, save_checkpoint
+from tests.ops.test_quantised_linear import FORMATS, assert_same_numbers
+from tests.ops.triton.device import DEVICE, MARKS
+from tests.ops.triton.test_engine import GREEDY, load
+from tests.ops.triton.test_experts import ALL_OPTIONS, WIDTH, make_block
+from tests.ops.world import randn
+
+from quire.ops.gated import GatedLinear  # isort: skip - the modules above skip where Triton is missing
+from quire.ops.triton.plain_linear import TritonLinear  # isort: skip
+from quire.ops.triton.routed_experts import TritonExperts  # isort: skip
+from quire.ops.triton.stored_experts import StoredExpertLayer  # isort: skip
+from quire.ops.triton.stored_linear import TritonQuantizedLinear  # isort: skip
+from quire.ops.triton.triton_ops import TritonOps  # isort: skip
+
+pytestmark = MARKS
+CPU = torch.device("cpu")
+# Widths of each format: of groups of 128, 32 and 16 inputs; of an even and an odd number of groups.
+WIDTHS: dict[WeightFormat, tuple[int, ...]] = {"int8": (256, 96, 48), "int6": (256, 96), "int4": (256, 96)}
+CASES = [(name, width) for name, widths in WIDTHS.items() for width in widths]
+
+
+@pytest.fixture(autouse=True)
+def inference() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+def quantization_of(name: WeightFormat) -> Quantization:
+    return "int8" if name == "int8" else "int4"
+
+
+def make_ops(quantization: Quantization) -> TritonOps:
+    return TritonOps(torch.device(DEVICE), quantization)
+
+
+def form_of(linear: Any) -> tuple[int, int]:
+    """Return the bits of a layer's codes and the inputs of a group; 16 and 0 where the weight is as it came."""
+    if isinstance(linear, TritonLinear):
+        return 16, 0
+    assert isinstance(linear, TritonQuantizedLinear)
+    (part,) = linear.parts
+    return part.form.bits, part.form.group
+
+
+@pytest.mark.parametrize(("name", "width"), CASES)
+def test_numbers(name: WeightFormat, width: int) -> None:
+    """Few rows and many, columns that fill no tile, rows that lie apart, bias and residual."""
+    quantization, min_bits = quantization_of(name), BITS[name]
+    weight, bias = randn(130, width) * width**-0.5, randn(130, seed=1)
+    linear = make_ops(quantization).pack_linear(weight.to(DEVICE), bias.to(DEVICE), min_bits)
+    assert form_of(linear)[0] == min_bits
+    # What was rounded is no place to look tokens up in.
+    assert not isinstance(linear, KeepsRows)
+    twin = ReferenceOps(quantization).pack_linear(weight, bias, min_bits)
+    stock = TorchOps(CPU, quantization=quantization).pack_linear(weight, bias, min_bits)
+    rows, residual = randn(70, width + 3, seed=2), randn(70, 130, seed=3)
+    x, given, added = rows[:, :width], rows.to(DEVICE)[:, :width], residual.to(DEVICE)
+    expected, others = twin(x, residual), stock(x, residual)
+    for num_rows in (1, 3, 17, 70):
+        found = linear(given[:num_rows], added[:num_rows]).cpu()
+        assert_same_numbers(found, expected[:num_rows])
+        torch.testing.assert_close(found, others[:num_rows], rtol=1e-4, atol=1e-5)
+    assert_same_numbers(linear(given[:3]).cpu(), twin(x[:3]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_types_and_gates(name: WeightFormat, dtype: torch.dtype) -> None:
+    quantization, min_bits = quantization_of(name), BITS[name]
+    weight, bias = (randn(140, 160) / 8).to(dtype), randn(140, seed=1).to(dtype)
+    x, residual = randn(17, 160, seed=2).to(dtype), randn(17, 140, seed=3).to(dtype)
+    ops, twins = make_ops(quantization), ReferenceOps(quantization)
+    given = weight.to(DEVICE), bias.to(DEVICE), min_bits
+    found = ops.pack_linear(*given)(x.to(DEVICE), residual.to(DEVICE))
+    assert found.dtype == dtype
+    assert_same_numbers(found.cpu(), twins.pack_linear(weight, bias, min_bits)(x, residual))
+    gated = ops.pack_linear(*given, gate="silu")
+    assert isinstance(gated, GatedLinear)
+    assert form_of(gated.linear) == (min_bits, 32)
+    expected = twins.pack_linear(weight, bias, min_bits, gate="silu")(x)
+    torch.testing.assert_close(gated(x.to(DEVICE)).cpu(), expected, rtol=2e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_codes_are_those_of_the_twin(name: WeightFormat) -> None:
+    """Also those of rows that are rounded in another chunk, and of a weight that lies in columns."""
+    weight, quantization = randn(32800, 66).T, quantization_of(name)
+    linear: Any = make_ops(quantization).pack_linear(weight.to(DEVICE), min_bits=BITS[name])
+    twin = ReferenceOps(quantization).pack_linear(weight, min_bits=BITS[name])
+    assert isinstance(twin, ReferenceQuantisedLinear)
+    (part,) = linear.parts
+    assert torch.equal(part.rows(torch.arange(66, device=DEVICE)).cpu(), twin.dequantised())
+
+
+def test_what_is_rounded() -> None:
+    def form(name: Quantization, width: int, min_bits: int = 4) -> tuple[int, int]:
+        return form_of(make_ops(name).pack_linear(randn(2, width), min_bits=min_bits))
+
+    assert [form("int8", 128, min_bits) for min_bits in (4, 6, 8)] == [(8, 128)] * 3
+    assert [form("int4", 128, min_bits) for min_bits in (4, 6, 8)] == [(4, 32), (6, 32), (8, 128)]
+    assert [form("int8", width) for width in (384, 160, 80)] == [(8, 128), (8, 32), (8, 16)]
+    assert form("int4", 80) == (8, 16)
+    # Not in whole groups, and more inputs than sums have room for.
+    assert form("int8", 36) == form("int4", 36) == (16, 0)
+    assert form("int8", MAX_WIDTH // 16 * 16 + 16) == (16, 0)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_zeros_extremes_and_what_is_not_finite(name: WeightFormat) -> None:
+    weight, x = randn(20, 128), randn(8, 128, seed=1)
+    weight[3], x[0] = 0.0, 0.0
+    weight[4], x[1] = 1e30, -1e37
+    weight[5, 40], x[2, 5], weight[7, 99] = math.nan, math.nan, math.inf
+    x[3, 60], x[4] = -math.inf, 1e-35
+    weight[6], x[5] = -1e-36, 1e-12
+    quantization, min_bits = quantization_of(name), BITS[name]
+    linear = make_ops(quantization).pack_linear(weight.to(DEVICE), min_bits=min_bits)
+    found = linear(x.to(DEVICE)).cpu()
+    expected = ReferenceOps(quantization).pack_linear(weight, min_bits=min_bits)(x)
+    assert found[2:4].isnan().all()
+    assert found[:, [5, 7]].isnan().all()
+    found[1, 4] = expected[1, 4] = 0.0  # past the range of float32
+    for row in range(len(x)):
+        assert_same_numbers(found[row], expected[row])
+    assert (found[0, :5] == 0.0).all()
+    assert (found[5, [3, 6]] == 0.0).all()
+    assert found[5, 0] != 0.0
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["plain", "scaled-input", "shared-gate", "biases", "transposed"])
+def test_experts(name: str, quantization: Quantization) -> None:
+    """Experts run as one; int4 leaves int8 to the second layer, whose inputs are no multiple of 32."""
+    ops, options = make_ops(quantization), ALL_OPTIONS[name]
+    block, twin = (make_block(each, options, torch.float32) for each in (ops, ReferenceOps(quantization)))
+    block.fuse(ops)
+    assert isinstance(block.fused, TritonExperts)
+    layers = block.fused._gate_ups, block.fused._downs
+    assert all(isinstance(layer, StoredExpertLayer) for layer in layers)
+    forms = [layer._parts[0].first.form for layer in layers]  # type: ignore[attr-defined]
+    assert [form.bits for form in forms] == [BITS[quantization], 8]
+    x, start = (randn(40, WIDTH, seed=seed) for seed in (99, 98))
+    for num_rows in (1, 40):
+        found = block.mix(x[:num_rows].to(DEVICE), start[:num_rows].to(DEVICE)).cpu()
+        expected = twin.mix(x[:num_rows], start[:num_rows])
+        # What rounds to another whole number between the layers is worth some thousandths.
+        torch.testing.assert_close(found, expected, rtol=4e-3, atol=4e-3 * float(expected.abs().max()))
+
+
+def least_gap(output: RequestOutput) -> float:
+    """Return the least difference of log probability between a chosen token and the next best."""
+    gaps = []
+    for step in output.outputs[0].logprobs or ():
+        best, other = sorted((each.logprob for each in step.values()), reverse=True)[:2]
+        gaps.append(best - other)
+    return min(gaps)
+
+
+def logprobs(outputs: Sequence[RequestOutput]) -> Tensor:
+    """Return the log probabilities of the chosen tokens."""
+    found = []
+    for output in outputs:
+        (sample,) = output.outputs
+        found += [step[token].logprob for token, step in zip(sample.token_ids, sample.logprobs or (), strict=True)]
+    return torch.tensor(found)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["llama3", "gpt-oss"])
+def test_greedy_tokens(name: str, quantization: Quantization, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Launched as they come, and captured: the tokens are those of stock operators on weights rounded alike.
+
+    Prompts are those of many whose tokens are no near ties: a value of a row that lies between two whole numbers may
+    become either.
+    """
+    folder = str(save_checkpoint(name, tmp_path_factory.mktemp(name)))
+    greedy = replace(GREEDY, logprobs=2)
+    rng = random.Random(1)
+    prompts = [[rng.randrange(10, VOCAB_SIZE) for _ in range(3 + idx)] for idx in range(30)]
+    by_gap = sorted(
+        load(folder, kernels="torch", quantization=quantization).generate(prompts, greedy, use_tqdm=False),
+        key=least_gap,
+        reverse=True,
+    )
+    expected = by_gap[:3]
+    chosen = [list(output.prompt_token_ids or ()) for output in expected]
+    every: tuple[dict[str, Any], ...] = ({}, {"cudagraph_capture_sizes": (1, 4)})
+    for options in every:
+        llm = load(folder, quantization=quantization, **options)
+        found = llm.generate(chosen, greedy, use_tqdm=False)
+        assert [each.outputs[0].token_ids for each in found] == [each.outputs[0].token_ids for each in expected]
+        # Of most tokens all whole numbers are the same. Rounding moves half of them by 0.05 or more.
+        assert (logprobs(found) - logprobs(expected)).abs().median() < 1e-3
+        if options:
+            assert llm.engine.executor._runner.num_replayed > 0  # type: ignore[attr-defined]
