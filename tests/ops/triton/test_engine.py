@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError
@@ -103,6 +104,15 @@ class TestEngine:
             found = llm.generate(ragged_prompts()[:2], GREEDY, use_tqdm=False)
             outputs.append([output.outputs[0].token_ids for output in found])
         assert outputs[0] == outputs[1]
+
+    def test_a_tied_head_is_held_once(self, tmp_path_factory: pytest.TempPathFactory) -> None:
+        llm = load(str(save_checkpoint("llama3", tmp_path_factory.mktemp("tied"))))
+        decoder = llm.engine.executor._runner._decoder  # type: ignore[attr-defined]
+        assert decoder.spec.tied_head
+        head, look_up = decoder._embedding._head.run, decoder._embedding.look_up
+        assert look_up.__self__ is head
+        ids = torch.tensor([5, 0, 5], device=DEVICE)
+        assert torch.equal(look_up(ids), head.weight[ids])
 
 
 @SLOW

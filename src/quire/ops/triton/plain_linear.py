@@ -60,3 +60,11 @@ class TritonLinear:
             if self.bias is not None:
                 y += self.bias
         return y if self.activation is None else self._gate(y, self.activation)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Look up rows of the weight, so that a tied head is held once: ids [T] to [T, in].
+
+        Raises:
+            IndexError: an id is not that of a row; a GPU says so by itself, later.
+        """
+        return torch.embedding(self.weight, ids)
