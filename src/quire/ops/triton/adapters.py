@@ -106,9 +106,9 @@ class TritonLoraLayer:
         """Set the adapter of a slot."""
         if packed is None and slot not in self._adapters:
             return
-        place = slot + 1
-        if place >= len(self._table):
-            grown = self._table.new_zeros(power_of_2(place + 1), self._table.shape[1])
+        idx = slot + 1
+        if idx >= len(self._table):
+            grown = self._table.new_zeros(power_of_2(idx + 1), self._table.shape[1])
             grown[: len(self._table)] = self._table
             self._table = grown
         entry = 0, 0, 0
@@ -117,7 +117,7 @@ class TritonLoraLayer:
         else:
             self._adapters[slot] = packed
             entry = packed.a.data_ptr(), packed.b.data_ptr(), len(packed.a)
-        self._table[place] = torch.tensor(entry)
+        self._table[idx] = torch.tensor(entry)
 
     def has(self, slots: Sequence[int]) -> bool:
         """Return whether the adapter of any of the slots has a part in the layer."""
