@@ -153,13 +153,14 @@ def stored_experts_case(ops: Ops, device: torch.device, form: WeightForm, num_ro
 
 
 def few_rows_case(ops: Ops, device: torch.device, dtype: torch.dtype, num_rows: int) -> CaseResult:
-    """Multiply few rows by plain weights, with a residual, and with gates."""
+    """Multiply few rows by plain weights, with gates too, with a residual and without."""
     results = []
     for num_columns, width, gate in ((8192, 512, None), (520, 1024, None), (1040, 4096, "silu")):
         weight = (randn(num_columns, width) * width**-0.5).to(dtype)
         x = randn(num_rows, width, seed=1).to(dtype)
         residual = randn(num_rows, num_columns, seed=2).to(dtype)
         linear, twin = (backend.pack_linear(weight, gate=gate) for backend in (ops, ReferenceOps()))  # type: ignore[arg-type]
+        results.append(compare(linear(x.to(device)), twin(x, None)))
         results.append(compare(linear(x.to(device), residual.to(device)), twin(x, residual)))
     return CaseResult(max(each.error for each in results), TOLERANCE[dtype])
 

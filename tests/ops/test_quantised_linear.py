@@ -92,25 +92,35 @@ def test_whole_numbers_are_multiplied_exactly(backend: Backend) -> None:
     torch.testing.assert_close(linear(extreme), torch.full((3, 3), -127.0 * 127.0 * 8192))
 
 
-@pytest.mark.parametrize("backend", CPU_BACKENDS)
-@pytest.mark.parametrize("name", FORMATS)
-def test_zeros_extremes_and_what_is_not_finite(backend: Backend, name: WeightFormat) -> None:
-    weight, x = randn(20, 64), randn(8, 64, seed=1)
+def extremes(width: int) -> tuple[Tensor, Tensor]:
+    """Return a weight and rows with zeros, numbers that are very large and very small, and some that are not finite."""
+    weight, x = randn(20, width), randn(8, width, seed=1)
     weight[3], x[0] = 0.0, 0.0
     weight[4], x[1] = 1e30, -1e37
     weight[5, 40], x[2, 5] = math.nan, math.nan
     x[3, 60], x[4] = -math.inf, 1e-35
     weight[6], x[5] = -1e-36, 1e-12
-    linear, twin = pack(backend, name, weight)
-    found, expected = linear(x), twin(x)
+    return weight, x
+
+
+def assert_extremes(found: Tensor, expected: Tensor) -> None:
+    """Check products of `extremes`; both are changed."""
     assert found[2:4].isnan().all()
     assert found[:, 5].isnan().all()
     found[1, 4] = expected[1, 4] = 0.0  # past the range of float32
-    for row in range(len(x)):
+    for row in range(len(found)):
         assert_same_numbers(found[row], expected[row])
     assert (found[0, :5] == 0.0).all()
     assert (found[5, [3, 6]] == 0.0).all()
     assert found[5, 0] != 0.0
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_zeros_extremes_and_what_is_not_finite(backend: Backend, name: WeightFormat) -> None:
+    weight, x = extremes(64)
+    linear, twin = pack(backend, name, weight)
+    assert_extremes(linear(x), twin(x))
 
 
 @pytest.mark.parametrize("backend", CPU_BACKENDS)

@@ -29,8 +29,7 @@ class AdapterRows:
 
     def rows_of_decodes(self, items: Sequence[ScheduledSequence]) -> LoraRows | None:
         """Return the rows with an adapter of items of one token each; None where no row has one."""
-        slots = [self.by_sequence.get(seq_id) for seq_id in seq_ids_of(items)]
-        return LoraRows.of(slots, [1] * len(slots))
+        return LoraRows.of(self._slots(items), [1] * len(items))
 
     def rows(
         self, items: Sequence[ScheduledSequence], output_counts: Sequence[int] | None
@@ -41,8 +40,12 @@ class AdapterRows:
             items: items of the step.
             output_counts: number of output rows of each item, its last ones; None where all rows are output rows.
         """
-        slots = [self.by_sequence.get(item.seq_id) for item in items]
+        slots = self._slots(items)
         of_all = LoraRows.of(slots, [len(item.token_ids) for item in items])
         if of_all is None:
             return None
         return of_all, None if output_counts is None else LoraRows.of(slots, output_counts)
+
+    def _slots(self, items: Sequence[ScheduledSequence]) -> list[int | None]:
+        """Return the adapter slot of each item's sequence, None for no adapter."""
+        return [self.by_sequence.get(seq_id) for seq_id in seq_ids_of(items)]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from quire.execution.captured_steps import CapturedSteps, CaptureOptions, capture_steps
-from quire.execution.graph_ladder import adapted_sizes, captures_adapters, sharing_sizes
+from quire.execution.graph_ladder import adapted_sizes, sharing_sizes
 from quire.execution.kv_storage import make_storages
 from quire.models.decoder import Decoder
 
@@ -64,8 +64,7 @@ def measure_graph_bytes(
     taken = measure(options._replace(sizes=(), piece_sizes=piece_sizes[-1:]), len(piece_sizes), 1) if piece_sizes else 0
     if sizes:
         num_captures, num_measured = (
-            len(each) + len(sharing_sizes(each)) + captures_adapters(decoder) * len(adapted_sizes(each))
-            for each in (sizes, sizes[-1:])
+            len(each) + len(sharing_sizes(each)) + len(adapted_sizes(decoder, each)) for each in (sizes, sizes[-1:])
         )
         decodes = measure(options._replace(sizes=sizes[-1:], piece_sizes=()), num_captures, num_measured)
         if decodes:

@@ -126,10 +126,10 @@ class GraphLadder:
         self._sharing_steps = self._capture(sharing_sizes(sizes) if has_tokens else (), capture, shares=True)
         self._steps = self._capture(sizes, capture)
         self._adapted_steps: list[CapturedStep] = []
-        if captures_adapters(decoder):
+        if of_adapted := adapted_sizes(decoder, sizes):
             assert isinstance(decoder.ops, MakesStaticSteps), "the backend has no static steps"
             self._adapters = decoder.ops.static_adapters(memory, limits)
-            self._adapted_steps = self._capture(adapted_sizes(sizes), capture)
+            self._adapted_steps = self._capture(of_adapted, capture)
         logger.info("Captured decode steps of %s sequences", ", ".join(map(str, self._sizes)))
 
     def _capture(self, sizes: Sequence[int], capture: StepCapture, *, shares: bool = False) -> list[CapturedStep]:
@@ -167,7 +167,7 @@ class GraphLadder:
 
     def takes_adapters(self, rows: LoraRows) -> bool:
         """Say whether a captured step takes the adapters of rows; `takes` says whether it takes the rest."""
-        return self._adapters is not None and self._adapters.takes(rows, rows.num_rows)
+        return self._adapters is not None and self._adapters.takes(rows)
 
     def run(
         self, items: Sequence[ScheduledSequence], builder: BatchBuilder, adapted: LoraRows | None = None
@@ -261,17 +261,20 @@ class LaidOut(NamedTuple):
 
 def sharing_sizes(sizes: Sequence[int]) -> list[int]:
     """Return the sizes of captured steps that read once what sequences share: powers of 2, and the largest."""
-    return [size for size in sizes if size > 1 and (size & (size - 1) == 0 or size == sizes[-1])]
+    return [size for size in _few_sizes(sizes) if size > 1]
 
 
-def adapted_sizes(sizes: Sequence[int]) -> list[int]:
-    """Return the sizes of captured steps in which rows have adapters: powers of 2, and the largest."""
+def adapted_sizes(decoder: Decoder, sizes: Sequence[int]) -> list[int]:
+    """Return the sizes of captured steps in which rows have adapters: powers of 2, and the largest.
+
+    None where adapters are of experts, or where ranks share the model.
+    """
+    return _few_sizes(sizes) if decoder.step_adapters.can_be_static and decoder.ranks is None else []
+
+
+def _few_sizes(sizes: Sequence[int]) -> list[int]:
+    """Return the powers of 2 among sizes, and the largest."""
     return [size for size in sizes if size & (size - 1) == 0 or size == sizes[-1]]
-
-
-def captures_adapters(decoder: Decoder) -> bool:
-    """Say whether decode steps with adapters are captured: of linear layers, on one GPU."""
-    return decoder.step_adapters.can_be_static and decoder.ranks is None
 
 
 def _static_group(

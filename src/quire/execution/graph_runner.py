@@ -42,16 +42,12 @@ class GraphRunner(ModelRunner):
 
     def _run(self, plan: StepPlan) -> StepResult:
         ladder, items = self.ladder, plan.items
-        adapted = self._adapters.rows_of_decodes(items) if self._adapters.by_sequence else None
-        if (
-            ladder is None
-            or not items
-            or not self._can_replay(items)
-            or not ladder.takes(items)
-            or (adapted is not None and not ladder.takes_adapters(adapted))
-        ):
-            if ladder is not None:
-                ladder.forget_rows()
+        if ladder is None:
+            return super()._run(plan)
+        is_taken = bool(items) and self._can_replay(items) and ladder.takes(items)
+        adapted = self._adapters.rows_of_decodes(items) if is_taken and self._adapters.by_sequence else None
+        if not is_taken or (adapted is not None and not ladder.takes_adapters(adapted)):
+            ladder.forget_rows()
             return super()._run(plan)
         if plan.ops.copies:
             self._blocks.apply(plan.ops.copies, plan.ops.saves)

@@ -184,8 +184,8 @@ class StaticAdapters(Protocol):
     def rows(self, num_rows: int) -> LoraRows:
         """Return what a decoder takes for a step of some rows, whose adapters are in static buffers."""
 
-    def takes(self, rows: LoraRows, num_rows: int) -> bool:
-        """Say whether rows with adapters fit into the buffers of a step of `num_rows` rows."""
+    def takes(self, rows: LoraRows) -> bool:
+        """Say whether the rows of a step that have adapters fit into the buffers of such a step, or of a larger one."""
 
     def write_adapters(self, rows: LoraRows | None, num_rows: int) -> None:
         """Write the rows of a step that have an adapter, which it takes; None for no such row."""

@@ -14,6 +14,7 @@ from quire import LoRARequest, SamplingParams
 from quire.ops.lora import LoraLayer, LoraPart, LoraRows, LoraWeight, TorchLoraLayer
 from quire.ops.weight_memory import WeightMemory
 from tests.conformance.checkpoints import save_checkpoint
+from tests.engine.test_adapters import WIDTHS
 from tests.models.adapters.folders import random_matrices, write_adapter
 from tests.ops.test_lora import weight
 from tests.ops.triton.device import DEVICE, MARKS, make_ops, randn
@@ -28,19 +29,6 @@ pytestmark = MARKS
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 NUM_COLUMNS = 200
 NAMES = ("one", "two")
-# All modules of the checkpoint "llama3": out and in.
-WIDTHS = {
-    f"model.layers.{layer}.{name}": widths
-    for layer in range(3)
-    for name, widths in {
-        "self_attn.q_proj": (128, 64),
-        "self_attn.v_proj": (64, 64),
-        "self_attn.o_proj": (64, 128),
-        "mlp.gate_proj": (96, 64),
-        "mlp.up_proj": (96, 64),
-        "mlp.down_proj": (64, 96),
-    }.items()
-}
 
 
 @pytest.fixture(autouse=True)
@@ -150,7 +138,7 @@ class TestStaticRows:
             found = layer(x, static.rows(size), residual)
             expected = residual.clone()
             if rows is not None:
-                assert static.takes(rows, size)
+                assert static.takes(rows)
                 expected[:num_rows] = layer(x[:num_rows], rows, residual[:num_rows])
             assert_near(found, expected)
 
@@ -161,7 +149,7 @@ class TestStaticRows:
         for slots, expected in ((most, True), ([*range(71), *[None] * 25], False), ([5, NUM_ENTRIES - 1], False)):
             rows = LoraRows.of(slots, [1] * len(slots))
             assert rows is not None
-            assert static.takes(rows, len(slots)) is expected, slots
+            assert static.takes(rows) is expected, slots
 
 
 class TestEngine:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.lora import ANY_SLOT, LoraRows, LoraWeight
-from quire.ops.static_steps import StaticLimits, StaticMemory
+from quire.ops.static_steps import StaticLimits, StaticMemory, vector
 from quire.ops.triton.kernels import adapters as kernels
 from quire.ops.triton.launches import Device
 from quire.ops.triton.tiles import power_of_2
@@ -170,19 +169,19 @@ class TritonStaticAdapters:
         rows.placed = AdapterTiles(entries, firsts, ends, self._rows.device[:num_rows], FEW_ROWS)
         return rows
 
-    def takes(self, rows: LoraRows, num_rows: int) -> bool:
+    def takes(self, rows: LoraRows) -> bool:
         """Say whether there are tiles for all adapters, and entries that captured steps can read."""
         num_tiles = sum(-(-(end - start) // FEW_ROWS) for start, end in pairwise(rows.starts))
-        return num_tiles <= num_static_tiles(num_rows) and max(rows.slots) + 1 < NUM_ENTRIES
+        return num_tiles <= num_static_tiles(rows.num_rows) and max(rows.slots) + 1 < NUM_ENTRIES
 
     def write_adapters(self, rows: LoraRows | None, num_rows: int) -> None:
         """Write tiles, and tiles without rows after them."""
         tiles = [] if rows is None else cut(rows, FEW_ROWS)
         tiles += [(0, 0, 0)] * (num_static_tiles(num_rows) - len(tiles))
         for numbers, values in zip(self._tiles, zip(*tiles, strict=True), strict=True):
-            numbers.host[: len(tiles)] = torch.frombuffer(array("i", values), dtype=torch.int32)
+            numbers.host[: len(tiles)] = vector(values)
         if rows is not None:
-            self._rows.host[: len(rows.rows)] = torch.frombuffer(rows.rows, dtype=torch.int64)
+            self._rows.host[: len(rows.rows)] = vector(rows.rows)
 
 
 def num_static_tiles(num_rows: int) -> int:

@@ -18,6 +18,13 @@ PADDED = tl.constexpr(16)
 
 
 @triton.jit
+def _adapter_of_tile(tile, table, tile_entries):
+    """Return the entry of a tile's adapter in the table of a layer, and its rank: 0 where it adds nothing."""
+    entry = table + tl.load(tile_entries + tile).to(tl.int64) * ENTRY
+    return entry, tl.load(entry + 2).to(tl.int32)
+
+
+@triton.jit
 def _rows_of_tile(tile, tile_firsts, tile_ends, row_ids, ROWS: tl.constexpr):
     """Return the places of a tile's rows among the grouped ones, whether each is one, and its row of the step."""
     places = tl.load(tile_firsts + tile) + tl.arange(0, ROWS)
@@ -27,17 +34,15 @@ def _rows_of_tile(tile, tile_firsts, tile_ends, row_ids, ROWS: tl.constexpr):
 
 @kernel
 def lora_shrink(
-    parts, x, table, tile_slots, tile_firsts, tile_ends, row_ids, width, split_width, stride_row, stride_part, max_rank,
-    ROWS: tl.constexpr, RANKS: tl.constexpr, INPUTS: tl.constexpr,
+    parts, x, table, tile_entries, tile_firsts, tile_ends, row_ids, width, split_width, stride_row, stride_part,
+    max_rank, ROWS: tl.constexpr, RANKS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
     """Multiply a tile of rows of `x` [T, width] by some inputs of its adapter's first matrix [R, width].
 
-    `parts` is float32 [splits, grouped rows, max_rank]; `table` has an entry for each slot. `split_width` is a multiple
-    of INPUTS.
+    `parts` is float32 [splits, grouped rows, max_rank]; `split_width` is a multiple of INPUTS.
     """
     tile, split = tl.program_id(0), tl.program_id(1)
-    entry = table + tl.load(tile_slots + tile).to(tl.int64) * ENTRY
-    rank = tl.load(entry + 2).to(tl.int32)
+    entry, rank = _adapter_of_tile(tile, table, tile_entries)
     if rank == 0:
         return
     dtype: tl.constexpr = x.dtype.element_ty
@@ -64,7 +69,7 @@ def lora_shrink(
 
 @kernel
 def lora_expand(
-    output, parts, table, tile_slots, tile_firsts, tile_ends, row_ids, num_columns, stride_part, max_rank,
+    output, parts, table, tile_entries, tile_firsts, tile_ends, row_ids, num_columns, stride_part, max_rank,
     SPLITS: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Add the products of a tile with some columns of its adapter's second matrix to `output` [T, num_columns].
@@ -72,8 +77,7 @@ def lora_expand(
     The second matrix is [num_columns, R], with zeros behind each row up to a multiple of PADDED.
     """
     tile = tl.program_id(0)
-    entry = table + tl.load(tile_slots + tile).to(tl.int64) * ENTRY
-    rank = tl.load(entry + 2).to(tl.int32)
+    entry, rank = _adapter_of_tile(tile, table, tile_entries)
     if rank == 0:
         return
     dtype: tl.constexpr = output.dtype.element_ty
