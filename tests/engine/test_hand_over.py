@@ -19,6 +19,7 @@ from quire.kvstore.transfer_stats import TransferStats
 from quire.memory import check
 from tests.conformance.conftest import Reference, make_reference
 from tests.kvstore.servers import Answer, free_port, relay
+from tests.waiting import wait_for
 
 STORY = "Once upon a time, a small fox found a red kite in the forest. The fox was happy, and wanted to fly it. "
 PROMPT = STORY * 3 + "Then"
@@ -105,6 +106,8 @@ def test_one_computes_and_another_continues(producer: LLM, consumer: LLM, expect
     stats = transfer_stats(consumer)
     assert stats.num_hits * 8 == output.num_cached_tokens
     assert (stats.num_failures, stats.num_damaged, stats.num_late) == (0, 0, 0)
+    # Its thread counts a record when it has sent it.
+    wait_for(lambda: transfer_stats(producer).num_sent >= stats.num_hits)
     assert transfer_stats(producer).num_sent == stats.num_hits
     # It is in this engine's own cache now.
     assert decode(consumer, handed).num_disk_tokens == 0
@@ -125,7 +128,8 @@ def test_another_layout_gets_nothing(producer: LLM, expected: str) -> None:
     output = decode(other, handed)
     assert (output.num_disk_tokens, output.outputs[0].text) == (0, expected)
     assert transfer_stats(other).num_failures > 0
-    assert transfer_stats(producer).num_turned_away > 0
+    # The other one has left when it has said who it is, before it is turned away.
+    wait_for(lambda: transfer_stats(producer).num_turned_away > 0)
     other.close()
 
 

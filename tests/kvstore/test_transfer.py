@@ -21,6 +21,7 @@ from quire.kvstore.transfer_server import MOST_CONNECTIONS, TransferServer
 from quire.kvstore.transfer_wire import GREETING, MOST_KEYS, PROOF_BYTES, READ, REQUEST, WHICH, TransferError
 from tests.kvstore.servers import Answer, relay
 from tests.kvstore.stores import PAYLOAD_BYTES, make_block, payload_of
+from tests.waiting import wait_for
 
 IDENTITY = b"a" * 16
 WAIT_S = 60.0
@@ -67,6 +68,7 @@ def fetched(port: int, count: int, *, host: str = "127.0.0.1", token: str | None
 def test_blocks_are_handed_over() -> None:
     with serving() as server:
         assert fetched(server.port, COUNT + 2) == list(range(COUNT))
+        wait_for(lambda: server.num_sent >= COUNT)  # it counts a record when it has sent it
         assert (server.num_sent, server.num_turned_away) == (COUNT, 0)
         connection = PeerConnection(
             PeerAddress("127.0.0.1", server.port), IDENTITY, None, WAIT_S, record_bytes(PAYLOAD_BYTES)
@@ -94,6 +96,7 @@ def test_tokens_and_models_must_be_equal() -> None:
         for token in (None, "other"):
             assert fetched(server.port, COUNT, token=token) == []
         assert fetched(server.port, COUNT, token="secret", identity=b"b" * 16) == []
+        wait_for(lambda: server.num_sent >= COUNT)
         assert server.num_sent == COUNT
     with serving() as server:
         assert fetched(server.port, COUNT, token="secret") == []

@@ -6,7 +6,6 @@ import ctypes
 import mmap
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.platform.prefault import LEAST_AHEAD, PIECE_BYTES, CacheUse, Prefaulter
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages are asked for on Linux")
 
@@ -29,13 +29,6 @@ def resident(memory: torch.Tensor) -> int:
     pages = (ctypes.c_ubyte * count)()
     assert ctypes.CDLL(None).mincore(ctypes.c_void_p(first), ctypes.c_size_t(count * mmap.PAGESIZE), pages) == 0
     return sum(page & 1 for page in pages) * mmap.PAGESIZE
-
-
-def wait_for(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.fixture
