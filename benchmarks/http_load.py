@@ -114,7 +114,7 @@ class Rounds:
     def run(self, begun_s: float) -> None:
         """Run rounds until there are enough, or the time is over; each load has one round at least."""
         for count, server in self._servers.items():
-            over_http(server, 8, 8, seed=999)  # connections, buffers and code are warm
+            server.send_all(workload(8, 8, seed=999), TIMEOUT_S)  # connections, buffers and code are warm
             self.memory_mib[count] = server.memory_mib()
         longest_s = dict.fromkeys(self._options.streams, 0.0)
         for idx in range(self._options.runs):

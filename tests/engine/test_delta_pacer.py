@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from itertools import chain, count
 
 import pytest
 
+from quire.engine.async_commands import LoopSink, Stream, post_items
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.delta_pacer import LOOP_SHARE, MAX_HOLD_S, DeltaPacer
+from quire.engine.outputs.mailbox import Item
+from quire.engine.outputs.outputs import CompletionOutput, RequestOutput
+from quire.errors import WorkerError
 from quire.sequences.params import SamplingParams
 
 
@@ -65,3 +70,29 @@ def test_held_deltas_lose_no_token_and_neither_the_first_nor_the_last_waits() ->
     # The first delta and the last, which has all that were held; a slow reader may get them as one.
     assert len(held) <= 2
     assert len(held[-1]) >= 11
+
+
+def test_deltas_of_one_post_are_one_delta_of_each_stream_and_errors_come_after_them() -> None:
+    async def scenario() -> list[tuple[str, Item]]:
+        got: list[tuple[str, Item]] = []
+        sink = LoopSink(asyncio.get_running_loop())
+        streams = [
+            Stream(name, lambda _: None, sink, partial(lambda name, item: got.append((name, item)), name))
+            for name in "ab"
+        ]
+
+        def delta(stream: Stream, token_id: int) -> tuple[Stream, Item]:
+            output = CompletionOutput(0, text=f"{token_id} ", token_ids=[token_id])
+            return stream, RequestOutput(stream.request_id, prompt=None, prompt_token_ids=[], outputs=[output])
+
+        of_steps = [delta(stream, token_id) for token_id in range(3) for stream in streams]
+        post_items([*of_steps, (streams[0], WorkerError("broken"))])
+        await asyncio.sleep(0)
+        return got
+
+    (_, of_a), (_, of_b), (last, error) = asyncio.run(scenario())
+    assert isinstance(of_a, RequestOutput)
+    assert isinstance(of_b, RequestOutput)
+    assert of_a.outputs[0].token_ids == of_b.outputs[0].token_ids == [0, 1, 2]
+    assert of_a.outputs[0].text == "0 1 2 "
+    assert (last, str(error)) == ("a", "broken")

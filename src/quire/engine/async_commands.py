@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from quire.engine.delta_pacer import DeltaPacer
 from quire.engine.engine import Engine
 from quire.engine.outputs.mailbox import Item
+from quire.engine.outputs.outputs import RequestOutput
 from quire.structured.grammar_cache import Grammar
 
 
@@ -53,7 +54,7 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class LoopSink:
-    """Delivers items on an event loop, those of one post in one call.
+    """Delivers items on an event loop, those of one post in one call, and the deltas of a stream as one.
 
     Args:
         loop: the event loop of the reading tasks.
@@ -85,8 +86,19 @@ def post_items(items: Iterable[tuple[Stream, Item]], pacer: DeltaPacer | None = 
 def _deliver_all(items: Sequence[tuple[Stream, Item]], pacer: DeltaPacer | None) -> None:
     if pacer is not None:
         pacer.on_arrival()
+    deltas: dict[Stream, RequestOutput] = {}
+    errors: list[tuple[Stream, Exception]] = []
     for stream, item in items:
-        stream.deliver(item)
+        if isinstance(item, Exception):
+            errors.append((stream, item))
+        elif stream in deltas:
+            deltas[stream].add(item)
+        else:
+            deltas[stream] = item
+    for stream, delta in deltas.items():
+        stream.deliver(delta)
+    for stream, error in errors:
+        stream.deliver(error)
 
 
 class Abort(NamedTuple):
