@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -15,6 +15,10 @@ from benchmarks.gpu.timing import Bench
 from quire.models.decoder import Decoder
 from quire.ops.interface import Ops
 from quire.ops.token_draws import DrawsTokens
+
+if TYPE_CHECKING:
+    from quire.execution.batch import BatchBuilder
+    from quire.execution.captured_steps import CapturedSteps, CaptureOptions
 
 # Steps whose host time is measured, after as many that are not.
 STEPS = 30
@@ -100,11 +104,53 @@ def measure_pieces(bench: Bench, decoder: Decoder, shape: Shape, decodes: int, c
 
     Both lay the step out and plan its attention; output heads are left out.
     """
-    from quire.execution.batch import BatchBuilder
-    from quire.execution.captured_steps import CaptureOptions, capture_steps
+    from quire.execution.captured_steps import CaptureOptions
 
     name = f"{shape.name}, {decodes} x {context} and a prompt of {prompt}"
     spans = [(context - 1, 1)] * decodes + [(0, prompt)]
+    options = CaptureOptions((), context + prompt, (decodes + prompt,))
+
+    def replay(captured: CapturedSteps, items: list[Any], builder: BatchBuilder) -> torch.Tensor:
+        assert captured.pieces is not None
+        return captured.pieces.run(builder.lay_out(items))
+
+    measure_both(bench, decoder, shape, name, spans, options, replay)
+
+
+def measure_drafts(bench: Bench, decoder: Decoder, shape: Shape, batch: int, context: int, num_drafts: int) -> None:
+    """Measure a step that verifies drafts, launched kernel by kernel and captured, where each draft is a row.
+
+    Both lay the step out and plan its attention; only the captured one has the output head.
+    """
+    from quire.execution.captured_steps import CaptureOptions
+    from quire.execution.decode_rows import few_rows_of
+
+    name = f"{shape.name}, {batch} x {context} with {num_drafts} drafts"
+    spans = [(context - 1 - num_drafts, 1 + num_drafts)] * batch
+    options = CaptureOptions((batch * (1 + num_drafts),), context)
+
+    def replay(captured: CapturedSteps, items: list[Any], builder: BatchBuilder) -> torch.Tensor:
+        found = few_rows_of(items)
+        assert captured.ladder is not None
+        assert found is not None
+        return captured.ladder.run(found[0], builder, None, found[1]).hidden
+
+    measure_both(bench, decoder, shape, name, spans, options, replay)
+
+
+def measure_both(
+    bench: Bench,
+    decoder: Decoder,
+    shape: Shape,
+    name: str,
+    spans: Sequence[tuple[int, int]],
+    options: CaptureOptions,
+    replay: Callable[[CapturedSteps, list[Any], BatchBuilder], torch.Tensor],
+) -> None:
+    """Measure a step, launched kernel by kernel and captured; what fails is a figure that says so."""
+    from quire.execution.batch import BatchBuilder
+    from quire.execution.captured_steps import CapturedSteps, capture_steps
+
     num_blocks = num_blocks_of(spans)
     if num_blocks * BLOCK_SIZE * shape.kv_bytes > bench.memory_left():
         return
@@ -122,12 +168,11 @@ def measure_pieces(bench: Bench, decoder: Decoder, shape: Shape, decodes: int, c
         bench.add(f"{name}, {kind}", ms=seconds * 1e3, host_ms=host_seconds(bench, run) * 1e3, error=error)
 
     try:
-        options = CaptureOptions((), context + prompt, (decodes + prompt,))
-        _, pieces = capture_steps(decoder, [memory], [num_blocks], BLOCK_SIZE, options)  # type: ignore[list-item]
-        if pieces is None:
+        captured = capture_steps(decoder, [memory], [num_blocks], BLOCK_SIZE, options)  # type: ignore[list-item]
+        if captured == CapturedSteps():
             raise RuntimeError("the step could not be captured")
         measure("launched", launched)
-        measure("in pieces", lambda: pieces.run(builder.lay_out(items)))
+        measure("captured", lambda: replay(captured, items, builder))
     except Exception as error:  # a graph that fails is a result
         bench.add(name, failed=f"{type(error).__name__}: {error}")
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.gpu.captured import measure_captured, measure_pieces
+from benchmarks.gpu.captured import measure_captured, measure_drafts, measure_pieces
 from benchmarks.gpu.memory import BLOCK_SIZE, KVMemory, make_batch, make_memory, num_blocks_of
 from benchmarks.gpu.nano_vllm import LEAST, MOST, NUM_REQUESTS, TEMPERATURE, nano_requests
 from benchmarks.gpu.shapes import LLAMA_8B, QWEN_06B, REHEARSED, Shape, attention_flops, decode_floor, prompt_floor
@@ -27,6 +27,7 @@ from quire.ops.triton.triton_ops import TritonOps
 BATCHES = (1, 8, 64, 256)
 CONTEXTS = (128, 1024, 8192, 32768)
 PROMPTS = (2048, 8192, 32768)
+DRAFTS = 4
 # Bytes of the cache that measurements go round in: more than any cache of a GPU holds.
 ROTATED = 1 << 28
 
@@ -155,6 +156,9 @@ def measure_model(bench: Bench, ops: TritonOps, shape: Shape) -> None:
     for decodes, length in ((64, 192), (0, 2048)) if not bench.is_rehearsal else ((2, 20),):
         if bench.left_s() > 45:
             measure_pieces(bench, decoder, shape, decodes, context, length)
+    for batch in (1, 32) if not bench.is_rehearsal else (2,):
+        if bench.left_s() > 45:
+            measure_drafts(bench, decoder, shape, batch, context, DRAFTS)
     if bench.left_s() > 45 and prompt * shape.kv_bytes < bench.memory_left():
         run, num_rows = step([(0, prompt)])
         seconds = bench.seconds(run, repeats=5)

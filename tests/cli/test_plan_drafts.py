@@ -48,7 +48,7 @@ def test_a_draft_model_is_planned_as_the_engine_allocates_it(
     with closing(LLM(models[0], num_threads=1, skip_tokenizer_init=True, **drafts, **options)) as llm:
         engine = llm.engine
         runner = engine.executor._runner  # type: ignore[attr-defined]
-        storages = [*runner._storages, *runner._draft._storages]
+        storages = [*runner._storages, *runner.draft._storages]
         assert {storage.data.untyped_storage().nbytes() for storage in storages} == {plan["arena_bytes"]}
         assert len({storage.data.untyped_storage().data_ptr() for storage in storages}) == 1
         blocks = [group["bytes_per_block"] or group["bytes_per_sequence"] for group in plan["groups"]]

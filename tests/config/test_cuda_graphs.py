@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quire.config import CudaGraphConfig, EngineConfig
+from quire.config import CudaGraphConfig, EngineConfig, capture_sizes
 from quire.errors import ConfigError
 
 
@@ -23,6 +23,12 @@ def test_nothing_is_captured_by_default_on_a_cpu_or_by_other_kernels() -> None:
     assert CudaGraphConfig().sizes("triton", "cpu", 20) == ()
     assert CudaGraphConfig().sizes("auto", "cuda", 20) == ()
     assert CudaGraphConfig(enforce_eager=True).sizes("triton", "cuda", 20) == ()
+
+
+def test_drafts_that_are_verified_have_rows() -> None:
+    options = {"kernels": "triton", "max_num_seqs": 4, "speculative_method": "ngram", "num_speculative_tokens": 3}
+    assert capture_sizes(EngineConfig.from_options(**options), "cuda") == (1, 2, 4, 8, 16)
+    assert capture_sizes(EngineConfig.from_options(**options | {"max_num_seqs": 500}), "cuda")[-1] == 512
 
 
 def test_given_sizes_are_sorted_and_bounded() -> None:

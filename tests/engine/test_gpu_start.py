@@ -10,7 +10,8 @@ import torch
 from quire.cli.doctor_gpu import GPU, describe
 from quire.engine.startup.gpu_dtype import dtype_for, dtype_on
 from quire.errors import ConfigError
-from quire.execution.gpu_graph_profile import GraphMemory, graph_bytes
+from quire.execution.captured_steps import CaptureOptions
+from quire.execution.gpu_graph_profile import GraphBytes, GraphMemory, NumGraphs, graph_bytes
 
 BF16, FP16 = torch.bfloat16, torch.float16
 OLD, NEW = (7, 5), (8, 0)
@@ -35,10 +36,21 @@ def test_bfloat16_that_was_asked_for_is_refused_there() -> None:
 
 def test_captured_steps_take_the_largest_and_what_the_driver_has_for_each() -> None:
     before, after = GraphMemory(free=1000, reserved=100), GraphMemory(free=800, reserved=280)
-    assert graph_bytes(before, after, 10) == 180 + 20 * 10
-    assert graph_bytes(before, before, 10) == 0
+    decodes = GraphBytes.between(before, after)
+    assert decodes == GraphBytes(reserved=180, driver=20)
+    assert GraphBytes.between(before, before) == GraphBytes()
     # What torch had already from the driver is no new memory.
-    assert graph_bytes(before, GraphMemory(free=1000, reserved=150), 10) == 50
+    assert GraphBytes.between(before, GraphMemory(free=1000, reserved=150)) == GraphBytes(reserved=50)
+    assert graph_bytes(decodes, decodes, NumGraphs(10, 1, 0)) == 180 + 20 * 10
+    assert graph_bytes(decodes, decodes, NumGraphs(15, 2, 0)) == 180 + 150
+    # Pieces lie in the memory of decodes, as far as that goes.
+    assert graph_bytes(decodes, GraphBytes(200, 50), NumGraphs(10, 1, 3)) == 200 + 20 * 10 + 30 * 3
+    assert graph_bytes(GraphBytes(), GraphBytes(90, 30), NumGraphs(0, 0, 3)) == 90 + 30 * 3
+
+
+@pytest.mark.parametrize(("most", "expected"), [(1, (1,)), (3, (1, 2, 4)), (4, (1, 2, 4)), (9, (1, 2, 4, 8))])
+def test_passes_of_a_draft_model_have_rows_for_sequences_only(most: int, expected: tuple[int, ...]) -> None:
+    assert CaptureOptions((1, 2, 4, 8), 100, (64,), most).of_draft() == CaptureOptions(expected, 100)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,9 @@ pytest.importorskip("llguidance", reason="llguidance is not installed")
 from quire import LLM, AsyncLLM, SamplingParams, StructuredOutputs
 from quire.engine.outputs.outputs import CompletionOutput, RequestOutput
 from quire.errors import InvalidParameter, UnsupportedFeature
+from quire.execution import build
+from quire.execution.sampling.device_sampler import DeviceSampler
+from quire.execution.sampling.sampler import Sampler
 from tests.engine.bundled import load
 from tests.engine.structured_forms import CHOICES, SCHEMA, WANTED, is_right
 from tests.structured.test_compile_sandbox import TIME_BOMB
@@ -313,8 +316,12 @@ def test_samples_of_like_requests_keep_to_their_own_parameters(llm: LLM) -> None
 # ---- beside drafts and beams ----
 
 
-@pytest.mark.parametrize("method", [pytest.param(name, marks=pytest.mark.slow) for name in ("ngram", "suffix")])
-def test_drafts_change_nothing(llm: LLM, method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "sampler"), [("ngram", Sampler), ("suffix", Sampler), ("ngram", DeviceSampler)], ids=str
+)
+@pytest.mark.slow
+def test_drafts_change_nothing(llm: LLM, method: str, sampler: type[Sampler], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "Sampler", sampler)
     several = {"json": {"type": "array", "items": SCHEMA, "minItems": 2, "maxItems": 3}}
     kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.6}, {"temperature": 0.6, "logprobs": 1}]
     each = [

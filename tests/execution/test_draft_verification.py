@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.execution.sampling import row_sampling, verification
+from quire.execution.sampling.device_sampler import DeviceSampler
 from quire.execution.sampling.row_sampling import BAD_LOGITS
 from quire.execution.sampling.sampler import Sampler
 from quire.execution.sampling.sampling import uniform
@@ -24,6 +25,7 @@ from tests.execution.sampler_twin import VOCAB, openings
 
 CPU = torch.device("cpu")
 Model = Callable[[Sequence[int]], torch.Tensor]
+MakeSampler = Callable[[torch.device], Sampler]
 
 
 def model_of(spread: int, seed: int) -> Model:
@@ -43,10 +45,13 @@ class Served:
         model: gives the logits.
         openings: of the sequences.
         num_new: tokens that each gets at least, unless it fails.
+        make_sampler: makes the sampler.
     """
 
-    def __init__(self, model: Model, openings: list[NewSequence], num_new: int) -> None:
-        self.model = model
+    def __init__(
+        self, model: Model, openings: list[NewSequence], num_new: int, make_sampler: MakeSampler = Sampler
+    ) -> None:
+        self.model, self.make_sampler = model, make_sampler
         self.openings = openings
         self.ends = [len(new_sequence.token_ids) + num_new for new_sequence in openings]
         self.tokens = [list(new_sequence.token_ids) for new_sequence in openings]
@@ -56,7 +61,7 @@ class Served:
 
     def run(self, draft: Callable[[int, list[int]], list[int]]) -> Served:
         """Serve all to their ends, with the drafts that `draft` has for a sequence and its tokens."""
-        sampler = Sampler(CPU)
+        sampler = self.make_sampler(CPU)
         while live := [i for i, end in enumerate(self.ends) if len(self.tokens[i]) < end and self.errors[i] is None]:
             items = [self.item(i, draft(i, self.tokens[i])) for i in live]
             sampler.begin_step(StepPlan(self.num_steps, tuple(items), NO_OPS, ()))
@@ -95,6 +100,7 @@ def drafting(rng: random.Random, expected: list[list[int]]) -> Callable[[int, li
     return draft
 
 
+@pytest.mark.parametrize("make_sampler", [Sampler, DeviceSampler])
 @settings(max_examples=70)
 @given(
     batch=st.lists(openings(), min_size=1, max_size=4),
@@ -103,7 +109,7 @@ def drafting(rng: random.Random, expected: list[list[int]]) -> Callable[[int, li
     measures=st.booleans(),
 )
 def test_tokens_and_log_probabilities_are_those_without_drafts(
-    batch: list[NewSequence], spread: int, seed: int, measures: bool
+    make_sampler: MakeSampler, batch: list[NewSequence], spread: int, seed: int, measures: bool
 ) -> None:
     if measures:
         batch = [
@@ -111,8 +117,8 @@ def test_tokens_and_log_probabilities_are_those_without_drafts(
             for new_sequence in batch
         ]
     model = model_of(spread, seed)
-    alone = Served(model, batch, 9).run(lambda _, __: [])
-    drafted = Served(model, batch, 9).run(drafting(random.Random(seed), alone.tokens))
+    alone = Served(model, batch, 9, make_sampler).run(lambda _, __: [])
+    drafted = Served(model, batch, 9, make_sampler).run(drafting(random.Random(seed), alone.tokens))
     for i, end in enumerate(alone.ends):
         # A run may go past the end, where a scheduler would have cut it.
         assert drafted.tokens[i][:end] == alone.tokens[i]
@@ -126,13 +132,16 @@ def _given(params: SamplingParams) -> dict[str, Any]:
     return {field.name: getattr(params, field.name) for field in names}
 
 
+@pytest.mark.parametrize("make_sampler", [Sampler, DeviceSampler])
 @pytest.mark.parametrize(
     "options", [{"temperature": 0.0}, {"seed": 1}, {"repetition_penalty": 1.3}, {"dry_multiplier": 1.0}]
 )
-def test_right_drafts_save_steps_whatever_is_asked_for(options: dict[str, Any]) -> None:
+def test_right_drafts_save_steps_whatever_is_asked_for(options: dict[str, Any], make_sampler: MakeSampler) -> None:
     new_sequence = NewSequence(SamplingParams(**options), 5, 0, 2, (1, 2), ())
     alone = Served(model_of(9, 0), [new_sequence], 30).run(lambda _, __: [])
-    drafted = Served(model_of(9, 0), [new_sequence], 30).run(lambda _, done: alone.tokens[0][len(done) :][:4])
+    drafted = Served(model_of(9, 0), [new_sequence], 30, make_sampler).run(
+        lambda _, done: alone.tokens[0][len(done) :][:4]
+    )
     assert (alone.num_steps, drafted.num_steps) == (30, 6)
     assert drafted.tokens == alone.tokens
 
@@ -153,8 +162,9 @@ def test_a_processor_sees_what_it_would_have_seen_without_drafts() -> None:
     assert seen[: len(expected)] == expected
 
 
+@pytest.mark.parametrize("make_sampler", [Sampler, DeviceSampler])
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {"temperature": 0.0, "logprobs": 0}, {"seed": 3}])
-def test_a_bad_row_behind_a_wrong_draft_harms_nobody(options: dict[str, Any]) -> None:
+def test_a_bad_row_behind_a_wrong_draft_harms_nobody(options: dict[str, Any], make_sampler: MakeSampler) -> None:
     new_sequence = NewSequence(SamplingParams(**options), 5, 0, 2, (1, 2), ())
     good = Served(model_of(9, 0), [new_sequence], 3).run(lambda _, __: []).tokens[0]
     wrong = (good[2] + 1) % VOCAB
@@ -163,11 +173,13 @@ def test_a_bad_row_behind_a_wrong_draft_harms_nobody(options: dict[str, Any]) ->
         bad = torch.full((VOCAB,), math.nan)
         return bad if list(tokens[2:3]) == [wrong] or len(tokens) >= 5 else model_of(9, 0)(tokens)
 
-    served = Served(model, [new_sequence, new_sequence], 4).run(lambda i, done: [wrong] if len(done) == 2 and i else [])
+    served = Served(model, [new_sequence, new_sequence], 4, make_sampler).run(
+        lambda i, done: [wrong] if len(done) == 2 and i else []
+    )
     assert served.tokens == [good, good]
     assert served.errors == [BAD_LOGITS, BAD_LOGITS]
     # The error comes where it would have come, and what was accepted before it is not lost.
-    eager = Served(model, [new_sequence], 4).run(lambda _, done: [*good, 0][len(done) :])
+    eager = Served(model, [new_sequence], 4, make_sampler).run(lambda _, done: [*good, 0][len(done) :])
     assert (eager.tokens, eager.errors) == ([good], [BAD_LOGITS])
 
 

@@ -24,9 +24,9 @@ class CudaGraphConfig:
         enforce_eager: launch every step kernel by kernel, and capture none.
         cudagraph_mode: "full_decode_only" captures decode steps. "full_and_piecewise" captures steps with prompts too,
             in pieces between attention, which is launched; it has not run on a GPU yet.
-        cudagraph_capture_sizes: numbers of sequences to capture decode steps for, such as (1, 2, 4, 8): a step replays
-            the next larger one, and one with more sequences than all is launched kernel by kernel. By default 1, 2, 4
-            and multiples of 8, on a GPU.
+        cudagraph_capture_sizes: numbers of rows to capture decode steps for, such as (1, 2, 4, 8): a row for each
+            sequence, and one for each draft that is verified. A step replays the next larger one, and one with more
+            rows than all is launched kernel by kernel. By default 1, 2, 4 and multiples of 8, on a GPU.
         piecewise_cudagraph_capture_sizes: numbers of tokens to capture steps in pieces for. By default 14 of them from
             16 to 2048, on a GPU, with `cudagraph_mode` "full_and_piecewise".
     """
@@ -40,7 +40,7 @@ class CudaGraphConfig:
         check_flag("enforce_eager", self.enforce_eager)
         check_choices(self)
         for name, of in (
-            ("cudagraph_capture_sizes", "sequences"),
+            ("cudagraph_capture_sizes", "rows"),
             ("piecewise_cudagraph_capture_sizes", "tokens"),
         ):
             given: object = getattr(self, name)
@@ -82,13 +82,13 @@ class CudaGraphConfig:
         if self.cudagraph_mode != DECODES:
             raise ConfigError(f"cudagraph_mode {self.cudagraph_mode!r} {needs}", field="cudagraph_mode")
 
-    def sizes(self, kernels: str, device: str, max_num_seqs: int) -> tuple[int, ...]:
+    def sizes(self, kernels: str, device: str, max_num_rows: int) -> tuple[int, ...]:
         """Return the sizes of decode steps to capture, rising; none where every step is launched kernel by kernel.
 
         Args:
             kernels: option of this name.
             device: "cpu" or "cuda". On a CPU, where Triton's interpreter runs, only sizes that are given are captured.
-            max_num_seqs: maximum number of sequences of a step.
+            max_num_rows: maximum number of rows of a step of decodes: a row for each sequence, and for each draft.
         """
         if self.enforce_eager or kernels != "triton":
             return ()
@@ -96,10 +96,10 @@ class CudaGraphConfig:
         if given is None:
             if device == "cpu":
                 return ()
-            largest = min(max_num_seqs, LARGEST_SIZE)
+            largest = min(max_num_rows, LARGEST_SIZE)
             given = (1, 2, 4, *range(8, 257, 8), *range(272, LARGEST_SIZE + 1, 16))
             return (*(size for size in given if size < largest), largest)
-        return tuple(size for size in given if size <= max_num_seqs) or (min(given[0], max_num_seqs),)
+        return tuple(size for size in given if size <= max_num_rows) or (min(given[0], max_num_rows),)
 
     def piece_sizes(self, device: str, max_num_batched_tokens: int) -> tuple[int, ...]:
         """Return the numbers of tokens of other steps to capture in pieces, rising; none by default.

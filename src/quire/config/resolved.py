@@ -213,7 +213,8 @@ def capture_sizes(config: EngineConfig, device: str) -> tuple[int, ...]:
     """Return the sizes of captured decode steps, rising; none where no step can be captured."""
     if not _can_capture(config.parallel, device):
         return ()
-    return config.graphs.sizes(config.model.kernels, device, config.scheduler.max_num_seqs)
+    most = config.scheduler.max_num_seqs * (1 + config.speculative.num_tokens)
+    return config.graphs.sizes(config.model.kernels, device, most)
 
 
 def piece_sizes(config: EngineConfig, device: str) -> tuple[int, ...]:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from quire.execution.batch import BatchBuilder
-from quire.execution.captured_steps import CaptureOptions, capture_steps
+from quire.execution.captured_steps import CaptureOptions, capture_steps, has_captured_passes
 from quire.execution.deferred_tokens import AheadBatchBuilder, DeferredTokens
+from quire.execution.draft_model import DraftModel
 from quire.execution.embeddings import MultimodalEmbeddings
 from quire.execution.graph_runner import GraphRunner
 from quire.execution.kv_storage import make_storages
@@ -85,8 +86,12 @@ def build_runner(
             sampler = DeviceSampler(torch_device, grammar_states, keep, draws)
     prefaulter = Prefaulter.of([storage.data for storage in storages], builder.use)
     media = MultimodalEmbeddings(torch_device)
-    if captured is None or draft is not None:
+    if captured is None:
         return ModelRunner(decoder, storages, builder, sampler, media, host_bytes, disk, draft, prefaulter)
     runner = GraphRunner(decoder, storages, builder, sampler, media, host_bytes, disk, draft, prefaulter)
-    runner.ladder, runner.pieces = capture_steps(decoder, storages, num_blocks, block_size, captured)
+    own = len(decoder.cache_groups)
+    runner.ladder, runner.pieces = capture_steps(decoder, storages[:own], num_blocks[:own], block_size, captured)
+    if draft is not None and isinstance(runner.draft, DraftModel) and has_captured_passes(draft):
+        of_draft = storages[own:], num_blocks[own:], block_size, captured.of_draft()
+        runner.draft.ladder = capture_steps(draft, *of_draft, first_group=own).ladder
     return runner

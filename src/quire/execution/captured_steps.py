@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
@@ -26,14 +27,21 @@ class CaptureOptions(NamedTuple):
     """Steps to capture.
 
     Args:
-        sizes: numbers of sequences of decode steps, rising.
+        sizes: numbers of rows of decode steps, rising: of sequences, and of drafts that are verified.
         max_model_len: maximum number of tokens of a sequence.
         piece_sizes: numbers of tokens of other steps, whose pieces between attention are captured, rising.
+        max_num_seqs: maximum number of sequences of a step; None where no draft model runs.
     """
 
     sizes: Sequence[int]
     max_model_len: int
     piece_sizes: Sequence[int] = ()
+    max_num_seqs: int | None = None
+
+    def of_draft(self) -> CaptureOptions:
+        """Return the steps of a draft model, whose passes have a row for each sequence."""
+        num_sizes = len(self.sizes) if self.max_num_seqs is None else bisect_left(self.sizes, self.max_num_seqs) + 1
+        return CaptureOptions(self.sizes[:num_sizes], self.max_model_len)
 
 
 class CapturedSteps(NamedTuple):
@@ -48,9 +56,19 @@ class CapturedSteps(NamedTuple):
     pieces: PiecewiseLadder | None = None
 
 
+def has_captured_passes(draft: Decoder) -> bool:
+    """Say whether the passes of a draft model are captured: not where ranks choose its tokens together."""
+    return draft.ranks is None and draft.replicas is None
+
+
 @torch.inference_mode()
 def capture_steps(
-    decoder: Decoder, storages: Sequence[Storage], num_blocks: Sequence[int], block_size: int, options: CaptureOptions
+    decoder: Decoder,
+    storages: Sequence[Storage],
+    num_blocks: Sequence[int],
+    block_size: int,
+    options: CaptureOptions,
+    first_group: int = 0,
 ) -> CapturedSteps:
     """Capture steps; the null blocks are written.
 
@@ -60,6 +78,7 @@ def capture_steps(
         num_blocks: B of each of them.
         block_size: N.
         options: steps to capture.
+        first_group: number of the first of its cache groups among those of the block tables.
 
     Returns:
         None in place of what cannot be captured, which is logged: such steps are launched as they come.
@@ -71,7 +90,7 @@ def capture_steps(
         capture = capture_on(decoder.device, decoder.ranks)
         if options.sizes:
             limits = limits_of(options.sizes, num_blocks, options.max_model_len, block_size)
-            ladder = GraphLadder(decoder, storages, options.sizes, limits, block_size, capture)
+            ladder = GraphLadder(decoder, storages, options.sizes, limits, block_size, capture, first_group)
         kind = "Steps with prompts"
         if options.piece_sizes:
             pieces = PiecewiseLadder(decoder, storages, options.piece_sizes, capture)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import compress
 
-from torch import Tensor
-
 from quire.decoding.drafting import UNKNOWN
-from quire.execution.batch import BatchBuilder
+from quire.execution.batch import BatchBuilder, end_rows
+from quire.execution.decode_rows import few_rows_of
+from quire.execution.graph_ladder import GraphLadder
 from quire.execution.kv_storage import Storage
 from quire.models.decoder import Decoder
 from quire.scheduling.plan import ItemResult, ScheduledSequence
@@ -35,6 +35,9 @@ class DraftModel:
         storages: memory of its groups.
         groups: its groups among all.
 
+    Attributes:
+        ladder: its captured steps; None for none.
+
     Source: speculative sampling, arXiv 2211.17192 and 2302.01318.
     """
 
@@ -43,6 +46,7 @@ class DraftModel:
         self._builder = builder
         self._storages = tuple(storages)
         self._groups = groups
+        self.ladder: GraphLadder | None = None
 
     def guess(self, items: Sequence[ScheduledSequence]) -> list[ScheduledSequence]:
         """Compute a step's tokens, and return its items with drafts in the place of those that are left to a model."""
@@ -51,11 +55,10 @@ class DraftModel:
             item._replace(token_ids=item.token_ids[: len(item.token_ids) - count]) if count else item
             for item, count in zip(items, wanted, strict=True)
         ]
-        hidden = self._run(certain, [count > 0 for count in wanted])
+        token_ids = self._run(certain, [count > 0 for count in wanted])
         live = [idx for idx, count in enumerate(wanted) if count]
         guesses: list[list[int]] = [[] for _ in items]
         while live:
-            token_ids = self._decoder.draft_tokens(hidden).tolist()
             step = []
             for idx, token_id in zip(live, token_ids, strict=True):
                 guesses[idx].append(token_id)
@@ -63,18 +66,25 @@ class DraftModel:
                 start = item.start + len(item.token_ids) + len(guesses[idx]) - 1
                 step.append(item._replace(start=start, token_ids=(token_id,)))
             goes_on = [len(guesses[idx]) < wanted[idx] for idx in live]
-            hidden = self._run(step, goes_on)
+            token_ids = self._run(step, goes_on)
             live = list(compress(live, goes_on))
         return [
             item._replace(token_ids=(*known.token_ids, *guessed)) if guessed else item
             for item, known, guessed in zip(items, certain, guesses, strict=True)
         ]
 
-    def _run(self, items: Sequence[ScheduledSequence], is_read: Sequence[bool]) -> Tensor:
-        """Store keys and values of some tokens; return the hidden states of the last ones of items that are read."""
+    def _run(self, items: Sequence[ScheduledSequence], is_read: Sequence[bool]) -> list[int]:
+        """Store keys and values of some tokens; return the likeliest token after each item that is read."""
+        ladder, found = self.ladder, None if self.ladder is None else few_rows_of(items)
+        if ladder is not None and found is not None and ladder.takes(found[0]):
+            rows, counts = found
+            step = ladder.run(rows, self._builder, None, counts)
+            token_ids = step.logits.argmax(-1).tolist() if any(is_read) else []
+            return [token_ids[row] for row in end_rows(items, is_read)]
         batch = self._builder.lay_out(items, self._groups)
         read = self._builder.lay_out_ends(items, is_read, self._groups)
-        return self._decoder(batch.input_ids, batch.positions, batch.groups, self._storages, output_rows=read)
+        hidden = self._decoder(batch.input_ids, batch.positions, batch.groups, self._storages, output_rows=read)
+        return self._decoder.draft_tokens(hidden).tolist() if any(is_read) else []
 
 
 def with_drafts(

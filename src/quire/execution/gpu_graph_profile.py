@@ -33,10 +33,42 @@ class GraphMemory(NamedTuple):
         return cls(torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved())
 
 
+class GraphBytes(NamedTuple):
+    """Memory that a capture took.
+
+    Args:
+        reserved: bytes that torch has more from the driver: other captures find room there.
+        driver: bytes that the driver has beside them for each captured step.
+    """
+
+    reserved: int = 0
+    driver: int = 0
+
+    @classmethod
+    def between(cls, before: GraphMemory, after: GraphMemory) -> GraphBytes:
+        """Return what a capture took between two moments."""
+        reserved = max(0, after.reserved - before.reserved)
+        return cls(reserved, max(0, before.free - after.free - reserved))
+
+
+class NumGraphs(NamedTuple):
+    """Numbers of captured steps.
+
+    Args:
+        decodes: decode steps of all sizes.
+        measured: decode steps that are measured, of the largest size.
+        pieces: steps in pieces; the largest one is measured.
+    """
+
+    decodes: int
+    measured: int
+    pieces: int
+
+
 def measure_graph_bytes(
     decoder: Decoder, options: CaptureOptions, block_size: int, dtype: torch.dtype, stored: str | None = None
 ) -> int:
-    """Capture the largest steps on a GPU, and return what the captured steps of all sizes take.
+    """Capture the largest steps on a GPU, and return what the captured steps of all sizes take; 0 without sizes.
 
     Args:
         decoder: decoder on a GPU, with all its weights.
@@ -48,41 +80,41 @@ def measure_graph_bytes(
     num_blocks = [2] * len(decoder.cache_groups)
     storages = make_storages(decoder.cache_groups, num_blocks, block_size, dtype, torch.device("cuda"), stored)
 
-    def measure(largest: CaptureOptions, num_captures: int, num_measured: int) -> int:
-        taken = 0
+    def measure(largest: CaptureOptions) -> GraphBytes:
+        taken = GraphBytes()
         # The first capture also loads kernels, which stay.
         for _ in range(2):
             before = GraphMemory.now()
             captured = capture_steps(decoder, storages, num_blocks, block_size, largest)
             if captured == CapturedSteps():
-                return 0
-            taken = graph_bytes(before, GraphMemory.now(), num_captures, num_measured)
+                return GraphBytes()
+            taken = GraphBytes.between(before, GraphMemory.now())
             del captured
         return taken
 
     sizes, piece_sizes = options.sizes, options.piece_sizes
-    taken = measure(options._replace(sizes=(), piece_sizes=piece_sizes[-1:]), len(piece_sizes), 1) if piece_sizes else 0
-    if sizes:
-        num_captures, num_measured = (
-            len(each) + len(sharing_sizes(each)) + len(adapted_sizes(decoder, each)) for each in (sizes, sizes[-1:])
-        )
-        decodes = measure(options._replace(sizes=sizes[-1:], piece_sizes=()), num_captures, num_measured)
-        if decodes:
-            tables = sizes[-1] * -(-options.max_model_len // block_size) * torch.int64.itemsize
-            taken += decodes + tables * len(num_blocks)
+    num_decodes, num_measured = (
+        len(each) + len(sharing_sizes(each)) + len(adapted_sizes(decoder, each)) for each in (sizes, sizes[-1:])
+    )
+    decodes = measure(options._replace(sizes=sizes[-1:], piece_sizes=())) if sizes else GraphBytes()
+    # Together, since pieces find room in the memory of decodes.
+    both = decodes
+    if piece_sizes:
+        both = measure(options._replace(sizes=sizes[-1:], piece_sizes=piece_sizes[-1:]))
+    taken = graph_bytes(decodes, both, NumGraphs(num_decodes, num_measured, len(piece_sizes)))
+    if decodes != GraphBytes():
+        tables = sizes[-1] * -(-options.max_model_len // block_size) * torch.int64.itemsize
+        taken += tables * len(num_blocks)
     return taken
 
 
-def graph_bytes(before: GraphMemory, after: GraphMemory, num_captures: int, num_measured: int = 1) -> int:
+def graph_bytes(decodes: GraphBytes, both: GraphBytes, num_graphs: NumGraphs) -> int:
     """Return the memory of captured steps from what the largest took: smaller ones lie in its memory.
 
-    The driver has some for each, beside what torch knows.
-
     Args:
-        before, after: memory before the largest were captured, and after.
-        num_captures: number of captured steps.
-        num_measured: number of those that were captured between the two.
+        decodes: memory of decode steps.
+        both: memory of decode steps and a step in pieces, captured together.
+        num_graphs: numbers of steps.
     """
-    reserved = max(0, after.reserved - before.reserved)
-    driver = max(0, before.free - after.free - reserved)
-    return reserved + -(-driver * num_captures // num_measured)
+    of_decodes = -(-decodes.driver * num_graphs.decodes // max(1, num_graphs.measured))
+    return both.reserved + of_decodes + max(0, both.driver - decodes.driver) * num_graphs.pieces

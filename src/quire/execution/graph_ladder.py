@@ -6,6 +6,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -75,6 +76,9 @@ class GraphLadder:
      rows   | a step's sequences, n of them | padding: token 0 at position 0, in the null block |   n <= size
     ```
 
+    A sequence whose drafts are verified has a row for each token: decodes of one sequence, which read once what they
+    share, as sequences do. A state is carried through the rows of its sequence.
+
     Steps that read once what sequences share have launches more, which cost others something. So they are captured by
     themselves, of fewer sizes: padding costs little beside what they save. So are steps in which rows have adapters,
     which have two launches more for each linear layer; those read by themselves what sequences share.
@@ -86,6 +90,7 @@ class GraphLadder:
         limits: the largest step.
         block_size: N.
         capture: captures calls.
+        first_group: number of the first of its cache groups among those of the block tables.
 
     Raises:
         RuntimeError: a step cannot be captured.
@@ -99,8 +104,10 @@ class GraphLadder:
         limits: StaticLimits,
         block_size: int,
         capture: StepCapture,
+        first_group: int = 0,
     ) -> None:
         self._decoder, self._storages, self._block_size = decoder, storages, block_size
+        self._first_group = first_group
         self._memory = memory = StaticMemory(decoder.device)
         num_rows = limits.num_rows
         self._ids, self._positions, self._next_positions = (memory.take(num_rows, torch.int64) for _ in range(3))
@@ -130,7 +137,7 @@ class GraphLadder:
             assert isinstance(decoder.ops, MakesStaticSteps), "the backend has no static steps"
             self._adapters = decoder.ops.static_adapters(memory, limits)
             self._adapted_steps = self._capture(of_adapted, capture)
-        logger.info("Captured decode steps of %s sequences", ", ".join(map(str, self._sizes)))
+        logger.info("Captured decode steps of %s rows", ", ".join(map(str, self._sizes)))
 
     def _capture(self, sizes: Sequence[int], capture: StepCapture, *, shares: bool = False) -> list[CapturedStep]:
         """Capture steps of padding: its work is for no more rows than they have."""
@@ -157,20 +164,25 @@ class GraphLadder:
             self._logits[:size].copy_(self._decoder.logits(hidden))
 
     def takes(self, items: Sequence[ScheduledSequence]) -> bool:
-        """Say whether items, of one token each, fit into a captured step."""
+        """Say whether items, of one token each, fit into a captured step; those of a sequence are in its order."""
         if not 0 < len(items) <= self._sizes[-1]:
             return False
         starts = starts_of(items)
         if (max(starts) // self._block_size + 1) * len(items) <= self._limits.num_blocks:
             return True
-        return sum(start // self._block_size + 1 for start in starts) <= self._limits.num_blocks
+        last = dict(zip(seq_ids_of(items), starts, strict=True))
+        return sum(start // self._block_size + 1 for start in last.values()) <= self._limits.num_blocks
 
     def takes_adapters(self, rows: LoraRows) -> bool:
         """Say whether a captured step takes the adapters of rows; `takes` says whether it takes the rest."""
         return self._adapters is not None and self._adapters.takes(rows)
 
     def run(
-        self, items: Sequence[ScheduledSequence], builder: BatchBuilder, adapted: LoraRows | None = None
+        self,
+        items: Sequence[ScheduledSequence],
+        builder: BatchBuilder,
+        adapted: LoraRows | None = None,
+        counts: Sequence[int] | None = None,
     ) -> ReplayedStep:
         """Compute a step.
 
@@ -178,8 +190,9 @@ class GraphLadder:
             items: items that it takes; see `takes`.
             builder: has their block tables, with a slot for the token of each.
             adapted: rows with adapters, which it takes; see `takes_adapters`. None for no such row.
+            counts: numbers of items that are of one sequence, one after the other; None where each is of another.
         """
-        count, laid = len(items), self._lay_out(items, builder)
+        count, laid = len(items), self._lay_out(items, builder, counts)
         shares = adapted is None and bool(self._sharing_steps) and self._share(laid)
         steps = self._sharing_steps if shares else self._steps if adapted is None else self._adapted_steps
         step = steps[bisect_left(steps, count, key=lambda each: each.size)]
@@ -207,12 +220,17 @@ class GraphLadder:
             self._ids.host[count:size] = self._positions.host[count:size] = 0
         for idx, states in self._states.items():
             blocks, has_state = laid.tables[idx]
-            states.write_states(blocks, has_state, size)
+            states.write_states(blocks, has_state, size, laid.counts)
         for idx, tokens in self._tokens.items():
             tables = laid.tables[idx]
             tokens.write_tokens(laid.positions, tables.block_ids, tables.block_starts, size, shares)
 
-    def _lay_out(self, items: Sequence[ScheduledSequence], builder: BatchBuilder | None) -> LaidOut:
+    def _lay_out(
+        self,
+        items: Sequence[ScheduledSequence],
+        builder: BatchBuilder | None,
+        counts: Sequence[int] | None = None,
+    ) -> LaidOut:
         """Lay items out, one row each, their block tables in static memory; without a builder there are none."""
         self._memory.wait()
         starts, changed = starts_of(items), None
@@ -228,16 +246,18 @@ class GraphLadder:
             ids = vector([item.token_ids[0] for item in items])
         laid: list[Any] = []
         for idx, own in enumerate(tables):
-            if idx in self._states:
-                laid.append(([table.ids[-1] for table in own], [start > 0 for start in starts]))
-            else:
+            if idx not in self._states:
                 laid.append(self._tables[idx].lay(own, starts, changed))
-        return LaidOut(ids, vector(starts), laid)
+                continue
+            first_rows = range(len(own)) if counts is None else list(accumulate(counts[:-1], initial=0))
+            laid.append(([own[row].ids[-1] for row in first_rows], [starts[row] > 0 for row in first_rows]))
+        return LaidOut(ids, vector(starts), laid, counts)
 
     def _tables_of(self, seq_ids: Sequence[int], builder: BatchBuilder | None) -> list[list[BlockTable]]:
         """Return the block tables of sequences, by groups."""
         rows = [] if builder is None else [builder.tables[seq_id] for seq_id in seq_ids]
-        return [[tables[idx] for tables in rows] for idx in range(len(self._groups))]
+        first = self._first_group
+        return [[tables[idx] for tables in rows] for idx in range(first, first + len(self._groups))]
 
     def forget_rows(self) -> None:
         """Note that a step was run in another way, which may have changed block tables."""
@@ -252,11 +272,13 @@ class LaidOut(NamedTuple):
         positions: int64 [n], its position.
         tables: block tables of each group, as `PlacedTables`; of a group of states, the blocks of these and which are
             there, see `write_states`.
+        counts: see `GraphLadder.run`.
     """
 
     input_ids: Tensor | None
     positions: Tensor
     tables: list[Any]
+    counts: Sequence[int] | None = None
 
 
 def sharing_sizes(sizes: Sequence[int]) -> list[int]:

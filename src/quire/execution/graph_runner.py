@@ -1,4 +1,4 @@
-"""A model runner that replays captured steps, of decodes as a whole and others in pieces, and runs the rest."""
+"""A model runner that replays captured steps: of few tokens as a whole, others in pieces; and runs the rest."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from quire.execution.batch import Batch, end_rows
+from quire.execution.batch import end_rows
+from quire.execution.decode_rows import few_rows_of
 from quire.execution.graph_ladder import GraphLadder, ReplayedStep
 from quire.execution.piecewise_ladder import PiecewiseLadder
 from quire.execution.pinned import placed
@@ -23,14 +24,14 @@ logger = logging.getLogger(__name__)
 
 
 class GraphRunner(ModelRunner):
-    """Replays steps in which every sequence has one token, all of them known ones; see `ModelRunner`.
+    """Replays steps in which every sequence has few tokens, as where drafts are verified, all of them known ones.
 
-    Of other steps, such as those with prompts, it replays the pieces between attention.
+    See `ModelRunner`. Of other steps, such as those with prompts, it replays the pieces between attention.
 
     Attributes:
         ladder: captured steps of decodes; None for none.
         pieces: captured pieces of other steps; None for none.
-        num_replayed: number of decode steps that were replayed.
+        num_replayed: number of steps of decodes that were replayed, as a whole.
         num_replayed_in_pieces: number of other steps that were.
     """
 
@@ -44,11 +45,14 @@ class GraphRunner(ModelRunner):
         ladder, items = self.ladder, plan.items
         if ladder is None:
             return super()._run(plan)
-        is_taken = bool(items) and self._can_replay(items) and ladder.takes(items)
+        is_taken = self.draft is None and self._can_replay(items) and ladder.takes(items)
         adapted = self._adapters.rows_of_decodes(items) if is_taken and self._adapters.by_sequence else None
         if not is_taken or (adapted is not None and not ladder.takes_adapters(adapted)):
             ladder.forget_rows()
-            return super()._run(plan)
+            try:
+                return super()._run(plan)
+            finally:
+                self._replayed = None
         if plan.ops.copies:
             self._blocks.apply(plan.ops.copies, plan.ops.saves)
         if plan.finished_ids:
@@ -73,31 +77,65 @@ class GraphRunner(ModelRunner):
             self._replayed = None
         return StepResult(plan.tick, tuple(results), found)
 
-    def _can_replay(self, items: Sequence[ScheduledSequence]) -> bool:
-        """Say whether items are decodes of known sequences that need nothing but the model and adapters."""
+    def _can_replay(self, items: Sequence[ScheduledSequence], *, has_few: bool = False) -> bool:
+        """Say whether items are of known sequences, draw tokens, and need nothing but the model and adapters.
+
+        Args:
+            items: the items.
+            has_few: they may have more than a token each.
+        """
+        if not items:
+            return False
         if not isinstance(items, DecodeItems):
             _, _, token_ids, _, num_samples, new_sequences, _ = zip(*items, strict=True)
-            if new_sequences.count(None) < len(items) or not all(num_samples) or max(map(len, token_ids)) > 1:
+            if new_sequences.count(None) < len(items) or not all(num_samples):
+                return False
+            if max(map(len, token_ids)) > 1 and not has_few:
                 return False
         others = (self._embeddings.by_sequence, self._pooler.by_sequence)
         if any(others) and any(item.seq_id in known for known in others for item in items):
             return False
         return not self._sampler.measures_prompts(items)
 
-    def _compute(
-        self, items: Sequence[ScheduledSequence], batch: Batch, counts: Sequence[int] | None, given: Any
-    ) -> Tensor:
+    def _replay_few(self, items: Sequence[ScheduledSequence]) -> ReplayedStep | None:
+        """Compute items with few tokens by a captured step; None where none takes them."""
+        ladder = self.ladder
+        found = few_rows_of(items) if ladder is not None and self._can_replay(items, has_few=True) else None
+        if ladder is None or found is None:
+            return None
+        rows, counts = found
+        adapted = self._adapters.rows_of_decodes(rows) if self._adapters.by_sequence else None
+        if not ladder.takes(rows) or (adapted is not None and not ladder.takes_adapters(adapted)):
+            return None
+        self.num_replayed += 1
+        return ladder.run(rows, self._builder, adapted, counts)
+
+    def _compute(self, items: Sequence[ScheduledSequence], counts: Sequence[int] | None, given: Any) -> Tensor:
         """See `ModelRunner`: rows of adapters have products of their own."""
+        step = self._replay_few(items) if given is None else None
+        if step is not None:
+            return self._take_rows(step, items, reads_all=counts is None)
         pieces, adapted = self.pieces, self._adapters.by_sequence
         is_adapted = bool(adapted) and any(item.seq_id in adapted for item in items)
-        if pieces is None or given is not None or is_adapted or not pieces.takes(len(batch.input_ids)):
-            return super()._compute(items, batch, counts, given)
+        num_rows = sum(len(item.token_ids) for item in items)
+        if pieces is None or given is not None or is_adapted or not pieces.takes(num_rows):
+            return super()._compute(items, counts, given)
         self.num_replayed_in_pieces += 1
-        hidden = pieces.run(batch)
+        hidden = pieces.run(self._builder.lay_out(items, self._groups))
         if counts is None:
             return hidden
         rows = placed(vector(end_rows(items, counts)), hidden.device)
         return hidden.index_select(0, rows)
+
+    def _take_rows(self, step: ReplayedStep, items: Sequence[ScheduledSequence], *, reads_all: bool) -> Tensor:
+        """Keep what is drawn of a replayed step; return its hidden states, all of them or those of drawn rows."""
+        counts = [1 + item.num_draft for item in items]
+        drawn = step
+        if sum(counts) < len(step.hidden):
+            rows = placed(vector(end_rows(items, counts)), step.hidden.device)
+            drawn = ReplayedStep(*(numbers.index_select(0, rows) for numbers in step))
+        self._replayed = drawn if self._decoder.ranks is None else None
+        return step.hidden if reads_all else drawn.hidden
 
     def _draw(
         self, sampled: Sequence[ScheduledSequence], hidden: Tensor, beams: Sequence[BeamGroup]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from itertools import accumulate
+from operator import itemgetter
 from typing import Final, NamedTuple
 
 from torch import Tensor
@@ -82,7 +82,7 @@ class LaidTables:
         """Lay tables out; nothing reads the static memory meanwhile.
 
         Args:
-            tables: table of each row, all different.
+            tables: table of each row; rows of one sequence have the same.
             positions: position of each row in its sequence: what lies behind the block of that is not read.
             changed: rows, rising; tables and entries of all others are those of the last call. None where any may
                 differ.
@@ -100,7 +100,7 @@ class LaidTables:
             if table.stamp != place.stamp:
                 place.num_known, are_same = 0, False
             if len(table.ids) > place.end - place.start:
-                place, are_same = self._make_place(table), False
+                place, are_same = self._make_place(table, len(table.ids) + ROOM), False
                 rows[row] = place
             if self._end >= len(self._host):
                 return self._lay_all(tables, positions)
@@ -114,11 +114,11 @@ class LaidTables:
 
     def _place_of(self, table: BlockTable) -> TablePlace:
         place = self._places.get(table)
-        return self._make_place(table) if place is None else place
+        return self._make_place(table, len(table.ids) + ROOM) if place is None else place
 
-    def _make_place(self, table: BlockTable, room: int = ROOM) -> TablePlace:
-        """Return a place for a table behind all others, where there need not be so much memory."""
-        start, self._end = self._end, self._end + len(table.ids) + room
+    def _make_place(self, table: BlockTable, num_entries: int) -> TablePlace:
+        """Return a place for entries of a table behind all others, where there need not be so much memory."""
+        start, self._end = self._end, self._end + num_entries
         place = self._places[table] = TablePlace(start, self._end)
         return place
 
@@ -138,17 +138,16 @@ class LaidTables:
         """Write all tables, and nothing else."""
         self._places.clear()
         self._end = 0
-        num_blocks = [len(table.ids) for table in tables]
-        total = sum(num_blocks)
+        num_blocks = {table: len(table.ids) for table in tables}
+        total = sum(num_blocks.values())
         room = ROOM if total + ROOM * len(num_blocks) < len(self._host) else 0
-        rows = [self._make_place(table, room) for table in tables]
         if total >= len(self._host):
             # Only what the step reads; there is room for that, as the step was taken. The next one writes all again.
-            num_blocks = [position // self._block_size + 1 for position in positions]
-            starts = list(accumulate(num_blocks, initial=0))
-            rows, self._end = list(map(TablePlace, starts, starts[1:])), starts[-1]
-        for table, place, number in zip(tables, rows, num_blocks, strict=True):
-            self._write(table, place, number)
+            for table, position in sorted(zip(tables, positions, strict=True), key=itemgetter(1)):
+                num_blocks[table] = position // self._block_size + 1
+        for table, number in num_blocks.items():
+            self._write(table, self._make_place(table, number + room), number)
+        rows = list(map(self._places.__getitem__, tables))
         self._num_rows, self._num_entries = len(rows), self._end
         self._put_rows(tables, rows)
         self._rows = rows if total < len(self._host) else None

@@ -10,7 +10,7 @@ import torch
 
 from quire.errors import WorkerError
 from quire.execution.adapter_rows import AdapterRows
-from quire.execution.batch import Batch, BatchBuilder, end_rows
+from quire.execution.batch import BatchBuilder, end_rows
 from quire.execution.block_copies import BlockCopier
 from quire.execution.draft_model import DraftModel, with_drafts
 from quire.execution.embeddings import MultimodalEmbeddings
@@ -26,6 +26,7 @@ from quire.memory.results import MemoryOps
 from quire.models.decoder import Decoder
 from quire.models.mtp import MTPHead
 from quire.platform.prefault import Prefaulter
+from quire.scheduling.decode_columns import row_starts_of
 from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, ScheduledSequence, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,9 @@ class ModelRunner:
         disk: the tier below that, if there is one.
         draft: a second model that makes drafts, or the first one's MTP head; its cache groups follow the first one's.
         prefaulter: touches the memory's pages before they are used; None for none.
+
+    Attributes:
+        draft: runs the draft model, or the head; None for neither.
     """
 
     def __init__(
@@ -65,12 +69,12 @@ class ModelRunner:
         self._groups = range(num_own)
         self._storages = tuple(storages[:num_own])
         self._blocks = BlockCopier(storages, host_bytes, disk)
-        self._draft: DraftModel | MTPDrafter | None = None
+        self.draft: DraftModel | MTPDrafter | None = None
         groups = range(num_own, len(storages))
         if isinstance(draft, MTPHead):
-            self._draft = MTPDrafter(draft, builder, storages[num_own:], groups)
+            self.draft = MTPDrafter(draft, builder, storages[num_own:], groups)
         elif draft is not None:
-            self._draft = DraftModel(draft, builder, storages[num_own:], groups)
+            self.draft = DraftModel(draft, builder, storages[num_own:], groups)
         self._builder, self._sampler = builder, sampler
         self._pooler = Pooler(decoder)
         self._adapters = AdapterRows()
@@ -112,47 +116,42 @@ class ModelRunner:
             self._pooler.apply_plan(plan)
             self._adapters.apply_plan(plan)
         self._builder.apply_plan(plan)
-        items: Sequence[ScheduledSequence] = plan.items if self._draft is None else self._draft.guess(plan.items)
+        items: Sequence[ScheduledSequence] = plan.items if self.draft is None else self.draft.guess(plan.items)
         self._sampler.begin_step(plan._replace(items=tuple(items)))
-        batch = self._builder.lay_out(items, self._groups)
-        given = self._embeddings.rows(plan.items, batch.row_starts) if self._embeddings.by_sequence else None
+        given = self._embeddings.rows(plan.items, row_starts_of(items)) if self._embeddings.by_sequence else None
         counts = [item.num_draft + 1 if item.num_samples else 0 for item in items]
         is_measured = self._sampler.measures_prompts(items)  # then every row is read, else what is sampled
-        reads_all = is_measured or isinstance(self._draft, MTPDrafter)
+        reads_all = is_measured or isinstance(self.draft, MTPDrafter)
         if self._pooler.by_sequence:
             reads_all |= self._pooler.reads_all(items)
-        hidden = self._compute(items, batch, None if reads_all else counts, given)
-        if isinstance(self._draft, MTPDrafter):
-            self._draft.follow(items, hidden, given)
+        hidden = self._compute(items, None if reads_all else counts, given)
+        if isinstance(self.draft, MTPDrafter):
+            self.draft.follow(items, hidden, given)
         if self._decoder.is_follower:
             self._decoder.serve_head()
             return StepResult(plan.tick, ())
         if self._pooler.by_sequence:
-            self._pooler.add_rows(items, batch.row_starts, hidden)
+            self._pooler.add_rows(items, row_starts_of(items), hidden)
         sampled = hidden[end_rows(items, counts)] if reads_all else hidden
         results, found = self._sample(items, plan.beams, sampled)
         if is_measured:
             results = [
                 with_prompt_logprobs(result, self._sampler.prompt_targets(item), hidden[start:], self._decoder)
-                for result, item, start in zip(results, items, batch.row_starts, strict=False)
+                for result, item, start in zip(results, items, row_starts_of(items), strict=False)
             ]
-        if self._draft is not None:
+        if self.draft is not None:
             results = with_drafts(results, plan.items, items)
         return StepResult(plan.tick, tuple(results), found)
 
-    def _compute(
-        self, items: Sequence[ScheduledSequence], batch: Batch, counts: Sequence[int] | None, given: Any
-    ) -> torch.Tensor:
+    def _compute(self, items: Sequence[ScheduledSequence], counts: Sequence[int] | None, given: Any) -> torch.Tensor:
         """Return the hidden states of the last rows of items, `counts` of each; of all rows where it is None."""
+        batch = self._builder.lay_out(items, self._groups)
         read = None if counts is None else self._builder.lay_out_ends(items, counts, self._groups)
         adapters = self._adapters.rows(items, None if read is None else counts) if self._adapters.by_sequence else None
         return self._decoder(batch.input_ids, batch.positions, batch.groups, self._storages, given, read, adapters)
 
     def _sample(
-        self,
-        items: Sequence[ScheduledSequence],
-        beams: Sequence[BeamGroup],
-        hidden: torch.Tensor,
+        self, items: Sequence[ScheduledSequence], beams: Sequence[BeamGroup], hidden: torch.Tensor
     ) -> tuple[list[ItemResult], tuple[tuple[Candidate, ...], ...]]:
         """Draw the tokens of all items from the hidden states of their last rows, [R, E].
 

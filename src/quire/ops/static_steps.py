@@ -169,13 +169,21 @@ class StaticTokens(Protocol):
 
 @runtime_checkable
 class StaticStates(Protocol):
-    """Decodes over one cache group of states: one row a sequence."""
+    """Decodes over one cache group of states."""
 
     def batch(self, num_rows: int) -> StateBatch:
         """Return what `Ops.step_states` takes for a step of some rows; its numbers are in static buffers."""
 
-    def write_states(self, block_ids: Sequence[int], has_state: Sequence[bool], num_rows: int) -> None:
-        """Write a step of n rows, and rows after them on the null block; see `StateBatch`."""
+    def write_states(
+        self, block_ids: Sequence[int], has_state: Sequence[bool], num_rows: int, counts: Sequence[int] | None = None
+    ) -> None:
+        """Write a step of some sequences, and rows after theirs on the null block.
+
+        Args:
+            block_ids, has_state: see `StateBatch`.
+            num_rows: number of rows with those after them.
+            counts: number of rows of each sequence; None for one each.
+        """
 
 
 class StaticAdapters(Protocol):

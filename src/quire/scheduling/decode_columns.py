@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from itertools import compress, count, repeat
+from itertools import accumulate, compress, count, repeat
 from typing import Final, overload
 
 from quire.decoding.drafting import UNKNOWN
@@ -105,6 +105,11 @@ class DecodeResults(Seq[ItemResult]):
 def seq_ids_of(items: Seq[ScheduledSequence]) -> list[int]:
     """Return the id of each item's sequence: of `DecodeItems`, the list itself."""
     return items.seq_ids if isinstance(items, DecodeItems) else [item.seq_id for item in items]
+
+
+def row_starts_of(items: Seq[ScheduledSequence]) -> list[int]:
+    """Return the first row of each item in the batch of all, and the number of rows."""
+    return list(accumulate((len(item.token_ids) for item in items), initial=0))
 
 
 def starts_of(items: Seq[ScheduledSequence]) -> list[int]:

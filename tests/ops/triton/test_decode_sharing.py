@@ -258,3 +258,21 @@ def test_rows_that_no_longer_see_their_beginning() -> None:
         history.append(seq, 8, 9000 + seq)
     history.step()
     assert rows_of(history.shared.ranges) == [([0, 1], 0, 512)]
+
+
+def test_rows_of_one_sequence_share_its_tokens() -> None:
+    """Where drafts are verified; also after a step in which its single row shared nothing, and before another one."""
+    history = History()
+    for seq in range(2):
+        history.join(own(39, seq), 620 + seq)
+    history.step()
+    assert not history.shared.ranges
+    for draft in range(1, 4):
+        history.tables.append(history.tables[0])
+        history.positions.append(620 + draft)
+    history.step()
+    assert rows_of(history.shared.ranges) == [([0, 2, 3, 4], 0, 576)]
+    for _ in range(3):
+        history.leave(2)
+    history.step()
+    assert not history.shared.ranges

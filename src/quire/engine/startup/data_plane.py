@@ -33,7 +33,10 @@ def make_executor(
     if isinstance(model, Encoder):
         return InProcessExecutor(EncoderRunner(model))
     options = CaptureOptions(
-        resolved.cudagraph_capture_sizes, resolved.max_model_len, resolved.piecewise_cudagraph_capture_sizes
+        resolved.cudagraph_capture_sizes,
+        resolved.max_model_len,
+        resolved.piecewise_cudagraph_capture_sizes,
+        resolved.max_num_seqs,
     )
     deferred = DeferredTokens(torch.device(resolved.device)) if resolved.async_scheduling else None
     runner = build_runner(

@@ -19,7 +19,7 @@ from quire.config import (
     step_tokens,
 )
 from quire.errors import ConfigError
-from quire.execution.captured_steps import CaptureOptions
+from quire.execution.captured_steps import CaptureOptions, has_captured_passes
 from quire.execution.gpu_graph_profile import measure_graph_bytes
 from quire.execution.gpu_memory_profile import StepLimits, measure_step_cost
 from quire.memory.capacity.sizing import ArenaSizing, most_bytes, tokens_bytes
@@ -110,20 +110,27 @@ def step_cost(
         config.speculative.num_tokens,
     )
     if isinstance(draft, MTPHead):
-        return measure_step_cost(model, limits, model.dtype, stored, draft)
-    costs = [measure_step_cost(each, limits, each.dtype, stored) for each in (model, draft) if each]
+        costs, captured = [measure_step_cost(model, limits, model.dtype, stored, draft)], None
+    else:
+        costs, captured = (
+            [measure_step_cost(each, limits, each.dtype, stored) for each in (model, draft) if each],
+            draft,
+        )
     return StepCost(
-        fixed_bytes=max(cost.fixed_bytes for cost in costs) + _graph_bytes(config, model, draft, limits, stored),
+        fixed_bytes=max(cost.fixed_bytes for cost in costs) + _graph_bytes(config, model, captured, limits, stored),
         bytes_per_token=max(cost.bytes_per_token for cost in costs),
     )
 
 
 def _graph_bytes(config: EngineConfig, model: Decoder, draft: Decoder | None, limits: StepLimits, stored: str) -> int:
-    """Return the GPU memory of captured steps, which no other step can use."""
-    options = CaptureOptions(capture_sizes(config, "cuda"), limits.max_model_len, piece_sizes(config, "cuda"))
-    if draft is not None or not (options.sizes or options.piece_sizes):
-        return 0
-    return measure_graph_bytes(model, options, limits.block_size, model.dtype, stored)
+    """Return the GPU memory of captured steps, which no other step can use: of a model, and of a draft model."""
+    options = CaptureOptions(
+        capture_sizes(config, "cuda"), limits.max_model_len, piece_sizes(config, "cuda"), limits.max_num_seqs
+    )
+    taken = measure_graph_bytes(model, options, limits.block_size, model.dtype, stored)
+    if draft is not None and has_captured_passes(draft):
+        taken += measure_graph_bytes(draft, options.of_draft(), limits.block_size, draft.dtype, stored)
+    return taken
 
 
 def _longest_bytes(groups: Sequence[KVCacheSpec], max_model_len: int) -> int:

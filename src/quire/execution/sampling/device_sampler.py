@@ -1,13 +1,15 @@
 """A sampler for logits on a device: the host waits once a step, for the tokens and what is asked for beside them.
 
 Rows that ask for what only the host does are sampled as by `Sampler`: filters of whole distributions, bias, allowed
-tokens, suppressed ones, bad words, DRY, logits processors, several samples at once, and drafts.
+tokens, suppressed ones, bad words, DRY, logits processors, several samples at once, and drafts whose rows look at the
+tokens before them.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from itertools import islice
 from operator import attrgetter
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import NO_TOKEN
+from quire.execution.decode_rows import drawn_rows_of
 from quire.execution.sampling.device_counts import CountedRow, DeviceCounts, RowPenalties
 from quire.execution.sampling.device_draws import TorchDraws, topk_in_order
 from quire.execution.sampling.known_rows import KnownPenalties, KnownRows, know_rows, whole_numbers
@@ -22,6 +25,7 @@ from quire.execution.sampling.logits_processing import KeepTokens, constrain
 from quire.execution.sampling.logprobs import LOWEST
 from quire.execution.sampling.row_sampling import BAD_LOGITS, SampledRow, SamplingState
 from quire.execution.sampling.sampler import Sampler, plain_results
+from quire.execution.sampling.verification import run_result
 from quire.ops.token_draws import NARROW, DrawsTokens
 from quire.ops.torch_rows import apply_token_bitmask
 from quire.scheduling.decode_columns import DecodeItems, DecodeResults
@@ -108,11 +112,10 @@ class DeviceSampler(Sampler):
 
         Args:
             logits, items: see `Sampler`.
-            positions: position of the token that each item draws, of items with a row each, int64 [R] on the device;
-                None copies them there.
+            positions: position of the token that each row draws, int64 [R] on the device; None copies them there.
         """
         if len(logits) != len(items):
-            return super().sample(logits, items)
+            return self._verify(logits, items, positions)
         if not self._on_host and (isinstance(items, DecodeItems) or max(map(_NUM_SAMPLES, items)) == 1):
             return self._sample_own(logits, items, positions)
         own = [row for row, item in enumerate(items) if self._takes(item)]
@@ -123,6 +126,17 @@ class DeviceSampler(Sampler):
         if own:
             results |= dict(zip(own, self._sample_own(logits[own], [items[row] for row in own]), strict=True))
         return [results[row] for row in range(len(items))]
+
+    def _verify(self, logits: Tensor, items: Sequence[ScheduledSequence], positions: Tensor | None) -> list[ItemResult]:
+        """Draw runs of items, some of which have drafts: all rows at once, as `verify` does where none looks back."""
+        rows = drawn_rows_of(items)
+        looks_back = any(item.num_draft and self.states[item.seq_id].looks_back for item in items)
+        if looks_back or not all(map(self._takes, rows)):
+            return super().sample(logits, items)
+        drawn = DrawnRows(rows, *self._draw(logits, rows, positions))
+        of_rows = iter(_row_results(drawn))
+        runs = [run_result(item, list(islice(of_rows, 1 + item.num_draft))) for item in items]
+        return list(self._follow(items, runs, drawn))
 
     def _takes(self, item: ScheduledSequence) -> bool:
         """Say whether an item's token can be drawn without the host; the item has no drafts."""
@@ -181,22 +195,15 @@ class DeviceSampler(Sampler):
 
     def _results(self, drawn: DrawnRows) -> Sequence[ItemResult]:
         """Read the tokens of rows, and return the results of their items."""
-        items, errors = drawn.items, drawn.errors
-        token_ids, status = drawn.found.tolist()
-        if drawn.measures is None and not errors and not any(status):
-            if isinstance(items, DecodeItems):
-                return DecodeResults(items.seq_ids, token_ids)
-            return plain_results(map(SEQ_ID, items), zip(token_ids, strict=True))
-        measures = {} if drawn.measures is None else _token_logprobs(drawn.measured, drawn.measures.tolist())
-        rows = []
-        for row, (token_id, what) in enumerate(zip(token_ids, status, strict=True)):
-            error = errors.get(row) or (None, NO_TOKEN, BAD_LOGITS)[what]
-            if error is not None:
-                rows.append(SampledRow(error=error))
-                continue
-            rows.append(SampledRow((token_id,), (measures[row],) if row in measures else ()))
-        results = [one.result_of(item) for item, one in zip(items, rows, strict=True)]
-        return results if self._grammar_states is None else self._grammar_states.append(items, results)
+        return self._follow(drawn.items, _row_results(drawn), drawn)
+
+    def _follow(
+        self, items: Sequence[ScheduledSequence], results: Sequence[ItemResult], drawn: DrawnRows
+    ) -> Sequence[ItemResult]:
+        """Let grammars follow the tokens of items, and append those that they force."""
+        if self._grammar_states is None or not drawn.errors:  # no row has a grammar
+            return results
+        return self._grammar_states.append(items, results)
 
     def _penalize(
         self,
@@ -231,6 +238,25 @@ class DeviceSampler(Sampler):
             top_ids = topk_in_order(raw, most)[1]
             columns += [top_ids.double(), normed.gather(1, top_ids).clamp_(min=LOWEST).double()]
         return torch.cat(columns, 1)
+
+
+def _row_results(drawn: DrawnRows) -> Sequence[ItemResult]:
+    """Read the tokens of rows, and return the result of each."""
+    items, errors = drawn.items, drawn.errors
+    token_ids, status = drawn.found.tolist()
+    if drawn.measures is None and not errors and not any(status):
+        if isinstance(items, DecodeItems):
+            return DecodeResults(items.seq_ids, token_ids)
+        return plain_results(map(SEQ_ID, items), zip(token_ids, strict=True))
+    measures = {} if drawn.measures is None else _token_logprobs(drawn.measured, drawn.measures.tolist())
+    rows = []
+    for row, (token_id, what) in enumerate(zip(token_ids, status, strict=True)):
+        error = errors.get(row) or (None, NO_TOKEN, BAD_LOGITS)[what]
+        if error is not None:
+            rows.append(SampledRow(error=error))
+            continue
+        rows.append(SampledRow((token_id,), (measures[row],) if row in measures else ()))
+    return [one.result_of(item) for item, one in zip(items, rows, strict=True)]
 
 
 def _next_position(item: ScheduledSequence) -> int:

@@ -61,7 +61,7 @@ def verify(
             for idx, draft_idx in ((idx, draft_idx + 1) for idx, draft_idx in wave if states[idx].looks_back)
             if draft_idx <= items[idx].num_draft and _learn_draft(items[idx], states[idx], draft_idx, runs[idx][-1])
         ]
-    return [_run_result(item, run) for item, run in zip(items, runs, strict=True)]
+    return [run_result(item, [drawn.result_of(item) for drawn in run]) for item, run in zip(items, runs, strict=True)]
 
 
 def _learn_draft(item: ScheduledSequence, state: SamplingState, draft_idx: int, drawn: SampledRow) -> bool:
@@ -75,10 +75,15 @@ def _learn_draft(item: ScheduledSequence, state: SamplingState, draft_idx: int, 
     return True
 
 
-def _run_result(item: ScheduledSequence, rows: Sequence[SampledRow]) -> ItemResult:
-    """Return what the rows of an item gave, up to the first error."""
+def run_result(item: ScheduledSequence, rows: Sequence[ItemResult]) -> ItemResult:
+    """Return what an item gave, up to the first error.
+
+    Args:
+        item: the item.
+        rows: results of the row before its drafts, and of the row of each draft.
+    """
     if rows[0].error is not None or not item.num_draft:
-        return rows[0].result_of(item)
+        return rows[0]
     # Where a later row has an error, the next step comes upon it; what was accepted before stands.
     sound = next((row_idx for row_idx, drawn in enumerate(rows) if drawn.error is not None), len(rows))
     run = run_of(item, [drawn.token_ids[0] for drawn in rows[:sound]])

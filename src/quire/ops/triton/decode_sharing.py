@@ -134,6 +134,11 @@ class Seen(NamedTuple):
     compared: Tensor
     known: frozenset[int]
 
+    def knows(self, stamps: Sequence[int]) -> bool:
+        """Say whether rows are some of those that shared nothing, and no two of them are of one sequence."""
+        own = set(stamps)
+        return len(own) == len(stamps) and self.known.issuperset(own)
+
 
 class SharedDecodes:
     """Finds what the decodes of a cache group share, and remembers it for the next step.
@@ -170,7 +175,7 @@ class SharedDecodes:
         """
         seen = self._seen
         # Fewer rows share no more than all of them did, and neither do those that no longer see their first token.
-        if seen is not None and not seen.rows.numel() and (seen.stamps is stamps or seen.known.issuperset(stamps)):
+        if seen is not None and not seen.rows.numel() and (seen.stamps is stamps or seen.knows(stamps)):
             return False
         sees_all = firsts == 0
         if seen is None or not self._is_seen(seen, sees_all, positions, stamps):
