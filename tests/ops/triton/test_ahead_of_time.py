@@ -129,6 +129,13 @@ def test_attention(name: str, capability: int) -> None:
             continue
         if is_prompt and constants["ROWS"] >= 64 and capability >= 90:
             assert re.search(MATRIX_INSTRUCTIONS[capability], found.assembly)
+        is_plain = constants["STORED"] == 0 and not constants["CAPPED"] and constants["DIM"] <= 128
+        assert constants["PIPELINED"] == (is_prompt and capability == 90 and is_plain)
+        if constants["PIPELINED"]:
+            # One wait in each loop, for the scores, one behind each, and one at the end: where the compiler gives up on
+            # products that others run beside, it waits for each instruction of them.
+            num_loops = 1 if constants["WINDOW"] or constants["CHUNK"] else 2
+            assert found.assembly.count("WARPGROUP.DEPBAR") <= 2 * num_loops + 1
         if not is_prompt and capability == 90:
             if constants["STORED"] != 1:  # slots of int8, with their scales, are multiples of 4 bytes only
                 assert found.registers <= DECODE_REGISTERS

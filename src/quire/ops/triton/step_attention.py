@@ -205,6 +205,8 @@ class TritonStepAttention:
             SINKS=sinks is not None,
             SPLIT=items.num_places > 0,
             COUNTED=counts is not None,
+            # With soft caps, the compiler would wait for each instruction of a product.
+            PIPELINED=items.tile.is_pipelined and self._stored == 0 and soft_cap is None,
             **self._device.overlapping,
         )
 

@@ -17,12 +17,15 @@ class Tile(NamedTuple):
         tokens: number of keys that are computed at a time.
         num_warps: number of warps of a program.
         num_stages: number of tiles of keys and values that are under way at a time.
+        is_pipelined: the product of weights and values is computed while the softmax of the next tile is, where the
+            cache has 16 bits and scores have no soft cap.
     """
 
     rows: int
     tokens: int
     num_warps: int
     num_stages: int
+    is_pipelined: bool = False
 
 
 @cache
@@ -66,9 +69,11 @@ def prefill_tile(
     if width <= 256:
         # 128 rows in 4 warps spill registers; before Hopper those of 8 warps do too.
         if capability[0] >= 9:
-            return Tile(power_of_2(group, 128), tokens, 8, 3)
+            # Products that go on while others are computed are those of Hopper's warp groups.
+            return Tile(power_of_2(group, 128), tokens, 8, 3, is_pipelined=capability[0] == 9)
         return Tile(power_of_2(group, 64), tokens, 4, 2)
     if width <= 512:
+        # Not pipelined: the compiler of Triton 3.6 would wait for each instruction of a product.
         return Tile(power_of_2(group, 64), 32, 8, 2)
     return Tile(power_of_2(group, 16), 16, 4, 2)
 
@@ -85,7 +90,8 @@ def shared_tile(
     tile = prefill_tile(head_dim, group, element_bytes, capability, is_int8)
     rows = min(tile.rows, power_of_2(group, SHARED_ROWS))
     # 64 rows in 4 warps spill registers.
-    return tile._replace(rows=rows, num_warps=8 if rows >= SHARED_ROWS else tile.num_warps)
+    num_warps = 8 if rows >= SHARED_ROWS else tile.num_warps
+    return tile._replace(rows=rows, num_warps=num_warps, is_pipelined=False)
 
 
 class CorrectionTile(NamedTuple):

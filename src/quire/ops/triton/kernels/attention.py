@@ -70,6 +70,46 @@ def _sees(positions, tokens, window, chunk, end, WINDOW: tl.constexpr, CHUNK: tl
 
 
 @triton.jit
+def _score(q, starts, known, dims, keys, key_scales, score_scale, soft_cap, HEAD_DIM: tl.constexpr,
+           CAPPED: tl.constexpr, STORED: tl.constexpr, MASKED: tl.constexpr, dtype: tl.constexpr):  # fmt: skip
+    """Return scores [ROWS, TOKENS] of the keys at `starts`: those that are capped are scaled, others are not yet."""
+    k, scales = _vectors(keys, key_scales, starts, known, dims, dtype, HEAD_DIM, STORED, MASKED)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if STORED == INT8:
+        scores *= scales[None, :]
+    if CAPPED:
+        # Scores are for powers of 2. tanh(x) = 1 - 2 / (e^2x + 1), which loses what is small beside 1.
+        limit = soft_cap * 1.4426950408889634
+        x = scores * score_scale / limit
+        large = 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)
+        square = x * x
+        small = ((62.0 / 2835.0 * square - 17.0 / 315.0) * square + 2.0 / 15.0) * square - 1.0 / 3.0
+        scores = limit * tl.where(square < 0.0625, x + x * square * small, large)
+    return scores
+
+
+@triton.jit
+def _weigh(scores, peak, weight, score_scale, CAPPED: tl.constexpr):
+    """Return the weights of tokens [ROWS, TOKENS], and by what sums before decay, new peaks and weights of rows.
+
+    The scale is not negative, so the greatest score is that of the greatest one that is scaled, and scaling the others
+    takes no instruction of its own.
+    """
+    peaks = tl.max(scores, 1)
+    if not CAPPED:
+        peaks *= score_scale
+    new_peak = tl.maximum(peak, peaks)
+    # A row that has seen nothing yet has no peak; what is subtracted then must be finite.
+    offset = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    if CAPPED:
+        weights = tl.exp2(scores - offset[:, None])
+    else:
+        weights = tl.exp2(scores * score_scale - offset[:, None])
+    decay = tl.exp2(peak - offset)
+    return weights, decay, new_peak, weight * decay + tl.sum(weights, 1)
+
+
+@triton.jit
 def attend_tile(
     sums, peak, weight, q, positions, token, first, end, ids, keys, values, key_scales, value_scales, stride_block,
     score_scale, soft_cap, window, chunk, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr,
@@ -81,31 +121,115 @@ def attend_tile(
     dims = tl.arange(0, sums.shape[1])
     known = (tokens >= first) & (tokens < end)
     starts = ids.to(tl.int64) * stride_block + (tokens % BLOCK_SIZE) * WIDTH
-    k, scales = _vectors(keys, key_scales, starts, known, dims, dtype, HEAD_DIM, STORED, MASKED)
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * score_scale
-    if STORED == INT8:
-        scores *= scales[None, :]
-    if CAPPED:
-        # Scores are for powers of 2. tanh(x) = 1 - 2 / (e^2x + 1), which loses what is small beside 1.
-        limit = soft_cap * 1.4426950408889634
-        x = scores / limit
-        large = 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)
-        square = x * x
-        small = ((62.0 / 2835.0 * square - 17.0 / 315.0) * square + 2.0 / 15.0) * square - 1.0 / 3.0
-        scores = limit * tl.where(square < 0.0625, x + x * square * small, large)
+    scores = _score(q, starts, known, dims, keys, key_scales, score_scale, soft_cap, HEAD_DIM, CAPPED, STORED, MASKED,
+                    dtype)  # fmt: skip
     if MASKED:
         scores = tl.where(_sees(positions, tokens, window, chunk, end, WINDOW, CHUNK), scores, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(scores, 1))
-    # A row that has seen nothing yet has no peak; what is subtracted then must be finite.
-    offset = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-    weights = tl.exp2(scores - offset[:, None])
-    decay = tl.exp2(peak - offset)
-    weight = weight * decay + tl.sum(weights, 1)
+    weights, decay, new_peak, weight = _weigh(scores, peak, weight, score_scale, CAPPED)
     v, scales = _vectors(values, value_scales, starts, known, dims, dtype, HEAD_DIM, STORED, MASKED)
     if STORED == INT8:
         weights *= scales[None, :]
     sums = tl.dot(factor(rounded(weights, dtype)), v, sums * decay[:, None], input_precision="ieee")
     return sums, new_peak, weight
+
+
+@triton.jit
+def _attend_in_turn(
+    sums, peak, weight, q, positions, begin, middle, first, end, ids, table, keys, values, key_scales, value_scales,
+    stride_block, score_scale, soft_cap, window, chunk, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr, TOKENS: tl.constexpr, CAPPED: tl.constexpr, STORED: tl.constexpr, WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Return sums, peaks and weights of rows after tiles of [begin, end); those before `middle` all rows see whole."""
+    for token in range(begin, middle, TOKENS):
+        next_ids = block_ids(table, token + TOKENS, first, end, BLOCK_SIZE, TOKENS)
+        sums, peak, weight = attend_tile(
+            sums, peak, weight, q, positions, token, first, end, ids, keys, values, key_scales, value_scales,
+            stride_block, score_scale, soft_cap, window, chunk, HEAD_DIM, BLOCK_SIZE, WIDTH, TOKENS, CAPPED, STORED,
+            WINDOW, CHUNK, False, dtype,
+        )  # fmt: skip
+        ids = next_ids
+    for token in range(middle, end, TOKENS):
+        next_ids = block_ids(table, token + TOKENS, first, end, BLOCK_SIZE, TOKENS)
+        sums, peak, weight = attend_tile(
+            sums, peak, weight, q, positions, token, first, end, ids, keys, values, key_scales, value_scales,
+            stride_block, score_scale, soft_cap, window, chunk, HEAD_DIM, BLOCK_SIZE, WIDTH, TOKENS, CAPPED, STORED,
+            WINDOW, CHUNK, True, dtype,
+        )  # fmt: skip
+        ids = next_ids
+    return sums, peak, weight
+
+
+@triton.jit
+def _attend_pipelined(
+    sums, peak, weight, q, positions, begin, middle, first, end, ids, table, keys, values, stride_block, score_scale,
+    window, chunk, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Do what `_attend_in_turn` does, and add the values of a tile while the softmax of the next one is computed.
+
+    The product of weights and values comes behind that of the next scores, and nothing waits for it until there are the
+    scores after those: tensor cores compute it meanwhile.
+
+    ```
+     tensor cores   scores 1 | sums 0 ............ | scores 2 | sums 1 ............ | scores 3
+     others                  | softmax of scores 1 |          | softmax of scores 2 |
+    ```
+
+    Source: FlashAttention-3, arXiv 2407.08608, section 3.2.
+    """
+    dims = tl.arange(0, sums.shape[1])
+    # Nothing is added in front of the first tile, whose values are read though: all rows see them, or they are masked.
+    starts = ids.to(tl.int64) * stride_block + (begin + tl.arange(0, TOKENS)) % BLOCK_SIZE * WIDTH
+    weights = tl.zeros([sums.shape[0], TOKENS], tl.float32)
+    decay = tl.full([sums.shape[0]], 1.0, tl.float32)
+    for token in range(begin, middle, TOKENS):
+        next_ids = block_ids(table, token + TOKENS, first, end, BLOCK_SIZE, TOKENS)
+        sums, peak, weight, decay, weights, starts = _attend_behind(
+            sums, peak, weight, decay, weights, starts, q, positions, token, first, end, ids, keys, values,
+            stride_block, score_scale, window, chunk, HEAD_DIM, BLOCK_SIZE, WIDTH, TOKENS, WINDOW, CHUNK, False, dtype,
+        )  # fmt: skip
+        ids = next_ids
+    for token in range(middle, end, TOKENS):
+        next_ids = block_ids(table, token + TOKENS, first, end, BLOCK_SIZE, TOKENS)
+        sums, peak, weight, decay, weights, starts = _attend_behind(
+            sums, peak, weight, decay, weights, starts, q, positions, token, first, end, ids, keys, values,
+            stride_block, score_scale, window, chunk, HEAD_DIM, BLOCK_SIZE, WIDTH, TOKENS, WINDOW, CHUNK, True, dtype,
+        )  # fmt: skip
+        ids = next_ids
+    tokens = (end - 1) // TOKENS * TOKENS + tl.arange(0, TOKENS)
+    known = (tokens >= first) & (tokens < end)
+    return _add_values(sums, decay, weights, starts, known, dims, values, HEAD_DIM, True, dtype), peak, weight
+
+
+@triton.jit
+def _attend_behind(
+    sums, peak, weight, decay, weights, starts, q, positions, token, first, end, ids, keys, values, stride_block,
+    score_scale, window, chunk, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, MASKED: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Add the values of the tile before to the sums, and a tile of keys to the running softmax of each row.
+
+    What is added later is returned: by what sums decay before, the weights of the tile, and where its vectors start.
+    """
+    tokens = token + tl.arange(0, TOKENS)
+    dims = tl.arange(0, sums.shape[1])
+    next_starts = ids.to(tl.int64) * stride_block + (tokens % BLOCK_SIZE) * WIDTH
+    known, known_before = (tokens >= first) & (tokens < end), tokens - TOKENS >= first
+    scores = _score(q, next_starts, known, dims, keys, keys, score_scale, 0.0, HEAD_DIM, False, PLAIN, MASKED, dtype)
+    sums = _add_values(sums, decay, weights, starts, known_before, dims, values, HEAD_DIM, MASKED, dtype)
+    if MASKED:
+        scores = tl.where(_sees(positions, tokens, window, chunk, end, WINDOW, CHUNK), scores, float("-inf"))
+    weights, decay, peak, weight = _weigh(scores, peak, weight, score_scale, False)
+    return sums, peak, weight, decay, weights, next_starts
+
+
+@triton.jit
+def _add_values(sums, decay, weights, starts, known, dims, values, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr,
+                dtype: tl.constexpr):  # fmt: skip
+    """Add the values of a tile to the sums."""
+    v, _ = _vectors(values, values, starts, known, dims, dtype, HEAD_DIM, PLAIN, MASKED)
+    return tl.dot(factor(rounded(weights, dtype)), v, sums * decay[:, None], input_precision="ieee")
 
 
 @triton.jit
@@ -148,12 +272,13 @@ def attend(
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, STORED: tl.constexpr, WINDOW: tl.constexpr,
     CHUNK: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, COUNTED: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    PIPELINED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Let the rows of an item attend with the query heads of one KV head; see the head of this file.
 
     `score_scale` and `sinks` are for powers of 2. An item with SPLIT stores a partial result; with COUNTED it says so
-    by itself, and the first of `counts` is the number of items: there are programs for more.
+    by itself, and the first of `counts` is the number of items: there are programs for more. PIPELINED: see
+    `_attend_behind`; for caches of 16 bits.
     """
     wait_for_previous(OVERLAPS)
     if COUNTED:  # noqa: SIM102 - the compiler decides the outer condition
@@ -182,22 +307,17 @@ def attend(
     middle = begin
     if not WINDOW and not CHUNK:
         middle = tl.maximum(tl.minimum(end, position + 1) // TOKENS * TOKENS, begin)
-        for token in range(begin, middle, TOKENS):
-            next_ids = block_ids(table, token + TOKENS, first, end, BLOCK_SIZE, TOKENS)
-            sums, peak, weight = attend_tile(
-                sums, peak, weight, q, positions, token, first, end, ids, keys, values, key_scales, value_scales,
-                stride_block, score_scale, soft_cap, window, chunk, HEAD_DIM, BLOCK_SIZE, WIDTH, TOKENS, CAPPED, STORED,
-                WINDOW, CHUNK, False, dtype,
-            )  # fmt: skip
-            ids = next_ids
-    for token in range(middle, end, TOKENS):
-        next_ids = block_ids(table, token + TOKENS, first, end, BLOCK_SIZE, TOKENS)
-        sums, peak, weight = attend_tile(
-            sums, peak, weight, q, positions, token, first, end, ids, keys, values, key_scales, value_scales,
-            stride_block, score_scale, soft_cap, window, chunk, HEAD_DIM, BLOCK_SIZE, WIDTH, TOKENS, CAPPED, STORED,
-            WINDOW, CHUNK, True, dtype,
+    if PIPELINED:
+        sums, peak, weight = _attend_pipelined(
+            sums, peak, weight, q, positions, begin, middle, first, end, ids, table, keys, values, stride_block,
+            score_scale, window, chunk, HEAD_DIM, BLOCK_SIZE, WIDTH, TOKENS, WINDOW, CHUNK, dtype,
         )  # fmt: skip
-        ids = next_ids
+    else:
+        sums, peak, weight = _attend_in_turn(
+            sums, peak, weight, q, positions, begin, middle, first, end, ids, table, keys, values, key_scales,
+            value_scales, stride_block, score_scale, soft_cap, window, chunk, HEAD_DIM, BLOCK_SIZE, WIDTH, TOKENS,
+            CAPPED, STORED, WINDOW, CHUNK, dtype,
+        )  # fmt: skip
 
     if COUNTED:
         if place >= 0:
