@@ -47,6 +47,23 @@ def test_heads(num_kv_heads: int, group: int) -> None:
     world.check(make_ops())
 
 
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"has_sinks": True}, {"window": 100}, {"chunk": 90}, {"soft_cap": 3.0}], ids=str
+)
+def test_prompts_of_many_tiles(options: dict[str, Any], dtype: torch.dtype) -> None:
+    """Tiles that all rows see whole, then tiles under masks: values are added behind the scores of the next tile."""
+    spans = [(0, 260), (391, 70), (64, 64), (0, 65)]
+    make_world(spans, num_kv_heads=1, group=3, head_dim=80, dtype=dtype, **options).check(make_ops())
+
+
+@pytest.mark.parametrize("scale", [-0.2, 0.0])
+def test_scores_that_are_turned_round_or_all_equal(scale: float) -> None:
+    world = make_world([(70, 3), (0, 90)], head_dim=64)
+    world.scale = scale
+    world.check(make_ops())
+
+
 @pytest.mark.parametrize("block_size", [1, 8, 64])
 def test_block_sizes(block_size: int) -> None:
     make_world(SHORT, block_size=block_size, head_dim=16).check(make_ops())

@@ -147,6 +147,8 @@ class TritonStepAttention:
         num_rows, num_heads, head_dim = q.shape
         group = num_heads // self._num_kv_heads
         q = q if q.stride(2) == 1 else q.contiguous()
+        if scale <= 0.0:  # kernels compare scores before they scale them
+            q, scale = q * scale, 1.0
         for items in self._launches(group, num_rows):
             partial = output, output
             if items.num_places:
