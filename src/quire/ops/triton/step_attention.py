@@ -23,8 +23,10 @@ from quire.ops.triton.work_items import plan_work
 STORED = {torch.int8: 1, torch.float8_e4m3fn: 2}
 # Heads that one program prepares.
 HEADS = 8
-# Numbers of partial results that a program adds up at once.
+# Numbers of partial results that a program adds up at once; of few rows, whose contexts are in many parts.
 COMBINED = 1024
+COMBINED_OF_FEW = 4096
+FEW_ROWS = 8
 
 
 class PlacedShared(NamedTuple):
@@ -274,6 +276,7 @@ class TritonStepAttention:
         self, items: PlacedItems, output: Tensor, partial: tuple[Tensor, Tensor], sinks: Tensor | None, group: int
     ) -> None:
         """Add up what the splits of rows gave."""
+        combined = COMBINED_OF_FEW if items.num_split <= FEW_ROWS else COMBINED
         attention.combine[items.num_split, self._num_kv_heads, group](
             output,
             *partial,
@@ -284,7 +287,7 @@ class TritonStepAttention:
             GROUP=group,
             HEAD_DIM=self._head_dim,
             DIM=power_of_2(self._head_dim, 16),
-            PARTS=max(1, COMBINED // power_of_2(self._head_dim, 16)),
+            PARTS=max(1, combined // power_of_2(self._head_dim, 16)),
             SINKS=sinks is not None,
             COUNTED=items.counts is not None,
             num_warps=4,

@@ -280,9 +280,10 @@ def attend(
     by itself, and the first of `counts` is the number of items: there are programs for more. PIPELINED: see
     `_attend_behind`; for caches of 16 bits.
     """
-    wait_for_previous(OVERLAPS)
+    # Items and block tables come from the host: they are loaded while the kernel before still runs.
     if COUNTED:  # noqa: SIM102 - the compiler decides the outer condition
         if tl.program_id(0) >= tl.load(counts):
+            wait_for_previous(OVERLAPS)
             return
     item, kv_head = items + tl.program_id(0) * ITEM, tl.program_id(1)
     first_row, num_rows, position = tl.load(item), tl.load(item + 1), tl.load(item + 2)
@@ -291,6 +292,9 @@ def attend(
     rows, heads = lanes // GROUP, kv_head * GROUP + lanes % GROUP
     mask, at = (rows < num_rows)[:, None] & (dims < HEAD_DIM)[None, :], (first_row + rows).to(tl.int64)
     dtype: tl.constexpr = queries.dtype.element_ty
+    begin = first // TOKENS * TOKENS
+    ids = block_ids(table, begin, first, end, BLOCK_SIZE, TOKENS)
+    wait_for_previous(OVERLAPS)
     where = queries + at[:, None] * stride_row + heads[:, None] * stride_head + dims[None, :]
     q = factor(tl.load(where, mask=mask, other=0.0))
     positions = position + rows
@@ -301,8 +305,6 @@ def attend(
     sums = tl.zeros([ROWS, DIM], tl.float32)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
-    begin = first // TOKENS * TOKENS
-    ids = block_ids(table, begin, first, end, BLOCK_SIZE, TOKENS)
     # Tiles that all rows see whole need no masks; under a window or in chunks all are masked.
     middle = begin
     if not WINDOW and not CHUNK:
@@ -343,15 +345,16 @@ def combine(
 
     PARTS of them are loaded at once: one after the other, each would wait for the memory.
     """
-    wait_for_previous(OVERLAPS)
     if COUNTED:  # noqa: SIM102 - the compiler decides the outer condition
         if tl.program_id(0) >= tl.load(counts + 1):
+            wait_for_previous(OVERLAPS)
             return
     entry = split_rows + tl.program_id(0) * SPLIT_ROWS
     kv_head, group_head = tl.program_id(1), tl.program_id(2)
     first_row, num_rows, place, count = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
     head = kv_head * GROUP + group_head
     dims = tl.arange(0, DIM)
+    wait_for_previous(OVERLAPS)
     for row in range(num_rows):
         sums = tl.zeros([DIM], tl.float32)
         peak = tl.full([1], float("-inf"), tl.float32)

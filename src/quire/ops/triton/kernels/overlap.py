@@ -2,7 +2,7 @@
 
 A kernel that is launched so may start as soon as all programs of the one before have called `wait_for_previous`, or
 have ended. Nothing that is computed is read, and nothing is written, before that returns: all kernels before have ended
-then.
+then. A program that has nothing to do calls it too: a kernel whose programs did not would end before the one before.
 """
 
 import triton
