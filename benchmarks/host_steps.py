@@ -41,6 +41,7 @@ from quire.execution.sampling.device_sampler import DeviceSampler
 from quire.memory.manager import KVCacheManager
 from quire.memory.specs import FullAttention
 from quire.models.spec import TokenCacheShape
+from quire.ops.adapted_linear import StepAdapters
 from quire.ops.interface import PagedKV
 from quire.ops.static_steps import StaticLimits
 from quire.ops.triton.launches import LAUNCH_BYTES
@@ -76,7 +77,13 @@ def make_ladder(num_sequences: int, num_blocks: int) -> tuple[GraphLadder, Paged
     spec = SimpleNamespace(width=1, vocab_size=VOCAB)
     groups = [SimpleNamespace(cache=CACHE)]
     decoder: Any = SimpleNamespace(
-        ops=ops, device=device, dtype=torch.float32, spec=spec, cache_groups=groups, ranks=None
+        ops=ops,
+        device=device,
+        dtype=torch.float32,
+        spec=spec,
+        cache_groups=groups,
+        ranks=None,
+        step_adapters=StepAdapters(),
     )
     limits = StaticLimits(num_sequences, 2 * num_blocks)
     ladder = GraphLadder(decoder, [kv], [num_sequences], limits, BLOCK_SIZE, NoCapture())  # type: ignore[list-item]

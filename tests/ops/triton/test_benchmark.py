@@ -77,3 +77,13 @@ def test_rehearsal(tmp_path: Path) -> None:
         "nano-vllm's benchmark",
     }
     assert names <= report["figures"].keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["captured_plans", "host_steps", "host_serving"])
+def test_benchmarks_of_the_host_need_no_gpu(name: str) -> None:
+    pytest.importorskip("triton")
+    options = {"captured_plans": ("--steps", "2"), "host_steps": ("--steps", "2", "--sequences", "4")}
+    command = [sys.executable, "-m", f"benchmarks.{name}", *options.get(name, ("--runs", "1"))]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert found.returncode == 0, found.stderr
