@@ -125,8 +125,11 @@ def test_attention(name: str, capability: int) -> None:
             continue
         constants = launch.arguments
         if capability == 90:
-            # Six numbers of an item, and block ids, are loaded in front of the wait for the kernel before.
-            assert found.assembly[: found.assembly.rindex("ACQBULK")].count("LDG") >= 7
+            # In front of the wait for the kernel before, six numbers of an item and block ids are loaded, and keys and
+            # values of decodes are fetched.
+            early = found.assembly[: found.assembly.rindex("ACQBULK")]
+            assert early.count("LDG") >= 7
+            assert ("CCTL.E.PF2" in early) != constants["PIPELINED"]
         is_prompt = launch.options["num_warps"] == 8 or constants["ROWS"] >= 64
         if options["dtype"] is FP32:
             continue

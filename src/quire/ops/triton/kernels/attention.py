@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from quire.ops.triton.kernels.numbers import FLOAT8, INT8, PLAIN, factor, from_e4m3, rounded
-from quire.ops.triton.kernels.overlap import wait_for_previous
+from quire.ops.triton.kernels.overlap import prefetch, wait_for_previous
 from quire.ops.triton.launcher import kernel
 
 # Numbers that describe an item: first row, number of rows, position of the first row, first entry of the sequence's
@@ -30,6 +30,18 @@ def block_ids(table, token, first, end, BLOCK_SIZE: tl.constexpr, TOKENS: tl.con
     """Load the block of each token of a tile; no entry is read of tokens that are not."""
     tokens = token + tl.arange(0, TOKENS)
     return tl.load(table + tokens // BLOCK_SIZE, mask=(tokens >= first) & (tokens < end), other=0)
+
+
+@triton.jit
+def _prefetch_tile(ids, token, keys, values, stride_block, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+                   WIDTH: tl.constexpr, TOKENS: tl.constexpr):  # fmt: skip
+    """Have the keys and values of a tile fetched, whose lines are 128 bytes."""
+    per_line: tl.constexpr = 1024 // keys.dtype.element_ty.primitive_bitwidth
+    lines = tl.arange(0, triton.next_power_of_2(triton.cdiv(HEAD_DIM, per_line))) * per_line
+    starts = ids.to(tl.int64) * stride_block + (token + tl.arange(0, TOKENS)) % BLOCK_SIZE * WIDTH
+    where = starts[:, None] + lines[None, :]
+    prefetch(keys + where)
+    prefetch(values + where)
 
 
 @triton.jit
@@ -280,7 +292,8 @@ def attend(
     by itself, and the first of `counts` is the number of items: there are programs for more. PIPELINED: see
     `_attend_behind`; for caches of 16 bits.
     """
-    # Items and block tables come from the host: they are loaded while the kernel before still runs.
+    # Items and block tables come from the host: they are loaded while the kernel before still runs, and the first keys
+    # and values are fetched, most of which are of earlier steps.
     if COUNTED:  # noqa: SIM102 - the compiler decides the outer condition
         if tl.program_id(0) >= tl.load(counts):
             wait_for_previous(OVERLAPS)
@@ -294,12 +307,16 @@ def attend(
     dtype: tl.constexpr = queries.dtype.element_ty
     begin = first // TOKENS * TOKENS
     ids = block_ids(table, begin, first, end, BLOCK_SIZE, TOKENS)
+    offset = kv_head.to(tl.int64) * stride_kv_head
+    keys, values = keys + offset, values + offset
+    if OVERLAPS and not PIPELINED:
+        next_ids = block_ids(table, begin + TOKENS, first, end, BLOCK_SIZE, TOKENS)
+        _prefetch_tile(ids, begin, keys, values, stride_block, HEAD_DIM, BLOCK_SIZE, WIDTH, TOKENS)
+        _prefetch_tile(next_ids, begin + TOKENS, keys, values, stride_block, HEAD_DIM, BLOCK_SIZE, WIDTH, TOKENS)
     wait_for_previous(OVERLAPS)
     where = queries + at[:, None] * stride_row + heads[:, None] * stride_head + dims[None, :]
     q = factor(tl.load(where, mask=mask, other=0.0))
     positions = position + rows
-    offset = kv_head.to(tl.int64) * stride_kv_head
-    keys, values = keys + offset, values + offset
     key_scales, value_scales = key_scales + offset // 4, value_scales + offset // 4
 
     sums = tl.zeros([ROWS, DIM], tl.float32)

@@ -11,6 +11,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
+def prefetch(places):
+    """Have the cache lines (L2) of pointers fetched; nothing waits for them, and others may write there meanwhile."""
+    tl.inline_asm_elementwise(
+        "mov.b32 $0, 0; prefetch.global.L2 [$1];", "=r,l", [places.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def wait_for_previous(OVERLAPS: tl.constexpr):
     """Wait for the kernels before, and let the next one be set up."""
     if OVERLAPS:
