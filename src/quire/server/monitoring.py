@@ -71,6 +71,8 @@ async def status(state: ServerState, request: Request) -> Response:
     """Answer `GET /status`: the values that the page shows; a tenant's client sees the tenant's requests only."""
     now = time.monotonic()
     tenant = None if request.scope[IS_OPERATOR] else read_tenant(state.config, request)
+    # First, so that the memory is that of a moment when they had begun.
+    in_flight = await state.views.in_flight()
     report = await state.llm.report()
     engine, usage, swapped_requests = report.health, report.usage, report.swapped_requests
     resolved = state.llm.resolved
@@ -94,7 +96,7 @@ async def status(state: ServerState, request: Request) -> Response:
                     "completion_tokens": row.num_output,
                     "swapped": row.answer_id in swapped,
                 }
-                for row in await state.views.in_flight()
+                for row in in_flight
                 if tenant is None or row.tenant == tenant
             ],
         }
