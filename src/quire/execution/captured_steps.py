@@ -18,6 +18,7 @@ from quire.execution.ranked_capture import RankedCapture, seen_sums
 from quire.execution.step_capture import CudaCapture, StepCapture
 from quire.execution.tape_capture import TapeCapture
 from quire.models.decoder import Decoder
+from quire.models.mtp import MTPHead
 from quire.ops.static_steps import MakesStaticSteps
 
 logger = logging.getLogger(__name__)
@@ -57,8 +58,8 @@ class CapturedSteps(NamedTuple):
 
 
 def has_captured_passes(draft: Decoder) -> bool:
-    """Say whether the passes of a draft model are captured: not where ranks choose its tokens together."""
-    return draft.ranks is None and draft.replicas is None
+    """Say whether the passes of a draft model are captured: not those of a head, nor where ranks choose its tokens."""
+    return not isinstance(draft, MTPHead) and draft.ranks is None and draft.replicas is None
 
 
 @torch.inference_mode()

@@ -94,7 +94,9 @@ class LaidTables:
         if changed is None:
             rows, changed = list(map(self._place_of, tables)), range(len(tables))
         for row in changed:
-            table, place = tables[row], rows[row]
+            table = tables[row]
+            # Another row of the sequence may have moved it.
+            place = rows[row] = self._places[table]
             if len(table.ids) == place.num_known and table.stamp == place.stamp:
                 continue
             if table.stamp != place.stamp:

@@ -110,14 +110,11 @@ def step_cost(
         config.speculative.num_tokens,
     )
     if isinstance(draft, MTPHead):
-        costs, captured = [measure_step_cost(model, limits, model.dtype, stored, draft)], None
+        costs = [measure_step_cost(model, limits, model.dtype, stored, draft)]
     else:
-        costs, captured = (
-            [measure_step_cost(each, limits, each.dtype, stored) for each in (model, draft) if each],
-            draft,
-        )
+        costs = [measure_step_cost(each, limits, each.dtype, stored) for each in (model, draft) if each]
     return StepCost(
-        fixed_bytes=max(cost.fixed_bytes for cost in costs) + _graph_bytes(config, model, captured, limits, stored),
+        fixed_bytes=max(cost.fixed_bytes for cost in costs) + _graph_bytes(config, model, draft, limits, stored),
         bytes_per_token=max(cost.bytes_per_token for cost in costs),
     )
 
