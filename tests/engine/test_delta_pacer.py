@@ -72,7 +72,7 @@ def test_held_deltas_lose_no_token_and_neither_the_first_nor_the_last_waits() ->
     assert len(held[-1]) >= 11
 
 
-def test_deltas_of_one_post_are_one_delta_of_each_stream_and_errors_come_after_them() -> None:
+def test_items_of_one_post_are_delivered_in_order_by_one_call_of_the_loop() -> None:
     async def scenario() -> list[tuple[str, Item]]:
         got: list[tuple[str, Item]] = []
         sink = LoopSink(asyncio.get_running_loop())
@@ -85,14 +85,12 @@ def test_deltas_of_one_post_are_one_delta_of_each_stream_and_errors_come_after_t
             output = CompletionOutput(0, text=f"{token_id} ", token_ids=[token_id])
             return stream, RequestOutput(stream.request_id, prompt=None, prompt_token_ids=[], outputs=[output])
 
-        of_steps = [delta(stream, token_id) for token_id in range(3) for stream in streams]
-        post_items([*of_steps, (streams[0], WorkerError("broken"))])
+        error = WorkerError("broken")
+        items: list[tuple[Stream, Item]] = [*(delta(stream, 7) for stream in streams), (streams[0], error)]
+        post_items(items)
+        assert not got, "delivered by the engine's thread"
         await asyncio.sleep(0)
+        assert got == [(stream.request_id, item) for stream, item in items]
         return got
 
-    (_, of_a), (_, of_b), (last, error) = asyncio.run(scenario())
-    assert isinstance(of_a, RequestOutput)
-    assert isinstance(of_b, RequestOutput)
-    assert of_a.outputs[0].token_ids == of_b.outputs[0].token_ids == [0, 1, 2]
-    assert of_a.outputs[0].text == "0 1 2 "
-    assert (last, str(error)) == ("a", "broken")
+    assert len(asyncio.run(scenario())) == 3

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, Protocol
 from quire.engine.delta_pacer import DeltaPacer
 from quire.engine.engine import Engine
 from quire.engine.outputs.mailbox import Item
-from quire.engine.outputs.outputs import RequestOutput
 from quire.structured.grammar_cache import Grammar
 
 
@@ -38,9 +37,6 @@ class Stream:
         deliver: function that takes an item, called by the sink.
         on_end: function that is called once the request has ended, before the next step; its error ends the stream.
         grammar: compiled grammar of the request, referenced until the request itself references it.
-
-    Attributes:
-        has_begun: True once an item was posted; the first one never waits for others.
     """
 
     request_id: str
@@ -49,12 +45,11 @@ class Stream:
     deliver: Callable[[Item], None]
     on_end: Callable[[Engine], None] | None = None
     grammar: Grammar | None = None
-    has_begun: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class LoopSink:
-    """Delivers items on an event loop, those of one post in one call, and the deltas of a stream as one.
+    """Delivers items on an event loop, those of one post in one call.
 
     Args:
         loop: the event loop of the reading tasks.
@@ -86,19 +81,8 @@ def post_items(items: Iterable[tuple[Stream, Item]], pacer: DeltaPacer | None = 
 def _deliver_all(items: Sequence[tuple[Stream, Item]], pacer: DeltaPacer | None) -> None:
     if pacer is not None:
         pacer.on_arrival()
-    deltas: dict[Stream, RequestOutput] = {}
-    errors: list[tuple[Stream, Exception]] = []
     for stream, item in items:
-        if isinstance(item, Exception):
-            errors.append((stream, item))
-        elif stream in deltas:
-            deltas[stream].add(item)
-        else:
-            deltas[stream] = item
-    for stream, delta in deltas.items():
-        stream.deliver(delta)
-    for stream, error in errors:
-        stream.deliver(error)
+        stream.deliver(item)
 
 
 class Abort(NamedTuple):

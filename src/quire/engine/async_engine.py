@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, cast
 
@@ -41,6 +41,12 @@ class AsyncEngine(Engine):
         self._in_flight: StepInFlight | None = None
         self._last_end_s = 0.0
 
+    def step(self, may_hold: Callable[[], bool] | None = None) -> list[RequestOutput]:
+        """Run one step and return the outputs of the requests that have any; see `Engine`."""
+        outputs = super().step(may_hold)
+        self._finish_when_idle()
+        return outputs
+
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request in any state, and free its memory; see `Engine`."""
         output = super().abort_request(request_id)
@@ -72,9 +78,7 @@ class AsyncEngine(Engine):
             ahead = scheduler.plan_ahead(self.num_steps, present.plan)
             if ahead is not None:
                 self._in_flight = self._launch(ahead)
-        outputs = self._read(present)
-        self._finish_when_idle()
-        return outputs
+        return self._read(present)
 
     def _launch(self, plan: StepPlan) -> StepInFlight:
         self.num_steps += 1
@@ -84,7 +88,7 @@ class AsyncEngine(Engine):
         return StepInFlight(plan, cast(AsyncExecutor, self.executor).launch(plan), started_s)
 
     def _read(self, present: StepInFlight) -> list[RequestOutput]:
-        """Wait for a step, and apply its results."""
+        """Wait for a step, and apply its results; return the outputs of the requests that it ended early."""
         plan = present.plan
         try:
             result = present.step.result()
@@ -121,3 +125,4 @@ class AsyncEngine(Engine):
         if self._in_flight is not None and not self.has_unfinished:
             present, self._in_flight = self._in_flight, None
             self._read(present)
+            self.publish_kv_events()

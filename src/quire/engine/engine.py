@@ -57,6 +57,7 @@ class Engine:
     Attributes:
         pins: pinned prefixes.
         requests: builder of requests; its `prepare` may be called from any thread.
+        outputs: outputs of unfinished requests.
         step_recorder: recorder of the duration of each step.
         block_lifetimes: lifetimes of sampled blocks; None where no share of them is sampled.
         adapters: loaded adapters; None without `enable_lora`.
@@ -99,10 +100,10 @@ class Engine:
         self._disk_prefetch = disk_prefetch
         self.grammars = grammars
         self._hand_over = hand_over
-        self._outputs = OutputProcessor(tokenizer, clock)
+        self.outputs = OutputProcessor(tokenizer, clock)
         self._num_requests = 0
-        self._early_ends = EarlyEnds(scheduler, self._outputs)
-        self._beam_steps = BeamSteps(scheduler, self._outputs, clock)
+        self._early_ends = EarlyEnds(scheduler, self.outputs)
+        self._beam_steps = BeamSteps(scheduler, self.outputs, clock)
         self._stats = StatsCollector(scheduler)
         copy_bytes_per_s = executor.measure_copies()
         self.step_recorder = StepRecorder(scheduler, copy_bytes_per_s, config.max_inter_token_ms, speculation)
@@ -132,14 +133,8 @@ class Engine:
             prompt: text, token ids, or a mapping with one of them; token ids with `media`, see `EmbeddingsReader`. Or
                 the result of `requests.prepare` for the prompt and `params`.
             params: valid sampling parameters.
-            priority: lower runs first, under the priority policy.
-            flow: name of a flow; flows take turns, whatever their number of requests. None makes a flow of its own.
-            cache_salt: only requests with the same salt share cached prefixes.
-            tenant: only requests of the same tenant share cached prefixes.
-            retain_cache: True to evict the request's cached blocks last, within `retention_limit`.
-            add_special_tokens: True to add the tokenizer's special tokens to a text prompt.
+            priority, flow, cache_salt, tenant, retain_cache, add_special_tokens, lora_request: see `AsyncLLM.generate`.
             arrival_s: time of arrival on the engine's clock; None is now.
-            lora_request: adapter of the request; None for the model alone.
             final_only: True for one output once the request has ended, which costs less than deltas step by step.
 
         Raises:
@@ -147,7 +142,7 @@ class Engine:
         """
         if type(request_id) is not str or not request_id:
             raise InvalidParameter("request_id", request_id, "a non-empty string")
-        if request_id in self._outputs:
+        if request_id in self.outputs:
             raise InvalidParameter("request_id", request_id, "unique among the requests in progress")
         request, text = self.requests.read(
             request_id,
@@ -168,7 +163,7 @@ class Engine:
             self._hand_over.add(request, self.scheduler.requests)
         self._num_requests += 1
         arrival_s = self._clock() if arrival_s is None else arrival_s
-        self._outputs.add_request(request, text, arrival_s, final_only=final_only)
+        self.outputs.add_request(request, text, arrival_s, final_only=final_only)
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request in any state, and free its memory.
@@ -183,31 +178,41 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """True while any request waits or runs."""
-        return bool(self._outputs.states)
+        return bool(self.outputs.states)
 
     # ---- steps ----
 
-    def step(self) -> list[RequestOutput]:
+    def step(self, may_hold: Callable[[], bool] | None = None) -> list[RequestOutput]:
         """Run one step and return the outputs of the requests that have any; see `add_request`.
 
         A failure of the data plane ends the requests of that step with an error; the others continue.
+
+        Args:
+            may_hold: function that is called once the step has run. Where it returns True, outputs wait for the next
+                step, in `outputs`, unless one of them is the first of a request, or ends a sample. None holds nothing.
 
         Raises:
             WorkerError: the data plane failed in several steps in a row.
         """
         try:
-            return self._step()
+            outputs = self._step() + self.outputs.take_outputs(may_hold)
+            if self._hand_over is not None and self._disk_prefetch is not None:
+                self._hand_over.finish(outputs, self.scheduler.memory, self._disk_prefetch, self.executor)
+            return outputs
         finally:
             self.publish_kv_events()
 
     def _step(self) -> list[RequestOutput]:
+        """Run one step; return the outputs of the requests that it ended early."""
         if self._disk_prefetch is not None:
             self._disk_prefetch.begin_step(self.step_recorder.tokens_per_s)
         if self.adapters is not None:
             self.adapters.free_unused()
         plan = self.scheduler.plan(self.num_steps)
         self.num_steps += 1
-        failed = self._end_without_blocks()
+        failed: list[RequestOutput] = []
+        if self._disk_prefetch is not None:
+            failed = self._early_ends.end_without_blocks(self._disk_prefetch.take_failed())
         if not plan.items:
             if self._disk_prefetch is not None and not failed:
                 self._disk_prefetch.wait()
@@ -226,12 +231,10 @@ class Engine:
         self._early_ends.num_failed_steps = 0
         self._stats.computed_tokens += self.step_recorder.record_step(plan.items, self._clock() - started_s)
         failed += self._check_items(plan, result)
-        outputs = self._update(plan, result)
+        failed += self._update(plan, result)
         if self._disk_prefetch is not None:
             self._disk_prefetch.write_through(self.executor)
-            if self._hand_over is not None:
-                self._hand_over.finish(outputs, self.scheduler.memory, self._disk_prefetch, self.executor)
-        return failed + outputs
+        return failed
 
     def usage(self) -> Usage:
         """Return the memory manager's counts."""
@@ -266,7 +269,7 @@ class Engine:
     def close(self) -> None:
         """Abort unfinished requests, save the prefix cache to disk, and close all parts."""
         try:
-            for request_id in tuple(self._outputs.states):
+            for request_id in tuple(self.outputs.states):
                 self.abort_request(request_id)
             # After a failure of the worker the contents of its blocks are unknown.
             if self._disk_prefetch is not None and not self._early_ends.num_failed_steps:
@@ -279,21 +282,12 @@ class Engine:
 
     # ---- parts of a step ----
 
-    def _end_without_blocks(self) -> list[RequestOutput]:
-        """End the requests whose blocks had to come from another engine, and did not."""
-        failed = () if self._disk_prefetch is None else self._disk_prefetch.take_failed()
-        outputs: list[RequestOutput] = []
-        for request_id, why in failed:
-            error = f"kv_load_failure_policy is 'fail': {why}"
-            outputs += self._early_ends.end(request_id, FinishReason.ERROR, error)
-        return outputs
-
     def _mark_scheduled(self, plan: StepPlan) -> None:
         """Record the time at which a plan schedules requests for the first time."""
         for item in plan.items:
             if item.new_sequence is not None and item.seq_id in self.scheduler.sequences:
                 request = self.scheduler.sequences[item.seq_id].request
-                if self._outputs.mark_scheduled(request.request_id):
+                if self.outputs.mark_scheduled(request.request_id):
                     self._stats.prompt_tokens += request.num_prompt
 
     def _check_items(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
@@ -307,16 +301,16 @@ class Engine:
             if outcome.error is not None:
                 failed += self._early_ends.fail_item(item, outcome.error, is_own_fault=outcome.is_own_fault)
             elif outcome.prompt_logprobs and item.seq_id in self.scheduler.sequences:
-                self._outputs.add_prompt_logprobs(self.scheduler.sequences[item.seq_id], item, outcome)
+                self.outputs.add_prompt_logprobs(self.scheduler.sequences[item.seq_id], item, outcome)
         return failed
 
     def _update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
         """Append a step's tokens to sequences and outputs, and finish complete sequences.
 
         Returns:
-            The outputs, those of failed requests first.
+            The last outputs of the requests that failed.
         """
-        scheduler, outputs = self.scheduler, self._outputs
+        scheduler, outputs = self.scheduler, self.outputs
         num_generated, stopped, failures = outputs.add_tokens(
             scheduler.update_from_results(plan.items, result.items), result.items
         )
@@ -331,4 +325,4 @@ class Engine:
             self._stats.generation_tokens += advanced.num_generated
             for request_id in advanced.exhausted:
                 failed += self._early_ends.end(request_id, FinishReason.ERROR, NO_TOKEN)
-        return failed + outputs.take_outputs()
+        return failed

@@ -48,8 +48,6 @@ class EngineThread:
         self._engine = engine
         self._metrics = metrics
         self._slots = slots
-        # Deltas that wait for those of the next step.
-        self._held: list[tuple[Stream, Item]] = []
         self._pacer = DeltaPacer()
         self._commands: queue.SimpleQueue[Stream | Abort | Call | WorkerError | ConfigError | None] = (
             queue.SimpleQueue()
@@ -106,12 +104,16 @@ class EngineThread:
             while self._run_commands():
                 self.progress_s = time.monotonic()
                 if self._engine.has_unfinished:
-                    self._publish(self._engine.step())
+                    self._publish(self._engine.step(self._may_hold))
         except BaseException as failure:  # a panic of a library in Rust is no Exception
             logger.exception("the engine has died")
             error, self.failure = WorkerError(str(failure)), failure
         finally:
             self.has_ended = True
+            try:
+                self._send_held()
+            except Exception:
+                logger.exception("the last tokens of streams are lost")
             self._send([(request_id, error) for request_id in self.streams])
             self._fail_commands()
             self._engine.close()
@@ -145,7 +147,7 @@ class EngineThread:
     def _start(self, stream: Stream) -> None:
         """Add a request to the engine; an error goes to the request's stream only."""
         # The step with its prompt may be a long one.
-        self._post()
+        self._send_held()
         try:
             stream.submit(self._engine)
         except Exception as error:
@@ -166,6 +168,16 @@ class EngineThread:
             del self.streams[stream.request_id]
             self.abort_request(stream.request_id)
 
+    def _may_hold(self) -> bool:
+        """Return whether outputs may wait for the next step: not for one that computes prompts, which may be long."""
+        return not self._engine.scheduler.waiting and self._pacer.may_hold()
+
+    def _send_held(self) -> None:
+        """Send the outputs that wait for the next step."""
+        outputs = self._engine.outputs.take_outputs()
+        self._metrics.on_outputs(outputs)
+        self._send((output.request_id, output) for output in outputs)
+
     def _publish(self, outputs: list[RequestOutput]) -> None:
         """Count a step's outputs, then send them to their streams, so that the metrics include each output sent."""
         self._slots.changed()
@@ -174,12 +186,8 @@ class EngineThread:
         self._send((output.request_id, output) for output in outputs)
 
     def _send(self, items: Iterable[tuple[str, Item]]) -> None:
-        """Post items to the streams of their requests; an aborted request may have none.
-
-        Deltas may be held for those of the next step, but neither a stream's first nor its last one, nor while
-        requests wait, since a step that computes their prompts may be long.
-        """
-        can_wait = not self._engine.scheduler.waiting
+        """Post items to the streams of their requests; an aborted request may have none."""
+        sent: list[tuple[Stream, Item]] = []
         for request_id, item in items:
             is_last = isinstance(item, Exception) or item.finished
             if is_last:
@@ -192,18 +200,10 @@ class EngineThread:
                     stream.on_end(self._engine)
                 except RequestError as error:
                     item = error
-            can_wait = can_wait and stream.has_begun and not is_last
-            stream.has_begun = True
-            self._held.append((stream, item))
-        if not (can_wait and self._pacer.may_hold()):
-            self._post()
-
-    def _post(self) -> None:
-        """Post the held items."""
-        if self._held:
-            held, self._held = self._held, []
+            sent.append((stream, item))
+        if sent:
             self._pacer.on_post()
-            post_items(held, self._pacer)
+            post_items(sent, self._pacer)
 
     def _fail_commands(self) -> None:
         """Fail the commands that were never run."""

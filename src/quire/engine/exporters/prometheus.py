@@ -127,10 +127,10 @@ class Metrics:
         self._http_requests.labels(route, method, f"{status // 100}xx").inc(count)
 
     def on_outputs(self, deltas: Iterable[RequestOutput]) -> None:
-        """Update the metrics with deltas of requests; called for those of every step, in order, when they are made."""
+        """Update the metrics with deltas of requests; called in order, when they are made."""
         now_s = self._clock()
-        # Most deltas are one more token of a sequence; the wait for it is equal for all that had one a step ago.
-        waits: dict[float, int] = {}
+        # Most deltas are further tokens of a sequence, as many as others have that had their last one at the same time.
+        waits: dict[tuple[float, int], int] = {}
         for delta in deltas:
             live = self._live.get(delta.request_id)
             if live is None or delta.finished or len(delta.outputs) != 1:
@@ -138,16 +138,17 @@ class Metrics:
                 continue
             (output,) = delta.outputs
             index = output.index
-            last_s = live.last_token_s.get(index)
-            if last_s is None or len(output.token_ids) != 1 or output.finish_reason is not None:
+            last_s, num_tokens = live.last_token_s.get(index), len(output.token_ids)
+            if last_s is None or not num_tokens or output.finish_reason is not None:
                 self._note_delta(delta, now_s)
                 continue
-            waits[last_s] = waits.get(last_s, 0) + 1
+            key = last_s, num_tokens
+            waits[key] = waits.get(key, 0) + 1
             live.last_token_s[index] = now_s
-            live.num_generated += 1
-            live.num_of_sample[index] += 1
-        for last_s, count in waits.items():
-            self._token_gaps.add(max(0.0, now_s - last_s), count)
+            live.num_generated += num_tokens
+            live.num_of_sample[index] += num_tokens
+        for (last_s, num_tokens), count in waits.items():
+            self._note_gaps(now_s - last_s, num_tokens, count)
 
     def _note_delta(self, delta: RequestOutput, now_s: float) -> None:
         live = self._live.get(delta.request_id)
@@ -182,11 +183,17 @@ class Metrics:
             self._first_token_time.observe(max(0.0, first_s - times.arrival_s))
         last_s = live.last_token_s.get(idx)
         if last_s is not None:
-            # Tokens of one delta share the time, so that the sum is the time and the count is the number of tokens.
-            self._token_gaps.add(max(0.0, now_s - last_s) / num_tokens, num_tokens)
+            self._note_gaps(now_s - last_s, num_tokens)
         live.last_token_s[idx] = now_s
         live.num_generated += num_tokens
         live.num_of_sample[idx] = live.num_of_sample.get(idx, 0) + num_tokens
+
+    def _note_gaps(self, wait_s: float, num_tokens: int, num_deltas: int = 1) -> None:
+        """Observe the waits for the tokens of deltas, which share the wait for their delta.
+
+        So the sum is the time, and the count is the number of tokens.
+        """
+        self._token_gaps.add(max(0.0, wait_s) / num_tokens, num_tokens * num_deltas)
 
     def _note_finish(self, live: _Live, delta: RequestOutput) -> None:
         reason = next((known for known in FINISH_REASONS if known in live.reasons), "abort")

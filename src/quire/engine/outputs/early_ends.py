@@ -51,7 +51,21 @@ class EarlyEnds:
         if request_id not in self._outputs:
             return []
         ended = self._scheduler.abort(request_id, reason)
-        return [self._outputs.end_request(request_id, ended, error, error_code)]
+        state = self._outputs.remove(request_id)
+        for sequence in ended:
+            state.add_finish(sequence)
+        return [state.take_output(is_finished=True, error=error, error_code=error_code)]
+
+    def end_without_blocks(self, failed: Iterable[tuple[str, str]]) -> list[RequestOutput]:
+        """End the requests whose blocks had to come from another engine, and did not.
+
+        Args:
+            failed: their ids, each with the reason.
+        """
+        outputs: list[RequestOutput] = []
+        for request_id, why in failed:
+            outputs += self.end(request_id, FinishReason.ERROR, f"kv_load_failure_policy is 'fail': {why}")
+        return outputs
 
     def fail_item(self, item: ScheduledSequence, error: str, *, is_own_fault: bool = False) -> list[RequestOutput]:
         """End the request of one item with an error; return its last output, if it had not ended yet."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
 
 from quire.engine.outputs.beam_outputs import BeamTexts
 from quire.engine.outputs.best_of import BestOf
@@ -15,22 +14,8 @@ from quire.scheduling.edits import SequenceEvent
 from quire.scheduling.plan import ItemResult, ScheduledSequence, TokenLogprobs
 from quire.sequences.sequence import Request, Sequence
 from quire.sequences.status import FinishReason
-from quire.sequences.strategy import Fail, Finish
+from quire.sequences.strategy import Append, Fail, Finish
 from quire.text.tokenizer import Tokenizer
-
-
-class ProcessedTokens(NamedTuple):
-    """Result of the texts of a step's tokens.
-
-    Args:
-        num_generated: number of tokens that were added to outputs.
-        stopped: sequences whose text reached a stop string, each with that string.
-        failed: ids of requests whose own strategy failed, each with its error.
-    """
-
-    num_generated: int
-    stopped: list[tuple[Sequence, str]]
-    failed: list[tuple[str, str]]
 
 
 class RequestState:
@@ -44,8 +29,8 @@ class RequestState:
         final_only: see `Engine.add_request`.
 
     Attributes:
-        reads_late: True where the tokens of a sample are read together once it has ended, as no step needs its own.
-        has_ended: True once a sample, or the beam search, has ended.
+        reads_late: True where tokens are read when an output is made, as no step needs its own.
+        has_ended: True where a sample, or the beam search, has ended since the last output.
         beams: texts of the beams of a search; None for samples.
         pooled: result of a pooled request.
     """
@@ -64,7 +49,7 @@ class RequestState:
         self.metrics = metrics
         self.final_only = final_only
         needs_each = params.stop or params.measures_tokens or params.strategy or params.beam_width
-        self.reads_late = final_only and not needs_each
+        self.reads_late = not needs_each
         self.has_ended = False
         self._prompt = prompt
         self._tokenizer = tokenizer
@@ -78,12 +63,17 @@ class RequestState:
         if params.prompt_logprobs is not None:
             self._prompt_logprobs = PromptLogprobs(FlatLogprobs(tokenizer))
 
+    @property
+    def is_due(self) -> bool:
+        """True where the next output is the first one, or ends a sample."""
+        return self.has_ended or self.metrics.first_token_s is None
+
     def add_token(self, sequence: Sequence, num_tokens: int, logprobs: TokenLogprobs | None) -> str | None:
-        """Append a token to one of the samples; with `reads_late`, those before it that were not read too.
+        """Append a token to one of the samples; with `reads_late`, all that were not read yet.
 
         Args:
             sequence: the sequence after the step, possibly with further tokens.
-            num_tokens: number of tokens of prompt and output up to this token.
+            num_tokens: number of tokens of prompt and output up to this token, the last one with `reads_late`.
             logprobs: log probabilities of the token's position, None where they are not requested.
 
         Returns:
@@ -94,7 +84,7 @@ class RequestState:
         if sample is None:
             sample = self._samples[idx] = SampleText(self.request, self._tokenizer)
         output = self._output(sequence)
-        num_read = sequence.num_prompt + len(output.token_ids) if self.reads_late else num_tokens - 1
+        num_read = sequence.num_prompt + sample.num_output if self.reads_late else num_tokens - 1
         token_ids = sequence.tokens[num_read:num_tokens]
         output.token_ids += token_ids
         if logprobs is not None:
@@ -120,9 +110,7 @@ class RequestState:
             self.beams.reason = sequence.finish_reason
             return
         output = self._output(sequence)
-        if self.reads_late and len(output.token_ids) < sequence.num_output:
-            self.add_token(sequence, len(sequence.tokens), None)
-        elif not output.token_ids and sequence.sample_idx in self._samples:
+        if not output.token_ids and sequence.sample_idx in self._samples:
             output.text += self._samples[sequence.sample_idx].flush()
 
     def add_prompt_logprobs(self, start: int, logprobs: tuple[TokenLogprobs, ...]) -> None:
@@ -135,6 +123,10 @@ class RequestState:
         self, *, is_finished: bool, error: str | None = None, error_code: str | None = None
     ) -> RequestOutput:
         """Return the output since the last call."""
+        if self.reads_late:
+            for sequence in self.request.sequences:
+                self._read_late(sequence)
+        self.has_ended = False
         deltas, self._deltas = self._deltas, {}
         outputs, num_pruned = [deltas[index] for index in sorted(deltas)], 0
         for output in outputs:
@@ -170,6 +162,12 @@ class RequestState:
             error_code=error_code,
             metrics=self.metrics,
         )
+
+    def _read_late(self, sequence: Sequence) -> None:
+        """Append the tokens of a sample that were not read yet."""
+        sample, num_tokens = self._samples.get(sequence.sample_idx), len(sequence.tokens)
+        if num_tokens > sequence.num_prompt + (0 if sample is None else sample.num_output):
+            self.add_token(sequence, num_tokens, None)
 
     def _output(self, sequence: Sequence) -> CompletionOutput:
         index = sequence.sample_idx
@@ -225,12 +223,18 @@ class OutputProcessor:
         """Take the log probabilities of the part of a prompt that an item computed."""
         self.states[sequence.request.request_id].add_prompt_logprobs(item.start, result.prompt_logprobs)
 
-    def add_tokens(self, events: Iterable[SequenceEvent], results: Seq[ItemResult]) -> ProcessedTokens:
+    def add_tokens(
+        self, events: Iterable[SequenceEvent], results: Seq[ItemResult]
+    ) -> tuple[int, list[tuple[Sequence, str]], list[tuple[str, str]]]:
         """Take the tokens of a step, which the scheduler has appended to their sequences.
 
         Args:
             events: events of the sequences, in order, each with the index of the item's result.
             results: one for each item of the step.
+
+        Returns:
+            The number of tokens that were added to outputs; the sequences whose text reached a stop string, each with
+            that string; the ids of requests whose own strategy failed, each with its error.
         """
         states, updated = self.states, self.updated
         num_generated = 0
@@ -239,8 +243,10 @@ class OutputProcessor:
         for idx, sequence, edit, num_tokens in events:
             request_id = sequence.request.request_id
             state = states[request_id]
-            if state.reads_late and sequence.finish_reason is None and state.metrics.first_token_s is not None:
+            if state.reads_late and isinstance(edit, Append):
                 num_generated += 1
+                if not state.final_only or state.metrics.first_token_s is None:
+                    updated[request_id] = state
                 continue
             if isinstance(edit, Fail):
                 failed.setdefault(request_id, edit.error)
@@ -259,14 +265,20 @@ class OutputProcessor:
                     # Tokens of the same step after the stop string are no part of the output.
                     stopped[sequence] = stop
         ended = [(sequence, stop) for sequence, stop in stopped.items() if sequence.request.request_id not in failed]
-        return ProcessedTokens(num_generated, ended, list(failed.items()))
+        return num_generated, ended, list(failed.items())
 
-    def take_outputs(self) -> list[RequestOutput]:
+    def take_outputs(self, may_hold: Callable[[], bool] | None = None) -> list[RequestOutput]:
         """Return the outputs of all requests with new tokens or an end, with `final_only` of those that have ended.
 
         Finished requests are forgotten.
+
+        Args:
+            may_hold: see `Engine.step`.
         """
-        updated, self.updated = self.updated, {}
+        updated = self.updated
+        if may_hold is not None and may_hold() and not any(state.is_due for state in updated.values()):
+            return []
+        self.updated = {}
         outputs: list[RequestOutput] = []
         now_s = self._clock()
         for request_id, state in updated.items():
@@ -281,20 +293,9 @@ class OutputProcessor:
             outputs.append(state.take_output(is_finished=metrics.finished_s is not None))
         return outputs
 
-    def end_request(
-        self, request_id: str, ended: Iterable[Sequence], error: str | None, error_code: str | None
-    ) -> RequestOutput:
-        """Return the last output of a request that ends early, and forget the request.
-
-        Args:
-            request_id: id of an unfinished request.
-            ended: its sequences that were unfinished.
-            error: error for the client, None for an abort.
-            error_code: code of that error.
-        """
-        state = self.states.pop(request_id)
+    def remove(self, request_id: str) -> RequestState:
+        """Forget a request that ends early, and return its state."""
         self.updated.pop(request_id, None)
-        for sequence in ended:
-            state.add_finish(sequence)
+        state = self.states.pop(request_id)
         state.metrics.finished_s = self._clock()
-        return state.take_output(is_finished=True, error=error, error_code=error_code)
+        return state

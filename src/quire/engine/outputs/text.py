@@ -16,12 +16,16 @@ class SampleText:
     Args:
         request: request of the sample.
         tokenizer: the tokenizer; None gives no text.
+
+    Attributes:
+        num_output: number of tokens of the output up to the last one that was taken.
     """
 
-    __slots__ = ("_detokenizer", "_min_tokens", "_shows_stop", "_stops")
+    __slots__ = ("_detokenizer", "_min_tokens", "_shows_stop", "_stops", "num_output")
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
         params = request.params
+        self.num_output = 0
         self._stops = StopStrings(params.stop, is_included=params.include_stop_str_in_output)
         self._shows_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
@@ -45,6 +49,7 @@ class SampleText:
         Returns:
             The text that may be shown now, and the stop string that it completed, if any.
         """
+        self.num_output = num_output
         if self._detokenizer is None:
             return "", None
         text = self._detokenizer.push(token_ids[:-1] if is_end_token and not self._shows_stop else token_ids)
@@ -60,5 +65,6 @@ class SampleText:
         copy._stops = self._stops.fork()
         copy._shows_stop = self._shows_stop
         copy._min_tokens = self._min_tokens
+        copy.num_output = self.num_output
         copy._detokenizer = None if self._detokenizer is None else self._detokenizer.fork()
         return copy
