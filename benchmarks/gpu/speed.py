@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from benchmarks.gpu.timing import Bench
 from quire.models.decoder import Decoder
 from quire.models.families import build
 from quire.ops.interface import AttentionBatch, StepAttention
+from quire.ops.triton import step_attention
+from quire.ops.triton.tiles import Tile, prefill_tile
 from quire.ops.triton.triton_ops import TritonOps
 
 BATCHES = (1, 8, 64, 256)
@@ -50,13 +53,20 @@ def measure_attention(bench: Bench, ops: TritonOps) -> None:
         ]
         q = torch.randn(batch, shape.num_heads, shape.head_dim, device=bench.device, dtype=torch.bfloat16)
 
-        seconds = bench.device_seconds(partial(attend, steps, q), min(512, max(4, copies)))
-        bench.add(
-            f"decode attention, {batch} x {context}",
-            us=seconds * 1e6,
-            gb_per_s=size / seconds / 1e9,
-            share=size / seconds / bench.rates.bytes_per_s,
-        )
+        overlapping = ops.device.overlapping
+        kinds = {"": overlapping}
+        if batch <= 8:  # what overlaps with the kernel before shows where few programs run
+            kinds[", launches apart"] = {"OVERLAPS": False}
+        for kind, launched in kinds.items():
+            ops.device.overlapping = launched
+            seconds = bench.device_seconds(partial(attend, steps, q), min(512, max(4, copies)))
+            bench.add(
+                f"decode attention, {batch} x {context}{kind}",
+                us=seconds * 1e6,
+                gb_per_s=size / seconds / 1e9,
+                share=size / seconds / bench.rates.bytes_per_s,
+            )
+        ops.device.overlapping = overlapping
         del memory, steps
     measure_shared(bench, ops, shape)
     for length in PROMPTS if not bench.is_rehearsal else (40,):
@@ -64,9 +74,14 @@ def measure_attention(bench: Bench, ops: TritonOps) -> None:
             return
         spans = [(0, length)]
         memory = make_memory(num_blocks_of(spans), 1, shape.num_kv_heads, shape.head_dim, bench.device)
-        step = ops.step_attention(make_batch(spans, bench.device), memory)
+        batch_of_one = make_batch(spans, bench.device)
+        step, in_turn = (ops.step_attention(batch_of_one, memory) for _ in range(2))
         q = torch.randn(length, shape.num_heads, shape.head_dim, device=bench.device, dtype=torch.bfloat16)
-        for name, call in (("", partial(attend, [step], q)), (", torch's", partial(attend_by_torch, q, shape))):
+        for name, call in (
+            ("", partial(attend, [step], q)),
+            (", products in turn with softmaxes", partial(attend_in_turn, in_turn, q)),
+            (", torch's", partial(attend_by_torch, q, shape)),
+        ):
             seconds = bench.device_seconds(call, calls=2, repeats=5)
             rate = attention_flops(shape, length) / seconds
             bench.add(f"prompt attention, {length}{name}", ms=seconds * 1e3, tflops=rate / 1e12,
@@ -98,6 +113,16 @@ def measure_shared(bench: Bench, ops: TritonOps, shape: Shape) -> None:
 def attend(steps: Sequence[StepAttention], q: Tensor, idx: int) -> Tensor:
     """Attend in the memory of one of several steps, by turns."""
     return steps[idx % len(steps)].attend(0, q, 0.1)
+
+
+def attend_in_turn(step: StepAttention, q: Tensor, idx: int) -> Tensor:
+    """Attend by the kernel whose products are not computed beside the next softmax; it is chosen at the first call."""
+
+    def tile(*args: Any) -> Tile:
+        return prefill_tile(*args)._replace(is_pipelined=False)
+
+    with patch.object(step_attention, "prefill_tile", tile):
+        return attend([step], q, idx)
 
 
 def attend_by_torch(q: Tensor, shape: Shape, _idx: int) -> Tensor:
