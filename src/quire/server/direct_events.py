@@ -9,12 +9,11 @@ from the task.
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from quire.engine.outputs.outputs import RequestOutput
-from quire.server.json_stream import JsonWriter
+from quire.server.json_stream import PLACEHOLDER, JsonWriter
 from quire.server.stream_merge import StreamMerger
 from quire.server.usage import TokenCount
 
@@ -107,11 +106,10 @@ class DirectEvents:
         """Return the beginning and the end of an event with further text; None where more than the text changes."""
         frame = self._frames.get((prompt_idx, sample_idx))
         if frame is None and self._text_chunk is not None:
-            mark = secrets.token_hex(16)  # random, so that no client can forge it
-            chunk = self._text_chunk(prompt_idx, sample_idx, mark)
+            chunk = self._text_chunk(prompt_idx, sample_idx, PLACEHOLDER)
             if chunk is None:
                 return None
-            before, after = "".join(self._reply.stream_format.framed(chunk, self._json)).split(f'"{mark}"')
+            before, after = "".join(self._reply.stream_format.framed(chunk, self._json)).split(f'"{PLACEHOLDER}"')
             frame = self._frames[prompt_idx, sample_idx] = before, after
         return frame
 

@@ -8,10 +8,12 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Final
 
 from starlette.types import Receive, Scope, Send
 
+# Stands in an enclosing text for what is made later; random and never sent, so no client can forge it.
+PLACEHOLDER: Final = secrets.token_hex(16)
 # Limits of a piece on its length and on the time to make it.
 PIECE_CHARS = 64 << 10
 PIECE_S = 0.002
@@ -42,8 +44,6 @@ class JsonWriter:
 
     def __init__(self, *, ascii_only: bool) -> None:
         self._arrays: list[JsonArray] = []
-        # Placeholder of an array in the enclosing text; random, so that no client can forge it.
-        self._mark = secrets.token_hex(16)
         encoder = json.JSONEncoder(
             ensure_ascii=ascii_only, allow_nan=False, separators=(",", ":"), default=self._register_array
         )
@@ -60,7 +60,7 @@ class JsonWriter:
             yield text
             return
         arrays, self._arrays = self._arrays, []
-        begin, *rest = text.split(f'"{self._mark}"')
+        begin, *rest = text.split(f'"{PLACEHOLDER}"')
         yield begin
         for array, after in zip(arrays, rest, strict=True):
             separator = "["
@@ -75,7 +75,7 @@ class JsonWriter:
         if not isinstance(value, JsonArray):
             raise TypeError(f"{type(value).__name__} is not JSON")
         self._arrays.append(value)
-        return self._mark
+        return PLACEHOLDER
 
 
 async def paced(parts: Iterable[str], turns: asyncio.Lock) -> AsyncGenerator[bytes, None]:
