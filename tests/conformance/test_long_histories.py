@@ -121,9 +121,11 @@ def test_every_eviction_policy(reference: Reference, eviction_policy: str) -> No
     assert llm.usage().num_evictions > 0
 
 
-def test_restarted_from_disk(reference: Reference, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_async", [False, True], ids=["step-by-step", "asynchronous"])
+def test_restarted_from_disk(reference: Reference, is_async: bool, tmp_path: Path) -> None:
     """What one engine computed, the next one finds on disk; where a byte of it was flipped, it computes again."""
-    options = {"prefix_cache_dir": str(tmp_path / "cache"), "num_kv_blocks": 200, "swap_space": 16 << 20}
+    options: dict[str, Any] = {"prefix_cache_dir": str(tmp_path / "cache"), "num_kv_blocks": 200}
+    options |= {"swap_space": 16 << 20, "async_scheduling": is_async}
     first = load(reference, **options)
     assert outputs_of(first, reference.prompts) == reference.outputs
     first.close()

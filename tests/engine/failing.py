@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from quire.errors import WorkerError
+from quire.execution.async_executor import AsyncExecutor, LaunchedStep
 from quire.execution.block_copies import BlockCopier
 from quire.execution.executor import Executor
-from quire.memory.results import MemoryOps
+from quire.memory.results import BlockCopy, MemoryOps, StoredBlock
 from quire.scheduling.plan import StepPlan, StepResult
 from quire.simulation.executor import SimulatedExecutor
 
@@ -94,6 +95,8 @@ class FailingExecutor:
         self.failures = failures
         self._blocks = blocks
         self._apply: Callable[..., Any] = blocks.apply
+        # What is launched behind a step that fails when it is read is worth nothing, and fails no more.
+        self._is_void = False
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Perform a step; a failing one up to some copy, or to its end."""
@@ -105,6 +108,33 @@ class FailingExecutor:
         else:
             self.executor.execute(plan)
         raise WorkerError(f"step {plan.tick} failed after {num_copies} copies")
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Launch a step; a failing one fails at its launch, at some copy, or when it is read."""
+        executor = self.executor
+        assert isinstance(executor, AsyncExecutor)
+        is_void, self._is_void = self._is_void, False
+        if is_void or not self.failures.is_next(plan):
+            return executor.launch(plan)
+        num_copies = self.failures.rng.randint(0, len(plan.ops.copies) + 1)
+
+        def fail_at_copy(copies: Sequence[BlockCopy], saves: Sequence[StoredBlock] = ()) -> None:
+            self._apply(copies[:num_copies], saves)
+            raise WorkerError(f"step {plan.tick} failed after {num_copies} copies")
+
+        def fail_when_read() -> Any:
+            launched.result()
+            raise WorkerError(f"step {plan.tick} failed at its end")
+
+        if num_copies > len(plan.ops.copies):
+            launched = executor.launch(plan)
+            self._is_void = True
+            return LaunchedStep(StepResult(plan.tick, ()), [fail_when_read])
+        self._blocks.apply = fail_at_copy  # type: ignore[method-assign,assignment]
+        try:
+            return executor.launch(plan)
+        finally:
+            self._blocks.apply = self._apply  # type: ignore[method-assign]
 
     def measure_copies(self) -> float | None:
         """See `Executor`."""

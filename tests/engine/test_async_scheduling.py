@@ -283,8 +283,9 @@ def add(found: dict[str, RequestOutput], news: RequestOutput) -> None:
         found[news.request_id] = news
 
 
-def test_all_kinds_of_rows_in_one_batch_have_the_outputs_of_step_by_step(tmp_path: Any) -> None:
-    """To the bit, in a pool that preempts and swaps; and what was recorded of memory runs again."""
+@pytest.mark.parametrize("policy", [None, "write_back", "write_through"])
+def test_all_kinds_of_rows_in_one_batch_have_the_outputs_of_step_by_step(policy: str | None, tmp_path: Any) -> None:
+    """To the bit, in a pool that preempts and swaps, and with a disk; and what was recorded of memory runs again."""
     pytest.importorskip("llguidance", reason="llguidance is not installed")
     options: dict[str, Any] = {"num_threads": 1, "max_model_len": 64, "block_size": 4, "deterministic": True}
     try:
@@ -292,11 +293,22 @@ def test_all_kinds_of_rows_in_one_batch_have_the_outputs_of_step_by_step(tmp_pat
     except ConfigError:
         pytest.skip("no native kernels were built")
     options |= {"num_kv_blocks": 24, "swap_space": 1 << 20, "record_memory": str(tmp_path / "memory.log")}
+    if policy is not None:
+        # A host tier of a few blocks, which are demoted to the disk.
+        options |= {"prefix_cache_dir": str(tmp_path / "disk"), "prefix_cache_write_policy": policy}
+        options |= {"swap_space": 1 << 17}
     with closing(LLM("bundled", **options, async_scheduling=True)) as llm:
         assert serve(llm, final_only=True) == expected
         assert llm.stats.num_preemptions > 0
+        assert policy is None or (llm.stats.disk is not None and llm.stats.disk.num_saved > 0)
     with (tmp_path / "memory.log").open(encoding="utf-8") as lines:
         assert replay(lines, check_every=50).fault is None
+    if policy is not None:
+        with closing(LLM("bundled", **options | {"record_memory": None}, async_scheduling=True)) as llm:
+            assert serve(llm, final_only=True) == expected
+            assert llm.stats.disk is not None
+            assert llm.stats.disk.num_hits > 3
+            assert llm.stats.num_preemptions > 0
 
 
 def test_a_row_that_cannot_be_sampled_ends_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:

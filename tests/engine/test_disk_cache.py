@@ -25,6 +25,12 @@ from tests.engine.test_record_memory import replayed
 STORY = "Once upon a time, a small fox found a red kite in the forest. The fox was happy, and wanted to fly it. "
 PROMPTS = [STORY * 3 + "Then", STORY * 3 + "But", STORY * 2]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+DEFAULTS: dict[str, Any] = {"num_kv_blocks": 100, "max_model_len": 256, "block_size": 8, "num_threads": 1}
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["step-by-step", "asynchronous"])
+def scheduling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(DEFAULTS, "async_scheduling", request.param)
 
 
 @pytest.fixture(autouse=True)
@@ -35,8 +41,7 @@ def little_staging(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def start(folder: Path, **options: Any) -> LLM:
     """Start the bundled model with a prefix cache in a folder."""
-    defaults = {"num_kv_blocks": 100, "max_model_len": 256, "block_size": 8, "num_threads": 1}
-    return LLM(prefix_cache_dir=str(folder), **(defaults | options))
+    return LLM(prefix_cache_dir=str(folder), **(DEFAULTS | options))
 
 
 def run(llm: LLM, params: SamplingParams = GREEDY) -> list[RequestOutput]:

@@ -199,8 +199,9 @@ PROMPTS = [STORY + end for end in ("Then", "But the kite", "The next day the fox
 ]
 
 
+@pytest.mark.parametrize("is_async", [False, True], ids=["step-by-step", "asynchronous"])
 @pytest.mark.parametrize("has_disk", [False, True])
-def test_steps_of_the_real_data_plane_fail_at_random_copies(has_disk: bool, tmp_path: Path) -> None:
+def test_steps_of_the_real_data_plane_fail_at_random_copies(has_disk: bool, is_async: bool, tmp_path: Path) -> None:
     """With a host tier, swaps and a disk; and what was recorded runs again."""
     rng, log = random.Random(4), tmp_path / "memory.log"
     options: dict[str, Any] = {"num_threads": 1, "max_model_len": 128, "block_size": 4}
@@ -209,14 +210,16 @@ def test_steps_of_the_real_data_plane_fail_at_random_copies(has_disk: bool, tmp_
         expected = {prompt: reference.generate(prompt, params, use_tqdm=False)[0] for prompt in PROMPTS}
     if has_disk:
         options["prefix_cache_dir"] = str(tmp_path / "disk")
-    llm = LLM(**options, num_kv_blocks=46, swap_space=1 << 20, preemption_mode="swap", record_memory=str(log))
+    # A host tier that is too small for all, so that the disk has the rest.
+    options |= {"swap_space": 1 << (17 if has_disk else 20), "async_scheduling": is_async}
+    llm = LLM(**options, num_kv_blocks=36 if has_disk else 46, preemption_mode="swap", record_memory=str(log))
     with closing(llm):
         failures = Failures(rng, 0.02, 0.3)
         executor = llm.engine.executor
         blocks = executor._runner._blocks  # type: ignore[attr-defined]
         llm.engine.executor = FailingExecutor(executor, blocks, failures)
         num_good = 0
-        for _ in range(12):
+        for _ in range(30 if has_disk else 12):
             outputs = llm.generate(rng.sample(PROMPTS, 3), params, use_tqdm=False)
             for output in outputs:
                 if output.error is None:
@@ -227,6 +230,9 @@ def test_steps_of_the_real_data_plane_fail_at_random_copies(has_disk: bool, tmp_
         assert failures.count > 5
         assert failures.num_lost_copies > 5
         check(llm.engine.scheduler.memory)
+        stores = llm.engine._disk_prefetch
+        assert not has_disk or (llm.stats.disk is not None and llm.stats.disk.num_hits > 10)
+        assert stores is None or not stores._disk._fetched, "blocks that were read are kept for no copy"
         # The runner knows nobody once the next plan has told it who ended.
         failures.end()
         llm.generate("x", SamplingParams(max_tokens=1), use_tqdm=False)
@@ -234,7 +240,8 @@ def test_steps_of_the_real_data_plane_fail_at_random_copies(has_disk: bool, tmp_
     with log.open(encoding="utf-8") as lines:
         report = replay(lines, check_every=50)
     assert report.fault is None
-    assert report.num_commands["discard_copies"] == failures.count
+    # So are those of a step that was launched behind the one that failed.
+    assert failures.count <= report.num_commands["discard_copies"] <= (1 + is_async) * failures.count
 
 
 def test_a_failed_step_costs_a_later_request_its_hit_and_no_token() -> None:

@@ -24,6 +24,12 @@ from tests.waiting import wait_for
 STORY = "Once upon a time, a small fox found a red kite in the forest. The fox was happy, and wanted to fly it. "
 PROMPT = STORY * 3 + "Then"
 WAIT_S = 60.0
+DEFAULTS: dict[str, Any] = {"num_kv_blocks": 100, "max_model_len": 256, "block_size": 8, "num_threads": 1}
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["step-by-step", "asynchronous"])
+def scheduling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(DEFAULTS, "async_scheduling", request.param)
 
 
 @pytest.fixture(autouse=True)
@@ -40,8 +46,7 @@ def start(role: str | None, *, extra: dict[str, Any] | None = None, **options: A
         config = {"kv_role": role, "kv_port": 0, "kv_connector_extra_config": {"timeout_s": WAIT_S} | (extra or {})}
         config |= {"kv_load_failure_policy": options.pop("policy", "recompute")}
         options["kv_transfer_config"] = config
-    defaults = {"num_kv_blocks": 100, "max_model_len": 256, "block_size": 8, "num_threads": 1}
-    return LLM(**(defaults | options))
+    return LLM(**(DEFAULTS | options))
 
 
 def params(max_tokens: int = 12, **fields: Any) -> SamplingParams:

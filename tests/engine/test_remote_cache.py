@@ -19,6 +19,12 @@ STORY = "Once upon a time, a small fox found a red kite in the forest. The fox w
 PROMPTS = [STORY * 3 + "Then", STORY * 3 + "But", STORY * 2]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 WAIT_S = 60.0
+DEFAULTS: dict[str, Any] = {"num_kv_blocks": 100, "max_model_len": 256, "block_size": 8, "num_threads": 1}
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["step-by-step", "asynchronous"])
+def scheduling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(DEFAULTS, "async_scheduling", request.param)
 
 
 @pytest.fixture(autouse=True)
@@ -29,8 +35,7 @@ def much_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def start(url: str, **options: Any) -> LLM:
-    defaults = {"num_kv_blocks": 100, "max_model_len": 256, "block_size": 8, "num_threads": 1}
-    return LLM(prefix_cache_url=url, **(defaults | {"prefix_cache_timeout_s": WAIT_S} | options))
+    return LLM(prefix_cache_url=url, **(DEFAULTS | {"prefix_cache_timeout_s": WAIT_S} | options))
 
 
 def run(llm: LLM) -> list[RequestOutput]:

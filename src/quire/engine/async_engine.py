@@ -33,7 +33,8 @@ class AsyncEngine(Engine):
     """Serves requests as `Engine` does, with up to two steps in flight while `step` runs, and one between two calls.
 
     Its scheduler is an `AsyncScheduler`, and its executor an `AsyncExecutor`, of one process or of tensor parallel
-    ranks; without a disk cache, drafts and stages.
+    ranks; without drafts and stages, and with ranks without stores of blocks. What is copied between the device and a
+    store takes its turn behind the step in flight, as all copies do.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -69,16 +70,32 @@ class AsyncEngine(Engine):
         scheduler = cast(AsyncScheduler, self.scheduler)
         present, self._in_flight = self._in_flight, None
         if present is None:
+            self._begin_loads()
             plan = scheduler.plan(self.num_steps)
             if not plan.items:
                 self.num_steps += 1
-                return []
+                failed = self._end_without_blocks()
+                if self._disk_prefetch is not None and not failed:
+                    self._disk_prefetch.wait()
+                return failed
             present = self._launch(plan)
         if not present.step.has_failed:
+            self._begin_loads()
             ahead = scheduler.plan_ahead(self.num_steps, present.plan)
             if ahead is not None:
                 self._in_flight = self._launch(ahead)
-        return self._read(present)
+        return self._end_without_blocks() + self._read(present)
+
+    def _begin_loads(self) -> None:
+        """Let blocks be loaded for the next plan."""
+        if self._disk_prefetch is not None:
+            self._disk_prefetch.begin_step(self.step_recorder.tokens_per_s)
+
+    def _end_without_blocks(self) -> list[RequestOutput]:
+        """End the requests whose blocks had to come from another engine, and did not."""
+        if self._disk_prefetch is None:
+            return []
+        return self._early_ends.end_without_blocks(self._disk_prefetch.take_failed())
 
     def _launch(self, plan: StepPlan) -> StepInFlight:
         self.num_steps += 1
@@ -108,7 +125,10 @@ class AsyncEngine(Engine):
         if items:
             self._stats.computed_tokens += self.step_recorder.record_step(items, self._last_end_s - started_s)
         failed = [] if isinstance(result.items, DecodeResults) else self._check_items(plan, result)
-        return failed + self._update(plan, result)
+        failed += self._update(plan, result)
+        if self._disk_prefetch is not None:
+            self._disk_prefetch.write_through(self.executor)
+        return failed
 
     def _fail(self, plan: StepPlan, error: WorkerError) -> list[RequestOutput]:
         """End the requests of a failed step; those of the step launched after it, which read what it wrote, go back."""
@@ -118,6 +138,9 @@ class AsyncEngine(Engine):
             with suppress(WorkerError):  # its results mean nothing
                 later.step.result()
             self._early_ends.withdraw_step(later.plan)
+        if self._disk_prefetch is not None:
+            for failed in (plan,) if later is None else (plan, later.plan):
+                self._disk_prefetch.drop(failed.ops)
         return outputs
 
     def _finish_when_idle(self) -> None:
