@@ -136,10 +136,15 @@ def make_decoder(shape: Shape, bench: Bench, ops: TritonOps) -> Decoder:
     """Make a model of random weights on the device; no file is written."""
     spec, _ = build(shape.config())
     decoder = Decoder(spec, ops=ops, dtype=torch.bfloat16, device=bench.device)
+    load_random(decoder, bench)
+    return decoder
+
+
+def load_random(decoder: Decoder, bench: Bench) -> None:
+    """Give a decoder random weights."""
     for name, size in decoder.weights.shapes().items():
         dtype = decoder.weights.dtype(name)
         decoder.weights.load(name, torch.randn(size, device=bench.device, dtype=dtype) * 0.02)
-    return decoder
 
 
 def measure_model(bench: Bench, ops: TritonOps, shape: Shape) -> None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from quire.cli.doctor_gpu import GPU, describe
+from quire.config import EngineConfig, StepCost
+from quire.engine.startup import model_facts
 from quire.engine.startup.gpu_dtype import dtype_for, dtype_on
 from quire.errors import ConfigError
 from quire.execution.captured_steps import CaptureOptions
 from quire.execution.gpu_graph_profile import GraphBytes, GraphMemory, NumGraphs, graph_bytes
+from quire.models.mtp import MTPHead
 
 BF16, FP16 = torch.bfloat16, torch.float16
 OLD, NEW = (7, 5), (8, 0)
@@ -51,6 +56,28 @@ def test_captured_steps_take_the_largest_and_what_the_driver_has_for_each() -> N
 @pytest.mark.parametrize(("most", "expected"), [(1, (1,)), (3, (1, 2, 4)), (4, (1, 2, 4)), (9, (1, 2, 4, 8))])
 def test_passes_of_a_draft_model_have_rows_for_sequences_only(most: int, expected: tuple[int, ...]) -> None:
     assert CaptureOptions((1, 2, 4, 8), 100, (64,), most).of_draft() == CaptureOptions(expected, 100)
+
+
+@pytest.mark.parametrize(("ranks", "expected"), [(None, [(1, 2, 4, 8), (1, 2, 4)]), ("ranks", [(1, 2, 4, 8)])])
+def test_captured_passes_of_a_head_are_counted_where_there_are_any(
+    ranks: str | None, expected: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sizes of the target come first; where ranks share it, passes of the head are launched."""
+    captured = list[Any]()
+
+    def measure(_model: Any, options: CaptureOptions, *_: Any) -> int:
+        captured.append(options.sizes)
+        return 100
+
+    monkeypatch.setattr(model_facts, "measure_graph_bytes", measure)
+    monkeypatch.setattr(model_facts, "measure_step_cost", lambda *_: StepCost(fixed_bytes=1000))
+    target = Mock(dtype=BF16, **{"spec.max_position": 512})
+    head = Mock(spec=MTPHead, dtype=BF16, ranks=ranks, replicas=None)
+    options: dict[str, Any] = {"cudagraph_capture_sizes": (1, 2, 4, 8), "speculative_method": "mtp"}
+    config = EngineConfig.from_options(model="any", kernels="triton", max_num_seqs=3, **options)
+    cost = model_facts.step_cost(config, target, head, "cuda", "bfloat16")
+    assert captured == expected
+    assert cost.fixed_bytes == 1000 + 100 * len(expected)
 
 
 @pytest.mark.parametrize(

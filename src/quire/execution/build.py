@@ -9,7 +9,6 @@ import torch
 from quire.execution.batch import BatchBuilder
 from quire.execution.captured_steps import CaptureOptions, capture_steps, has_captured_passes
 from quire.execution.deferred_tokens import AheadBatchBuilder, DeferredTokens
-from quire.execution.draft_model import DraftModel
 from quire.execution.embeddings import MultimodalEmbeddings
 from quire.execution.graph_runner import GraphRunner
 from quire.execution.kv_storage import make_storages
@@ -91,7 +90,7 @@ def build_runner(
     runner = GraphRunner(decoder, storages, builder, sampler, media, host_bytes, disk, draft, prefaulter)
     own = len(decoder.cache_groups)
     runner.ladder, runner.pieces = capture_steps(decoder, storages[:own], num_blocks[:own], block_size, captured)
-    if draft is not None and isinstance(runner.draft, DraftModel) and has_captured_passes(draft):
+    if draft is not None and runner.draft is not None and has_captured_passes(draft):
         of_draft = storages[own:], num_blocks[own:], block_size, captured.of_draft()
         runner.draft.ladder = capture_steps(draft, *of_draft, first_group=own).ladder
     return runner

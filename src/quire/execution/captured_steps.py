@@ -13,6 +13,7 @@ import torch
 from quire.distributed.rank_group import RankGroup
 from quire.execution.graph_ladder import GraphLadder, limits_of
 from quire.execution.kv_storage import Storage
+from quire.execution.mtp_ladder import MTPLadder
 from quire.execution.piecewise_ladder import PiecewiseLadder
 from quire.execution.ranked_capture import RankedCapture, seen_sums
 from quire.execution.step_capture import CudaCapture, StepCapture
@@ -40,7 +41,7 @@ class CaptureOptions(NamedTuple):
     max_num_seqs: int | None = None
 
     def of_draft(self) -> CaptureOptions:
-        """Return the steps of a draft model, whose passes have a row for each sequence."""
+        """Return the steps of a draft model or an MTP head, whose passes have a row for each sequence."""
         num_sizes = len(self.sizes) if self.max_num_seqs is None else bisect_left(self.sizes, self.max_num_seqs) + 1
         return CaptureOptions(self.sizes[:num_sizes], self.max_model_len)
 
@@ -49,7 +50,7 @@ class CapturedSteps(NamedTuple):
     """The captured steps of a model.
 
     Args:
-        ladder: decode steps; None for none.
+        ladder: decode steps, of an MTP head an `MTPLadder`; None for none.
         pieces: pieces of other steps; None for none.
     """
 
@@ -58,8 +59,8 @@ class CapturedSteps(NamedTuple):
 
 
 def has_captured_passes(draft: Decoder) -> bool:
-    """Say whether the passes of a draft model are captured: not those of a head, nor where ranks choose its tokens."""
-    return not isinstance(draft, MTPHead) and draft.ranks is None and draft.replicas is None
+    """Say whether the passes of a draft model or an MTP head are captured: not where ranks choose its tokens."""
+    return draft.ranks is None and draft.replicas is None
 
 
 @torch.inference_mode()
@@ -74,7 +75,7 @@ def capture_steps(
     """Capture steps; the null blocks are written.
 
     Args:
-        decoder: the model.
+        decoder: the model; of an MTP head, the passes that make drafts are captured.
         storages: memory of its cache groups.
         num_blocks: B of each of them.
         block_size: N.
@@ -86,12 +87,15 @@ def capture_steps(
     """
     if not isinstance(decoder.ops, MakesStaticSteps):
         return CapturedSteps()
+    if isinstance(decoder, MTPHead):  # its last group has hidden states of the target, which no captured pass reads
+        storages, num_blocks = storages[:-1], num_blocks[:-1]
     ladder, pieces, kind = None, None, "Decode steps"
     try:
         capture = capture_on(decoder.device, decoder.ranks)
         if options.sizes:
             limits = limits_of(options.sizes, num_blocks, options.max_model_len, block_size)
-            ladder = GraphLadder(decoder, storages, options.sizes, limits, block_size, capture, first_group)
+            given = storages, options.sizes, limits, block_size, capture, first_group
+            ladder = MTPLadder(decoder, *given) if isinstance(decoder, MTPHead) else GraphLadder(decoder, *given)
         kind = "Steps with prompts"
         if options.piece_sizes:
             pieces = PiecewiseLadder(decoder, storages, options.piece_sizes, capture)

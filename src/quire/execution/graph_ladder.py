@@ -18,6 +18,7 @@ from quire.execution.laid_tables import LaidTables
 from quire.execution.step_capture import CapturedCall, StepCapture
 from quire.models.decoder import Decoder
 from quire.models.spec import TokenCacheShape
+from quire.ops.interface import AttentionBatch, StateBatch
 from quire.ops.lora import LoraRows
 from quire.ops.static_steps import (
     MakesStaticSteps,
@@ -59,8 +60,8 @@ class ReplayedStep(NamedTuple):
     """Results of a replayed step of n rows, in static memory: until the next one.
 
     Args:
-        hidden: hidden states before the last norm, [n, E].
-        logits: float32 [n, V]; of ranks, [n, 0].
+        hidden: hidden states before the last norm, [n, E]; of an MTP head, behind it.
+        logits: float32 [n, V]; of ranks, and of an MTP head, [n, 0].
         next_positions: position of the token that each row draws, int64 [n] on the device.
     """
 
@@ -85,7 +86,7 @@ class GraphLadder:
 
     Args:
         decoder: the model, whose backend makes static steps.
-        storages: memory of its cache groups.
+        storages: memory of its cache groups; of an MTP head, of those that its layers read, which are the first ones.
         sizes: numbers of rows to capture, rising.
         limits: the largest step.
         block_size: N.
@@ -113,7 +114,7 @@ class GraphLadder:
         self._ids, self._positions, self._next_positions = (memory.take(num_rows, torch.int64) for _ in range(3))
         self._groups = [
             _static_group(decoder, shape.cache, storage, memory, limits)
-            for shape, storage in zip(decoder.cache_groups, storages, strict=True)
+            for shape, storage in zip(decoder.cache_groups[: len(storages)], storages, strict=True)
         ]
         # By their numbers: to ask for the protocol in each step costs more than the step's own loops.
         self._states = {idx: group for idx, group in enumerate(self._groups) if isinstance(group, StaticStates)}
@@ -121,16 +122,13 @@ class GraphLadder:
         self._tables = {idx: LaidTables(group.block_ids, block_size) for idx, group in self._tokens.items()}
         # `seq_ids` of the `DecodeItems` that were run last, and the block tables of these sequences, by groups.
         self._known: tuple[list[int], list[list[BlockTable]]] | None = None
-        spec, device = decoder.spec, decoder.device
-        self._hidden = torch.zeros(num_rows, spec.width, dtype=decoder.dtype, device=device)
-        # Ranks have parts of the logits, which are asked for when a step was replayed.
-        self._logits = torch.zeros(num_rows, 0 if decoder.ranks else spec.vocab_size, device=device)
+        self._hidden = torch.zeros(num_rows, decoder.spec.width, dtype=decoder.dtype, device=decoder.device)
+        self._logits = torch.zeros(num_rows, self._num_logits(), device=decoder.device)
         self._limits = limits
         self._sizes = list(sizes)
-        has_tokens = any(isinstance(shape.cache, TokenCacheShape) for shape in decoder.cache_groups)
         self._adapters: StaticAdapters | None = None
         # The largest comes first: the others find room in its memory.
-        self._sharing_steps = self._capture(sharing_sizes(sizes) if has_tokens else (), capture, shares=True)
+        self._sharing_steps = self._capture(sharing_sizes(sizes) if self._tokens else (), capture, shares=True)
         self._steps = self._capture(sizes, capture)
         self._adapted_steps: list[CapturedStep] = []
         if of_adapted := adapted_sizes(decoder, sizes):
@@ -150,6 +148,11 @@ class GraphLadder:
             steps.append(CapturedStep(size, capture.capture(partial(self._compute, size, shares))))
         return steps[::-1]
 
+    def _num_logits(self) -> int:
+        """Return the number of logits of a row that a step computes."""
+        # Ranks have parts of the logits, which are asked for when a step was replayed.
+        return 0 if self._decoder.ranks else self._decoder.spec.vocab_size
+
     def _compute(self, size: int, shares: bool) -> None:
         """Compute the step that lies in static memory, as one of `size` rows."""
         batches = [
@@ -157,7 +160,17 @@ class GraphLadder:
             for group in self._groups
         ]
         adapters = None if self._adapters is None else (self._adapters.rows(size), None)
-        ids, positions = self._ids.device[:size], self._positions.device[:size]
+        self._run_model(self._ids.device[:size], self._positions.device[:size], batches, adapters)
+
+    def _run_model(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        batches: Sequence[AttentionBatch | StateBatch],
+        adapters: tuple[LoraRows, None] | None,
+    ) -> None:
+        """Run the model over all rows of a step, [n] each, and put its results into static memory."""
+        size = len(ids)
         hidden = self._decoder(ids, positions, batches, self._storages, adapters=adapters)
         self._hidden[:size].copy_(hidden)
         if self._decoder.ranks is None:

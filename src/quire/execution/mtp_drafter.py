@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import compress
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from quire.decoding.drafting import UNKNOWN
 from quire.execution.batch import BatchBuilder
+from quire.execution.graph_ladder import GraphLadder
 from quire.execution.kv_storage import StateStorage, Storage
+from quire.execution.mtp_ladder import MTPLadder
+from quire.execution.pinned import placed
 from quire.models.mtp import MTPHead
-from quire.ops.interface import AttentionBatch, StateBatch
+from quire.ops.interface import StateBatch
+from quire.ops.static_steps import vector
 from quire.scheduling.plan import ScheduledSequence
 
 
@@ -35,6 +38,9 @@ class MTPDrafter:
         builder: follows the plans, for the groups of both.
         storages: memory of the head's groups.
         groups: its groups among all.
+
+    Attributes:
+        ladder: captured passes of `guess`; None for none.
     """
 
     def __init__(self, head: MTPHead, builder: BatchBuilder, storages: Sequence[Storage], groups: range) -> None:
@@ -45,6 +51,7 @@ class MTPDrafter:
         self._head = head
         self._builder = builder
         self._groups = groups
+        self.ladder: GraphLadder | None = None
 
     def guess(self, items: Sequence[ScheduledSequence]) -> list[ScheduledSequence]:
         """Return the items with drafts in the place of those that are left to the data plane."""
@@ -58,17 +65,33 @@ class MTPDrafter:
                 items[idx]._replace(start=items[idx].start + len(tokens[idx]) - 1, token_ids=tokens[idx][-1:])
                 for idx in live
             ]
-            batch = self._builder.lay_out(step, self._groups)
-            *groups, states = batch.groups
-            if hidden is None:
-                hidden = self._last_hidden(states)
-            hidden = self._head.run(batch.input_ids, batch.positions, groups, self._storages, hidden)
-            for idx, token_id in zip(live, self._head.predict(hidden), strict=True):
+            hidden, token_ids = self._run(step, self._last_hidden(step) if hidden is None else hidden)
+            for idx, token_id in zip(live, token_ids.tolist(), strict=True):
                 tokens[idx].append(token_id)
                 drafted[idx] = items[idx]._replace(token_ids=tuple(tokens[idx]))
-            goes_on = [len(tokens[idx]) < len(items[idx].token_ids) for idx in live]
-            hidden, live = hidden[goes_on], list(compress(live, goes_on))
+            kept = [row for row, idx in enumerate(live) if len(tokens[idx]) < len(items[idx].token_ids)]
+            if 0 < len(kept) < len(live):
+                hidden = hidden.index_select(0, self._placed(kept))
+            live = [live[row] for row in kept]
         return drafted
+
+    def _run(self, items: Sequence[ScheduledSequence], hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Run a pass of `guess`, by a captured one if it can be.
+
+        Args:
+            items: n items of one token each.
+            hidden: [n, E], normed hidden state of the token before each.
+
+        Returns:
+            Normed hidden states of the head [n, E], which may change with the next pass, and the likeliest tokens [n].
+        """
+        ladder = self.ladder
+        if ladder is not None and ladder.takes(items):
+            assert isinstance(ladder, MTPLadder)
+            return ladder.run_pass(items, self._builder, hidden)
+        batch = self._builder.lay_out(items, self._groups[:-1])
+        hidden = self._head.run(batch.input_ids, batch.positions, batch.groups, self._storages, hidden)
+        return hidden, self._head.predict(hidden)
 
     def follow(
         self, items: Sequence[ScheduledSequence], hidden: Tensor, given: tuple[Tensor, Tensor] | None = None
@@ -86,12 +109,17 @@ class MTPDrafter:
         assert isinstance(states, StateBatch)
         normed = self._head.normed(hidden)
         before = normed.roll(1, 0)
-        before[list(states.row_starts[:-1])] = self._last_hidden(states)
+        before[list(states.row_starts[:-1])] = self._last_hidden(items)
         self._head.run(batch.input_ids, batch.positions, groups, self._storages, before, given, none)
         self._states[list(states.block_ids)] = normed[[end - 1 for end in states.row_starts[1:]]]
 
-    def _last_hidden(self, states: AttentionBatch | StateBatch) -> Tensor:
-        """Return the hidden state before the first token of each sequence [S, E]; zeros where none is before it."""
-        assert isinstance(states, StateBatch)
-        is_known = torch.tensor(states.has_state, device=self._states.device)
-        return torch.where(is_known[:, None], self._states[list(states.block_ids)], 0.0)
+    def _last_hidden(self, items: Sequence[ScheduledSequence]) -> Tensor:
+        """Return the hidden state before the first token of each item [S, E]; zeros where none is before it."""
+        tables = [self._builder.tables[item.seq_id][self._groups[-1]] for item in items]
+        hidden = self._states.index_select(0, self._placed(table.ids[-1] for table in tables))
+        starts = [item.start for item in items]
+        return hidden if all(starts) else torch.where(self._placed(starts)[:, None] > 0, hidden, 0.0)
+
+    def _placed(self, numbers: Iterable[int]) -> Tensor:
+        """Return numbers of the host as int64 on the device; the host does not wait."""
+        return placed(vector(numbers), self._states.device)

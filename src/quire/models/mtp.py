@@ -88,8 +88,7 @@ class MTPHead(Decoder):
         x = self(input_ids, positions, groups, storages, (rows, self._input.run(pairs)), output_rows)
         return self._norm(x) if len(x) else x
 
-    def predict(self, normed: Tensor) -> list[int]:
-        """Return the likeliest token after each normed hidden state [R, E] of the head, the same on every rank."""
+    def predict(self, normed: Tensor) -> Tensor:
+        """Return the likeliest token [R] after each normed hidden state [R, E] of the head, the same on every rank."""
         logits, ranks = self._head.run(normed), self._ranks
-        tokens = logits.argmax(-1) if ranks is None else ranks.agreed_likeliest(logits.float(), self._widths)
-        return tokens.tolist()
+        return logits.argmax(-1) if ranks is None else ranks.agreed_likeliest(logits.float(), self._widths)
