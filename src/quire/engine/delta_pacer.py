@@ -14,11 +14,11 @@ MAX_HOLD_S = 0.05
 
 
 class DeltaPacer:
-    """Decides when held deltas are posted to event loops.
+    """Decides whether tokens wait for those of the next step before they are posted to event loops.
 
-    Deltas that are posted together are merged, and cost a loop little more than one. The interval between two posts is
-    the processor time that the loop took since the post before, divided by `LOOP_SHARE`: one that serves a few streams
-    gets each step's deltas, one that serves many gets several steps' at once.
+    The tokens of several steps are one delta of a stream, which costs little more than that of one. The interval
+    between two posts is the processor time that the loop took since the post before, divided by `LOOP_SHARE`: one that
+    serves a few streams gets each step's deltas, one that serves many gets several steps' at once.
 
     Args:
         clock: seconds, monotonic.
@@ -36,7 +36,7 @@ class DeltaPacer:
         self._posted_s = clock()
 
     def may_hold(self) -> bool:
-        """Return whether deltas should wait for those of the next step; called by the engine's thread."""
+        """Return whether tokens should wait for those of the next step; called by the engine's thread."""
         return self._clock() - self._posted_s < self._interval_s
 
     def on_post(self) -> None:
