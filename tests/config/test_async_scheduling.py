@@ -20,6 +20,7 @@ OTHERS: list[dict[str, Any]] = [
 ]
 STORES: list[dict[str, Any]] = [
     {"prefix_cache_dir": "cache"},
+    {"prefix_cache_dir": "cache", "tensor_parallel_size": 2},
     {"prefix_cache_url": "redis://host:1/0"},
     {"kv_transfer_config": '{"kv_role": "kv_both"}'},
 ]
@@ -51,20 +52,10 @@ def test_what_it_does_not_serve_is_refused_where_it_is_asked_for_and_turns_the_d
     assert not resolve(EngineConfig.from_options(**options), GPU, FACTS).async_scheduling
 
 
-@pytest.mark.parametrize("options", STORES, ids=lambda options: next(iter(options)))
-def test_stores_are_served_in_one_process(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", STORES, ids=" ".join)
+def test_stores_of_blocks_are_served(options: dict[str, Any]) -> None:
     assert resolve(EngineConfig.from_options(**options), GPU, FACTS).async_scheduling
     assert EngineConfig.from_options(async_scheduling=True, **options).scheduler.async_scheduling
-
-
-def test_ranks_with_a_store_run_step_by_step() -> None:
-    options: dict[str, Any] = {"prefix_cache_dir": "cache", "tensor_parallel_size": 2}
-    assert not resolve(EngineConfig.from_options(**options), GPU, FACTS).async_scheduling
-    with pytest.raises(
-        ConfigError, match="with async_scheduling and tensor_parallel_size above 1, got 'cache'"
-    ) as caught:
-        EngineConfig.from_options(async_scheduling=True, **options)
-    assert caught.value.field == "prefix_cache_dir"
 
 
 def test_an_encoder_has_no_tokens_to_wait_for() -> None:

@@ -12,24 +12,19 @@ _SERVED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "pipeline_parallel_size": ((1,), "stages plan ahead in another way, with microbatches"),
     "speculative_method": (("off",), "drafts are made of the tokens of the step before"),
 }
-# The same with tensor parallel ranks.
-_SERVED_BY_RANKS: Final = _SERVED | dict.fromkeys(
-    ("prefix_cache_dir", "prefix_cache_url", "kv_transfer_config"),
-    ((None,), "ranks agree between two steps on the blocks that are loaded and stored"),
-)
 
 
 def check_served_async(options: dict[str, Any]) -> None:
     """Refuse options that asynchronous scheduling does not serve, where it is asked for.
 
     Args:
-        options: values of `async_scheduling`, `tensor_parallel_size` and the options of the names above.
+        options: values of `async_scheduling` and of the options of the names above.
 
     Raises:
         ConfigError: an option has another value than one that is served; the message names both.
     """
     if options["async_scheduling"]:
-        check_served(options, *_served(options))
+        check_served(options, _SERVED, "async_scheduling")
 
 
 def is_async(options: dict[str, Any], device: str, *, is_encoder: bool) -> bool:
@@ -51,13 +46,6 @@ def is_async(options: dict[str, Any], device: str, *, is_encoder: bool) -> bool:
             field="async_scheduling",
         )
     if wanted is None:
-        is_served = all(options[name] in values for name, (values, _) in _served(options)[0].items())
+        is_served = all(options[name] in values for name, (values, _) in _SERVED.items())
         return device == "cuda" and is_served and not is_encoder
     return wanted
-
-
-def _served(options: dict[str, Any]) -> tuple[dict[str, tuple[tuple[Any, ...], str]], str]:
-    """Return the options that are served, and the circumstance in words."""
-    if options["tensor_parallel_size"] == 1:
-        return _SERVED, "async_scheduling"
-    return _SERVED_BY_RANKS, "async_scheduling and tensor_parallel_size above 1"

@@ -33,8 +33,8 @@ class AsyncEngine(Engine):
     """Serves requests as `Engine` does, with up to two steps in flight while `step` runs, and one between two calls.
 
     Its scheduler is an `AsyncScheduler`, and its executor an `AsyncExecutor`, of one process or of tensor parallel
-    ranks; without drafts and stages, and with ranks without stores of blocks. What is copied between the device and a
-    store takes its turn behind the step in flight, as all copies do.
+    ranks; without drafts and stages. What is copied between the device and a store takes its turn behind the step in
+    flight, as all copies do.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
