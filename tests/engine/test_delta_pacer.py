@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from itertools import chain, count
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from quire import LLM
 from quire.engine.async_commands import LoopSink, Stream, post_items
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.delta_pacer import LOOP_SHARE, MAX_HOLD_S, DeltaPacer
+from quire.engine.engine_thread import EngineThread
 from quire.engine.outputs.mailbox import Item
 from quire.engine.outputs.outputs import CompletionOutput, RequestOutput
 from quire.errors import WorkerError
@@ -70,6 +75,22 @@ def test_held_deltas_lose_no_token_and_neither_the_first_nor_the_last_waits() ->
     # The first delta and the last, which has all that were held; a slow reader may get them as one.
     assert len(held) <= 2
     assert len(held[-1]) >= 11
+
+
+def test_nothing_waits_for_a_step_with_a_prompt() -> None:
+    """Not for one of a request that waits, nor for the rest of a prompt that is computed in chunks."""
+    with closing(LLM("bundled", num_kv_blocks=64, num_threads=1, max_num_batched_tokens=16, max_num_seqs=4)) as llm:
+        engine = llm.engine
+        thread: Any = SimpleNamespace(_engine=engine, _pacer=SimpleNamespace(may_hold=lambda: True))
+        params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+        engine.add_request("first", {"prompt_token_ids": [5] * 8}, params)
+        engine.step()
+        assert EngineThread._may_hold(thread)
+        engine.add_request("second", {"prompt_token_ids": [7] * 40}, params)
+        for _ in range(3):  # 15 tokens of the prompt a step
+            assert not EngineThread._may_hold(thread)
+            engine.step()
+        assert EngineThread._may_hold(thread)
 
 
 def test_items_of_one_post_are_delivered_in_order_by_one_call_of_the_loop() -> None:

@@ -170,7 +170,10 @@ class EngineThread:
 
     def _may_hold(self) -> bool:
         """Return whether outputs may wait for the next step: not for one that computes prompts, which may be long."""
-        return not self._engine.scheduler.waiting and self._pacer.may_hold()
+        scheduler = self._engine.scheduler
+        # The sequence that was admitted last is the last one with a prompt that is computed in chunks.
+        has_prompt = bool(scheduler.waiting or (scheduler.running and scheduler.running[-1].num_pending > 1))
+        return not has_prompt and self._pacer.may_hold()
 
     def _send_held(self) -> None:
         """Send the outputs that wait for the next step."""
