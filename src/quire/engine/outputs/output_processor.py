@@ -69,7 +69,7 @@ class RequestState:
         return self.has_ended or self.metrics.first_token_s is None
 
     def add_token(self, sequence: Sequence, num_tokens: int, logprobs: TokenLogprobs | None) -> str | None:
-        """Append a token to one of the samples; with `reads_late`, all that were not read yet.
+        """Append a token to one of the samples; with `reads_late` all that were not read yet, if any.
 
         Args:
             sequence: the sequence after the step, possibly with further tokens.
@@ -83,9 +83,11 @@ class RequestState:
         sample = self._samples.get(idx)
         if sample is None:
             sample = self._samples[idx] = SampleText(self.request, self._tokenizer)
-        output = self._output(sequence)
         num_read = sequence.num_prompt + sample.num_output if self.reads_late else num_tokens - 1
         token_ids = sequence.tokens[num_read:num_tokens]
+        if not token_ids:
+            return None
+        output = self._output(sequence)
         output.token_ids += token_ids
         if logprobs is not None:
             if self.request.params.logprobs is not None:
@@ -125,7 +127,7 @@ class RequestState:
         """Return the output since the last call."""
         if self.reads_late:
             for sequence in self.request.sequences:
-                self._read_late(sequence)
+                self.add_token(sequence, len(sequence.tokens), None)
         self.has_ended = False
         deltas, self._deltas = self._deltas, {}
         outputs, num_pruned = [deltas[index] for index in sorted(deltas)], 0
@@ -162,12 +164,6 @@ class RequestState:
             error_code=error_code,
             metrics=self.metrics,
         )
-
-    def _read_late(self, sequence: Sequence) -> None:
-        """Append the tokens of a sample that were not read yet."""
-        sample, num_tokens = self._samples.get(sequence.sample_idx), len(sequence.tokens)
-        if num_tokens > sequence.num_prompt + (0 if sample is None else sample.num_output):
-            self.add_token(sequence, num_tokens, None)
 
     def _output(self, sequence: Sequence) -> CompletionOutput:
         index = sequence.sample_idx
