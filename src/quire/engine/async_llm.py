@@ -377,9 +377,8 @@ class AsyncLLM:
 
     async def report(self) -> EngineReport:
         """Return `health`, `usage`, `stats`, `kv_report`, `swapped_requests` and `kv_event_source` together."""
-        source = self.kv_event_source()
         return EngineReport(
-            self.health(), self.usage(), self.stats(), self.kv_report(), self.swapped_requests(), source
+            self.health(), self.usage(), self.stats(), self.kv_report(), self.swapped_requests(), self.kv_event_source()
         )
 
     async def drain(self, timeout_s: float) -> bool:
