@@ -302,9 +302,9 @@ def sharing_sizes(sizes: Sequence[int]) -> list[int]:
 def adapted_sizes(decoder: Decoder, sizes: Sequence[int]) -> list[int]:
     """Return the sizes of captured steps in which rows have adapters: powers of 2, and the largest.
 
-    None where adapters are of experts, or where ranks share the model.
+    None where adapters are of experts.
     """
-    return _few_sizes(sizes) if decoder.step_adapters.can_be_static and decoder.ranks is None else []
+    return _few_sizes(sizes) if decoder.step_adapters.can_be_static else []
 
 
 def _few_sizes(sizes: Sequence[int]) -> list[int]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire import LLM, SamplingParams
+from quire import LLM, LoRARequest, SamplingParams
 from quire.execution.graph_runner import GraphRunner
 from quire.execution.ranked_executor import RankedExecutor
 from quire.execution.runner import InProcessExecutor
@@ -20,6 +20,8 @@ from tests.conformance.checkpoints import (
     save_checkpoint,
 )
 from tests.distributed.in_threads import native_library
+from tests.engine.test_adapters import WIDTHS
+from tests.models.adapters.folders import random_matrices, write_adapter
 from tests.ops.triton.device import INTERPRETED_MARKS
 from tests.ops.triton.test_engine import load
 
@@ -71,3 +73,29 @@ def test_two_ranks(name: str, options: dict[str, Any], tmp_path: Path) -> None:
             assert runner.num_replayed >= NUM_TOKENS - 2
             assert (runner.num_replayed_in_pieces > 0) == ("cudagraph_mode" in options)
         check(llm.engine.scheduler.memory)
+
+
+@pytest.mark.parametrize("options", [CAPTURED, pytest.param({}, marks=MORE)], ids=["captured", "launched"])
+def test_two_ranks_with_adapters(options: dict[str, Any], tmp_path: Path) -> None:
+    """Rows of two adapters, and then of one and of the model alone, have the tokens of one process."""
+    native_library()
+    model = str(save_checkpoint("llama3", tmp_path / "model"))
+    paths = {name: str(write_adapter(tmp_path / name, random_matrices(WIDTHS, 4, seed)))
+             for seed, name in enumerate(("one", "two"))}  # fmt: skip
+    prompts = [prompt[-12:] for prompt in ragged_prompts()[1:3]]
+
+    def run(llm: LLM) -> list[list[int]]:
+        rounds = [[LoRARequest("one"), LoRARequest("two")], [None, LoRARequest("one")]]
+        found = [llm.generate(prompts, GREEDY, lora_request=each, use_tqdm=False) for each in rounds]
+        return [list(output.outputs[0].token_ids) for outputs in found for output in outputs]
+
+    lora: dict[str, Any] = {"enable_lora": True, "lora_modules": paths}
+    with load(model, kernels="torch", **lora) as one:
+        expected = run(one)
+    assert len(set(map(tuple, expected))) == 4
+    with load(model, tensor_parallel_size=2, **lora, **options) as two:
+        assert run(two) == expected
+        runner = runner_of(two)
+        assert isinstance(runner, GraphRunner) == bool(options)
+        if isinstance(runner, GraphRunner):
+            assert runner.num_replayed == 2 * (NUM_TOKENS - 1)
