@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from quire import LLM
+from quire.engine.async_llm import AsyncLLM
+from quire.engine.outputs.output_processor import RequestState
 from quire.engine.outputs.outputs import RequestMetrics, RequestOutput
 from quire.memory.invariants import check
-from quire.sequences.params import SamplingParams
+from quire.sequences.params import RequestOutputKind, SamplingParams
 from tests.engine.bundled import load
 
 STORY = "Once there was a fox who lived by a river and had a red kite"
 NUM_REQUESTS = 24
+GAPS = "vllm:inter_token_latency_seconds_count"
 
 
 @pytest.fixture(scope="module", params=[{}, {"async_scheduling": True}, {"speculative_method": "ngram"}], ids=str)
@@ -135,3 +140,46 @@ def test_outputs_that_wait_are_taken_between_steps_and_go_with_an_abort(llm: LLM
     assert len(of_a.token_ids) > 4
     assert of_a.text == of_b.text
     assert of_a.finish_reason == of_b.finish_reason == "abort"
+
+
+def test_a_request_that_is_read_at_its_end_has_one_output_and_holds_up_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken: Counter[str] = Counter()
+    take_output = RequestState.take_output
+
+    def count(state: RequestState, **options: Any) -> RequestOutput:
+        taken[state.request.request_id] += 1
+        return take_output(state, **options)
+
+    monkeypatch.setattr(RequestState, "take_output", count)
+    llm = AsyncLLM.from_options("bundled", dtype="float32", num_kv_blocks=64, num_threads=1)
+    llm._thread._pacer.may_hold = lambda: True  # type: ignore[method-assign]
+    assert llm.tokenizer is not None
+    ends = llm.tokenizer.encode(".")
+    final = {"output_kind": RequestOutputKind.FINAL_ONLY, "seed": 6}
+
+    async def generate(name: str, **params: Any) -> list[RequestOutput]:
+        return [output async for output in llm.generate(STORY, SamplingParams(**params), request_id=name)]
+
+    async def scenario() -> Any:
+        return await asyncio.gather(
+            generate("whole", **final, max_tokens=12, ignore_eos=True),
+            generate("samples", **final, n=3, max_tokens=48, stop_token_ids=ends, min_tokens=4),
+            generate("deltas", temperature=0.0, max_tokens=64, ignore_eos=True),
+        )
+
+    try:
+        ((whole,), (samples,), deltas) = asyncio.run(scenario())
+        (counted,) = [line for line in llm.metrics.render().decode().splitlines() if GAPS in line]
+    finally:
+        llm.shutdown()
+    assert len(whole.outputs[0].token_ids) == 12
+    lengths = [len(output.token_ids) for output in samples.outputs]
+    assert max(lengths) - min(lengths) > 6
+    assert sum(len(delta.outputs[0].token_ids) for delta in deltas) == 64
+    # With the first tokens of three requests, the ends of five samples, and nothing else.
+    assert (taken["whole"], taken["samples"]) == (1, 1)
+    assert taken["deltas"] <= 8
+    num_tokens = 12 + sum(lengths) + 64
+    assert float(counted.split()[-1]) == num_tokens - 5, "gaps between the tokens of five samples"

@@ -30,7 +30,7 @@ from quire.engine.submission import Submitter
 from quire.errors import WorkerError
 from quire.memory.usage import Usage
 from quire.sequences.lora import LoRARequest
-from quire.sequences.params import SamplingParams
+from quire.sequences.params import RequestOutputKind, SamplingParams
 from quire.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -188,6 +188,7 @@ class AsyncLLM:
         """Submit a request, once its texts are tokens, and yield its outputs; see `generate` and `Stream`."""
         if isinstance(params, SamplingParams):  # else it is refused below
             params = params.clone()
+            options = {**options, "final_only": params.output_kind is RequestOutputKind.FINAL_ONLY}
         mailbox, sink = OutputMailbox(take), LoopSink(asyncio.get_running_loop())
         stream = await self.submitter.submit(
             prompt, params, options, sink, mailbox.put, place=place, request_id=request_id, on_end=on_end
@@ -336,11 +337,10 @@ class AsyncLLM:
     def health(self) -> Health:
         """Return whether the engine makes progress."""
         scheduler = self._engine.scheduler
-        has_work = bool(self._thread.streams)
-        since = time.monotonic() - self._thread.progress_s if has_work else 0.0
+        since = time.monotonic() - self._thread.progress_s if self._thread.streams else 0.0
         return Health(
             is_alive=self._thread.is_alive,
-            is_stuck=has_work and since > STUCK_AFTER_S,
+            is_stuck=since > STUCK_AFTER_S,
             seconds_since_progress=since,
             num_running=len(scheduler.running),
             num_waiting=self._slots.num_waiting,

@@ -85,7 +85,8 @@ def test_two_ranks_with_adapters(options: dict[str, Any], tmp_path: Path) -> Non
     prompts = [prompt[-12:] for prompt in ragged_prompts()[1:3]]
 
     def run(llm: LLM) -> list[list[int]]:
-        rounds = [[LoRARequest("one"), LoRARequest("two")], [None, LoRARequest("one")]]
+        one, two = LoRARequest("one"), LoRARequest("two")
+        rounds: list[list[LoRARequest | None]] = [[one, two], [None, one]]
         found = [llm.generate(prompts, GREEDY, lora_request=each, use_tqdm=False) for each in rounds]
         return [list(output.outputs[0].token_ids) for outputs in found for output in outputs]
 

@@ -178,12 +178,14 @@ class Metrics:
                 self._tokens_by_reason.labels(self._model_name, admission, reason).inc(count)
 
     def _note_tokens(self, live: _Live, idx: int, num_tokens: int, times: RequestMetrics, now_s: float) -> None:
+        first_s = now_s if times.first_token_s is None else times.first_token_s
         if live.num_generated == 0:
-            first_s = now_s if times.first_token_s is None else times.first_token_s
             self._first_token_time.observe(max(0.0, first_s - times.arrival_s))
         last_s = live.last_token_s.get(idx)
         if last_s is not None:
             self._note_gaps(now_s - last_s, num_tokens)
+        elif num_tokens > 1:  # several in the first delta, which came with the last of them
+            self._note_gaps(now_s - first_s, num_tokens - 1)
         live.last_token_s[idx] = now_s
         live.num_generated += num_tokens
         live.num_of_sample[idx] = live.num_of_sample.get(idx, 0) + num_tokens
