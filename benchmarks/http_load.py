@@ -5,7 +5,7 @@ once over HTTP, as streams of `/v1/completions` from this process to `quire serv
 server whose queue is short, and one request after them. With `--fronts 0 1 2`, servers with so many front processes
 take turns in each round. The processor times do not depend on what else the machine does, or little: of the server's
 main thread, which speaks HTTP where there are no fronts, of the engine's with all others, of all fronts together, and
-of this process.
+of this process. `--whole` asks for answers in one piece, in place of streams.
 
 Rounds end when `--time-limit` is near, and the file is written after each, so that a busy machine costs rounds and not
 the run. On a quiet machine the limit of 330 s leaves time for the last round and the crowd within 8 minutes. `--short`
@@ -52,14 +52,19 @@ def over_http(server: Server, num_streams: int, output_len: int, seed: int) -> d
         raise RuntimeError(f"wanted {num_streams * output_len} new tokens, got {num_new}; statuses {statuses}")
     begun_s = min(answer.sent_s for answer in answers)
     times = [answer.ended_s - answer.sent_s for answer in answers]
+    figures = {
+        "output_tokens_per_s": num_new / (max(answer.ended_s for answer in answers) - begun_s),
+        "slowest_of_fastest": max(times) / min(times),
+        **{f"{name}_us_per_token": 1e6 * seconds / num_new for name, seconds in used_s.items()},
+    }
+    if not server.streams:
+        return figures
     gaps = percentiles([later - earlier for answer in answers for earlier, later in pairwise(answer.pieces_s)])
     num_pieces = sum(len(answer.pieces_s) for answer in answers)
     return {
-        "output_tokens_per_s": num_new / (max(answer.ended_s for answer in answers) - begun_s),
+        **figures,
         "inter_token_latency_s": gaps,
         "p99_of_median": gaps["p99"] / gaps["p50"],
-        "slowest_of_fastest": max(times) / min(times),
-        **{f"{name}_us_per_token": 1e6 * seconds / num_new for name, seconds in used_s.items()},
         "num_pieces": num_pieces,
         "tokens_per_piece": num_new / num_pieces,
         "fronts_us_per_piece": 1e6 * used_s["fronts"] / num_pieces,
@@ -114,6 +119,7 @@ class Rounds:
     def run(self, begun_s: float) -> None:
         """Run rounds until there are enough, or the time is over; each load has one round at least."""
         for count, server in self._servers.items():
+            server.streams = not self._options.whole
             server.send_all(workload(8, 8, seed=999), TIMEOUT_S)  # connections, buffers and code are warm
             self.memory_mib[count] = server.memory_mib()
         longest_s = dict.fromkeys(self._options.streams, 0.0)
@@ -135,7 +141,7 @@ class Rounds:
                 "output_len": self._options.output_len,
                 "fronts": count,
                 "medians": (middle := _medians(runs)),
-                "is_met": {name: _is_met(name, middle[name]) for name in MARKS},
+                "is_met": {name: _is_met(name, middle[name]) for name in MARKS if name in middle},
                 "memory_mib": self.memory_mib[count],
                 "runs": runs,
             }
@@ -191,6 +197,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--short", action="store_true", help=f"one round of {SHORT_OUTPUT_LEN} new tokens a stream")
     parser.add_argument("--time-limit", type=float, default=330.0, help="seconds after which no further round begins")
     parser.add_argument("--fronts", type=int, nargs="*", default=[0], help="numbers of front processes, in turns")
+    parser.add_argument("--whole", action="store_true", help="answers in one piece, in place of streams")
     parser.add_argument("--clients", type=int, default=1000, help="0 leaves the crowd out")
     parser.add_argument("--name", default="http_load", help="name of the file of results")
     options = parser.parse_args()
@@ -219,7 +226,7 @@ def main() -> int:
             rounds.failures.append(f"crowd, {count} fronts: {error!r}")
     save(options, rounds, crowds)
     for load in rounds.summaries():
-        middle = {name: round(load["medians"][name], 3) for name in MARKS}
+        middle = {name: round(load["medians"][name], 3) for name in load["is_met"]}
         print(f"{load['streams']} streams, {load['fronts']} fronts: {middle}, met: {load['is_met']}")
         print(f"  memory in MiB: {load['memory_mib']}")
     print("\n".join((*rounds.failures, *rounds.skipped, f"{time.monotonic() - begun_s:.0f} s")))

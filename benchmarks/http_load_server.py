@@ -83,11 +83,13 @@ class StreamExchange(asyncio.Protocol):
 
     def answer(self) -> StreamedAnswer:
         """Return what has arrived."""
-        head, _, _ = b"".join(self._reads[:4]).partition(b"\r\n\r\n")
+        head, _, body = b"".join(self._reads).partition(b"\r\n\r\n")
         status = re.match(rb"HTTP/1.1 (\d+)", head)
         retry_after = re.search(rb"(?i)\r\nretry-after: *(\S+)", head)
         ends = list(accumulate(map(len, self._reads)))
         pieces, num_new = [], 0
+        if usage := re.search(rb'"completion_tokens":(\d+)', body):  # of an answer in one piece
+            num_new = int(usage[1])
         for match in EVENT.finditer(b"".join(self._reads)):
             event = json.loads(match[1])
             if event["choices"] and event["choices"][0]["text"]:
@@ -110,11 +112,15 @@ class Server:
     Args:
         process: its process.
         port: its port.
+
+    Attributes:
+        streams: True to ask for streams, False for answers in one piece.
     """
 
     def __init__(self, process: subprocess.Popen[str], port: int) -> None:
         self.process = process
         self.port = port
+        self.streams = True
 
     def send_all(self, requests: Sequence[BenchRequest], timeout_s: float) -> list[StreamedAnswer]:
         """Send all requests at once and return their answers.
@@ -158,7 +164,8 @@ class Server:
 
     def _encode(self, request: BenchRequest) -> bytes:
         fields = {"prompt": request.prompt, "max_tokens": request.num_new, "temperature": 0.0, "ignore_eos": True}
-        body = json.dumps({**fields, "stream": True, "stream_options": {"include_usage": True}}).encode()
+        stream = {"stream": True, "stream_options": {"include_usage": True}} if self.streams else {}
+        body = json.dumps({**fields, **stream}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1:{self.port}\r\ncontent-type: application/json\r\n"
         return f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body
 

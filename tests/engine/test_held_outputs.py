@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -155,6 +156,7 @@ def test_a_request_that_is_read_at_its_end_has_one_output_and_holds_up_no_other(
     monkeypatch.setattr(RequestState, "take_output", count)
     llm = AsyncLLM.from_options("bundled", dtype="float32", num_kv_blocks=64, num_threads=1)
     llm._thread._pacer.may_hold = lambda: True  # type: ignore[method-assign]
+    llm._thread._next_progress_s = math.inf
     assert llm.tokenizer is not None
     ends = llm.tokenizer.encode(".")
     final = {"output_kind": RequestOutputKind.FINAL_ONLY, "seed": 6}
@@ -183,3 +185,27 @@ def test_a_request_that_is_read_at_its_end_has_one_output_and_holds_up_no_other(
     assert taken["deltas"] <= 8
     num_tokens = 12 + sum(lengths) + 64
     assert float(counted.split()[-1]) == num_tokens - 5, "gaps between the tokens of five samples"
+
+
+def test_what_is_read_at_its_end_says_now_and_then_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deltas together are the whole output, with samples of which one ends first."""
+    monkeypatch.setattr("quire.engine.engine_thread.PROGRESS_S", 0.0)
+    llm = AsyncLLM.from_options("bundled", dtype="float32", num_kv_blocks=64, num_threads=1)
+    llm._thread._pacer.may_hold = lambda: True  # type: ignore[method-assign]
+    assert llm.tokenizer is not None
+    ends = tuple(llm.tokenizer.encode("."))
+    params = SamplingParams(n=3, seed=6, max_tokens=48, stop_token_ids=ends, min_tokens=4)
+
+    async def generate(*, final_only: bool) -> list[RequestOutput]:
+        return [output async for output in llm.generate(STORY, params, final_only=final_only)]
+
+    try:
+        held, told = (asyncio.run(generate(final_only=final_only)) for final_only in (False, True))
+    finally:
+        llm.shutdown()
+    # A slow reader may get several as one.
+    assert len(told) > 2
+    assert [output.finished for output in told] == [False] * (len(told) - 1) + [True]
+    whole = merged(told)
+    assert whole.outputs == merged(held).outputs
+    assert len({len(sample.token_ids) for sample in whole.outputs}) == 3

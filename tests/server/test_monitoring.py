@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +15,7 @@ import pytest
 from quire.engine.metrics.stats import Health
 from quire.memory.usage import GroupUsage, HostUsage
 from quire.server.monitoring import health, host_to_json
-from tests.server.process import ServerProcess
+from tests.server.process import ServerProcess, running
 
 
 @pytest.mark.parametrize(
@@ -100,3 +103,25 @@ def test_a_reset_empties_the_prefix_cache_while_others_run(server: ServerProcess
         assert num_cached() == 0
         assert "[DONE]" in list(lines)[-2]
     assert num_cached() == 49
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fronts", [0, 1])
+def test_the_status_tells_how_far_an_answer_in_one_piece_is(fronts: int, tmp_path: Path) -> None:
+    """It is read at its end, and its tokens are counted now and then."""
+    body = {"prompt": "Once", "n": 32, "max_tokens": 1000, "ignore_eos": True}
+    with (
+        running(Path("bundled"), tmp_path / "log", "--api-server-count", str(fronts)) as server,
+        ThreadPoolExecutor() as pool,
+    ):
+        answer = pool.submit(server.post, "/v1/completions", body)
+        seen: list[int] = []
+        while not answer.done():
+            seen += [row["completion_tokens"] for row in server.status()["requests"]]
+            time.sleep(0.01)
+        assert answer.result().json()["usage"]["completion_tokens"] == 32 * 1000
+        metrics = server.http.get("/metrics").text
+    assert seen == sorted(seen)
+    assert any(0 < num_tokens < 32 * 1000 for num_tokens in seen)
+    (gaps,) = [line for line in metrics.splitlines() if line.startswith("vllm:inter_token_latency_seconds_count")]
+    assert float(gaps.split()[-1]) == 32 * 999

@@ -138,6 +138,7 @@ class AsyncLLM:
         tenant: str | None = None,
         retain_cache: bool = False,
         lora_request: LoRARequest | None = None,
+        final_only: bool = False,
         take: Callable[[RequestOutput], bool] | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Generate, as a stream of outputs: deltas, unless `sampling_params.output_kind` is another kind.
@@ -156,6 +157,7 @@ class AsyncLLM:
             cache_salt, tenant: only requests with equal values of both share cached prefixes.
             retain_cache: True to evict the request's cached blocks last, within `retention_limit`.
             lora_request: adapter of the request; None for the model alone.
+            final_only: True for deltas twice a second, which cost less; `RequestOutputKind.FINAL_ONLY` implies it.
             take: function that is called on the event loop with each delta that comes while none is unread; one for
                 which it returns True is not yielded. With `RequestOutputKind.DELTA` only.
 
@@ -172,6 +174,7 @@ class AsyncLLM:
             "tenant": tenant,
             "retain_cache": retain_cache,
             "lora_request": lora_request,
+            "final_only": final_only or getattr(sampling_params, "output_kind", None) is RequestOutputKind.FINAL_ONLY,
         }
         return self._stream(prompt, sampling_params, options, place, request_id, take=take)
 
@@ -188,7 +191,6 @@ class AsyncLLM:
         """Submit a request, once its texts are tokens, and yield its outputs; see `generate` and `Stream`."""
         if isinstance(params, SamplingParams):  # else it is refused below
             params = params.clone()
-            options = {**options, "final_only": params.output_kind is RequestOutputKind.FINAL_ONLY}
         mailbox, sink = OutputMailbox(take), LoopSink(asyncio.get_running_loop())
         stream = await self.submitter.submit(
             prompt, params, options, sink, mailbox.put, place=place, request_id=request_id, on_end=on_end
@@ -264,7 +266,6 @@ class AsyncLLM:
             )
 
         await self._call(pin)
-
         if not num_tokens:
             async for _ in self._stream(read, ONE_TOKEN, {**options, "lora_request": asked}, on_end=pin):
                 pass
@@ -396,5 +397,4 @@ class AsyncLLM:
         self.texts.close()
 
 
-# vLLM's name of the class.
-AsyncLLMEngine = AsyncLLM
+AsyncLLMEngine = AsyncLLM  # vLLM's name

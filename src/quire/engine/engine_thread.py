@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 # Time for the last step when the interpreter exits without `shutdown`.
 EXIT_S = 30.0
+# Time between two outputs of a request that is read at its end: operators see how far it is, and its text is not made
+# in one piece.
+PROGRESS_S = 0.5
 
 
 class EngineThread:
@@ -49,6 +52,7 @@ class EngineThread:
         self._metrics = metrics
         self._slots = slots
         self._pacer = DeltaPacer()
+        self._next_progress_s = 0.0
         self._commands: queue.SimpleQueue[Stream | Abort | Call | WorkerError | ConfigError | None] = (
             queue.SimpleQueue()
         )
@@ -105,6 +109,9 @@ class EngineThread:
                 self.progress_s = time.monotonic()
                 if self._engine.has_unfinished:
                     self._publish(self._engine.step(self._may_hold))
+                    if time.monotonic() > self._next_progress_s:
+                        self._send_held(with_progress=True)
+                        self._next_progress_s = time.monotonic() + PROGRESS_S
         except BaseException as failure:  # a panic of a library in Rust is no Exception
             logger.exception("the engine has died")
             error, self.failure = WorkerError(str(failure)), failure
@@ -175,9 +182,9 @@ class EngineThread:
         has_prompt = bool(scheduler.waiting or (scheduler.running and scheduler.running[-1].num_pending > 1))
         return not has_prompt and self._pacer.may_hold()
 
-    def _send_held(self) -> None:
-        """Send the outputs that wait for the next step."""
-        outputs = self._engine.outputs.take_outputs()
+    def _send_held(self, *, with_progress: bool = False) -> None:
+        """Send the outputs that wait for the next step; see `OutputProcessor.take_outputs`."""
+        outputs = self._engine.outputs.take_outputs(with_progress=with_progress)
         self._metrics.on_outputs(outputs)
         self._send((output.request_id, output) for output in outputs)
 

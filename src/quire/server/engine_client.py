@@ -91,9 +91,10 @@ class EngineClient(Protocol):
         tenant: str | None,
         retain_cache: bool,
         lora_request: LoRARequest | None,
+        final_only: bool,
         take: Callable[[RequestOutput], bool] | None,
     ) -> AsyncIterator[RequestOutput]:
-        """Generate, as a stream of output deltas."""
+        """Generate, as a stream of output deltas; see `AsyncLLM.generate`."""
 
     async def has_added(self, request_ids: Sequence[str]) -> bool:
         """Return whether the engine has all of these requests, so that none of them can be refused any more."""

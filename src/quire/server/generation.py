@@ -242,6 +242,8 @@ async def _generate(
             job.params, lengths, llm.resolved.max_model_len, job.num_prompt_copies
         )
         request_ids = [f"{tracked.answer_id}-{idx}" for idx in range(len(prompts))]
+        # Log probabilities are many bytes for a token: they are not left for the end.
+        is_short = job.params.logprobs is None and job.params.prompt_logprobs is None
         streams = [
             llm.generate(
                 prompt,
@@ -254,6 +256,7 @@ async def _generate(
                 tenant=tenant,
                 retain_cache=options.retain_cache,
                 lora_request=lora_request(request),
+                final_only=direct is None and is_short,
                 take=None if direct is None else partial(direct.take, idx),
             )
             for idx, (prompt, request_id) in enumerate(zip(prompts, request_ids, strict=True))

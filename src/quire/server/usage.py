@@ -58,7 +58,9 @@ class TokenCount:
         """Count the tokens of a delta of one prompt."""
         self.last_ns = time.monotonic_ns()
         if not self._prompts:
-            self.first_ns = self.last_ns
+            first_s = delta.metrics.first_token_s
+            # The first delta of an answer in one piece has more than the first token.
+            self.first_ns = self.last_ns if first_s is None else min(self.last_ns, round(first_s * 1e9))
         num_prompt = len(delta.prompt_token_ids)
         if num_prompt:
             # At least one token of a prompt is always computed.

@@ -263,14 +263,18 @@ class OutputProcessor:
         ended = [(sequence, stop) for sequence, stop in stopped.items() if sequence.request.request_id not in failed]
         return num_generated, ended, list(failed.items())
 
-    def take_outputs(self, may_hold: Callable[[], bool] | None = None) -> list[RequestOutput]:
-        """Return the outputs of all requests with new tokens or an end, with `final_only` of those that have ended.
-
-        Finished requests are forgotten.
+    def take_outputs(
+        self, may_hold: Callable[[], bool] | None = None, *, with_progress: bool = False
+    ) -> list[RequestOutput]:
+        """Return the outputs of all requests with new tokens or an end, and forget those that have finished.
 
         Args:
             may_hold: see `Engine.step`.
+            with_progress: True for requests with `final_only` too; else they have an output once they have finished.
         """
+        if with_progress:
+            begun = {name: each for name, each in self.states.items() if each.final_only and each.metrics.first_token_s}
+            self.updated |= begun
         updated = self.updated
         if may_hold is not None and may_hold() and not any(state.is_due for state in updated.values()):
             return []
@@ -284,7 +288,7 @@ class OutputProcessor:
             if state.has_ended and state.request.is_finished:
                 metrics.finished_s = now_s
                 del self.states[request_id]
-            elif state.final_only:
+            elif state.final_only and not with_progress:
                 continue
             outputs.append(state.take_output(is_finished=metrics.finished_s is not None))
         return outputs

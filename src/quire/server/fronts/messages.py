@@ -16,7 +16,7 @@ from quire.memory.results import TokenAccount
 from quire.sequences.pooling import Pooling
 
 # Version of these messages, which both ends must share.
-VERSION: Final = 2
+VERSION: Final = 3
 # A reader refuses a longer message: its length is no length then.
 MAX_MESSAGE_BYTES: Final = 1 << 30
 
@@ -30,7 +30,7 @@ class Submit(msgspec.Struct, array_like=True, tag=0, gc=False):
         token_ids, text: the prompt.
         words: strings of the parameters as tokens.
         params: sampling parameters, see `wire_params`.
-        options: JSON of `priority`, `cache_salt`, `tenant`, `retain_cache` and `lora_name`.
+        options: JSON of `priority`, `cache_salt`, `tenant`, `retain_cache`, `final_only` and `lora_name`.
         flow: see `AsyncLLM.generate`.
         pooling: result of a pooled request.
         place: number of the reservation with its slot; None reserves one.

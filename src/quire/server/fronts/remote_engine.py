@@ -236,6 +236,7 @@ class RemoteEngine:
         tenant: str | None,
         retain_cache: bool,
         lora_request: LoRARequest | None,
+        final_only: bool,
         take: Callable[[RequestOutput], bool] | None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate, as a stream of output deltas; see `AsyncLLM.generate`."""
@@ -245,6 +246,7 @@ class RemoteEngine:
             "cache_salt": cache_salt,
             "tenant": tenant,
             "retain_cache": retain_cache,
+            "final_only": final_only,
             "lora_name": None if lora_request is None else lora_request.lora_name,
         }
         number = next(self._numbers)
