@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from quire.cli.main import main
 from quire.engine.engine import Engine
@@ -14,14 +15,14 @@ DEADLY, PANICKING = 13, 17
 step = Engine.step
 
 
-def step_or_die(engine: Engine) -> list[RequestOutput]:
+def step_or_die(engine: Engine, *args: Any) -> list[RequestOutput]:
     """Run a step, unless a request has a prompt of one of the lengths."""
     lengths = {sequence.num_prompt for sequence in engine.scheduler.sequences.values()}
     if DEADLY in lengths:
         raise RuntimeError("injected")
     if PANICKING in lengths:
         raise BaseException("injected")
-    return step(engine)
+    return step(engine, *args)
 
 
 if __name__ == "__main__":
