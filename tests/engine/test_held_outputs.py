@@ -109,7 +109,7 @@ def test_neither_the_first_nor_the_last_output_of_a_request_waits(llm: LLM) -> N
     """Nor does one of another request when these come: held outputs go with them."""
     engine, lengths = llm.engine, (5, 9, 14)
     for place, max_tokens in enumerate(lengths):
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, speculative=None)
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         engine.add_request(str(place), STORY[:12], params)
     news = [engine.step(lambda: True) for _ in range(max(lengths) + 1)]
     assert not engine.has_unfinished

@@ -91,12 +91,6 @@ class AsyncEngine(Engine):
         if self._disk_prefetch is not None:
             self._disk_prefetch.begin_step(self.step_recorder.tokens_per_s)
 
-    def _end_without_blocks(self) -> list[RequestOutput]:
-        """End the requests whose blocks had to come from another engine, and did not."""
-        if self._disk_prefetch is None:
-            return []
-        return self._early_ends.end_without_blocks(self._disk_prefetch.take_failed())
-
     def _launch(self, plan: StepPlan) -> StepInFlight:
         self.num_steps += 1
         if not isinstance(plan.items, DecodeItems):

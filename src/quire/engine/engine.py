@@ -210,9 +210,7 @@ class Engine:
             self.adapters.free_unused()
         plan = self.scheduler.plan(self.num_steps)
         self.num_steps += 1
-        failed: list[RequestOutput] = []
-        if self._disk_prefetch is not None:
-            failed = self._early_ends.end_without_blocks(self._disk_prefetch.take_failed())
+        failed = self._end_without_blocks()
         if not plan.items:
             if self._disk_prefetch is not None and not failed:
                 self._disk_prefetch.wait()
@@ -281,6 +279,11 @@ class Engine:
                     part.close()
 
     # ---- parts of a step ----
+
+    def _end_without_blocks(self) -> list[RequestOutput]:
+        """End the requests whose blocks had to come from another engine, and did not."""
+        prefetch = self._disk_prefetch
+        return [] if prefetch is None else self._early_ends.end_without_blocks(prefetch.take_failed())
 
     def _mark_scheduled(self, plan: StepPlan) -> None:
         """Record the time at which a plan schedules requests for the first time."""

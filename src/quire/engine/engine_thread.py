@@ -97,8 +97,7 @@ class EngineThread:
         if output is None:
             return False
         self._metrics.on_step(self._engine.measure())
-        self._metrics.on_outputs([output])
-        self._send([(request_id, output)])
+        self._send_outputs([output])
         return True
 
     def _run(self) -> None:
@@ -184,14 +183,16 @@ class EngineThread:
 
     def _send_held(self, *, with_progress: bool = False) -> None:
         """Send the outputs that wait for the next step; see `OutputProcessor.take_outputs`."""
-        outputs = self._engine.outputs.take_outputs(with_progress=with_progress)
-        self._metrics.on_outputs(outputs)
-        self._send((output.request_id, output) for output in outputs)
+        self._send_outputs(self._engine.outputs.take_outputs(with_progress=with_progress))
 
     def _publish(self, outputs: list[RequestOutput]) -> None:
-        """Count a step's outputs, then send them to their streams, so that the metrics include each output sent."""
+        """Count a step, and send its outputs."""
         self._slots.changed()
         self._metrics.on_step(self._engine.measure())
+        self._send_outputs(outputs)
+
+    def _send_outputs(self, outputs: list[RequestOutput]) -> None:
+        """Count outputs, then send them to their streams, so that the metrics include each output sent."""
         self._metrics.on_outputs(outputs)
         self._send((output.request_id, output) for output in outputs)
 

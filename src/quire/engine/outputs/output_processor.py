@@ -63,11 +63,6 @@ class RequestState:
         if params.prompt_logprobs is not None:
             self._prompt_logprobs = PromptLogprobs(FlatLogprobs(tokenizer))
 
-    @property
-    def is_due(self) -> bool:
-        """True where the next output is the first one, or ends a sample."""
-        return self.has_ended or self.metrics.first_token_s is None
-
     def add_token(self, sequence: Sequence, num_tokens: int, logprobs: TokenLogprobs | None) -> str | None:
         """Append a token to one of the samples; with `reads_late` all that were not read yet, if any.
 
@@ -276,7 +271,9 @@ class OutputProcessor:
             begun = {name: each for name, each in self.states.items() if each.final_only and each.metrics.first_token_s}
             self.updated |= begun
         updated = self.updated
-        if may_hold is not None and may_hold() and not any(state.is_due for state in updated.values()):
+        # The first output of a request, and one that ends a sample, wait for nothing.
+        is_due = (each.has_ended or each.metrics.first_token_s is None for each in updated.values())
+        if may_hold is not None and may_hold() and not any(is_due):
             return []
         self.updated = {}
         outputs: list[RequestOutput] = []
