@@ -107,15 +107,7 @@ def test_whole_experts_give_what_one_process_gives(tmp_path: Path) -> None:
 # ---- the disk tier ----
 
 
-# Stages plan ahead in a way of their own.
-AHEAD = pytest.mark.parametrize(
-    "is_async", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["in-order", "ahead"]
-)
-
-
 def disk_options(folder: Path, *, is_async: bool = False, **options: Any) -> dict[str, Any]:
-    if is_async and options.get("stages", 1) > 1:
-        pytest.skip("stages do not run ahead of results")
     return {**OPTIONS, "prefix_cache_dir": str(folder), "async_scheduling": is_async, **options}
 
 
@@ -124,14 +116,15 @@ def forget(llm: LLM) -> None:
     serve(llm, [[number] * 150 for number in range(50, 58)])
 
 
-@AHEAD
 @pytest.mark.parametrize(
-    ("policy", "size", "stages"),
+    ("policy", "size", "stages", "is_async"),
     [
-        ("write_back", 2, 1),
-        pytest.param("write_through", 2, 1, marks=pytest.mark.slow),
-        pytest.param("write_back", 2, 2, marks=pytest.mark.exhaustive),
-        pytest.param("write_back", 1, 2, marks=pytest.mark.exhaustive),
+        ("write_back", 2, 1, False),
+        pytest.param("write_through", 2, 1, False, marks=pytest.mark.slow),
+        pytest.param("write_back", 2, 1, True, marks=pytest.mark.slow),
+        pytest.param("write_through", 2, 1, True, marks=pytest.mark.slow),
+        pytest.param("write_back", 2, 2, False, marks=pytest.mark.exhaustive),
+        pytest.param("write_back", 1, 2, False, marks=pytest.mark.exhaustive),
     ],
 )
 def test_each_rank_keeps_its_part_over_a_restart(
@@ -155,13 +148,13 @@ def test_each_rank_keeps_its_part_over_a_restart(
         assert [cached for _, cached in serve(two)] == [0, 0, 0]
 
 
-@AHEAD
 @pytest.mark.parametrize(
-    ("size", "stages", "other", "last"),
+    ("size", "stages", "other", "last", "is_async"),
     [
-        (2, 1, "rank-1-of-2", "rank-0-of-2"),
+        (2, 1, "rank-1-of-2", "rank-0-of-2", False),
+        pytest.param(2, 1, "rank-1-of-2", "rank-0-of-2", True, marks=pytest.mark.slow),
         # Of four ranks, one of the first stage, and that beside rank 0.
-        pytest.param(2, 2, "rank-3-of-2x2", "rank-1-of-2x2", marks=pytest.mark.exhaustive),
+        pytest.param(2, 2, "rank-3-of-2x2", "rank-1-of-2x2", False, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_block_that_one_rank_lacks_is_a_miss_for_all(
@@ -190,13 +183,13 @@ def test_a_block_that_one_rank_lacks_is_a_miss_for_all(
         assert [cached for _, cached in found] == [0, 0, 0]
 
 
-@AHEAD
 @pytest.mark.parametrize(
-    ("size", "stages"),
+    ("size", "stages", "is_async"),
     [
-        (2, 1),
-        pytest.param(2, 2, marks=pytest.mark.exhaustive),
-        *(pytest.param(1, stages, marks=pytest.mark.exhaustive) for stages in (2, 3)),
+        (2, 1, False),
+        pytest.param(2, 1, True, marks=pytest.mark.slow),
+        pytest.param(2, 2, False, marks=pytest.mark.exhaustive),
+        *(pytest.param(1, stages, False, marks=pytest.mark.exhaustive) for stages in (2, 3)),
     ],
 )
 def test_blocks_go_to_disk_and_come_back_while_requests_run(
