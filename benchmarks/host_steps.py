@@ -172,7 +172,7 @@ class HostSteps:
             self._sampler.begin_step(plan)
         step = self._ladder.run(plan.items, self._builder)
         with self._timed("sample"):
-            results = self._sampler.sample(step.logits, plan.items, step.next_positions)
+            results = self._sampler.sample(step.outputs, plan.items, step.next_positions)
         self._update(plan, results)
 
     def _plan(self) -> StepPlan:

@@ -79,8 +79,8 @@ def capture(bench: Bench, decoder: Decoder, shape: Shape, batch: int, context: i
     items = open_items(builder, spans, num_blocks)
     laid = builder.lay_out(items)
     expected = decoder.logits(decoder(laid.input_ids, laid.positions, laid.groups, [memory]))
-    error = float((ladder.run(items, builder).logits - expected).abs().max())
-    return Captured(lambda: ladder.run(items, builder).logits, items, batch, context, error)
+    error = float((ladder.run(items, builder).outputs - expected).abs().max())
+    return Captured(lambda: ladder.run(items, builder).outputs, items, batch, context, error)
 
 
 def open_items(builder: Any, spans: Sequence[tuple[int, int]], num_blocks: int) -> list[Any]:

@@ -55,7 +55,7 @@ def test_captured_steps_take_the_largest_and_what_the_driver_has_for_each() -> N
 
 @pytest.mark.parametrize(("most", "expected"), [(1, (1,)), (3, (1, 2, 4)), (4, (1, 2, 4)), (9, (1, 2, 4, 8))])
 def test_passes_of_a_draft_model_have_rows_for_sequences_only(most: int, expected: tuple[int, ...]) -> None:
-    assert CaptureOptions((1, 2, 4, 8), 100, (64,), most).of_draft() == CaptureOptions(expected, 100)
+    assert CaptureOptions((1, 2, 4, 8), 100, (64,), most).of_draft() == CaptureOptions(expected, 100, makes_drafts=True)
 
 
 @pytest.mark.parametrize(("ranks", "expected"), [(None, [(1, 2, 4, 8), (1, 2, 4)]), ("ranks", [(1, 2, 4, 8)])])

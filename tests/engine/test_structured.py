@@ -317,7 +317,15 @@ def test_samples_of_like_requests_keep_to_their_own_parameters(llm: LLM) -> None
 
 
 @pytest.mark.parametrize(
-    ("method", "sampler"), [("ngram", Sampler), ("suffix", Sampler), ("ngram", DeviceSampler)], ids=str
+    ("method", "sampler"),
+    [
+        ("ngram", Sampler),
+        ("suffix", Sampler),
+        ("ngram", DeviceSampler),
+        ("draft", Sampler),
+        ("draft", DeviceSampler),
+    ],
+    ids=str,
 )
 @pytest.mark.slow
 def test_drafts_change_nothing(llm: LLM, method: str, sampler: type[Sampler], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,7 +340,12 @@ def test_drafts_change_nothing(llm: LLM, method: str, sampler: type[Sampler], mo
     each.append(wild("compact", temperature=0.6, stop='"kind"', repetition_penalty=1.1))
     each.append(wild("regex", n=3, temperature=0.5))
     expected = [[sample.token_ids for sample in output.outputs] for output in run(llm, [STORY] * len(each), each)]
-    guessing = load(speculative_method=method, num_speculative_tokens=6)
+    guessing = load(
+        speculative_method=method,
+        draft_model="bundled" if method == "draft" else None,
+        num_speculative_tokens=6,
+        num_kv_blocks=1024,
+    )
     for _ in range(2):
         outputs = run(guessing, [STORY] * len(each), each)
         assert [[sample.token_ids for sample in output.outputs] for output in outputs] == expected

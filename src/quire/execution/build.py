@@ -9,15 +9,19 @@ import torch
 from quire.execution.batch import BatchBuilder
 from quire.execution.captured_steps import CaptureOptions, capture_steps, has_captured_passes
 from quire.execution.deferred_tokens import AheadBatchBuilder, DeferredTokens
+from quire.execution.device_tokens import DraftingBatchBuilder
+from quire.execution.draft_model import DraftModel
 from quire.execution.embeddings import MultimodalEmbeddings
 from quire.execution.graph_runner import GraphRunner
-from quire.execution.kv_storage import make_storages
+from quire.execution.kv_storage import Storage, make_storages
+from quire.execution.mtp_drafter import MTPDrafter
 from quire.execution.runner import ModelRunner
 from quire.execution.sampling.deferred_sampler import DeferredSampler
 from quire.execution.sampling.device_sampler import DeviceSampler, warm_up
 from quire.execution.sampling.sampler import Sampler
 from quire.kvstore.disk_blocks import DiskBlocks
 from quire.models.decoder import Decoder
+from quire.models.mtp import MTPHead
 from quire.ops.static_steps import MakesStaticSteps
 from quire.ops.token_draws import DrawsTokens
 from quire.platform.host_probe import num_cores
@@ -83,14 +87,26 @@ def build_runner(
         sampler = Sampler(torch_device, grammar_states, keep)
         if is_apart:
             sampler = DeviceSampler(torch_device, grammar_states, keep, draws)
+    own, drafter = len(decoder.cache_groups), None
+    if draft is not None:  # with drafts no plan is made ahead, so the only placeholders are theirs
+        builder = drafting = DraftingBatchBuilder(block_size, torch_device, caches)
+        drafter = _drafter_of(draft, drafting, storages[own:], range(own, len(storages)))
     prefaulter = Prefaulter.of([storage.data for storage in storages], builder.use)
     media = MultimodalEmbeddings(torch_device)
     if captured is None:
-        return ModelRunner(decoder, storages, builder, sampler, media, host_bytes, disk, draft, prefaulter)
-    runner = GraphRunner(decoder, storages, builder, sampler, media, host_bytes, disk, draft, prefaulter)
-    own = len(decoder.cache_groups)
+        return ModelRunner(decoder, storages, builder, sampler, media, host_bytes, disk, drafter, prefaulter)
+    runner = GraphRunner(decoder, storages, builder, sampler, media, host_bytes, disk, drafter, prefaulter)
     runner.ladder, runner.pieces = capture_steps(decoder, storages[:own], num_blocks[:own], block_size, captured)
-    if draft is not None and runner.draft is not None and has_captured_passes(draft):
+    if draft is not None and drafter is not None and has_captured_passes(draft):
         of_draft = storages[own:], num_blocks[own:], block_size, captured.of_draft()
-        runner.draft.ladder = capture_steps(draft, *of_draft, first_group=own).ladder
+        drafter.ladder = capture_steps(draft, *of_draft, first_group=own).ladder
     return runner
+
+
+def _drafter_of(
+    draft: Decoder, builder: DraftingBatchBuilder, storages: Sequence[Storage], groups: range
+) -> DraftModel | MTPDrafter:
+    """Return what runs a draft model, or an MTP head."""
+    if isinstance(draft, MTPHead):
+        return MTPDrafter(draft, builder, storages, groups)
+    return DraftModel(draft, builder, storages, groups)

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 
 from quire.distributed.rank_group import RankGroup
+from quire.execution.draft_ladder import DraftLadder, MTPLadder
 from quire.execution.graph_ladder import GraphLadder, limits_of
 from quire.execution.kv_storage import Storage
-from quire.execution.mtp_ladder import MTPLadder
 from quire.execution.piecewise_ladder import PiecewiseLadder
 from quire.execution.ranked_capture import RankedCapture, seen_sums
 from quire.execution.step_capture import CudaCapture, StepCapture
@@ -33,24 +33,26 @@ class CaptureOptions(NamedTuple):
         max_model_len: maximum number of tokens of a sequence.
         piece_sizes: numbers of tokens of other steps, whose pieces between attention are captured, rising.
         max_num_seqs: maximum number of sequences of a step; None where no draft model runs.
+        makes_drafts: the steps are passes of a draft model, which end with tokens in place of logits.
     """
 
     sizes: Sequence[int]
     max_model_len: int
     piece_sizes: Sequence[int] = ()
     max_num_seqs: int | None = None
+    makes_drafts: bool = False
 
     def of_draft(self) -> CaptureOptions:
         """Return the steps of a draft model or an MTP head, whose passes have a row for each sequence."""
         num_sizes = len(self.sizes) if self.max_num_seqs is None else bisect_left(self.sizes, self.max_num_seqs) + 1
-        return CaptureOptions(self.sizes[:num_sizes], self.max_model_len)
+        return CaptureOptions(self.sizes[:num_sizes], self.max_model_len, makes_drafts=True)
 
 
 class CapturedSteps(NamedTuple):
     """The captured steps of a model.
 
     Args:
-        ladder: decode steps, of an MTP head an `MTPLadder`; None for none.
+        ladder: decode steps, or passes that make drafts; None for none.
         pieces: pieces of other steps; None for none.
     """
 
@@ -95,13 +97,19 @@ def capture_steps(
         if options.sizes:
             limits = limits_of(options.sizes, num_blocks, options.max_model_len, block_size)
             given = storages, options.sizes, limits, block_size, capture, first_group
-            ladder = MTPLadder(decoder, *given) if isinstance(decoder, MTPHead) else GraphLadder(decoder, *given)
+            ladder = _kind_of_ladder(decoder, options)(decoder, *given)
         kind = "Steps with prompts"
         if options.piece_sizes:
             pieces = PiecewiseLadder(decoder, storages, options.piece_sizes, capture)
     except RuntimeError as error:
         logger.warning("%s are not captured, but launched kernel by kernel: %s", kind, error)
     return CapturedSteps(ladder, pieces)
+
+
+def _kind_of_ladder(decoder: Decoder, options: CaptureOptions) -> type[GraphLadder]:
+    if isinstance(decoder, MTPHead):
+        return MTPLadder
+    return DraftLadder if options.makes_drafts else GraphLadder
 
 
 def capture_on(device: torch.device, ranks: RankGroup | None = None) -> StepCapture:

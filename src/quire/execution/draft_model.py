@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import compress
 
+import torch
+from torch import Tensor
+
 from quire.decoding.drafting import UNKNOWN
-from quire.execution.batch import BatchBuilder, end_rows
+from quire.execution.batch import end_rows
 from quire.execution.decode_rows import few_rows_of
+from quire.execution.device_tokens import DeviceDrafts, DeviceTokens, DraftingBatchBuilder
 from quire.execution.graph_ladder import GraphLadder
 from quire.execution.kv_storage import Storage
+from quire.execution.pinned import placed
 from quire.models.decoder import Decoder
+from quire.ops.static_steps import vector
 from quire.scheduling.plan import ItemResult, ScheduledSequence
 
 
@@ -27,7 +33,8 @@ class DraftModel:
      ...      draft k                                                  -> nothing
     ```
 
-    Ranks that share the target make the same drafts: all of them run this.
+    Ranks that share the target make the same drafts: all of them run this. The host launches all passes, and the target
+    behind them, before it knows a draft.
 
     Args:
         decoder: decoder with the target's vocabulary.
@@ -41,50 +48,57 @@ class DraftModel:
     Source: speculative sampling, arXiv 2211.17192 and 2302.01318.
     """
 
-    def __init__(self, decoder: Decoder, builder: BatchBuilder, storages: Sequence[Storage], groups: range) -> None:
+    def __init__(
+        self, decoder: Decoder, builder: DraftingBatchBuilder, storages: Sequence[Storage], groups: range
+    ) -> None:
         self._decoder = decoder
         self._builder = builder
         self._storages = tuple(storages)
         self._groups = groups
         self.ladder: GraphLadder | None = None
 
-    def guess(self, items: Sequence[ScheduledSequence]) -> list[ScheduledSequence]:
-        """Compute a step's tokens, and return its items with drafts in the place of those that are left to a model."""
+    def guess(self, items: Sequence[ScheduledSequence]) -> DeviceDrafts | None:
+        """Compute a step's tokens, and return drafts for the placeholders among them; None where there are none."""
         wanted = [item.num_draft if UNKNOWN in item.token_ids else 0 for item in items]
         certain = [
             item._replace(token_ids=item.token_ids[: len(item.token_ids) - count]) if count else item
             for item, count in zip(items, wanted, strict=True)
         ]
+        self._builder.known = None
         token_ids = self._run(certain, [count > 0 for count in wanted])
         live = [idx for idx, count in enumerate(wanted) if count]
-        guesses: list[list[int]] = [[] for _ in items]
+        passes: list[tuple[Sequence[int], Tensor]] = []
         while live:
-            step = []
-            for idx, token_id in zip(live, token_ids, strict=True):
-                guesses[idx].append(token_id)
-                item = certain[idx]
-                start = item.start + len(item.token_ids) + len(guesses[idx]) - 1
-                step.append(item._replace(start=start, token_ids=(token_id,)))
-            goes_on = [len(guesses[idx]) < wanted[idx] for idx in live]
+            passes.append((live, token_ids))
+            depth = len(passes)
+            step = [
+                certain[idx]._replace(
+                    start=certain[idx].start + len(certain[idx].token_ids) + depth - 1, token_ids=(UNKNOWN,)
+                )
+                for idx in live
+            ]
+            goes_on = [depth < wanted[idx] for idx in live]
+            self._builder.known = DeviceTokens(token_ids)
             token_ids = self._run(step, goes_on)
             live = list(compress(live, goes_on))
-        return [
-            item._replace(token_ids=(*known.token_ids, *guessed)) if guessed else item
-            for item, known, guessed in zip(items, certain, guesses, strict=True)
-        ]
+        if not passes:
+            return None
+        drafts = DeviceDrafts(passes)
+        self._builder.known = drafts.of_rows(items)
+        return drafts
 
-    def _run(self, items: Sequence[ScheduledSequence], is_read: Sequence[bool]) -> list[int]:
-        """Store keys and values of some tokens; return the likeliest token after each item that is read."""
+    def _run(self, items: Sequence[ScheduledSequence], is_read: Sequence[bool]) -> Tensor:
+        """Store keys and values of some tokens; return the likeliest token after each item that is read, int64 [n]."""
         ladder, found = self.ladder, None if self.ladder is None else few_rows_of(items)
         if ladder is not None and found is not None and ladder.takes(found[0]):
             rows, counts = found
             step = ladder.run(rows, self._builder, None, counts)
-            token_ids = step.logits.argmax(-1).tolist() if any(is_read) else []
-            return [token_ids[row] for row in end_rows(items, is_read)]
+            # A copy: the next pass overwrites the static memory.
+            return step.outputs.index_select(0, placed(vector(end_rows(items, is_read)), step.outputs.device))
         batch = self._builder.lay_out(items, self._groups)
         read = self._builder.lay_out_ends(items, is_read, self._groups)
         hidden = self._decoder(batch.input_ids, batch.positions, batch.groups, self._storages, output_rows=read)
-        return self._decoder.draft_tokens(hidden).tolist() if any(is_read) else []
+        return self._decoder.draft_tokens(hidden) if any(is_read) else torch.empty(0, dtype=torch.int64)
 
 
 def with_drafts(

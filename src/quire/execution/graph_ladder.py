@@ -61,12 +61,12 @@ class ReplayedStep(NamedTuple):
 
     Args:
         hidden: hidden states before the last norm, [n, E]; of an MTP head, behind it.
-        logits: float32 [n, V]; of ranks, and of an MTP head, [n, 0].
+        outputs: logits, float32 [n, V], of ranks [n, 0]; of passes that make drafts, the likeliest tokens, int64 [n].
         next_positions: position of the token that each row draws, int64 [n] on the device.
     """
 
     hidden: Tensor
-    logits: Tensor
+    outputs: Tensor
     next_positions: Tensor
 
 
@@ -123,7 +123,7 @@ class GraphLadder:
         # `seq_ids` of the `DecodeItems` that were run last, and the block tables of these sequences, by groups.
         self._known: tuple[list[int], list[list[BlockTable]]] | None = None
         self._hidden = torch.zeros(num_rows, decoder.spec.width, dtype=decoder.dtype, device=decoder.device)
-        self._logits = torch.zeros(num_rows, self._num_logits(), device=decoder.device)
+        self._outputs = self._make_outputs(num_rows)
         self._limits = limits
         self._sizes = list(sizes)
         self._adapters: StaticAdapters | None = None
@@ -148,10 +148,11 @@ class GraphLadder:
             steps.append(CapturedStep(size, capture.capture(partial(self._compute, size, shares))))
         return steps[::-1]
 
-    def _num_logits(self) -> int:
-        """Return the number of logits of a row that a step computes."""
+    def _make_outputs(self, num_rows: int) -> Tensor:
+        """Return static memory for what a step ends with: logits, float32 [n, V]."""
         # Ranks have parts of the logits, which are asked for when a step was replayed.
-        return 0 if self._decoder.ranks else self._decoder.spec.vocab_size
+        num_logits = 0 if self._decoder.ranks else self._decoder.spec.vocab_size
+        return torch.zeros(num_rows, num_logits, device=self._decoder.device)
 
     def _compute(self, size: int, shares: bool) -> None:
         """Compute the step that lies in static memory, as one of `size` rows."""
@@ -174,7 +175,7 @@ class GraphLadder:
         hidden = self._decoder(ids, positions, batches, self._storages, adapters=adapters)
         self._hidden[:size].copy_(hidden)
         if self._decoder.ranks is None:
-            self._logits[:size].copy_(self._decoder.logits(hidden))
+            self._outputs[:size].copy_(self._decoder.logits(hidden))
 
     def takes(self, items: Sequence[ScheduledSequence]) -> bool:
         """Say whether items, of one token each, fit into a captured step; those of a sequence are in its order."""
@@ -215,7 +216,7 @@ class GraphLadder:
         self._memory.upload()
         builder.put_drawn(self._ids.device, items)
         step.replay()
-        return ReplayedStep(self._hidden[:count], self._logits[:count], self._next_positions.device[:count])
+        return ReplayedStep(self._hidden[:count], self._outputs[:count], self._next_positions.device[:count])
 
     def _share(self, laid: LaidOut) -> bool:
         """Let each group find what sequences share; say whether it pays for one of them."""

@@ -146,7 +146,7 @@ class GraphRunner(ModelRunner):
         try:
             # Where steps are captured, the sampler is one for devices.
             sampler, step = cast(DeviceSampler, self._sampler), self._replayed
-            return sampler.sample(step.logits, sampled, step.next_positions), ()
+            return sampler.sample(step.outputs, sampled, step.next_positions), ()
         except Exception:
             logger.exception("sampling %d sequences at once failed; each is sampled by itself", len(sampled))
             return sample_apart(self._sampler, lambda rows: self._decoder.logits(hidden[rows]), sampled, beams)

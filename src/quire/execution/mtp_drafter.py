@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from quire.decoding.drafting import UNKNOWN
-from quire.execution.batch import BatchBuilder
+from quire.execution.device_tokens import DeviceDrafts, DeviceTokens, DraftingBatchBuilder
+from quire.execution.draft_ladder import MTPLadder
 from quire.execution.graph_ladder import GraphLadder
 from quire.execution.kv_storage import StateStorage, Storage
-from quire.execution.mtp_ladder import MTPLadder
 from quire.execution.pinned import placed
 from quire.models.mtp import MTPHead
 from quire.ops.interface import StateBatch
@@ -43,7 +43,9 @@ class MTPDrafter:
         ladder: captured passes of `guess`; None for none.
     """
 
-    def __init__(self, head: MTPHead, builder: BatchBuilder, storages: Sequence[Storage], groups: range) -> None:
+    def __init__(
+        self, head: MTPHead, builder: DraftingBatchBuilder, storages: Sequence[Storage], groups: range
+    ) -> None:
         *self._storages, states = storages
         assert isinstance(states, StateStorage)
         # [B, E]: the last hidden state of the sequence that owns a block.
@@ -53,27 +55,33 @@ class MTPDrafter:
         self._groups = groups
         self.ladder: GraphLadder | None = None
 
-    def guess(self, items: Sequence[ScheduledSequence]) -> list[ScheduledSequence]:
-        """Return the items with drafts in the place of those that are left to the data plane."""
+    def guess(self, items: Sequence[ScheduledSequence]) -> DeviceDrafts | None:
+        """Return drafts for the placeholders among the tokens of items; None where there are none."""
         wanted = [item.num_draft if UNKNOWN in item.token_ids else 0 for item in items]
         live = [idx for idx, count in enumerate(wanted) if count]
-        drafted = list(items)
-        tokens = {idx: [*items[idx].token_ids[: -wanted[idx]]] for idx in live}
+        passes: list[tuple[Sequence[int], Tensor]] = []
         hidden: Tensor | None = None
+        builder = self._builder
+        builder.known = None
         while live:
-            step = [
-                items[idx]._replace(start=items[idx].start + len(tokens[idx]) - 1, token_ids=tokens[idx][-1:])
-                for idx in live
-            ]
-            hidden, token_ids = self._run(step, self._last_hidden(step) if hidden is None else hidden)
-            for idx, token_id in zip(live, token_ids.tolist(), strict=True):
-                tokens[idx].append(token_id)
-                drafted[idx] = items[idx]._replace(token_ids=tuple(tokens[idx]))
-            kept = [row for row, idx in enumerate(live) if len(tokens[idx]) < len(items[idx].token_ids)]
+            depth, step = len(passes), []
+            for idx in live:
+                item, last = items[idx], len(items[idx].token_ids) - wanted[idx] - 1
+                token_ids = (UNKNOWN,) if depth else (item.token_ids[last],)
+                step.append(item._replace(start=item.start + last + depth, token_ids=token_ids))
+            hidden, drafted = self._run(step, self._last_hidden(step) if hidden is None else hidden)
+            passes.append((live, drafted))
+            kept = [row for row, idx in enumerate(live) if depth + 1 < wanted[idx]]
             if 0 < len(kept) < len(live):
-                hidden = hidden.index_select(0, self._placed(kept))
+                rows = self._placed(kept)
+                hidden, drafted = hidden.index_select(0, rows), drafted.index_select(0, rows)
+            builder.known = DeviceTokens(drafted)
             live = [live[row] for row in kept]
-        return drafted
+        if not passes:
+            return None
+        drafts = DeviceDrafts(passes)
+        builder.known = drafts.of_rows(items)
+        return drafts
 
     def _run(self, items: Sequence[ScheduledSequence], hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Run a pass of `guess`, by a captured one if it can be.

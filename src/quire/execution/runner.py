@@ -24,7 +24,6 @@ from quire.execution.sampling.sampler import Sampler
 from quire.kvstore.disk_blocks import DiskBlocks
 from quire.memory.results import MemoryOps
 from quire.models.decoder import Decoder
-from quire.models.mtp import MTPHead
 from quire.platform.prefault import Prefaulter
 from quire.scheduling.decode_columns import row_starts_of
 from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, ScheduledSequence, StepPlan, StepResult
@@ -39,17 +38,14 @@ class ModelRunner:
 
     Args:
         decoder: the model.
-        storages: memory, one for each cache group, those of `draft` last.
+        storages: memory, one for each cache group, those of what makes drafts last.
         builder: turns a plan into the models' inputs.
         sampler: turns logits into tokens.
         media: has the embeddings that come with prompts.
         host_bytes: number of bytes of the host tier; 0 for none.
         disk: the tier below that, if there is one.
-        draft: a second model that makes drafts, or the first one's MTP head; its cache groups follow the first one's.
+        draft: runs a second model that makes drafts, or the first one's MTP head; None for neither.
         prefaulter: touches the memory's pages before they are used; None for none.
-
-    Attributes:
-        draft: runs the draft model, or the head; None for neither.
     """
 
     def __init__(
@@ -61,20 +57,14 @@ class ModelRunner:
         media: MultimodalEmbeddings,
         host_bytes: int = 0,
         disk: DiskBlocks | None = None,
-        draft: Decoder | None = None,
+        draft: DraftModel | MTPDrafter | None = None,
         prefaulter: Prefaulter | None = None,
     ) -> None:
         num_own = len(decoder.cache_groups)
-        self._decoder = decoder
+        self._decoder, self.draft = decoder, draft
         self._groups = range(num_own)
         self._storages = tuple(storages[:num_own])
         self._blocks = BlockCopier(storages, host_bytes, disk)
-        self.draft: DraftModel | MTPDrafter | None = None
-        groups = range(num_own, len(storages))
-        if isinstance(draft, MTPHead):
-            self.draft = MTPDrafter(draft, builder, storages[num_own:], groups)
-        elif draft is not None:
-            self.draft = DraftModel(draft, builder, storages[num_own:], groups)
         self._builder, self._sampler = builder, sampler
         self._pooler = Pooler(decoder)
         self._adapters = AdapterRows()
@@ -116,7 +106,10 @@ class ModelRunner:
             self._pooler.apply_plan(plan)
             self._adapters.apply_plan(plan)
         self._builder.apply_plan(plan)
-        items: Sequence[ScheduledSequence] = plan.items if self.draft is None else self.draft.guess(plan.items)
+        items: Sequence[ScheduledSequence] = plan.items
+        drafts = None if self.draft is None else self.draft.guess(items)
+        if drafts is not None and self._sampler.masks_drafts(items):
+            items = drafts.read(items)
         self._sampler.begin_step(plan._replace(items=tuple(items)))
         given = self._embeddings.rows(plan.items, row_starts_of(items)) if self._embeddings.by_sequence else None
         counts = [item.num_draft + 1 if item.num_samples else 0 for item in items]
@@ -125,6 +118,8 @@ class ModelRunner:
         if self._pooler.by_sequence:
             reads_all |= self._pooler.reads_all(items)
         hidden = self._compute(items, None if reads_all else counts, given)
+        if drafts is not None:  # a GPU computes meanwhile
+            items = drafts.read(items)
         if isinstance(self.draft, MTPDrafter):
             self.draft.follow(items, hidden, given)
         if self._decoder.is_follower:

@@ -73,6 +73,11 @@ class Sampler:
             self._grammar_states.begin(items)
             self._has_grammars = self._grammar_states.num_open > 0
 
+    def masks_drafts(self, items: Iterable[ScheduledSequence]) -> bool:
+        """Say whether a grammar may mask rows of drafts: then these have to be known when the step begins."""
+        may_open = any(item.num_draft and item.new_sequence is not None for item in items)
+        return self._grammar_states is not None and (self._has_grammars or may_open)
+
     def _close(self, seq_id: int) -> None:
         if self._grammar_states is not None:
             self._grammar_states.close(seq_id)

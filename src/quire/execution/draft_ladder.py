@@ -1,4 +1,4 @@
-"""Captured passes of an MTP head, in which it makes drafts."""
+"""Captured passes in which a draft model or an MTP head makes drafts."""
 
 from __future__ import annotations
 
@@ -9,52 +9,49 @@ from torch import Tensor
 
 from quire.execution.batch import BatchBuilder
 from quire.execution.graph_ladder import GraphLadder
-from quire.execution.kv_storage import Storage
-from quire.execution.step_capture import StepCapture
 from quire.models.mtp import MTPHead
 from quire.ops.interface import AttentionBatch, StateBatch
 from quire.ops.lora import LoraRows
-from quire.ops.static_steps import StaticLimits
 from quire.scheduling.plan import ScheduledSequence
 
 
-class MTPLadder(GraphLadder):
+class DraftLadder(GraphLadder):
+    """The captured passes of a draft model over its KV memory; see `GraphLadder` for its arguments.
+
+    A pass ends with the likeliest token behind each row, in place of logits.
+    """
+
+    def _make_outputs(self, num_rows: int) -> Tensor:
+        """See `GraphLadder`: the likeliest tokens, int64 [n]."""
+        return torch.zeros(num_rows, dtype=torch.int64, device=self._decoder.device)
+
+    def _run_model(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        batches: Sequence[AttentionBatch | StateBatch],
+        adapters: tuple[LoraRows, None] | None,
+    ) -> None:
+        """See `GraphLadder`."""
+        hidden = self._decoder(ids, positions, batches, self._storages, adapters=adapters)
+        self._outputs[: len(ids)].copy_(self._decoder.draft_tokens(hidden))
+
+
+class MTPLadder(DraftLadder):
     """The captured passes of an MTP head over its KV memory.
 
     ```
-     static memory   token ids, positions, block tables ->            -> token ids of drafts
+     static memory   token ids, positions, block tables ->            -> the likeliest tokens
                      hidden states, one for each row    -> captured   -> hidden states of the head, in their place
     ```
 
     A pass leaves its hidden states where the next one reads its own: nothing is copied between them while the same
     sequences want drafts. Rows of padding read what is left there; no other row reads theirs.
 
-    Args:
-        head: the head, whose backend makes static steps.
-        storages: memory of its cache groups but the last one, which has hidden states of the target.
-        sizes, limits, block_size, capture, first_group: see `GraphLadder`.
-
-    Raises:
-        RuntimeError: a pass cannot be captured.
+    Of its cache groups, the last one has hidden states of the target, which no captured pass reads.
     """
 
-    def __init__(
-        self,
-        head: MTPHead,
-        storages: Sequence[Storage],
-        sizes: Sequence[int],
-        limits: StaticLimits,
-        block_size: int,
-        capture: StepCapture,
-        first_group: int = 0,
-    ) -> None:
-        self._head = head
-        self._drafted = torch.zeros(limits.num_rows, dtype=torch.int64, device=head.device)
-        super().__init__(head, storages, sizes, limits, block_size, capture, first_group)
-
-    def _num_logits(self) -> int:
-        """See `GraphLadder`: a pass has the likeliest tokens in place of logits."""
-        return 0
+    _decoder: MTPHead
 
     def _run_model(
         self,
@@ -65,9 +62,9 @@ class MTPLadder(GraphLadder):
     ) -> None:
         """See `GraphLadder`."""
         size = len(ids)
-        hidden = self._head.run(ids, positions, batches, self._storages, self._hidden[:size])
+        hidden = self._decoder.run(ids, positions, batches, self._storages, self._hidden[:size])
         self._hidden[:size].copy_(hidden)
-        self._drafted[:size].copy_(self._head.predict(hidden))
+        self._outputs[:size].copy_(self._decoder.predict(hidden))
 
     def run_pass(
         self, items: Sequence[ScheduledSequence], builder: BatchBuilder, hidden: Tensor
@@ -81,10 +78,11 @@ class MTPLadder(GraphLadder):
                 returned.
 
         Returns:
-            Normed hidden states of the head [n, E] and the likeliest tokens behind them [n], in static memory: until
-            the next pass.
+            Normed hidden states of the head [n, E], in static memory until the next pass; and the likeliest tokens
+            behind them [n].
         """
         count = len(items)
         if hidden.data_ptr() != self._hidden.data_ptr():
             self._hidden[:count].copy_(hidden)
-        return self.run(items, builder).hidden, self._drafted[:count]
+        step = self.run(items, builder)
+        return step.hidden, step.outputs.clone()
