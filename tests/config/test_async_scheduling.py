@@ -15,7 +15,6 @@ GPU = Machine(device="cuda", available_bytes=70 << 30, num_threads=4, total_byte
 FACTS = ModelFacts(max_position=256, bytes_per_token=64, vocab_size=32, num_parameters=1)
 # Options that are not served, one at a time.
 OTHERS: list[dict[str, Any]] = [
-    {"speculative_method": "ngram"},
     {"pipeline_parallel_size": 2},
 ]
 STORES: list[dict[str, Any]] = [
@@ -50,6 +49,12 @@ def test_what_it_does_not_serve_is_refused_where_it_is_asked_for_and_turns_the_d
     assert caught.value.field in options
     assert not EngineConfig.from_options(async_scheduling=False, **options).scheduler.async_scheduling
     assert not resolve(EngineConfig.from_options(**options), GPU, FACTS).async_scheduling
+
+
+def test_drafts_are_served() -> None:
+    for method in ({"speculative_method": "ngram"}, {"speculative_method": "draft", "draft_model": "bundled"}):
+        assert resolve(EngineConfig.from_options(**method), GPU, FACTS).async_scheduling
+        assert EngineConfig.from_options(async_scheduling=True, **method).scheduler.async_scheduling
 
 
 @pytest.mark.parametrize("options", STORES, ids=" ".join)

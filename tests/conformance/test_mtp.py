@@ -89,12 +89,22 @@ def assert_those_of(drafts: Drafts, drafter: RecordingDrafter) -> None:
         {},
         {"max_num_seqs": 3, "max_num_batched_tokens": 7},
         SCARCE | SWAP,
+        SCARCE | SWAP | {"async_scheduling": True},
         pytest.param(SCARCE, marks=pytest.mark.slow),
         pytest.param(SCARCE | {"enable_prefix_caching": False}, marks=pytest.mark.slow),
         pytest.param({"block_size": 3, "num_kv_blocks": 500}, marks=pytest.mark.slow),
         pytest.param({"state_snapshot_interval": 8}, marks=pytest.mark.slow),
     ],
-    ids=["cold_and_hit", "chunked", "swapped", "recomputed", "uncached", "blocks_of_3", "snapshots"],
+    ids=[
+        "cold_and_hit",
+        "chunked",
+        "swapped",
+        "async",
+        "recomputed",
+        "uncached",
+        "blocks_of_3",
+        "snapshots",
+    ],
 )
 def test_each_draft_is_the_heads(noisy: Reference, drafts: Drafts, options: dict[str, Any]) -> None:
     """Also behind prefix hits, rejected drafts and preemptions: none of them leaves out a hidden state."""

@@ -105,7 +105,7 @@ class AheadSimulation(FailingSimulation):
                         self._slots[group_idx, self._slot(table, position)] = (-1, -1)
 
     def _write(self, item: ScheduledSequence, written: dict[tuple[int, int], int]) -> ScheduledSequence:
-        if UNKNOWN in item.token_ids:
+        if item.token_ids[0] == UNKNOWN:
             assert len(item.token_ids) == item.num_samples == 1, "a placeholder is the only token, and one is drawn"
             (token_id,) = self._before[item.seq_id]
             item = item._replace(token_ids=(token_id,))

@@ -63,6 +63,16 @@ def test_they_were_preempted_and_swapped(pair: tuple[LLM, LLM]) -> None:
     assert two.stats.num_swaps > 0
 
 
+class EchoedDrafter:
+    """Proposes what the drafter of a logged scheduler does, for the scheduler that follows it."""
+
+    def __init__(self, followed: Followed) -> None:
+        self._followed = followed
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._followed.logged.drafter, name)
+
+
 class Followed:
     """A scheduler whose log is repeated by another one as it is sent.
 
@@ -80,6 +90,8 @@ class Followed:
         self.plans: list[StepPlan] = []
         self.tags = bytearray()
         self.follower = AsyncScheduler(setting.build_memory(), **setting.scheduler_options)
+        if setting.drafts:
+            self.follower.drafts.drafter = EchoedDrafter(self)
         self._replay = CommandReplay(self.follower)
 
     def make(self, memory: KVCacheManager, **options: Any) -> AsyncScheduler:
@@ -95,7 +107,7 @@ class Followed:
 @settings(max_examples=10)
 @given(arriving=st.lists(jobs, min_size=1, max_size=7), setting=narrow_settings())
 def test_a_second_scheduler_plans_the_same_steps_ahead(arriving: list[Job], setting: Setting) -> None:
-    """In any history; digests of plan and block tables are compared in each step."""
+    """In any history, with drafts too; digests of plan and block tables are compared in each step."""
     followed = Followed(setting)
     world = run_ahead([replace(job, prompt_logprobs=None, media=()) for job in arriving], setting, followed.make)
     assert followed.plans == world.executor.launched

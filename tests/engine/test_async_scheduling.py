@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from quire import LLM, RequestOutput, SamplingParams, StructuredOutputs
 from quire.config import EngineConfig, Machine, ModelFacts, resolve
-from quire.engine.async_engine import AsyncEngine
+from quire.engine.async_engine import AsyncEngine, StepInFlight
 from quire.errors import ConfigError
 from quire.execution.sampling.deferred_sampler import DeferredSampler
 from quire.memory import check
@@ -26,8 +26,18 @@ from tests.engine.ahead_simulation import AheadSimulation
 from tests.engine.failing import Failures
 from tests.engine.sampling_world import told
 from tests.scheduling.auditor import Auditor
-from tests.scheduling.harness import END_TOKEN, NEVER, VOCAB_SIZE, Job, Setting
+from tests.scheduling.harness import END_TOKEN, NEVER, VOCAB_SIZE, Guesser, Job, Setting
 from tests.scheduling.random_jobs import agrees, jobs, narrow_settings, undisturbed
+
+
+class AuditedEngine(AsyncEngine):
+    """An engine that is audited before each plan: a step may have two of them, and results in between."""
+
+    auditor: Auditor
+
+    def _begin(self) -> StepInFlight | None:
+        self.auditor.check_queues()
+        return super()._begin()
 
 
 class AheadEngine:
@@ -46,10 +56,12 @@ class AheadEngine:
         self.scheduler = make_scheduler(self.memory, **setting.scheduler_options)
         self.executor = AheadSimulation(setting.block_size, VOCAB_SIZE, setting.groups)
         self.executor.failures = Failures(random.Random(0), 0.0)
-        self.engine = AsyncEngine(
+        if setting.drafts:
+            self.scheduler.drafts.drafter = Guesser(self.executor, leaves_them=setting.drafts == "model")
+        self.engine = AuditedEngine(
             config, self.scheduler, self.executor, None, end_token_ids=frozenset({END_TOKEN}), cache_name=""
         )
-        self.auditor = Auditor(self.scheduler)
+        self.auditor = self.engine.auditor = Auditor(self.scheduler)
         self.outputs: dict[str, list[list[int]]] = {}
 
     def add(self, job: Job, seed: int) -> None:
@@ -112,17 +124,21 @@ def run_ahead(
     return world
 
 
+def assert_undisturbed(world: AheadEngine, arriving: list[Job]) -> None:
+    """See that each job had the tokens that it has by itself, up to its abort."""
+    for seed, (job, expected) in enumerate(zip(arriving, undisturbed(arriving), strict=True)):
+        found = world.outputs[str(seed)]
+        was_aborted = job.arrives_at < job.abort_at < NEVER
+        assert agrees(job if was_aborted else replace(job, abort_at=NEVER), found, expected)
+
+
 @settings(max_examples=6)
 @given(arriving=st.lists(jobs, min_size=1, max_size=7), setting=narrow_settings())
 def test_tokens_are_those_of_step_by_step(arriving: list[Job], setting: Setting) -> None:
     """With arrivals, aborts, ends, samples and beams, in pools that preempt, swap, evict and share."""
     # An abort in the same step as the arrival comes before any token.
     arriving = [replace(job, prompt_logprobs=None, media=()) for job in arriving]
-    world = run_ahead(arriving, setting)
-    for seed, (job, expected) in enumerate(zip(arriving, undisturbed(arriving), strict=True)):
-        found = world.outputs[str(seed)]
-        was_aborted = job.arrives_at < job.abort_at < NEVER
-        assert agrees(job if was_aborted else replace(job, abort_at=NEVER), found, expected)
+    assert_undisturbed(run_ahead(arriving, replace(setting, drafts="")), arriving)
 
 
 @pytest.mark.slow
@@ -143,6 +159,7 @@ class PlaceholderScheduler(AsyncScheduler):
 @given(arriving=st.lists(jobs, min_size=1, max_size=7), setting=narrow_settings())
 def test_plans_of_decodes_are_those_with_placeholders(arriving: list[Job], setting: Setting) -> None:
     arriving = [replace(job, prompt_logprobs=None, media=()) for job in arriving]
+    setting = replace(setting, drafts="")
     short, whole = (run_ahead(arriving, setting, each) for each in (AsyncScheduler, PlaceholderScheduler))
     assert short.executor.launched == whole.executor.launched
 

@@ -10,7 +10,6 @@ from quire.errors import ConfigError
 # Options with the values that are served, and the reason why others are not.
 _SERVED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "pipeline_parallel_size": ((1,), "stages plan ahead in another way, with microbatches"),
-    "speculative_method": (("off",), "drafts are made of the tokens of the step before"),
 }
 
 

@@ -33,8 +33,8 @@ class AsyncEngine(Engine):
     """Serves requests as `Engine` does, with up to two steps in flight while `step` runs, and one between two calls.
 
     Its scheduler is an `AsyncScheduler`, and its executor an `AsyncExecutor`, of one process or of tensor parallel
-    ranks; without drafts and stages. What is copied between the device and a store takes its turn behind the step in
-    flight, as all copies do.
+    ranks; without stages. What is copied between the device and a store takes its turn behind the step in flight, as
+    all copies do.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -70,21 +70,29 @@ class AsyncEngine(Engine):
         scheduler = cast(AsyncScheduler, self.scheduler)
         present, self._in_flight = self._in_flight, None
         if present is None:
-            self._begin_loads()
-            plan = scheduler.plan(self.num_steps)
-            if not plan.items:
-                self.num_steps += 1
-                failed = self._end_without_blocks()
-                if self._disk_prefetch is not None and not failed:
-                    self._disk_prefetch.wait()
-                return failed
-            present = self._launch(plan)
+            present = self._begin()
+        if present is None:
+            self.num_steps += 1
+            failed = self._end_without_blocks()
+            if self._disk_prefetch is not None and not failed:
+                self._disk_prefetch.wait()
+            return failed
         if not present.step.has_failed:
             self._begin_loads()
             ahead = scheduler.plan_ahead(self.num_steps, present.plan)
             if ahead is not None:
                 self._in_flight = self._launch(ahead)
-        return self._end_without_blocks() + self._read(present)
+        failed = self._end_without_blocks() + self._read(present)
+        if self._in_flight is None and scheduler.is_drawn_on_device:
+            # The device computes while outputs are made of what was read.
+            self._in_flight = self._begin()
+        return failed
+
+    def _begin(self) -> StepInFlight | None:
+        """Plan and launch a step while none is in flight; return None where nothing can run."""
+        self._begin_loads()
+        plan = self.scheduler.plan(self.num_steps)
+        return self._launch(plan) if plan.items else None
 
     def _begin_loads(self) -> None:
         """Let blocks be loaded for the next plan."""

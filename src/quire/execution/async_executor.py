@@ -16,6 +16,7 @@ from quire.scheduling.plan import ItemResult, StepPlan, StepResult
 # Fields of all results, without a Python call for each.
 _ERROR: Final = attrgetter("error")
 _PROMPT_LOGPROBS: Final = attrgetter("prompt_logprobs")
+_DRAFT: Final = attrgetter("draft")
 
 
 class LaunchedStep:
@@ -57,12 +58,14 @@ class LaunchedStep:
             return launched
         if len(parts) == 1 and isinstance(parts[0], DecodeResults) and len(parts[0]) == len(launched.items):
             return launched._replace(items=parts[0])
-        is_plain = not any(map(_ERROR, launched.items)) and not any(map(_PROMPT_LOGPROBS, launched.items))
+        is_plain = not any(any(map(field, launched.items)) for field in (_ERROR, _PROMPT_LOGPROBS, _DRAFT))
         if is_plain and len(parts) == 1 and len(parts[0]) == len(launched.items):
             return launched._replace(items=tuple(parts[0]))
         read = {result.seq_id: result for part in parts for result in part}
         items = [
-            _complete(item, read) if item.error is not None or item.prompt_logprobs else read.get(item.seq_id, item)
+            _complete(item, read)
+            if item.error is not None or item.prompt_logprobs or item.draft
+            else read.get(item.seq_id, item)
             for item in launched.items
         ]
         return launched._replace(items=tuple(items))
@@ -105,4 +108,6 @@ def _complete(item: ItemResult, read: dict[int, ItemResult]) -> ItemResult:
     found = read.get(item.seq_id)
     if found is None or item.error is not None:
         return item
-    return found if found.error is not None else found._replace(prompt_logprobs=item.prompt_logprobs)
+    if found.error is not None:
+        return found
+    return found._replace(prompt_logprobs=item.prompt_logprobs, draft=item.draft)

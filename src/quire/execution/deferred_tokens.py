@@ -51,6 +51,10 @@ class DeferredTokens:
         self._own.append((seq_ids_of(items), token_ids))
         self._reads.append(read)
 
+    def add_read(self, read: Callable[[], Sequence[ItemResult]]) -> None:
+        """Keep what reads results of the present step, for whose tokens the next one has no placeholders; see `add`."""
+        self._reads.append(read)
+
     def add_failed(self, seq_ids: Sequence[int]) -> None:
         """Keep a token of no meaning for sequences that the present step has drawn none for: their requests end."""
         self._own.append((list(seq_ids), torch.zeros(len(seq_ids), dtype=torch.int64, device=self._device)))

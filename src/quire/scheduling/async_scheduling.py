@@ -23,7 +23,16 @@ A sequence is left out of the plan made ahead, and is in the next one,
 Where more sequences wait for the host than go on, no plan is made ahead: two halves that take turns would need twice as
 many steps.
 
-Such a plan preempts nobody, since tokens that are not read cannot be computed again: where memory is short, or a
+Drafts follow tokens, so with a drafter no plan is made ahead either. In all these cases the step in flight is read, and
+the next one planned as step by step; it is launched before outputs are made of what was read, where no row of it makes
+the host wait (`AsyncScheduler.is_drawn_on_device`):
+
+```
+ host     read N | plan N+1 | outputs of N | read N+1 | plan N+2 | ...
+ device            ....       N+1 ....................             N+2 ...
+```
+
+A plan made ahead preempts nobody, since tokens that are not read cannot be computed again: where memory is short, or a
 sequence that waits has a higher priority, the step in flight is read first, and `plan` decides as ever. So the first
 sequence in order waits for one step at most.
 
@@ -95,9 +104,21 @@ class AsyncScheduler(Scheduler):
     def add(self, request: Request) -> None:
         """Queue a request; see `Scheduler`."""
         super().add(request)
-        if request.pooling is None and is_sampled_on_device(request.params):
-            # While end tokens are suppressed, the host draws.
-            request.ahead_from = request.num_prompt + request.params.min_tokens
+        params = request.params
+        if request.pooling is not None or not is_drawn_on_device(params):
+            return
+        # While end tokens are suppressed, the host draws.
+        drawn_from = request.num_prompt + params.min_tokens
+        if not is_constrained(params):
+            request.ahead_from = drawn_from
+        # It also draws several samples of one row, and measures prompts; penalties count drafts one after the other.
+        if params.prompt_logprobs is None and not (params.penalizes_tokens and self.drafter is not None):
+            request.drawn_from = drawn_from if params.num_sequences == 1 else max(drawn_from, request.num_prompt + 1)
+
+    @property
+    def is_drawn_on_device(self) -> bool:
+        """True where the device draws the next token of each running sequence without the host."""
+        return all(len(sequence.tokens) >= sequence.request.drawn_from for sequence in self.running)
 
     def plan(self, tick: int) -> StepPlan:
         """Return the plan of the next step, while no step is in flight; see `Scheduler`."""
@@ -111,7 +132,7 @@ class AsyncScheduler(Scheduler):
             tick: number of the plan.
             in_flight: the last plan, whose results are not applied yet. Sequences of it may have ended since.
         """
-        if self._is_short or self._admission.outranks_running:
+        if self._is_short or self._admission.outranks_running or self.drafter is not None:
             return None
         run, self._run = self._run, None
         if run is not None and run.items is in_flight.items and self._is_all(run.sequences):
@@ -290,14 +311,12 @@ class AsyncScheduler(Scheduler):
         return 0 if self._is_short else count
 
 
-def is_sampled_on_device(params: SamplingParams) -> bool:
-    """Return whether the device draws a request's tokens without the host, and the next one needs nothing but them."""
+def is_drawn_on_device(params: SamplingParams) -> bool:
+    """Return whether a device draws a request's tokens without the host, which may have masked them."""
     return not (
         params.bad_words
         or params.dry_multiplier
         or params.logits_processors
-        or params.structured_outputs is not None
-        or params.thinking_token_budget is not None
         or params.strategy is not None
         or params.beam_width is not None
         or params.allowed_token_ids is not None
@@ -305,3 +324,8 @@ def is_sampled_on_device(params: SamplingParams) -> bool:
         or params.typical_p < 1.0
         or params.top_n_sigma
     )
+
+
+def is_constrained(params: SamplingParams) -> bool:
+    """Return whether a request's next token depends on a state that the host has once it has read the one before."""
+    return params.structured_outputs is not None or params.thinking_token_budget is not None

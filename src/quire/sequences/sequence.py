@@ -164,8 +164,9 @@ class Request:
         pooling: result that the request ends with at its prompt's last token; None to generate.
         adapter: slot of its adapter in the data plane; None for the model alone.
         seed: seed of its random draws.
-        ahead_from: number of tokens of a sequence from which on a step with its next token may be planned before that
-            token is read; see `AsyncScheduler`.
+        drawn_from: number of tokens of a sequence from which on a device draws its next token without the host; see
+            `AsyncScheduler`.
+        ahead_from: the same from which on a step with its next token may be planned before that token is read.
         sequences: the prompt's sequence; after the fork, one per sample. For a beam search indexed by `sample_idx`,
             dropped beams included.
         search: state of a beam search; None for samples.
@@ -197,6 +198,7 @@ class Request:
     grammar: object = None
     pooling: Pooling | None = None
     adapter: int | None = None
+    drawn_from: float = inf
     ahead_from: float = inf
     sequences: list[Sequence] = field(default_factory=list)
     search: BeamSearch | None = None

@@ -59,9 +59,9 @@ def test_drafts_are_verified_by_captured_steps(name: str, tmp_path_factory: pyte
     assert runner.num_replayed >= 3
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen3.5"])
+@pytest.mark.parametrize(("name", "is_async"), [("llama3", True), ("qwen3.5", False)])
 def test_passes_of_a_draft_model_are_captured(
-    name: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    name: str, is_async: bool, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its cache groups come behind the target's; both have states, or both have none."""
     reference = make_reference(name, tmp_path_factory)
@@ -72,6 +72,7 @@ def test_passes_of_a_draft_model_are_captured(
         speculative_method="draft",
         draft_model=str(draft),
         num_speculative_tokens=3,
+        async_scheduling=is_async,
         **SIZES,
     )
     llm.engine.step_recorder.speculation = None

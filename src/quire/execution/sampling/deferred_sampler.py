@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import repeat
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from quire.execution.decode_rows import drawn_rows_of
 from quire.execution.deferred_tokens import DeferredTokens
 from quire.execution.pinned import HostCopy
 from quire.execution.sampling.device_sampler import DeviceSampler, DrawnRows
@@ -61,11 +63,18 @@ class DeferredSampler(DeviceSampler):
     def take_likeliest(
         self, greatest: Tensor, chosen: Tensor, items: Sequence[ScheduledSequence]
     ) -> list[ItemResult] | None:
-        """See `Sampler`; without drafts, these tokens too stay on the device."""
+        """See `Sampler`; these tokens too stay on the device."""
+        found = torch.stack((chosen, torch.where(greatest.isfinite(), FINE, BROKEN)))
         if len(chosen) != len(items):
-            return super().take_likeliest(greatest, chosen, items)
-        states = torch.where(greatest.isfinite(), FINE, BROKEN)
-        return self._defer(items, torch.stack((chosen, states)), {}, (), None)
+            return self._take_runs(items, DrawnRows(drawn_rows_of(items), found, {}))
+        return self._defer(items, found, {}, (), None)
+
+    def _take_runs(self, items: Sequence[ScheduledSequence], drawn: DrawnRows) -> list[ItemResult]:
+        """See `DeviceSampler`: the rows are read later."""
+        found, measures = cast(Tensor, drawn.found), cast(Tensor | None, drawn.measures)
+        later = drawn._replace(found=HostCopy(found), measures=None if measures is None else HostCopy(measures))
+        self._deferred.add_read(partial(self._runs, items, later))
+        return plain_results(seq_ids_of(items), repeat(()))
 
     def _put_drawn(self, token_ids: Tensor, items: Sequence[ScheduledSequence]) -> None:
         self._deferred.fill(token_ids, items, range(len(items)))

@@ -133,7 +133,14 @@ class DeviceSampler(Sampler):
         looks_back = any(item.num_draft and self.states[item.seq_id].looks_back for item in items)
         if looks_back or not all(map(self._takes, rows)):
             return super().sample(logits, items)
-        drawn = DrawnRows(rows, *self._draw(logits, rows, positions))
+        return self._take_runs(items, DrawnRows(rows, *self._draw(logits, rows, positions)))
+
+    def _take_runs(self, items: Sequence[ScheduledSequence], drawn: DrawnRows) -> list[ItemResult]:
+        """Return the results of items from the rows of their drafts, and of the tokens before these."""
+        return self._runs(items, drawn)
+
+    def _runs(self, items: Sequence[ScheduledSequence], drawn: DrawnRows) -> list[ItemResult]:
+        """Read rows, and return the results of their items."""
         of_rows = iter(_row_results(drawn))
         runs = [run_result(item, list(islice(of_rows, 1 + item.num_draft))) for item in items]
         return list(self._follow(items, runs, drawn))

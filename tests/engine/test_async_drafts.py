@@ -1,0 +1,108 @@
+"""Drafts with asynchronous scheduling: steps that run while outputs are made give the tokens of step by step."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire import LLM, SamplingParams
+from quire.errors import ConfigError
+from tests.engine.test_async_scheduling import AheadEngine, assert_undisturbed, run_ahead, serve
+from tests.scheduling.harness import Job, Setting
+from tests.scheduling.random_jobs import jobs, narrow_settings
+
+
+@settings(max_examples=6)
+@given(
+    arriving=st.lists(jobs, min_size=1, max_size=7),
+    setting=narrow_settings(),
+    drafts=st.sampled_from(["guesser", "model"]),
+)
+def test_tokens_with_drafts_are_those_of_step_by_step(arriving: list[Job], setting: Setting, drafts: str) -> None:
+    """Requests come and go while a step with their drafts is in flight; with drafts none is planned ahead."""
+    arriving = [replace(job, prompt_logprobs=None, media=()) for job in arriving]
+    world = run_ahead(arriving, replace(setting, drafts=drafts))
+    assert_undisturbed(world, arriving)
+    assert world.executor.num_ahead == 0
+    assert world.executor.most_unread == 1
+
+
+@pytest.mark.slow
+@settings(max_examples=300)
+@given(
+    arriving=st.lists(jobs, min_size=1, max_size=9),
+    setting=narrow_settings(),
+    drafts=st.sampled_from(["guesser", "model"]),
+)
+def test_tokens_with_drafts_are_those_of_step_by_step_in_many_runs(
+    arriving: list[Job], setting: Setting, drafts: str
+) -> None:
+    test_tokens_with_drafts_are_those_of_step_by_step.hypothesis.inner_test(  # type: ignore[attr-defined]
+        arriving, setting, drafts
+    )
+
+
+def given_params(**options: Any) -> SamplingParams:
+    return SamplingParams(**({"max_tokens": 30, "ignore_eos": True, "detokenize": False, "seed": 1} | options))
+
+
+# Parameters, whether there are drafts, and whether the next step runs while outputs are made, from which token on.
+LAUNCHED_BEHIND: list[tuple[dict[str, Any], bool, int | None]] = [
+    ({}, True, 0),
+    ({"logprobs": 2, "temperature": 0.7}, True, 0),
+    ({"presence_penalty": 1.0}, True, None),  # counts drafts one after the other
+    ({"min_tokens": 4, "stop_token_ids": (2,)}, True, 4),
+    ({"n": 2}, True, 1),
+    ({"logit_bias": {3: 1.0}}, True, None),
+    ({"logit_bias": {3: 1.0}}, False, None),
+    ({"prompt_logprobs": 1}, True, None),
+    ({"beam_width": 2, "temperature": 0.0}, True, None),
+]
+
+
+@pytest.mark.parametrize(("options", "has_drafts", "first"), LAUNCHED_BEHIND, ids=str)
+def test_the_next_step_runs_while_outputs_are_made_unless_it_needs_the_host(
+    options: dict[str, Any], has_drafts: bool, first: int | None
+) -> None:
+    world = AheadEngine(Setting(drafts="guesser" if has_drafts else ""))
+    world.engine.add_request("0", {"prompt_token_ids": [1, 2, 3]}, given_params(**options))
+    launched_behind = dict[int, bool]()
+    while True:
+        world.engine.step()
+        if not world.engine.has_unfinished:
+            break
+        num_tokens = min(len(each.tokens) - 3 for each in world.scheduler.sequences.values())
+        launched_behind[num_tokens] = world.engine._in_flight is not None
+    assert launched_behind == {count: first is not None and count >= first for count in launched_behind}
+    assert len(launched_behind) > 3
+
+
+# ---- the real data plane ----
+
+DRAFTS: list[dict[str, Any]] = [
+    {"speculative_method": "ngram", "prompt_lookup_min": 1},
+    {"speculative_method": "suffix"},
+    {"speculative_method": "draft", "draft_model": "bundled"},
+]
+
+
+@pytest.mark.parametrize("drafts", DRAFTS, ids=lambda drafts: drafts["speculative_method"])
+def test_all_kinds_of_rows_beside_drafts(drafts: dict[str, Any]) -> None:
+    """To the bit, in a pool that preempts and swaps, where steps with drafts run while outputs are made."""
+    pytest.importorskip("llguidance", reason="llguidance is not installed")
+    options: dict[str, Any] = {"num_threads": 1, "max_model_len": 64, "block_size": 4, "deterministic": True}
+    try:
+        expected = serve(LLM("bundled", **options))
+    except ConfigError:
+        pytest.skip("no native kernels were built")
+    options |= {"num_kv_blocks": 24, "swap_space": 1 << 20, "num_speculative_tokens": 4}
+    with closing(LLM("bundled", **options, **drafts, async_scheduling=True)) as llm:
+        assert serve(llm, final_only=True) == expected
+        assert llm.stats.num_preemptions > 0
+        assert llm.stats.num_draft_tokens > llm.stats.num_accepted_tokens
+        assert llm.stats.num_accepted_tokens > 0 or drafts["speculative_method"] == "ngram"  # few repetitions
