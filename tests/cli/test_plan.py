@@ -161,7 +161,7 @@ def test_without_a_budget_sizes_alone(capsys: pytest.CaptureFixture[str]) -> Non
     assert [plan[name] for name in ("arena_bytes", "weights_bytes", "longest", "never")] == [None] * 4
     assert main(["plan"]) == 0
     shown = capsys.readouterr().out
-    assert "Give --memory or --kv-cache-memory-bytes" in shown
+    assert "Give --memory, --gpu or --kv-cache-memory-bytes" in shown
     assert "at once" not in shown
 
 
@@ -250,17 +250,20 @@ def test_a_plan_takes_no_tensors() -> None:
     assert ran.stderr == "[]\n"
 
 
-def test_the_transcript_of_the_documents_is_what_the_command_says(
+def test_the_transcripts_of_the_documents_are_what_the_command_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "memory" / "sizing.md").read_text(encoding="utf-8")
-    transcript = next(block for block in page.split("```") if block.startswith("\n$ quire plan "))
-    command, _, shown = transcript.removeprefix("\n$ ").partition("\n")
-    (tmp_path / "gemma-3-27b").mkdir()
-    written(tmp_path / "gemma-3-27b", "Gemma 3 27B")
+    transcripts = [block for block in page.split("```") if block.startswith("\n$ quire plan ")]
+    assert len(transcripts) == 2
+    for folder, name in (("gemma-3-27b", "Gemma 3 27B"), ("llama-3.1-8b", "Llama 3.1 8B")):
+        (tmp_path / folder).mkdir()
+        written(tmp_path / folder, name)
     monkeypatch.chdir(tmp_path)
-    main(command.split()[1:])
-    assert capsys.readouterr().out == shown
+    for transcript in transcripts:
+        command, _, shown = transcript.removeprefix("\n$ ").partition("\n")
+        main(command.split()[1:])
+        assert capsys.readouterr().out == shown
 
 
 def test_weights_of_a_gguf_file_take_what_the_file_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,14 +7,24 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+from quire.config import Quantization
 from quire.models.checkpoint import read_config
+from quire.models.decoder import Decoder
 from quire.models.families import build
-from quire.models.parameter_estimate import estimate_parameters
+from quire.models.parameter_estimate import Matrix, estimate_parameters, triton_bytes
 from quire.models.quantization_config import without_quantization
+from quire.ops.interface import Activation, Linear
+from quire.ops.quantized_weight import QuantizedWeight, StoredWeight
+from quire.ops.torch_ops import TorchOps
+from quire.ops.triton.rounded_weights import round_weight
+from quire.ops.weight_formats import weight_format
 from tests.models.published import CONFIGS
 from tests.models.tiny import CASES, make_tiny
 
+CPU = torch.device("cpu")
 BILLION = 10**9
 PUBLISHED = {
     "Llama 2 7B": 6.74,
@@ -79,3 +89,74 @@ def test_bytes_of_rounded_weights() -> None:
     free = estimate_parameters(build(CONFIGS["Llama 3.1 8B"])[0])
     table = 128256 * 4096
     assert free.num_bytes(2, "int8") == 2 * table + table + free.total - 2 * table
+
+
+def kept_bytes(weight: QuantizedWeight) -> int:
+    """Return the bytes of codes and scales; groups of four bits are kept in pairs, an odd one with zeros."""
+    codes, scales, *_ = weight.read(slice(None))
+    is_paired = weight.form.bits == 4
+    num_kept = scales.shape[1] + (scales.shape[1] % 2 if is_paired else 0)
+    return (codes.nbytes // (2 if is_paired else 1) + scales.nbytes) * num_kept // scales.shape[1]
+
+
+class CountedWeights(TorchOps):
+    """Stock operators; counts the bytes of weights as Triton's backend rounds them, which needs no Triton."""
+
+    def __init__(self, quantization: Quantization) -> None:
+        super().__init__(CPU)
+        self._rounding, self.num_bytes = quantization, 0
+
+    def pack_linear(
+        self,
+        weight: Tensor | StoredWeight,
+        bias: Tensor | None = None,
+        min_bits: int = 4,
+        gate: Activation | None = None,
+    ) -> Linear:
+        if gate is None:  # else this is called again, without it
+            assert isinstance(weight, Tensor)
+            chosen = weight_format(self._rounding, weight.shape[1], min_bits)
+            rounded = None if chosen is None else round_weight(weight, chosen, CPU)
+            self.num_bytes += weight.nbytes if rounded is None else kept_bytes(rounded.quantized[0])
+        return super().pack_linear(weight, bias, min_bits, gate)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama3-rope", "qwen3-moe", "gemma4", "lfm2", "falcon-h1", "granite4", "qwen3.5", "qwen3.5-moe"]
+)
+def test_bytes_of_weights_that_triton_rounds(name: str, quantization: Quantization) -> None:
+    spec, _ = build(make_tiny(name).config)
+    ops = CountedWeights(quantization)
+    decoder = Decoder(spec, ops=ops, dtype=torch.bfloat16, device=CPU)
+    for weight, shape in decoder.weights.shapes().items():
+        decoder.weights.load(weight, torch.ones(shape, dtype=decoder.weights.dtype(weight)))
+    counts = estimate_parameters(spec)
+    assert triton_bytes(spec, 2, quantization) == 2 * counts.tables + ops.num_bytes
+
+
+def test_bytes_of_rows_that_triton_rounds() -> None:
+    """Groups of the largest width that divides the inputs; pairs of groups of four bits; what has no groups stays."""
+    found = {
+        (width, min_bits): [Matrix(10, width, min_bits).triton_bytes(2, form) // 10 for form in ("int8", "int4")]
+        for width, min_bits in ((256, 4), (96, 4), (48, 4), (24, 4), (256, 6), (96, 6), (256, 8))
+    }
+    assert found == {
+        (256, 4): [256 + 2 * 4, 128 + 8 * 2],
+        (96, 4): [96 + 3 * 4, 64 + 4 * 2],
+        (48, 4): [48 + 3 * 4, 48 + 3 * 4],
+        (24, 4): [48, 48],
+        (256, 6): [256 + 2 * 4, 256 + 8 * 2],
+        (96, 6): [96 + 3 * 4, 96 + 3 * 2],
+        (256, 8): [256 + 2 * 4, 256 + 2 * 4],
+    }
+    assert Matrix(10, 24).triton_bytes(2, None) == 480
+
+
+def test_mxfp4_experts_stay_beside_rounded_weights() -> None:
+    spec, _ = build(without_quantization(CONFIGS["gpt-oss 20B"]))
+    experts = estimate_parameters(spec).experts
+    plain = triton_bytes(spec, 2, None, is_mxfp4=True)
+    rounded = triton_bytes(spec, 2, "int8", is_mxfp4=True)
+    assert plain == estimate_parameters(spec).num_bytes(2, None, is_mxfp4=True)
+    assert experts * 9 // 16 < rounded < plain

@@ -1,6 +1,7 @@
 """The KV memory that an engine would have, from `config.json` and options alone.
 
-One path, with the engine's own functions at each step; only the memory of the machine is stated instead of probed:
+One path, with the engine's own functions at each step; only the memory of the machine is stated instead of probed, and
+that of a step on a GPU estimated instead of measured:
 
 ```
 config.json  ->  family  ->  ModelSpec  ->  cache specs  ->  ArenaSizing  ->  MemoryPlan
@@ -14,9 +15,10 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from quire.capacity.draft_compat import check_draft, mtp_spec
+from quire.capacity.gpu_budget import plan_gpu, step_cost
 from quire.capacity.pool_sizing import MIN_FITTED_CONTEXT, memory_concurrency, size_pool
-from quire.capacity.report import GroupPlan, LengthPlan, MemoryPlan, PlanRequest
-from quire.config import CACHE_DTYPES, DTYPES, Machine, Quantization, context_length, pool_blocks
+from quire.capacity.report import GPUPlan, GroupPlan, LengthPlan, MemoryPlan, PlanRequest
+from quire.config import CACHE_DTYPES, DTYPES, Machine, ParallelConfig, Quantization, context_length, pool_blocks
 from quire.errors import CheckpointError, ConfigError, shown
 from quire.memory.capacity.sizing import ArenaSizing, most_bytes, sequence_bytes, tokens_bytes
 from quire.memory.specs import KVCacheSpec
@@ -24,12 +26,18 @@ from quire.models.cache_layout import cache_specs
 from quire.models.checkpoint import find_gguf, read_config
 from quire.models.families import build
 from quire.models.gguf.reader import GGUFFile
-from quire.models.parameter_estimate import estimate_parameters
+from quire.models.parameter_estimate import estimate_parameters, triton_bytes
 from quire.models.quantization_config import read_quantization_config, without_quantization
 from quire.models.spec import ModelSpec, StateCacheShape, TokenCacheShape
 
 # The method of checkpoints of which the experts, and nothing else, are stored quantised.
 MXFP4 = "mxfp4"
+# Blocks of a pool in which not even the null blocks fit.
+NO_BLOCKS = -1
+UNCOUNTED = (
+    "The memory of steps on the GPU is estimated. Not counted are the CUDA context, and what the driver keeps of each "
+    "captured step."
+)
 # Sequence lengths of a plan that asks for none: those below `max_model_len`, and `max_model_len` itself.
 LENGTHS = (512, 2048, 8192, 32768, 131072)
 
@@ -41,7 +49,8 @@ class _Model:
     Args:
         architecture: name of the architecture.
         raw: content of `config.json`.
-        spec: the model, as its family reads it.
+        spec: the model, as its family reads it; of several GPUs, the layers of one.
+        stored: the same with the tables and the head that are stored there.
         stored_bytes: number of bytes of the weights in a GGUF file, which memory takes about as many of; None for
             other checkpoints.
         method: method by which the weights of another checkpoint are quantised; None where they are not.
@@ -50,6 +59,7 @@ class _Model:
     architecture: str
     raw: Mapping[str, Any]
     spec: ModelSpec
+    stored: ModelSpec
     stored_bytes: int | None
     method: str | None
 
@@ -68,7 +78,22 @@ class _Model:
         stored_bytes = None
         if file is not None:
             stored_bytes = sum(tensor.num_bytes for tensor in GGUFFile.open(file).tensors.values())
-        return cls(str(raw["architectures"][0]), raw, spec, stored_bytes, None if method is None else method.method)
+        method_name = None if method is None else method.method
+        return cls(str(raw["architectures"][0]), raw, spec, spec, stored_bytes, method_name)
+
+    def divided(self, parallel: ParallelConfig) -> _Model:
+        """Return the part that one of several GPUs has.
+
+        Raises:
+            ConfigError: the model cannot be divided among so many.
+        """
+        if parallel.tensor_parallel_size == 1:
+            return self
+        from quire.capacity.rank_part import rank_spec, stored_spec  # with torch
+
+        spec, num_bytes = rank_spec(self.spec, parallel), self.stored_bytes
+        share = None if num_bytes is None else -(-num_bytes // parallel.tensor_parallel_size)
+        return replace(self, spec=spec, stored=stored_spec(spec, parallel), stored_bytes=share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +116,10 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
     notes: list[str] = []
     target = _Model.read(options.model, options.revision)
     draft = _read_draft(request, target)
+    target = target.divided(request.config.parallel)
+    # Each rank has a draft model as a whole, to make drafts.
+    if draft is not None and request.config.speculative.draft_model is None:
+        draft = draft.divided(request.config.parallel)
     models = (target,) if draft is None else (target, draft)
     weights_dtype = _weights_dtype(options.dtype, target.raw, notes)
     cache_dtype = request.config.cache.kv_cache_dtype
@@ -103,7 +132,10 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
         )
     max_model_len = context_length(options.max_model_len, target.spec.max_position)
     specs = _specs(request, models, dtypes)
-    sizing = _size_arena(request, specs, max_model_len, weights_bytes)
+    gpu = _plan_gpu(request, models, max_model_len, weights_dtype)
+    if gpu is not None:
+        notes.append(UNCOUNTED)
+    sizing = _size_arena(request, specs, max_model_len, weights_bytes, gpu)
     groups = tuple(_group_plans(request, models, sizing))
     longest = sizing.longest(max_model_len) if request.has_budget else None
     lengths = tuple(_length_plan(request, sizing, length) for length in _lengths(request.lengths, max_model_len))
@@ -132,6 +164,7 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
         is_weights_estimate=weights_bytes is not None
         and request.weights_bytes is None
         and any(each.stored_bytes is None for each in models),
+        gpu=gpu,
         arena_bytes=sizing.num_bytes if request.has_budget else None,
         longest=longest,
         never=None if longest is None else _never(sizing, groups, longest, max_model_len),
@@ -150,7 +183,7 @@ def _read_draft(request: PlanRequest, target: _Model) -> _Model | None:
     if request.config.speculative.speculative_method == "mtp":
         head = mtp_spec(request.config.model.model, target.spec)
         # A GGUF file's bytes have the head's among them.
-        return replace(target, architecture="MTP head", spec=head, stored_bytes=target.stored_bytes and 0)
+        return replace(target, architecture="MTP head", spec=head, stored=head, stored_bytes=target.stored_bytes and 0)
     if name is None:
         return None
     draft = _Model.read(name, None)
@@ -183,13 +216,9 @@ def _weights_bytes(request: PlanRequest, models: Sequence[_Model], dtype: str) -
         return None
     weights_bytes = request.weights_bytes
     if weights_bytes is None:
-        # A draft model is loaded in the dtype of its target.
-        options = CACHE_DTYPES[dtype].element_bytes, request.config.model.quantization
+        form = request.config.model.quantization
         weights_bytes = sum(
-            estimate_parameters(each.spec).num_bytes(*options, is_mxfp4=each.method == MXFP4)
-            if each.stored_bytes is None
-            else each.stored_bytes
-            for each in models
+            _estimate(request, each, dtype, form) if each.stored_bytes is None else each.stored_bytes for each in models
         )
     if weights_bytes >= request.memory_bytes:
         raise ConfigError(
@@ -200,14 +229,22 @@ def _weights_bytes(request: PlanRequest, models: Sequence[_Model], dtype: str) -
     return weights_bytes
 
 
+def _estimate(request: PlanRequest, model: _Model, dtype: str, form: Quantization | None) -> int:
+    """Return about how many bytes the weights of a model take; a draft model is loaded in the dtype of its target."""
+    element_bytes, is_mxfp4 = CACHE_DTYPES[dtype].element_bytes, model.method == MXFP4
+    if request.is_gpu:
+        return triton_bytes(model.stored, element_bytes, form, is_mxfp4=is_mxfp4)
+    return estimate_parameters(model.stored).num_bytes(element_bytes, form, is_mxfp4=is_mxfp4)
+
+
 def _smaller_weights(request: PlanRequest, models: Sequence[_Model], dtype: str) -> str:
     """Return a proposal to round the weights, with what each form takes; "" where their size is not an estimate."""
     given = request.config.model.quantization
     if request.weights_bytes is not None or any(each.method or each.stored_bytes is not None for each in models):
         return ""
-    element_bytes, proposals = CACHE_DTYPES[dtype].element_bytes, []
+    proposals = []
     for form in get_args(Quantization)[0 if given is None else 1 + get_args(Quantization).index(given) :]:
-        num_bytes = sum(estimate_parameters(each.spec).num_bytes(element_bytes, form) for each in models)
+        num_bytes = sum(_estimate(request, each, dtype, form) for each in models)
         fits = "fits" if num_bytes < (request.memory_bytes or 0) else "does not fit either"
         proposals.append(f"--quantization {form} takes about {num_bytes:,} bytes, which {fits}")
     return "".join(f"{each}; " for each in proposals)
@@ -223,8 +260,20 @@ def _specs(request: PlanRequest, models: Sequence[_Model], dtypes: _Dtypes) -> t
     return tuple(spec for model in models for spec in cache_specs(model.spec, *sizes))
 
 
+def _plan_gpu(request: PlanRequest, models: Sequence[_Model], max_model_len: int, dtype: str) -> GPUPlan | None:
+    """Return the memory of a GPU and of its steps; None on a CPU, and without a memory."""
+    if not request.is_gpu or request.memory_bytes is None:
+        return None
+    specs, element_bytes = [each.spec for each in models], CACHE_DTYPES[dtype].element_bytes
+    return plan_gpu(request.config, specs, max_model_len, element_bytes, request.memory_bytes)
+
+
 def _size_arena(
-    request: PlanRequest, specs: Sequence[KVCacheSpec], max_model_len: int, weights_bytes: int | None
+    request: PlanRequest,
+    specs: Sequence[KVCacheSpec],
+    max_model_len: int,
+    weights_bytes: int | None,
+    gpu: GPUPlan | None,
 ) -> ArenaSizing:
     """Return the arena that an engine with these options would have; of no bytes without a budget."""
     if not request.has_budget:
@@ -236,13 +285,20 @@ def _size_arena(
         available_bytes = request.memory_bytes - (weights_bytes or 0)
     num_blocks, _ = pool_blocks(
         cache,
-        Machine(device="cpu", available_bytes=available_bytes, num_threads=1),
+        Machine(
+            device=request.device,
+            available_bytes=available_bytes,
+            num_threads=1,
+            total_bytes=None if gpu is None else gpu.memory_bytes,
+        ),
         tokens_bytes(specs),
         max_model_len,
         max_num_seqs,
         most_bytes(specs, max_model_len, max_num_seqs, cache.state_snapshot_interval),
+        step_cost(gpu),
     )
-    return size_pool(specs, num_blocks)
+    # A GPU may have less than nothing left.
+    return size_pool(specs, max(num_blocks, NO_BLOCKS))
 
 
 def _group_plans(request: PlanRequest, models: Sequence[_Model], sizing: ArenaSizing) -> Iterator[GroupPlan]:
@@ -280,9 +336,7 @@ def _lengths(asked: tuple[int, ...], max_model_len: int) -> Iterator[int]:
 def _length_plan(request: PlanRequest, sizing: ArenaSizing, num_tokens: int) -> LengthPlan:
     concurrency = None
     if request.has_budget:
-        # The default of tokens per step depends on the device: the CPU unless a GPU is asked for.
-        device = "cuda" if request.config.model.device == "cuda" else "cpu"
-        fit = memory_concurrency(request.config, sizing, num_tokens, device)
+        fit = memory_concurrency(request.config, sizing, num_tokens, request.device)
         concurrency = min(fit, request.config.scheduler.max_num_seqs)
     return LengthPlan(
         num_tokens=num_tokens,

@@ -13,9 +13,9 @@ class PlanRequest:
     """The options that a plan is made for.
 
     Args:
-        config: engine options.
+        config: engine options. Device "cuda" plans for a GPU, or with `tensor_parallel_size` for one of several.
         memory_bytes: memory of the whole machine, or of its GPU; None where only the size of the cache counts.
-        weights_bytes: bytes of the weights, a draft model's included; None for an estimate.
+        weights_bytes: bytes of the weights on it, a draft model's included; None for an estimate.
         lengths: sequence lengths in tokens; empty for the planner's `LENGTHS`.
     """
 
@@ -33,6 +33,23 @@ class PlanRequest:
             raise ConfigError(
                 "weights_bytes is taken off memory, which is not given: add --memory", field="weights_bytes"
             )
+        num_ranks = self.config.parallel.tensor_parallel_size
+        if num_ranks > 1 and not self.is_gpu:
+            raise ConfigError(
+                f"tensor_parallel_size must be 1 with device {self.config.model.device!r}, got {num_ranks}: ranks are "
+                "planned for GPUs, with device 'cuda'",
+                field="tensor_parallel_size",
+            )
+
+    @property
+    def is_gpu(self) -> bool:
+        """True when the plan is for a GPU."""
+        return self.device == "cuda"
+
+    @property
+    def device(self) -> str:
+        """Device of the plan, "cpu" or "cuda": "auto" is the CPU here, whatever this machine has."""
+        return "cuda" if self.config.model.device == "cuda" else "cpu"
 
     @property
     def has_budget(self) -> bool:
@@ -79,6 +96,25 @@ class LengthPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GPUPlan:
+    """The memory of a GPU beside weights and KV cache. All sizes are in bytes.
+
+    Args:
+        memory_bytes: its memory.
+        gpu_memory_utilization: share of it for weights, steps and the KV cache together.
+        tensor_parallel_size: number of GPUs that share the model, of which the plan is for one.
+        step_bytes: estimate of the most that a step takes.
+        graph_bytes: estimate of what captured steps keep, without what the driver keeps of each.
+    """
+
+    memory_bytes: int
+    gpu_memory_utilization: float
+    tensor_parallel_size: int
+    step_bytes: int
+    graph_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
     """The KV memory of a model, and of its draft model where there is one. All sizes are in bytes.
 
@@ -93,6 +129,7 @@ class MemoryPlan:
         bytes_per_token: bytes of one token in all groups.
         weights_bytes: bytes of the weights of both models; None where the plan is given no memory.
         is_weights_estimate: whether `weights_bytes` was estimated.
+        gpu: memory of a GPU and of its steps; None on a CPU, and where the plan is given no memory.
         arena_bytes: bytes of the cache, null blocks included; None without a budget.
         longest: longest sequence that fits, prompt and output together, at most `max_model_len`; None without a budget.
         never: sentence that says which prompts never fit, and why; None without a budget.
@@ -113,6 +150,7 @@ class MemoryPlan:
     bytes_per_token: int
     weights_bytes: int | None
     is_weights_estimate: bool
+    gpu: GPUPlan | None
     arena_bytes: int | None
     longest: int | None
     never: str | None

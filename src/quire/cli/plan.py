@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 from quire.cli.options import add_engine_options, engine_options, integers, parse_size
 from quire.config import GIB, EngineConfig
+from quire.errors import ConfigError, shown
 
 if TYPE_CHECKING:
-    from quire.capacity.report import GroupPlan, MemoryPlan
+    from quire.capacity.report import GPUPlan, GroupPlan, MemoryPlan
     from quire.cli.options import Subparsers
 
 EXIT_DOES_NOT_FIT = 1
@@ -21,6 +22,7 @@ EXIT_DOES_NOT_FIT = 1
 OPTIONS = (
     "revision",
     "dtype",
+    "device",
     "quantization",
     "max_model_len",
     "block_size",
@@ -28,9 +30,15 @@ OPTIONS = (
     "num_kv_blocks",
     "kv_cache_memory_bytes",
     "kv_cache_memory_fraction",
+    "gpu_memory_utilization",
     "max_num_seqs",
+    "max_num_batched_tokens",
     "speculative_method",
+    "num_speculative_tokens",
     "draft_model",
+    "tensor_parallel_size",
+    "enable_expert_parallel",
+    "enforce_eager",
 )
 WIDTH = 100
 TABLE_MARGIN = "  "
@@ -43,12 +51,21 @@ def register(subparsers: Subparsers) -> None:
         "plan",
         help="compute the KV memory of a model, and the sequences that fit, from its config.json alone",
         description="Compute the memory of a model's KV cache, and the sequences that fit, from its config.json alone: "
-        "no weights are read. The exit code is 1 when one sequence of max_model_len tokens does not fit.",
+        "no weights are read. For a GPU, give --gpu, or --device cuda and --memory. The exit code is 1 when one "
+        "sequence of max_model_len tokens does not fit.",
     )
     add_engine_options(parser, OPTIONS)
     group = parser.add_argument_group("plan options")
     group.add_argument(
-        "--memory", type=parse_size, metavar="SIZE", help="memory of the machine or GPU, weights included"
+        "--memory",
+        type=parse_size,
+        metavar="SIZE",
+        help="memory of the machine, or with --device cuda of the GPU, weights included",
+    )
+    group.add_argument(
+        "--gpu",
+        metavar="NAME",
+        help="h100, h200, a100 or l4: --device cuda and --memory with the size in its data sheet",
     )
     group.add_argument(
         "--weights-bytes",
@@ -68,10 +85,14 @@ def run(args: argparse.Namespace) -> int:
     from quire.capacity.planner import plan_memory
     from quire.capacity.report import PlanRequest
 
+    options, memory_bytes = engine_options(args), args.memory
+    if args.gpu is not None:
+        memory_bytes = _gpu_bytes(args.gpu, memory_bytes, options.get("device", "cuda"))
+        options["device"] = "cuda"
     plan = plan_memory(
         PlanRequest(
-            config=EngineConfig.from_options(**engine_options(args)),
-            memory_bytes=args.memory,
+            config=EngineConfig.from_options(**options),
+            memory_bytes=memory_bytes,
             weights_bytes=args.weights_bytes,
             lengths=args.lengths,
         )
@@ -82,6 +103,28 @@ def run(args: argparse.Namespace) -> int:
         for line in _lines(plan):
             print(line if line.startswith(TABLE_MARGIN) else textwrap.fill(line, WIDTH))
     return 0 if plan.fits else EXIT_DOES_NOT_FIT
+
+
+def _gpu_bytes(name: str, memory_bytes: int | None, device: str) -> int:
+    """Return the memory of a GPU by its name.
+
+    Raises:
+        ConfigError: there is no such name, or another option says otherwise.
+    """
+    from quire.bench.hardware import HARDWARE
+
+    known = {key: int(hardware.memory_bytes) for key, hardware in HARDWARE.items() if hardware.device == "cuda"}
+    if name not in known:
+        raise ConfigError(f"gpu must be one of {', '.join(known)}, got {shown(name)}", field="gpu")
+    if memory_bytes is not None:
+        raise ConfigError(
+            f"gpu must not be given with memory ({memory_bytes:,}): gpu {name!r} stands for device 'cuda' and memory "
+            f"{known[name]:,}",
+            field="gpu",
+        )
+    if device == "cpu":
+        raise ConfigError(f"device must be 'cuda' or 'auto' with gpu {name!r}, got 'cpu'", field="device")
+    return known[name]
 
 
 def _lines(plan: MemoryPlan) -> Iterator[str]:
@@ -101,8 +144,10 @@ def _lines(plan: MemoryPlan) -> Iterator[str]:
     if plan.weights_bytes is not None:
         source = "an estimate from parameters and dtype" if plan.is_weights_estimate else "as given or stored"
         yield f"Weights: {_size(plan.weights_bytes)} ({source})."
+    if plan.gpu is not None:
+        yield _gpu_line(plan.gpu)
     if plan.arena_bytes is None:
-        yield "Give --memory or --kv-cache-memory-bytes to see how many sequences fit."
+        yield "Give --memory, --gpu or --kv-cache-memory-bytes to see how many sequences fit."
     else:
         yield f"KV cache: {_size(plan.arena_bytes)} ({plan.arena_bytes:,} bytes), null blocks included."
     yield ""
@@ -110,6 +155,15 @@ def _lines(plan: MemoryPlan) -> Iterator[str]:
     yield from _table(("tokens", "a sequence", "at once"), rows)
     if plan.never is not None:
         yield plan.never
+
+
+def _gpu_line(gpu: GPUPlan) -> str:
+    parts = f"the largest step takes about {_size(gpu.step_bytes)}"
+    if gpu.graph_bytes:
+        parts += f", captured steps about {_size(gpu.graph_bytes)}"
+    count = gpu.tensor_parallel_size
+    which = "GPU" if count == 1 else f"Each of {count} GPUs, one of which is planned here"
+    return f"{which}: {_size(gpu.memory_bytes)}, of which {gpu.gpu_memory_utilization:g} may be used; {parts}."
 
 
 def _group_row(group: GroupPlan) -> tuple[str, ...]:

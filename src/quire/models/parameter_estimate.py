@@ -5,7 +5,7 @@ Norms, biases and convolution taps are left out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Final, NamedTuple
 
@@ -22,7 +22,6 @@ from quire.models.spec import (
     MLPBesideExperts,
     ModelSpec,
     ShortConv,
-    experts_of,
 )
 
 # Bytes of one quantised weight, scales included: of a matrix in the layers, and of the output head.
@@ -30,10 +29,50 @@ QUANTISED_BYTES: Final[Mapping[Quantization, tuple[Fraction, Fraction]]] = {
     "int8": (Fraction(1), Fraction(1)),
     "int4": (Fraction(9, 16), Fraction(13, 16)),
 }
-
+# With Triton's kernels (`ops/triton/rounded_weights.py`) weights of four and of six bits have a scale of bfloat16 for
+# so many inputs, and those of int8 one of float32 for the largest of these groups that divides the inputs.
+NARROW_GROUP: Final = 32
+INT8_GROUPS: Final = (128, 32, 16)
 
 # Bytes of a weight of experts that a checkpoint stores in MXFP4.
 MXFP4_BYTES: Final = Fraction(9, 16)
+
+
+class Matrix(NamedTuple):
+    """The weights of equal linear layers.
+
+    Args:
+        num_rows: number of outputs of all these layers together.
+        width: number of inputs of each.
+        min_bits: fewest bits to which a weight is rounded.
+        is_expert: whether they are projections of experts.
+    """
+
+    num_rows: int
+    width: int
+    min_bits: int = 4
+    is_expert: bool = False
+
+    @property
+    def size(self) -> int:
+        """Number of parameters."""
+        return self.num_rows * self.width
+
+    def triton_bytes(self, element_bytes: int, quantization: Quantization | None) -> int:
+        """Return the bytes of the weights with Triton's kernels, scales included."""
+        if quantization is None:
+            return self.size * element_bytes
+        bits = max(self.min_bits, 4 if quantization == "int4" else 8)
+        if bits < 8 and self.width % NARROW_GROUP == 0:
+            num_groups = self.width // NARROW_GROUP
+            if bits == 4:
+                num_groups += num_groups % 2  # pairs of groups share bytes
+            # A code of six bits takes a byte.
+            return self.num_rows * num_groups * (NARROW_GROUP * (4 if bits == 4 else 8) // 8 + 2)
+        group = next((group for group in INT8_GROUPS if self.width % group == 0), None)
+        if group is None:
+            return self.size * element_bytes
+        return self.num_rows * (self.width + self.width // group * 4)
 
 
 class ParameterCounts(NamedTuple):
@@ -75,48 +114,111 @@ class ParameterCounts(NamedTuple):
 
 def estimate_parameters(spec: ModelSpec) -> ParameterCounts:
     """Estimate the parameters of a model."""
-    embedding = 0 if spec.is_mtp else spec.vocab_size * spec.width
-    tables, projections = embedding, sum(layer_parameters(layer, spec.width) for layer in spec.layers)
-    if spec.is_mtp:
-        projections += 2 * spec.width**2
-    if spec.per_layer_inputs is not None:
-        # One table; one projection of the embedding; a gate and a projection in each layer.
-        columns = len(spec.layers) * spec.per_layer_inputs.width
-        tables += spec.per_layer_inputs.vocab_size * columns
-        projections += 3 * columns * spec.width
-    all_experts = (experts_of(layer.ffn) for layer in spec.layers)
-    experts = sum(3 * spec.width * each.width * each.num_local for each in all_experts if each is not None)
-    return ParameterCounts(tables, embedding, spec.tied_head, projections, experts)
+    embedding = _embedding_size(spec)
+    matrices = list(_projections(spec))
+    return ParameterCounts(
+        tables=embedding + _per_layer_table_size(spec),
+        head=embedding,
+        is_tied=spec.tied_head,
+        projections=sum(matrix.size for matrix in matrices),
+        experts=sum(matrix.size for matrix in matrices if matrix.is_expert),
+    )
+
+
+def triton_bytes(
+    spec: ModelSpec, element_bytes: int, quantization: Quantization | None, *, is_mxfp4: bool = False
+) -> int:
+    """Return the bytes of a model's weights with Triton's kernels, which lay rounded ones out in their own way.
+
+    Args:
+        spec: specification of the model.
+        element_bytes: bytes of an element of the weights' dtype.
+        quantization: rounding of the weights of linear layers; a rounded head is there beside a tied table.
+        is_mxfp4: see `ParameterCounts.num_bytes`.
+    """
+    if quantization is None:
+        return estimate_parameters(spec).num_bytes(element_bytes, None, is_mxfp4=is_mxfp4)
+    tables = _embedding_size(spec) + _per_layer_table_size(spec)
+    head = Matrix(_embedding_size(spec) // spec.width, spec.width, min_bits=6)
+    return tables * element_bytes + sum(
+        int(matrix.size * MXFP4_BYTES)
+        if is_mxfp4 and matrix.is_expert
+        else matrix.triton_bytes(element_bytes, quantization)
+        for matrix in (head, *_projections(spec))
+    )
 
 
 def layer_parameters(layer: LayerSpec, width: int) -> int:
     """Return the parameters of a layer of a model of some width."""
-    return sum(_mixer(part, width) for part in layer.parts) + _ffn(layer.ffn, width)
+    return sum(matrix.size for matrix in _layer(layer, width))
 
 
-def _mixer(mixer: Mixer, width: int) -> int:
+def _embedding_size(spec: ModelSpec) -> int:
+    return 0 if spec.is_mtp else spec.vocab_size * spec.width
+
+
+def _per_layer_table_size(spec: ModelSpec) -> int:
+    inputs = spec.per_layer_inputs
+    return 0 if inputs is None else inputs.vocab_size * len(spec.layers) * inputs.width
+
+
+def _projections(spec: ModelSpec) -> Iterator[Matrix]:
+    """Yield all matrices but tables and the head."""
+    for layer in spec.layers:
+        yield from _layer(layer, spec.width)
+    if spec.is_mtp:
+        yield Matrix(spec.width, 2 * spec.width)
+    if spec.per_layer_inputs is not None:
+        # One projection of the embedding; a gate and a projection in each layer.
+        columns = len(spec.layers) * spec.per_layer_inputs.width
+        yield Matrix(2 * columns, spec.width)
+        yield Matrix(len(spec.layers) * spec.width, spec.per_layer_inputs.width)
+
+
+def _layer(layer: LayerSpec, width: int) -> Iterator[Matrix]:
+    for part in layer.parts:
+        yield from _mixer(part, width)
+    yield from _ffn(layer.ffn, width)
+
+
+def _mixer(mixer: Mixer, width: int) -> Iterator[Matrix]:
     match mixer:
         case Attention():
-            # Queries and output; the output gate is as large as the queries.
-            num_heads = mixer.num_heads * (3 if mixer.output_gate else 2)
+            # The output gate is as large as the queries.
+            num_heads = mixer.num_heads * (2 if mixer.output_gate else 1)
             num_kv_heads = 0 if mixer.source is not None else 2 * mixer.num_kv_heads
-            return width * mixer.head_dim * (num_heads + num_kv_heads)
+            yield Matrix((num_heads + num_kv_heads) * mixer.head_dim, width)
+            yield Matrix(width, mixer.num_heads * mixer.head_dim)
         case ShortConv():
-            return 4 * width * mixer.num_channels
+            yield Matrix(3 * mixer.num_channels, width)
+            yield Matrix(width, mixer.num_channels)
         case Mamba2():
-            # Gate, convolution input and step sizes; then the output.
-            return width * (mixer.inner + mixer.num_channels + mixer.num_heads) + mixer.inner * width
+            # Gate, convolution input and step sizes.
+            yield Matrix(mixer.inner + mixer.num_channels + mixer.num_heads, width, min_bits=8)
+            yield Matrix(width, mixer.inner)
         case GatedDeltaNet():
-            # Convolution input, output gate and two gates for each head; then the output.
-            return width * (mixer.num_channels + mixer.inner + 2 * mixer.num_value_heads) + mixer.inner * width
+            # Convolution input, output gate and two gates for each head.
+            yield Matrix(mixer.num_channels + mixer.inner + 2 * mixer.num_value_heads, width, min_bits=8)
+            yield Matrix(width, mixer.inner)
 
 
-def _ffn(ffn: FFN, width: int) -> int:
+def _ffn(ffn: FFN, width: int) -> Iterator[Matrix]:
     match ffn:
         case GatedMLP():
-            return 3 * width * ffn.width
+            yield from _gated(ffn.width, width)
         case Experts():
-            num_shared = 3 * width * ffn.shared_width + (width if ffn.shared_gate else 0)
-            return ffn.num_local * 3 * width * ffn.width + ffn.num_experts * width + num_shared
+            yield Matrix(ffn.num_experts, width, min_bits=8)
+            yield from _gated(ffn.width, width, ffn.num_local, is_expert=True)
+            if ffn.shared_width:
+                yield from _gated(ffn.shared_width, width)
+                if ffn.shared_gate:
+                    yield Matrix(1, width, min_bits=8)
         case MLPBesideExperts():
-            return _ffn(ffn.mlp, width) + _ffn(ffn.experts, width)
+            yield from _ffn(ffn.mlp, width)
+            yield from _ffn(ffn.experts, width)
+
+
+def _gated(ffn_width: int, width: int, count: int = 1, *, is_expert: bool = False) -> Iterator[Matrix]:
+    """Yield gates and ups, and what comes after them, of `count` gated MLPs."""
+    yield Matrix(count * 2 * ffn_width, width, is_expert=is_expert)
+    yield Matrix(count * width, ffn_width, is_expert=is_expert)
