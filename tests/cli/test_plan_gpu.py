@@ -43,8 +43,10 @@ def test_a_name_stands_for_a_memory(name: str, tmp_path: Path, capsys: pytest.Ca
     model = written(tmp_path, "Qwen3 0.6B")
     num_bytes = str(int(HARDWARE[name].memory_bytes))
     expected = planned(capsys, model, "--device", "cuda", "--memory", num_bytes)
-    assert planned(capsys, model, "--gpu", name) == expected
-    assert planned(capsys, model, "--gpu", name, "--device", "auto") == expected
+    for more in ((), ("--device", "auto")):
+        plan = planned(capsys, model, "--gpu", name, *more)
+        assert len(plan.pop("decode_tokens_per_s")) == len(plan["lengths"])
+        assert plan == expected
 
 
 def test_options_that_change_the_memory_of_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,6 +104,25 @@ def test_experts_of_several_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[s
     whole = planned(capsys, model, *GPU)["weights_bytes"]
     # Each has the routers, of 48 layers, whole.
     assert 2 * by_expert["weights_bytes"] - whole == 48 * 128 * 2048 * 2
+
+
+def test_the_rate_of_decoding_is_that_of_a_roofline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Three quarters of the bandwidth for weights but the table, and for cached tokens; a millisecond besides."""
+    model, flags = written(tmp_path, "Llama 3.1 8B"), ("--max-num-seqs", "3", "--lengths", "1000,100000")
+    plan = planned(capsys, model, "--gpu", "h100", *flags)
+    num_bytes = plan["weights_bytes"] - 128256 * 4096 * 2
+    for rate, length in zip(plan["decode_tokens_per_s"], (1000, 100_000), strict=True):
+        seconds = (num_bytes + 3 * length * plan["bytes_per_token"]) / (0.75 * 3.35e12) + 1e-3
+        assert rate == pytest.approx(3 / seconds, rel=1e-3)
+    twice = planned(capsys, model, "--gpu", "h100", "--tensor-parallel-size", "2", *flags)
+    for rate, other in zip(plan["decode_tokens_per_s"], twice["decode_tokens_per_s"], strict=True):
+        assert 2 * (3 / other - 1e-3) == pytest.approx(3 / rate - 1e-3)
+    # Where nothing runs, nothing is said; drafts are as often right as they are, which no plan knows.
+    none = planned(capsys, model, "--gpu", "l4", "--lengths", "100000", "--max-model-len", "131072", code=1)
+    assert none["decode_tokens_per_s"] == [None]
+    drafts = ("--speculative-method", "draft", "--draft-model", model)
+    assert "decode_tokens_per_s" not in planned(capsys, model, "--gpu", "h200", *drafts)
+    assert "decode_tokens_per_s" not in planned(capsys, model, *GPU)
 
 
 def test_a_gpu_may_have_nothing_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.bench.hardware import HARDWARE, Hardware, RooflineStepTime
 from quire.bench.roofline import ModelShape
-from quire.config import CACHE_DTYPES, DTYPES, EngineConfig, context_length, step_tokens
+from quire.config import CACHE_DTYPES, DTYPES, CacheDtype, EngineConfig, context_length, step_tokens
 from quire.errors import ConfigError, shown
 from quire.memory.capacity.sizing import ArenaSizing, arena_bytes, most_bytes, tokens_bytes
 from quire.memory.recording.settings import MemorySettings
@@ -19,6 +19,7 @@ from quire.models.checkpoint import read_config
 from quire.models.families import build
 from quire.models.parameter_estimate import estimate_parameters
 from quire.models.quantization_config import without_quantization
+from quire.models.spec import ModelSpec
 from quire.simulation.replica_settings import ReplicaSettings
 from quire.simulation.step_time import FittedStepTime, StepTimeModel
 
@@ -119,13 +120,8 @@ def engine_on_hardware(options: Mapping[str, Any], hardware: str, count: int = 1
         raise ConfigError(f"gpus must be a whole number from 1 to {MAX_COUNT}, got {count}", field="gpus")
     machine: Hardware = HARDWARE[hardware]
     config = EngineConfig.from_options(**options)
-    raw = read_config(config.model.model, config.model.revision)
-    spec, _ = build(without_quantization(raw))
-    dtype = _dtype(config.model.dtype, raw)
-    element_bytes = CACHE_DTYPES[dtype].element_bytes
-    cache_dtype = CACHE_DTYPES[dtype if config.cache.kv_cache_dtype == "auto" else config.cache.kv_cache_dtype]
-    quantization = config.model.quantization
-    weights_bytes = estimate_parameters(spec).num_bytes(element_bytes, quantization)
+    spec, element_bytes, cache_dtype = _dimensions(config)
+    weights_bytes = estimate_parameters(spec).num_bytes(element_bytes, config.model.quantization)
     left = int(count * machine.memory_bytes * config.cache.gpu_memory_utilization) - weights_bytes
     if left <= 0 and config.cache.num_kv_blocks is None and config.cache.kv_cache_memory_bytes is None:
         raise ConfigError(
@@ -133,17 +129,33 @@ def engine_on_hardware(options: Mapping[str, Any], hardware: str, count: int = 1
             f"bytes each, gpu_memory_utilization {config.cache.gpu_memory_utilization:g}): give more with gpus",
             field="gpus",
         )
-    model = ModelShape.estimate(spec, element_bytes, quantization, cache_dtype.element_bytes)
     name = f"{config.model.model} on {'' if count == 1 else f'{count} x '}{hardware}, by a roofline"
     return SimulatedEngine(
         name=name,
-        step_time=RooflineStepTime(model, machine, count),
+        step_time=roofline_of(options, hardware, count),
         specs=lambda block_size: cache_specs(spec, block_size, cache_dtype, element_bytes),
         num_bytes=left,
         defaults={},
         device=machine.device,
         max_model_len=context_length(config.model.max_model_len, spec.max_position),
     )
+
+
+def roofline_of(options: Mapping[str, Any], hardware: str, count: int = 1) -> RooflineStepTime:
+    """Return the times of a model's steps on named hardware; see `engine_on_hardware`."""
+    config = EngineConfig.from_options(**options)
+    spec, element_bytes, cache_dtype = _dimensions(config)
+    model = ModelShape.estimate(spec, element_bytes, config.model.quantization, cache_dtype.element_bytes)
+    return RooflineStepTime(model, HARDWARE[hardware], count)
+
+
+def _dimensions(config: EngineConfig) -> tuple[ModelSpec, int, CacheDtype]:
+    """Return a model as its configuration says, the bytes of an element of its weights, and the dtype of its cache."""
+    raw = read_config(config.model.model, config.model.revision)
+    spec, _ = build(without_quantization(raw))
+    dtype = _dtype(config.model.dtype, raw)
+    cached = dtype if config.cache.kv_cache_dtype == "auto" else config.cache.kv_cache_dtype
+    return spec, CACHE_DTYPES[dtype].element_bytes, CACHE_DTYPES[cached]
 
 
 def _dtype(option: str, raw: Mapping[str, Any]) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quire.cli.options import add_engine_options, engine_options, integers, parse_size
 from quire.config import GIB, EngineConfig
@@ -97,10 +97,12 @@ def run(args: argparse.Namespace) -> int:
             lengths=args.lengths,
         )
     )
+    rates = [] if args.gpu is None or plan.draft_architecture else _decode_rates(plan, options, args.gpu)
     if args.json:
-        print(json.dumps({"fits": plan.fits, **asdict(plan)}, indent=2))
+        rates_of = {"decode_tokens_per_s": rates} if rates else {}
+        print(json.dumps({"fits": plan.fits, **asdict(plan), **rates_of}, indent=2))
     else:
-        for line in _lines(plan):
+        for line in _lines(plan, rates):
             print(line if line.startswith(TABLE_MARGIN) else textwrap.fill(line, WIDTH))
     return 0 if plan.fits else EXIT_DOES_NOT_FIT
 
@@ -127,7 +129,22 @@ def _gpu_bytes(name: str, memory_bytes: int | None, device: str) -> int:
     return known[name]
 
 
-def _lines(plan: MemoryPlan) -> Iterator[str]:
+def _decode_rates(plan: MemoryPlan, options: Mapping[str, Any], gpu: str) -> list[float | None]:
+    """Return the tokens in a second of as many sequences of each length as run at once; None where none does."""
+    from quire.bench.simulated_engine import roofline_of
+    from quire.simulation.step_time import StepItem
+
+    count = 1 if plan.gpu is None else plan.gpu.tensor_parallel_size
+    step_time = roofline_of({**options, "model": plan.model}, gpu, count)
+    return [
+        each.concurrency / step_time.of_step([StepItem(each.num_tokens - 1, 1, 1)] * each.concurrency)
+        if each.concurrency
+        else None
+        for each in plan.lengths
+    ]
+
+
+def _lines(plan: MemoryPlan, rates: Sequence[float | None]) -> Iterator[str]:
     guide = ""
     if plan.draft_architecture:
         name = f" ({plan.draft_model})" if plan.draft_model else ""
@@ -151,8 +168,14 @@ def _lines(plan: MemoryPlan) -> Iterator[str]:
     else:
         yield f"KV cache: {_size(plan.arena_bytes)} ({plan.arena_bytes:,} bytes), null blocks included."
     yield ""
-    rows = ((f"{each.num_tokens:,}", _size(each.sequence_bytes), _count(each.concurrency)) for each in plan.lengths)
-    yield from _table(("tokens", "a sequence", "at once"), rows)
+    told = ("" if rate is None else f"{rate:,.0f}" for rate in rates or [None] * len(plan.lengths))
+    rows = (
+        (f"{each.num_tokens:,}", _size(each.sequence_bytes), _count(each.concurrency), rate)
+        for each, rate in zip(plan.lengths, told, strict=True)
+    )
+    yield from _table(("tokens", "a sequence", "at once", "tokens/s"), rows)
+    if rates:
+        yield "Tokens/s: of all that run at once, while they decode at that length; by the roofline of quire simulate."
     if plan.never is not None:
         yield plan.never
 
