@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire import LLM, SamplingParams
+from quire import LLM, SamplingParams, StructuredOutputs
 from quire.errors import ConfigError
+from quire.scheduling.plan import StepPlan
 from tests.engine.test_async_scheduling import AheadEngine, assert_undisturbed, run_ahead, serve
 from tests.scheduling.harness import Job, Setting
 from tests.scheduling.random_jobs import jobs, narrow_settings
@@ -106,3 +107,28 @@ def test_all_kinds_of_rows_beside_drafts(drafts: dict[str, Any]) -> None:
         assert llm.stats.num_preemptions > 0
         assert llm.stats.num_draft_tokens > llm.stats.num_accepted_tokens
         assert llm.stats.num_accepted_tokens > 0 or drafts["speculative_method"] == "ngram"  # few repetitions
+
+
+def test_a_grammar_beside_few_others_is_in_each_step() -> None:
+    """The next step is launched with all of them once the present one is read."""
+    pytest.importorskip("llguidance", reason="llguidance is not installed")
+    params = [SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True) for _ in range(3)]
+    params.append(
+        SamplingParams(temperature=0.0, max_tokens=60, structured_outputs=StructuredOutputs(regex="[a-z ]{60}"))
+    )
+    with closing(LLM("bundled", num_threads=1, max_model_len=128, async_scheduling=True)) as llm:
+        plans = list[StepPlan]()
+        executor: Any = llm.engine.executor
+        launch = executor.launch
+
+        def seen(plan: StepPlan) -> Any:
+            plans.append(plan)
+            return launch(plan)
+
+        executor.launch = seen
+        outputs = llm.generate(["Tom", "Anna", "The old sailor", "A cow"], params, use_tqdm=False)
+        assert llm.engine.has_unfinished is False
+    assert [len(output.outputs[0].token_ids) for output in outputs[:3]] == [40] * 3
+    assert len(outputs[3].outputs[0].text) == 60
+    sizes = [len(plan.items) for plan in plans]
+    assert sizes == sorted(sizes, reverse=True), "it left a step and came back"

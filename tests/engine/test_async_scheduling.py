@@ -213,9 +213,11 @@ def test_an_end_by_length_costs_no_step_and_an_end_token_costs_one_token() -> No
 def test_rows_that_wait_for_the_host_stay_together_where_they_are_most() -> None:
     """Requests that come one after the other are in one step; beside more that go on, each waits for every second.
 
-    Rows with penalties are among those that go on.
+    Rows with penalties are among those that go on. Where the device draws what waits, as with a grammar, fewer
+    than 16 rows that go on for each are few.
     """
-    for num_plain, is_ahead in ((0, False), (1, False), (4, True)):
+    cases = ((0, False, False), (1, False, False), (4, True, False), (4, False, True), (47, False, True))
+    for num_plain, is_ahead, is_drawn_on_device in (*cases, (48, True, True)):
         world = AheadEngine(Setting())
         plans: list[StepPlan] = []
         launch = world.executor.launch
@@ -228,10 +230,12 @@ def test_rows_that_wait_for_the_host_stay_together_where_they_are_most() -> None
         for seed in range(3):
             params = SamplingParams(max_tokens=20, ignore_eos=True, logit_bias={3: 1.0}, seed=seed, detokenize=False)
             world.engine.add_request(f"host {seed}", {"prompt_token_ids": [1, seed]}, params)
+            if is_drawn_on_device:
+                world.scheduler.requests[f"host {seed}"].drawn_from = 2
             world.engine.step()
         params = replace(params, logit_bias=None, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.1)
         for seed in range(num_plain):
-            world.engine.add_request(f"plain {seed}", {"prompt_token_ids": [2, seed]}, params)
+            world.engine.add_request(f"plain {seed}", {"prompt_token_ids": [2, seed % VOCAB_SIZE]}, params)
         for _ in range(3):
             world.engine.step()
         plans.clear()
