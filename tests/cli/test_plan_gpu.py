@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from quire.bench.hardware import HARDWARE
+from quire.bench.simulated_engine import engine_on_hardware
 from quire.cli.main import main
 from tests.cli.plans import MIB, planned, written
 
@@ -123,6 +124,19 @@ def test_the_rate_of_decoding_is_that_of_a_roofline(tmp_path: Path, capsys: pyte
     drafts = ("--speculative-method", "draft", "--draft-model", model)
     assert "decode_tokens_per_s" not in planned(capsys, model, "--gpu", "h200", *drafts)
     assert "decode_tokens_per_s" not in planned(capsys, model, *GPU)
+
+
+@pytest.mark.parametrize("flags", [(), ("--quantization", "int4"), ("--max-num-seqs", "64", "--max-model-len", "8192")])
+def test_simulations_have_the_same_memory(
+    flags: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = written(tmp_path, "Llama 3.1 8B")
+    options = {
+        name[2:].replace("-", "_"): int(value) if value.isdigit() else value
+        for name, value in zip(flags[::2], flags[1::2], strict=True)
+    }
+    engine = engine_on_hardware({"model": model, **options}, "h100")
+    assert planned(capsys, model, "--gpu", "h100", *flags)["arena_bytes"] == engine.settings(options).memory.num_bytes
 
 
 def test_a_gpu_may_have_nothing_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from quire.bench.hardware import HARDWARE, Hardware, RooflineStepTime
 from quire.bench.roofline import ModelShape
+from quire.capacity.gpu_budget import plan_gpu
 from quire.config import CACHE_DTYPES, DTYPES, CacheDtype, EngineConfig, context_length, step_tokens
 from quire.errors import ConfigError, shown
 from quire.memory.capacity.sizing import ArenaSizing, arena_bytes, most_bytes, tokens_bytes
@@ -17,7 +18,7 @@ from quire.memory.specs import KVCacheSpec
 from quire.models.cache_layout import cache_specs
 from quire.models.checkpoint import read_config
 from quire.models.families import build
-from quire.models.parameter_estimate import estimate_parameters
+from quire.models.parameter_estimate import estimate_parameters, triton_bytes
 from quire.models.quantization_config import without_quantization
 from quire.models.spec import ModelSpec
 from quire.simulation.replica_settings import ReplicaSettings
@@ -112,7 +113,7 @@ def engine_on_hardware(options: Mapping[str, Any], hardware: str, count: int = 1
         count: number of such machines that a replica has.
 
     Raises:
-        ConfigError: the model cannot be read, or its weights do not fit.
+        ConfigError: the model cannot be read, or its weights and steps do not fit.
     """
     if hardware not in HARDWARE:
         raise ConfigError(f"hardware must be one of {', '.join(HARDWARE)}, got {shown(hardware)}", field="hardware")
@@ -121,12 +122,20 @@ def engine_on_hardware(options: Mapping[str, Any], hardware: str, count: int = 1
     machine: Hardware = HARDWARE[hardware]
     config = EngineConfig.from_options(**options)
     spec, element_bytes, cache_dtype = _dimensions(config)
-    weights_bytes = estimate_parameters(spec).num_bytes(element_bytes, config.model.quantization)
-    left = int(count * machine.memory_bytes * config.cache.gpu_memory_utilization) - weights_bytes
+    max_model_len = context_length(config.model.max_model_len, spec.max_position)
+    form = config.model.quantization
+    if machine.device == "cuda":
+        weights_bytes = triton_bytes(spec, element_bytes, form)
+        gpu = plan_gpu(config, [spec], max_model_len, element_bytes, int(machine.memory_bytes))
+        step_bytes = count * (gpu.step_bytes + gpu.graph_bytes)
+    else:
+        weights_bytes, step_bytes = estimate_parameters(spec).num_bytes(element_bytes, form), 0
+    left = int(count * machine.memory_bytes * config.cache.gpu_memory_utilization) - weights_bytes - step_bytes
     if left <= 0 and config.cache.num_kv_blocks is None and config.cache.kv_cache_memory_bytes is None:
         raise ConfigError(
-            f"the weights ({weights_bytes:,} bytes) leave no memory of {count} {hardware} ({machine.memory_bytes:,.0f} "
-            f"bytes each, gpu_memory_utilization {config.cache.gpu_memory_utilization:g}): give more with gpus",
+            f"the weights ({weights_bytes:,} bytes) and steps ({step_bytes:,}) leave no memory of {count} {hardware} "
+            f"({machine.memory_bytes:,.0f} bytes each, gpu_memory_utilization "
+            f"{config.cache.gpu_memory_utilization:g}): give more with gpus",
             field="gpus",
         )
     name = f"{config.model.model} on {'' if count == 1 else f'{count} x '}{hardware}, by a roofline"
@@ -137,7 +146,7 @@ def engine_on_hardware(options: Mapping[str, Any], hardware: str, count: int = 1
         num_bytes=left,
         defaults={},
         device=machine.device,
-        max_model_len=context_length(config.model.max_model_len, spec.max_position),
+        max_model_len=max_model_len,
     )
 
 
