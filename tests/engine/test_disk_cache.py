@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from quire import LLM, SamplingParams
 from quire.engine.async_llm import AsyncLLM
@@ -244,6 +245,54 @@ def test_the_command_line_finds_what_it_computed_before(tmp_path: Path) -> None:
     assert first["num_disk_tokens"] == 0
     assert second["num_disk_tokens"] == second["num_cached_tokens"] > 40
     assert second["outputs"] == first["outputs"]
+
+
+class LateCopy:
+    """A copy as from a GPU: made in its turn, and there a few looks later.
+
+    Attributes:
+        num_put_off: number of copies that were not there when they were first looked at.
+    """
+
+    num_put_off = 0
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor, self._num_looks = tensor.clone(), 0
+
+    @property
+    def is_ready(self) -> bool:
+        self._num_looks += 1
+        LateCopy.num_put_off += self._num_looks == 1
+        return self._num_looks > 3
+
+    def wait(self) -> torch.Tensor:
+        return self._tensor
+
+
+@pytest.mark.parametrize("policy", ["write_back", "write_through"])
+def test_blocks_that_arrive_late_are_saved_as_they_were(
+    policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their bytes are those of their turn, though the blocks are others' when they are written."""
+    monkeypatch.setattr("quire.execution.block_copies.HostCopy", LateCopy)
+    monkeypatch.setattr(LateCopy, "num_put_off", 0)
+    scarce = {"num_kv_blocks": 22, "max_model_len": 160, "swap_space": 1 << 17, "prefix_cache_write_policy": policy}
+    prompts = [f"{name}: {STORY * 2}" for name in ("Tom", "Anna", "Ben", "Lily", "Max", "Sue")]
+
+    def served(llm: LLM) -> list[str]:
+        rounds = [llm.generate([prompt], GREEDY, use_tqdm=False)[0] for prompt in prompts * 2]
+        check(llm.engine.scheduler.memory)
+        llm.close()
+        return texts(rounds)
+
+    llm = start(tmp_path / "cache", **scarce)
+    expected = served(llm)
+    assert LateCopy.num_put_off > 5
+    assert disk_stats(llm).num_saved > 10
+    again = start(tmp_path / "cache", **scarce)
+    assert served(again) == expected
+    assert disk_stats(again).num_hits > 5
+    assert disk_stats(again).num_damaged == 0
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.execution.kv_storage import Storage
+from quire.execution.pinned import HostCopy, placed
 from quire.kvstore.disk_blocks import DiskBlocks
 from quire.memory.results import BlockCopy, StoredBlock, Tier
 
@@ -38,6 +39,9 @@ class BlockCopier:
             Tier.DEVICE: device_rows,
             Tier.HOST: [_rows_of(memory, rows.shape[1]) for rows in device_rows],
         }
+        # Behind the last copies between a GPU and the host that were queued; and whether others were since.
+        self._queued: torch.cuda.Event | None = None
+        self._has_queued = False
 
     @property
     def _is_cuda(self) -> bool:
@@ -48,7 +52,8 @@ class BlockCopier:
 
         On a GPU the copies are queued on the stream that the kernels run on, so that the order holds for kernels too
         and nobody waits. Only a copy within the host, or between it and the disk, is made by the processor itself, once
-        the queued ones are done.
+        the queued ones from and to the host are done: those of earlier steps mostly are. A block of a GPU that goes to
+        disk is copied to the host in the order of the queue, and written once it has arrived there.
 
         Args:
             copies: copies of all groups.
@@ -58,20 +63,36 @@ class BlockCopier:
         for copy in copies:
             group_idx, src_id, dst_id, src_tier, dst_tier = copy
             if self._is_cuda and Tier.DEVICE not in (src_tier, dst_tier):
-                torch.cuda.current_stream(self._device).synchronize()
+                self._wait_for_queued()
             if self._disk is not None and Tier.DISK in (src_tier, dst_tier):
                 self._move(self._disk, copy, saves, wait=wait)
                 continue
             src, dst = self._rows[src_tier][group_idx], self._rows[dst_tier][group_idx]
             dst[dst_id].copy_(src[src_id], non_blocking=True)
+            self._has_queued |= src_tier is not dst_tier
+        self._mark_queued()
+
+    def _mark_queued(self) -> None:
+        """Note where the copies between a GPU and the host that were queued end."""
+        if self._has_queued and self._is_cuda:
+            self._queued = self._queued or torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._queued.record(torch.cuda.current_stream(self._device))
+        self._has_queued = False
+
+    def _wait_for_queued(self) -> None:
+        """Wait until the copies between a GPU and the host that were queued are made."""
+        self._mark_queued()
+        if self._queued is not None:
+            self._queued.synchronize()
 
     def _move(self, disk: DiskBlocks, copy: BlockCopy, saves: Sequence[StoredBlock], *, wait: bool) -> None:
         """Move one block from or to disk."""
         if copy.src_tier is Tier.DISK:
-            self._rows[copy.dst_tier][copy.group_idx][copy.dst_id].copy_(disk.take(copy.src_id))
+            row = self._rows[copy.dst_tier][copy.group_idx][copy.dst_id]
+            row.copy_(placed(disk.take(copy.src_id), row.device))
         else:
             row = self._rows[copy.src_tier][copy.group_idx][copy.src_id]
-            disk.save(saves[copy.dst_id], row.cpu(), wait=wait)
+            disk.save(saves[copy.dst_id], HostCopy(row), wait=wait)
 
     def measure_copies(self) -> float | None:
         """Return the bytes that move between the tiers in a second, None without a host tier.

@@ -32,8 +32,17 @@ class HostCopy:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(tensor.device))
 
-    def tolist(self) -> Any:
-        """Return the numbers; wait until they are there."""
+    @property
+    def is_ready(self) -> bool:
+        """True once the numbers are there."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> Tensor:
+        """Return the copy; wait until the numbers are there."""
         if self._event is not None:
             self._event.synchronize()
-        return self._tensor.tolist()
+        return self._tensor
+
+    def tolist(self) -> Any:
+        """Return the numbers; wait until they are there."""
+        return self.wait().tolist()

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import logging
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import c_ubyte
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from quire.kvstore.block_store import TieredStore
 from quire.memory.results import StoredBlock
+
+logger = logging.getLogger(__name__)
+
+
+class ArrivingBytes(Protocol):
+    """Bytes of a block on their way to the memory of the host."""
+
+    @property
+    def is_ready(self) -> bool:
+        """True once they are there."""
+
+    def wait(self) -> Tensor:
+        """Return them, uint8 [bytes of the block], once they are there."""
 
 
 class DiskBlocks:
@@ -30,6 +46,8 @@ class DiskBlocks:
         self._block_bytes = tuple(block_bytes)
         self._fetched: dict[int, Tensor] = {}
         self._next_ticket = 0
+        # Blocks to save, in the order in which their bytes arrive.
+        self._arriving: deque[tuple[StoredBlock, ArrivingBytes]] = deque()
 
     @property
     def key(self) -> bytes:
@@ -62,15 +80,41 @@ class DiskBlocks:
         for ticket in tickets:
             self._fetched.pop(ticket, None)
 
-    def save(self, block: StoredBlock, data: Tensor, *, wait: bool = False) -> None:
-        """Queue a block for writing; its bytes are copied before this returns.
+    def save(self, block: StoredBlock, data: ArrivingBytes, *, wait: bool = False) -> None:
+        """Queue a block for writing, at once where its bytes have arrived, else once they have.
 
         Args:
             block: identity of the block.
-            data: uint8 [bytes of the block], in the memory of the host.
-            wait: see `PrefixStore.save`.
+            data: its bytes.
+            wait: see `PrefixStore.save`; then, and where the block is exported, this waits for the bytes too.
         """
-        self._store.save(block, _bytes_of(data), wait=wait and self._may_wait)
+        may_wait = wait and self._may_wait
+        if may_wait or self._store.wanted:
+            arrived = data.wait()
+            self._store.save(block, _bytes_of(arrived), wait=may_wait)
+            return
+        self._arriving.append((block, data))
+        self.save_arrived()
+
+    def save_arrived(self, *, wait: bool = False) -> None:
+        """Queue the blocks for writing whose bytes have arrived since.
+
+        Args:
+            wait: True to wait for those of all blocks.
+        """
+        arriving = self._arriving
+        while arriving:
+            block, data = arriving[0]
+            try:
+                if not (wait or data.is_ready):
+                    return
+                arrived = data.wait()
+            except RuntimeError as error:  # of the device, from which nothing more comes
+                logger.warning("%d blocks are not saved: %s", len(arriving), error)
+                arriving.clear()
+                return
+            arriving.popleft()
+            self._store.save(block, _bytes_of(arrived))
 
     @contextmanager
     def exporting(self, keys: Iterable[bytes], *, stores: bool) -> Iterator[None]:
@@ -93,15 +137,18 @@ class DiskBlocks:
 
     def touch(self, blocks: Iterable[StoredBlock]) -> None:
         """Mark blocks as used, in this order, once all queued writes are done."""
+        self.save_arrived(wait=True)
         self._store.touch(blocks)
 
     def reset(self) -> None:
         """Delete all blocks that were saved until now."""
+        self._arriving.clear()
         self._store.reset()
 
     def close(self) -> None:
         """Complete the queued writes, and close the store."""
         self._fetched.clear()
+        self.save_arrived(wait=True)
         self._store.close()
 
 

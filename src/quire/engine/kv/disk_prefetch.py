@@ -73,6 +73,7 @@ class DiskPrefetcher:
         """
         self._free_blocks = self._step_blocks
         self._tokens_per_s = tokens_per_s
+        self._disk.save_arrived()
         if self._sources is not None:
             self._sources.begin_step()
 

@@ -1,0 +1,128 @@
+"""Blocks whose bytes arrive from a device while steps go on: each is written once it is there, and none is torn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kvstore.block_store import TieredStore
+from quire.kvstore.disk_blocks import DiskBlocks
+from quire.kvstore.exports import ExportTable
+from quire.kvstore.prefix_store import PrefixStore
+from quire.kvstore.record import record_key
+from tests.kvstore.stores import PAYLOAD_BYTES, found, make_block, open_store, payload_of
+
+IDENTITY = b"a" * 16
+
+
+class LateBytes:
+    """Bytes that arrive when a test says so, or when somebody waits for them.
+
+    Args:
+        number: number of the block.
+        fails: the device fails meanwhile.
+    """
+
+    def __init__(self, number: int, *, fails: bool = False) -> None:
+        self._number, self._fails = number, fails
+        self.is_ready, self.num_waits = False, 0
+
+    def wait(self) -> Tensor:
+        self.num_waits += 1
+        if self._fails:
+            raise RuntimeError("the device is lost")
+        self.is_ready = True
+        return torch.frombuffer(bytearray(payload_of(self._number)), dtype=torch.uint8)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[PrefixStore]:
+    store = open_store(tmp_path, IDENTITY)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def disk(store: PrefixStore) -> DiskBlocks:
+    return DiskBlocks(TieredStore(b"k" * 32, IDENTITY, store, None, ExportTable(1 << 20, 60.0)), [PAYLOAD_BYTES])
+
+
+def save(disk: DiskBlocks, count: int, *, wait: bool = False) -> list[LateBytes]:
+    """Save the first blocks, whose bytes are still to come."""
+    late = [LateBytes(number) for number in range(count)]
+    for number, data in enumerate(late):
+        disk.save(make_block(number), data, wait=wait)
+    return late
+
+
+def test_blocks_are_written_in_turn_once_their_bytes_have_arrived(disk: DiskBlocks, store: PrefixStore) -> None:
+    late = save(disk, 4)
+    disk.save_arrived()
+    store.flush()
+    assert found(store, 4) == []
+    # The third is there too; it has its turn behind the second.
+    for number in (0, 2):
+        late[number].is_ready = True
+    disk.save_arrived()
+    store.flush()
+    assert found(store, 4) == [0]
+    late[1].is_ready = True
+    disk.save(make_block(4), LateBytes(4))
+    store.flush()
+    assert found(store, 5) == [0, 1, 2]
+    assert [data.num_waits for data in late] == [1, 1, 1, 0]
+
+
+def test_who_asks_to_wait_waits_for_all(disk: DiskBlocks, store: PrefixStore) -> None:
+    save(disk, 3)
+    disk.touch([make_block(0)])
+    assert found(store, 3) == [0, 1, 2]
+    save(disk, 4)
+    disk.close()
+    again = open_store(store._folder.path, IDENTITY)
+    assert found(again, 4) == [0, 1, 2, 3]
+    again.close()
+
+
+def test_a_save_that_may_wait_and_an_export_do_not_put_it_off(disk: DiskBlocks, store: PrefixStore) -> None:
+    assert [data.num_waits for data in save(disk, 2, wait=True)] == [1, 1]
+    key = record_key(IDENTITY, make_block(7))
+    data = LateBytes(7)
+    with disk.exporting([key], stores=False):
+        disk.save(make_block(7), data, wait=True)
+    assert data.num_waits == 1
+    store.flush()
+    assert found(store, 8) == [0, 1]
+    exports = disk.store.exports
+    assert exports is not None
+    assert exports.get(key) is not None
+    # What is written through does not wait, though movements are asked to.
+    with disk.exporting([], stores=True):
+        assert [data.num_waits for data in save(disk, 4, wait=True)] == [0] * 4
+
+
+def test_a_reset_forgets_what_was_to_come(disk: DiskBlocks, store: PrefixStore) -> None:
+    late = save(disk, 2)
+    disk.reset()
+    for data in late:
+        data.is_ready = True
+    disk.save_arrived()
+    store.flush()
+    assert found(store, 2) == []
+    assert [data.num_waits for data in late] == [0, 0]
+
+
+def test_a_device_that_fails_costs_what_was_to_come_from_it_and_nothing_else(
+    disk: DiskBlocks, store: PrefixStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(disk, 1)[0].is_ready = True
+    disk.save(make_block(1), LateBytes(1, fails=True))
+    disk.save(make_block(2), LateBytes(2))
+    disk.save_arrived(wait=True)
+    assert "2 blocks are not saved: the device is lost" in caplog.text
+    store.flush()
+    assert found(store, 3) == [0]
