@@ -15,6 +15,7 @@ from quire import LLM
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.outputs.output_processor import RequestState
 from quire.engine.outputs.outputs import RequestMetrics, RequestOutput
+from quire.errors import InvalidParameter
 from quire.memory.invariants import check
 from quire.sequences.params import RequestOutputKind, SamplingParams
 from tests.engine.bundled import load
@@ -209,3 +210,21 @@ def test_what_is_read_at_its_end_says_now_and_then_how_far_it_is(monkeypatch: py
     whole = merged(told)
     assert whole.outputs == merged(held).outputs
     assert len({len(sample.token_ids) for sample in whole.outputs}) == 3
+
+
+@pytest.mark.parametrize("given", ["yes", 1, None])
+def test_final_only_is_true_or_false(given: Any) -> None:
+    """Another value is refused at the first item, and takes no slot of the queue."""
+    llm = AsyncLLM.from_options("bundled", num_kv_blocks=64, num_threads=1)
+
+    async def generate() -> list[RequestOutput]:
+        with pytest.raises(InvalidParameter, match=f"final_only must be true or false, got {given!r}"):
+            async for _ in llm.generate(STORY, SamplingParams(max_tokens=2), final_only=given):
+                pass
+        return [output async for output in llm.generate(STORY, SamplingParams(max_tokens=2))]
+
+    try:
+        assert asyncio.run(generate())[-1].finished
+        assert llm._slots.num_waiting == 0
+    finally:
+        llm.shutdown()

@@ -174,7 +174,7 @@ class AsyncLLM:
             "tenant": tenant,
             "retain_cache": retain_cache,
             "lora_request": lora_request,
-            "final_only": final_only or getattr(sampling_params, "output_kind", None) is RequestOutputKind.FINAL_ONLY,
+            "final_only": getattr(sampling_params, "output_kind", None) is RequestOutputKind.FINAL_ONLY or final_only,
         }
         return self._stream(prompt, sampling_params, options, place, request_id, take=take)
 

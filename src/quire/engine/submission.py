@@ -20,7 +20,7 @@ from quire.engine.inputs.request_builder import PreparedRequest
 from quire.engine.inputs.tokenizer_pool import TokenizerPool
 from quire.engine.outputs.mailbox import Item
 from quire.engine.queue_slots import QueueSlots, SlotReservation
-from quire.errors import RequestError
+from quire.errors import InvalidParameter, RequestError
 from quire.sequences.params import SamplingParams
 
 
@@ -97,6 +97,9 @@ class Submitter:
             RequestError, EngineClosed, WorkerError: see `AsyncLLM.generate`.
         """
         begun_s = time.monotonic() if arrival_s is None else arrival_s
+        final_only = options.get("final_only", False)
+        if not isinstance(final_only, bool):
+            raise InvalidParameter("final_only", final_only, "true or false")
 
         def add(engine: Engine) -> None:
             engine.add_request(name, prompt, params, arrival_s=begun_s, **asked)
