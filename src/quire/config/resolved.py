@@ -131,6 +131,8 @@ class ResolvedConfig:
         )
         if self.is_encoder:
             cache = (f"Encoder without a KV cache: prompts of up to {self.max_model_len:,} tokens, each in one step",)
+        is_drafting = self.num_speculative_tokens > 0
+        behind = "before outputs are made of the last one" if is_drafting else "while the one before it runs"
         return (
             *cache,
             f"Scheduler: {self.scheduling_policy}, at most {self.max_num_seqs} sequences and "
@@ -139,8 +141,8 @@ class ResolvedConfig:
             f"kernels: {self.kernels}" + (f", weights: {self.quantization}" if self.quantization else ""),
             *self.notices(),
             *(swap if self.swap_space else ()),
-            *(drafts if self.num_speculative_tokens else ()),
-            *(("Asynchronous scheduling: a step is launched while the one before it runs",) * self.async_scheduling),
+            *(drafts if is_drafting else ()),
+            *((f"Asynchronous scheduling: a step is launched {behind}",) * self.async_scheduling),
         )
 
 
