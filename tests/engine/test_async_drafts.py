@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from quire import LLM, SamplingParams, StructuredOutputs
 from quire.errors import ConfigError
+from quire.execution.sampling.deferred_sampler import DeferredSampler
 from quire.scheduling.plan import StepPlan
-from tests.engine.test_async_scheduling import AheadEngine, assert_undisturbed, run_ahead, serve
+from tests.engine.test_async_scheduling import STORY, AheadEngine, assert_undisturbed, run_ahead, serve
 from tests.scheduling.harness import Job, Setting
 from tests.scheduling.random_jobs import jobs, narrow_settings
 
@@ -132,3 +133,29 @@ def test_a_grammar_beside_few_others_is_in_each_step() -> None:
     assert len(outputs[3].outputs[0].text) == 60
     sizes = [len(plan.items) for plan in plans]
     assert sizes == sorted(sizes, reverse=True), "it left a step and came back"
+
+
+def test_drafts_that_cannot_be_drawn_end_their_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows of all fail together, and then each item's by themselves: the others go on with their drafts."""
+    draw, failed = DeferredSampler._draw, list[int]()
+
+    def draw_or_fail(self: DeferredSampler, logits: Any, items: Any, positions: Any) -> Any:
+        if any(self.states[item.seq_id].seed == 13 and item.start > 40 for item in items):
+            failed.append(len(items))
+            raise RuntimeError("index lost")
+        return draw(self, logits, items, positions)
+
+    params = [SamplingParams(temperature=0.0, seed=seed, max_tokens=48, ignore_eos=True) for seed in (12, 13, 14)]
+    options: dict[str, Any] = {"num_threads": 1, "max_model_len": 128, "num_speculative_tokens": 4}
+    options |= {"speculative_method": "draft", "draft_model": "bundled", "async_scheduling": True}
+    with closing(LLM("bundled", **options)) as llm:
+        expected = llm.generate([STORY] * 3, params, use_tqdm=False)
+        monkeypatch.setattr(DeferredSampler, "_draw", draw_or_fail)
+        good, bad, other = llm.generate([STORY] * 3, params, use_tqdm=False)
+        assert "could not be sampled" in (bad.error or "")
+        assert [each.outputs[0].token_ids for each in (good, other)] == [
+            each.outputs[0].token_ids for each in (expected[0], expected[2])
+        ]
+        assert max(failed) > min(failed) > 1, "there were drafts"
+        assert min(each.outputs[0].num_accepted_tokens for each in (good, other)) > 0
+        assert llm.usage().used == 0
