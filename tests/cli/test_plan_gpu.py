@@ -39,7 +39,7 @@ def test_a_cpu_has_none_of_this(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert planned(capsys, model, "--device", "cuda")["gpu"] is None
 
 
-@pytest.mark.parametrize("name", ["h100", "h200", "a100", "l4"])
+@pytest.mark.parametrize("name", ["b200", "h100", "h200", "a100", "l40s", "l4"])
 def test_a_name_stands_for_a_memory(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = written(tmp_path, "Qwen3 0.6B")
     num_bytes = str(int(HARDWARE[name].memory_bytes))
@@ -156,8 +156,8 @@ def test_what_is_estimated_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--gpu", "h99"], "gpu must be one of h100, h200, a100, l4, got 'h99'"),
-        (["--gpu", "cpu"], "gpu must be one of h100, h200, a100, l4, got 'cpu'"),
+        (["--gpu", "h99"], "gpu must be one of b200, h100, h200, a100, l40s, l4, got 'h99'"),
+        (["--gpu", "cpu"], "gpu must be one of b200, h100, h200, a100, l40s, l4, got 'cpu'"),
         (["--gpu", "l4", "--memory", "3G"], "gpu must not be given with memory (3,000,000,000)"),
         (["--gpu", "l4", "--device", "cpu"], "device must be 'cuda' or 'auto' with gpu 'l4', got 'cpu'"),
         (["--gpu", "l4", "--gpu-memory-utilization", "1.5"], "gpu_memory_utilization must be"),

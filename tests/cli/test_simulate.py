@@ -93,7 +93,7 @@ def test_a_trace_is_served(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--hardware", "h900"), "hardware must be one of h100"),
+        (("--hardware", "h900"), "hardware must be one of b200, h100"),
         (("--routing", "random"), "routing must be one of round_robin"),
         (("--traffic", "none"), "traffic must be one of uniform"),
         (("--rate", "0"), "rate must be a number from"),

@@ -27,12 +27,16 @@ class Hardware(NamedTuple):
 
 
 HARDWARE: Mapping[str, Hardware] = {
+    # NVIDIA's data sheet of the DGX B200, an eighth of it: 180 GB, 8 TB/s, 4,500 TFLOP/s with sparsity, half without.
+    "b200": Hardware(180e9, 8e12, 2250e12),
     # NVIDIA's data sheet of the H100 SXM: 80 GB, 3.35 TB/s, 1,979 TFLOP/s with sparsity, half of it without.
     "h100": Hardware(80e9, 3.35e12, 989e12),
     # NVIDIA's data sheet of the H200 SXM: 141 GB, 4.8 TB/s, the same products.
     "h200": Hardware(141e9, 4.8e12, 989e12),
     # NVIDIA's data sheet of the A100 SXM of 80 GB: 2,039 GB/s, 312 TFLOP/s.
     "a100": Hardware(80e9, 2.039e12, 312e12),
+    # NVIDIA's data sheet of the L40S: 48 GB, 864 GB/s, 362 TFLOP/s.
+    "l40s": Hardware(48e9, 864e9, 362e12),
     # NVIDIA's data sheet of the L4: 24 GB, 300 GB/s, 242 TFLOP/s with sparsity, half of it without.
     "l4": Hardware(24e9, 300e9, 121e12),
     # A socket of AMD's EPYC 9654: 12 channels of DDR5-4800; 96 cores at 2.4 GHz with 32 products of bfloat16 a cycle.

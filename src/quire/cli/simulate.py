@@ -103,7 +103,7 @@ def register(subparsers: Subparsers) -> None:
     )
     add_engine_options(parser, OPTIONS)
     machine = parser.add_argument_group("machine options").add_mutually_exclusive_group()
-    machine.add_argument("--hardware", metavar="NAME", help="h100, h200, a100, l4 or cpu (default l4)")
+    machine.add_argument("--hardware", metavar="NAME", help="b200, h100, h200, a100, l40s, l4 or cpu (default l4)")
     machine.add_argument("--step-times", metavar="FILE", help="file that quire bench --fit FILE wrote")
     parser.add_argument("--gpus", type=count, default=1, metavar="N", help="machines of a replica (default 1)")
     _add_traffic_options(parser)
