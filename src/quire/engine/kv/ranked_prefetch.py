@@ -108,6 +108,7 @@ class FollowerPrefetcher(RankedPrefetcher):
         Raises:
             LockstepDrift: rank 0 admits another sequence next.
         """
+        self._disk.save_arrived()  # its engine begins no steps, which would do so
         if sequence.is_staged:
             return True
         seq_id, num_blocks, blocks, is_last = json.loads(self._ranks.group.receive_commands())
