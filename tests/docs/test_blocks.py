@@ -134,9 +134,9 @@ def prepare(folder: Path, page: str) -> None:
     """Put the files into a folder that the commands of a page read."""
     bundled = ROOT / "src" / "quire" / "bundled"
     shutil.copytree(bundled, folder / "path" / "to" / "folder")
-    gemma = {**json.loads((bundled / "config.json").read_text(encoding="utf-8"))}
-    (folder / "gemma-3-27b").mkdir()
-    (folder / "gemma-3-27b" / "config.json").write_text(json.dumps(gemma), encoding="utf-8")
+    for model in ("gemma-3-27b", "llama-3.1-8b"):
+        (folder / model).mkdir()
+        shutil.copy(bundled / "config.json", folder / model)
     if page != "docs/checkpoints.md":  # whose commands make it
         write = [sys.executable, "-m", "quire", "quantize", "bundled", "model-Q4_K_M.gguf", "--to", "q8_0"]
         subprocess.run(write, check=True, capture_output=True, cwd=folder)
