@@ -11,10 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire import LLM, SamplingParams, StructuredOutputs
-from quire.errors import ConfigError
-from quire.execution.sampling.deferred_sampler import DeferredSampler
 from quire.scheduling.plan import StepPlan
-from tests.engine.test_async_scheduling import STORY, AheadEngine, assert_undisturbed, run_ahead, serve
+from tests.engine.test_async_scheduling import (
+    MIXED,
+    STORY,
+    AheadEngine,
+    assert_undisturbed,
+    fail_draws,
+    run_ahead,
+    serve,
+    served_step_by_step,
+)
 from tests.scheduling.harness import Job, Setting
 from tests.scheduling.random_jobs import jobs, narrow_settings
 
@@ -96,13 +103,8 @@ DRAFTS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("drafts", DRAFTS, ids=lambda drafts: drafts["speculative_method"])
 def test_all_kinds_of_rows_beside_drafts(drafts: dict[str, Any]) -> None:
     """To the bit, in a pool that preempts and swaps, where steps with drafts run while outputs are made."""
-    pytest.importorskip("llguidance", reason="llguidance is not installed")
-    options: dict[str, Any] = {"num_threads": 1, "max_model_len": 64, "block_size": 4, "deterministic": True}
-    try:
-        expected = serve(LLM("bundled", **options))
-    except ConfigError:
-        pytest.skip("no native kernels were built")
-    options |= {"num_kv_blocks": 24, "swap_space": 1 << 20, "num_speculative_tokens": 4}
+    expected = served_step_by_step()
+    options = MIXED | {"num_kv_blocks": 24, "swap_space": 1 << 20, "num_speculative_tokens": 4}
     with closing(LLM("bundled", **options, **drafts, async_scheduling=True)) as llm:
         assert serve(llm, final_only=True) == expected
         assert llm.stats.num_preemptions > 0
@@ -137,20 +139,12 @@ def test_a_grammar_beside_few_others_is_in_each_step() -> None:
 
 def test_drafts_that_cannot_be_drawn_end_their_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows of all fail together, and then each item's by themselves: the others go on with their drafts."""
-    draw, failed = DeferredSampler._draw, list[int]()
-
-    def draw_or_fail(self: DeferredSampler, logits: Any, items: Any, positions: Any) -> Any:
-        if any(self.states[item.seq_id].seed == 13 and item.start > 40 for item in items):
-            failed.append(len(items))
-            raise RuntimeError("index lost")
-        return draw(self, logits, items, positions)
-
     params = [SamplingParams(temperature=0.0, seed=seed, max_tokens=48, ignore_eos=True) for seed in (12, 13, 14)]
     options: dict[str, Any] = {"num_threads": 1, "max_model_len": 128, "num_speculative_tokens": 4}
     options |= {"speculative_method": "draft", "draft_model": "bundled", "async_scheduling": True}
     with closing(LLM("bundled", **options)) as llm:
         expected = llm.generate([STORY] * 3, params, use_tqdm=False)
-        monkeypatch.setattr(DeferredSampler, "_draw", draw_or_fail)
+        failed = fail_draws(monkeypatch)
         good, bad, other = llm.generate([STORY] * 3, params, use_tqdm=False)
         assert "could not be sampled" in (bad.error or "")
         assert [each.outputs[0].token_ids for each in (good, other)] == [

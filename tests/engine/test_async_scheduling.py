@@ -304,16 +304,23 @@ def add(found: dict[str, RequestOutput], news: RequestOutput) -> None:
         found[news.request_id] = news
 
 
+MIXED: dict[str, Any] = {"num_threads": 1, "max_model_len": 64, "block_size": 4, "deterministic": True}
+
+
+def served_step_by_step() -> list[Any]:
+    """Return what `serve` gives where nothing is short or planned ahead."""
+    pytest.importorskip("llguidance", reason="llguidance is not installed")
+    try:
+        return serve(LLM("bundled", **MIXED))
+    except ConfigError:
+        pytest.skip("no native kernels were built")
+
+
 @pytest.mark.parametrize("policy", [None, "write_back", "write_through"])
 def test_all_kinds_of_rows_in_one_batch_have_the_outputs_of_step_by_step(policy: str | None, tmp_path: Any) -> None:
     """To the bit, in a pool that preempts and swaps, and with a disk; and what was recorded of memory runs again."""
-    pytest.importorskip("llguidance", reason="llguidance is not installed")
-    options: dict[str, Any] = {"num_threads": 1, "max_model_len": 64, "block_size": 4, "deterministic": True}
-    try:
-        expected = serve(LLM("bundled", **options))
-    except ConfigError:
-        pytest.skip("no native kernels were built")
-    options |= {"num_kv_blocks": 24, "swap_space": 1 << 20, "record_memory": str(tmp_path / "memory.log")}
+    expected = served_step_by_step()
+    options = MIXED | {"num_kv_blocks": 24, "swap_space": 1 << 20, "record_memory": str(tmp_path / "memory.log")}
     if policy is not None:
         # A host tier of a few blocks, which are demoted to the disk.
         options |= {"prefix_cache_dir": str(tmp_path / "disk"), "prefix_cache_write_policy": policy}
@@ -332,16 +339,23 @@ def test_all_kinds_of_rows_in_one_batch_have_the_outputs_of_step_by_step(policy:
             assert llm.stats.num_preemptions > 0
 
 
-def test_a_row_that_cannot_be_sampled_ends_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step behind it, which is launched before the host knows, has no token for it."""
-    draw = DeferredSampler._draw
+def fail_draws(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let draws fail in which a row of seed 13 is far enough; return the numbers of rows of those that did."""
+    draw, failed = DeferredSampler._draw, list[int]()
 
     def draw_or_fail(self: DeferredSampler, logits: Any, items: Any, positions: Any) -> Any:
         if any(self.states[item.seq_id].seed == 13 and item.start > 40 for item in items):
+            failed.append(len(items))
             raise RuntimeError("index lost")
         return draw(self, logits, items, positions)
 
     monkeypatch.setattr(DeferredSampler, "_draw", draw_or_fail)
+    return failed
+
+
+def test_a_row_that_cannot_be_sampled_ends_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step behind it, which is launched before the host knows, has no token for it."""
+    fail_draws(monkeypatch)
     params = [
         SamplingParams(seed=seed, max_tokens=40, ignore_eos=True, presence_penalty=0.5 * (seed > 12))
         for seed in (12, 13, 14)

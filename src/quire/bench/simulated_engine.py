@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from quire.bench.hardware import HARDWARE, Hardware, RooflineStepTime
 from quire.bench.roofline import ModelShape
@@ -18,7 +18,7 @@ from quire.memory.specs import KVCacheSpec
 from quire.models.cache_layout import cache_specs
 from quire.models.checkpoint import read_config
 from quire.models.families import build
-from quire.models.parameter_estimate import estimate_parameters, triton_bytes
+from quire.models.parameter_estimate import weight_bytes
 from quire.models.quantization_config import without_quantization
 from quire.models.spec import ModelSpec
 from quire.simulation.replica_settings import ReplicaSettings
@@ -121,15 +121,12 @@ def engine_on_hardware(options: Mapping[str, Any], hardware: str, count: int = 1
         raise ConfigError(f"gpus must be a whole number from 1 to {MAX_COUNT}, got {count}", field="gpus")
     machine: Hardware = HARDWARE[hardware]
     config = EngineConfig.from_options(**options)
-    spec, element_bytes, cache_dtype = _dimensions(config)
+    spec, element_bytes, cache_dtype, shape = _dimensions(config)
     max_model_len = context_length(config.model.max_model_len, spec.max_position)
-    form = config.model.quantization
+    weights_bytes, step_bytes = weight_bytes(spec, element_bytes, config.model.quantization, machine.device), 0
     if machine.device == "cuda":
-        weights_bytes = triton_bytes(spec, element_bytes, form)
         gpu = plan_gpu(config, [spec], max_model_len, element_bytes, int(machine.memory_bytes))
         step_bytes = count * (gpu.step_bytes + gpu.graph_bytes)
-    else:
-        weights_bytes, step_bytes = estimate_parameters(spec).num_bytes(element_bytes, form), 0
     left = int(count * machine.memory_bytes * config.cache.gpu_memory_utilization) - weights_bytes - step_bytes
     if left <= 0 and config.cache.num_kv_blocks is None and config.cache.kv_cache_memory_bytes is None:
         raise ConfigError(
@@ -141,7 +138,7 @@ def engine_on_hardware(options: Mapping[str, Any], hardware: str, count: int = 1
     name = f"{config.model.model} on {'' if count == 1 else f'{count} x '}{hardware}, by a roofline"
     return SimulatedEngine(
         name=name,
-        step_time=roofline_of(options, hardware, count),
+        step_time=RooflineStepTime(shape, machine, count),
         specs=lambda block_size: cache_specs(spec, block_size, cache_dtype, element_bytes),
         num_bytes=left,
         defaults={},
@@ -150,21 +147,35 @@ def engine_on_hardware(options: Mapping[str, Any], hardware: str, count: int = 1
     )
 
 
-def roofline_of(options: Mapping[str, Any], hardware: str, count: int = 1) -> RooflineStepTime:
+def roofline_of(config: EngineConfig, hardware: str, count: int = 1) -> RooflineStepTime:
     """Return the times of a model's steps on named hardware; see `engine_on_hardware`."""
-    config = EngineConfig.from_options(**options)
-    spec, element_bytes, cache_dtype = _dimensions(config)
-    model = ModelShape.estimate(spec, element_bytes, config.model.quantization, cache_dtype.element_bytes)
-    return RooflineStepTime(model, HARDWARE[hardware], count)
+    return RooflineStepTime(_dimensions(config).shape, HARDWARE[hardware], count)
 
 
-def _dimensions(config: EngineConfig) -> tuple[ModelSpec, int, CacheDtype]:
-    """Return a model as its configuration says, the bytes of an element of its weights, and the dtype of its cache."""
+class _Dimensions(NamedTuple):
+    """A model as its configuration and the options say.
+
+    Args:
+        spec: the model.
+        element_bytes: bytes of an element of its weights.
+        cache_dtype: dtype of its cache.
+        shape: its dimensions for the roofline.
+    """
+
+    spec: ModelSpec
+    element_bytes: int
+    cache_dtype: CacheDtype
+    shape: ModelShape
+
+
+def _dimensions(config: EngineConfig) -> _Dimensions:
     raw = read_config(config.model.model, config.model.revision)
     spec, _ = build(without_quantization(raw))
     dtype = _dtype(config.model.dtype, raw)
     cached = dtype if config.cache.kv_cache_dtype == "auto" else config.cache.kv_cache_dtype
-    return spec, CACHE_DTYPES[dtype].element_bytes, CACHE_DTYPES[cached]
+    element_bytes, cache_dtype = CACHE_DTYPES[dtype].element_bytes, CACHE_DTYPES[cached]
+    shape = ModelShape.estimate(spec, element_bytes, config.model.quantization, cache_dtype.element_bytes)
+    return _Dimensions(spec, element_bytes, cache_dtype, shape)
 
 
 def _dtype(option: str, raw: Mapping[str, Any]) -> str:

@@ -26,7 +26,7 @@ from quire.models.cache_layout import cache_specs
 from quire.models.checkpoint import find_gguf, read_config
 from quire.models.families import build
 from quire.models.gguf.reader import GGUFFile
-from quire.models.parameter_estimate import estimate_parameters, triton_bytes
+from quire.models.parameter_estimate import weight_bytes
 from quire.models.quantization_config import read_quantization_config, without_quantization
 from quire.models.spec import ModelSpec, StateCacheShape, TokenCacheShape
 
@@ -232,9 +232,7 @@ def _weights_bytes(request: PlanRequest, models: Sequence[_Model], dtype: str) -
 def _estimate(request: PlanRequest, model: _Model, dtype: str, form: Quantization | None) -> int:
     """Return about how many bytes the weights of a model take; a draft model is loaded in the dtype of its target."""
     element_bytes, is_mxfp4 = CACHE_DTYPES[dtype].element_bytes, model.method == MXFP4
-    if request.is_gpu:
-        return triton_bytes(model.stored, element_bytes, form, is_mxfp4=is_mxfp4)
-    return estimate_parameters(model.stored).num_bytes(element_bytes, form, is_mxfp4=is_mxfp4)
+    return weight_bytes(model.stored, element_bytes, form, request.device, is_mxfp4=is_mxfp4)
 
 
 def _smaller_weights(request: PlanRequest, models: Sequence[_Model], dtype: str) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from quire.cli.options import add_engine_options, engine_options, integers, parse_size
 from quire.config import GIB, EngineConfig
@@ -89,15 +89,16 @@ def run(args: argparse.Namespace) -> int:
     if args.gpu is not None:
         memory_bytes = _gpu_bytes(args.gpu, memory_bytes, options.get("device", "cuda"))
         options["device"] = "cuda"
+    config = EngineConfig.from_options(**options)
     plan = plan_memory(
         PlanRequest(
-            config=EngineConfig.from_options(**options),
+            config=config,
             memory_bytes=memory_bytes,
             weights_bytes=args.weights_bytes,
             lengths=args.lengths,
         )
     )
-    rates = [] if args.gpu is None or plan.draft_architecture else _decode_rates(plan, options, args.gpu)
+    rates = [] if args.gpu is None or plan.draft_architecture else _decode_rates(plan, config, args.gpu)
     if args.json:
         rates_of = {"decode_tokens_per_s": rates} if rates else {}
         print(json.dumps({"fits": plan.fits, **asdict(plan), **rates_of}, indent=2))
@@ -129,13 +130,12 @@ def _gpu_bytes(name: str, memory_bytes: int | None, device: str) -> int:
     return known[name]
 
 
-def _decode_rates(plan: MemoryPlan, options: Mapping[str, Any], gpu: str) -> list[float | None]:
+def _decode_rates(plan: MemoryPlan, config: EngineConfig, gpu: str) -> list[float | None]:
     """Return the tokens in a second of as many sequences of each length as run at once; None where none does."""
     from quire.bench.simulated_engine import roofline_of
     from quire.simulation.step_time import StepItem
 
-    count = 1 if plan.gpu is None else plan.gpu.tensor_parallel_size
-    step_time = roofline_of({**options, "model": plan.model}, gpu, count)
+    step_time = roofline_of(config, gpu, config.parallel.tensor_parallel_size)
     return [
         each.concurrency / step_time.of_step([StepItem(each.num_tokens - 1, 1, 1)] * each.concurrency)
         if each.concurrency

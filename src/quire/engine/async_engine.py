@@ -83,7 +83,7 @@ class AsyncEngine(Engine):
             if ahead is not None:
                 self._in_flight = self._launch(ahead)
         failed = self._end_without_blocks() + self._read(present)
-        if self._in_flight is None and scheduler.is_drawn_on_device:
+        if self._in_flight is None and scheduler.draws_on_device:
             # The device computes while outputs are made of what was read.
             self._in_flight = self._begin()
         return failed

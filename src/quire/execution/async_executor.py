@@ -62,13 +62,7 @@ class LaunchedStep:
         if is_plain and len(parts) == 1 and len(parts[0]) == len(launched.items):
             return launched._replace(items=tuple(parts[0]))
         read = {result.seq_id: result for part in parts for result in part}
-        items = [
-            _complete(item, read)
-            if item.error is not None or item.prompt_logprobs or item.draft
-            else read.get(item.seq_id, item)
-            for item in launched.items
-        ]
-        return launched._replace(items=tuple(items))
+        return launched._replace(items=tuple([_complete(item, read) for item in launched.items]))
 
 
 class AsyncExecutor(InProcessExecutor):
@@ -108,6 +102,6 @@ def _complete(item: ItemResult, read: dict[int, ItemResult]) -> ItemResult:
     found = read.get(item.seq_id)
     if found is None or item.error is not None:
         return item
-    if found.error is not None:
+    if found.error is not None or not (item.prompt_logprobs or item.draft):
         return found
     return found._replace(prompt_logprobs=item.prompt_logprobs, draft=item.draft)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quire.decoding.drafting import UNKNOWN
 from quire.execution.batch import Batch, BatchBuilder
 from quire.execution.pinned import HostCopy, placed
 from quire.ops.static_steps import vector
@@ -77,6 +78,11 @@ class DeviceDrafts:
         return known
 
 
+def num_wanted(items: Sequence[ScheduledSequence]) -> list[int]:
+    """Return how many drafts each item leaves to the data plane."""
+    return [item.num_draft if UNKNOWN in item.token_ids else 0 for item in items]
+
+
 class DraftingBatchBuilder(BatchBuilder):
     """A builder of batches in which drafts are tokens that the host does not know; see `BatchBuilder`.
 
@@ -85,6 +91,19 @@ class DraftingBatchBuilder(BatchBuilder):
     """
 
     known: DeviceTokens | None = None
+
+    def take_drafts(
+        self, items: Sequence[ScheduledSequence], passes: Sequence[tuple[Sequence[int], Tensor]]
+    ) -> DeviceDrafts | None:
+        """Return the drafts of a step, which are known from now on for its items; None without passes.
+
+        Args:
+            items: see `DeviceDrafts.of_rows`.
+            passes: see `DeviceDrafts`; there may be none.
+        """
+        drafts = DeviceDrafts(passes) if passes else None
+        self.known = None if drafts is None else drafts.of_rows(items)
+        return drafts
 
     def lay_out(self, items: Sequence[ScheduledSequence], groups_of: range | None = None) -> Batch:
         """See `BatchBuilder`."""

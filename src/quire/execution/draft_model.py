@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.decoding.drafting import UNKNOWN
 from quire.execution.batch import end_rows
 from quire.execution.decode_rows import few_rows_of
-from quire.execution.device_tokens import DeviceDrafts, DeviceTokens, DraftingBatchBuilder
+from quire.execution.device_tokens import DeviceDrafts, DeviceTokens, DraftingBatchBuilder, num_wanted
 from quire.execution.graph_ladder import GraphLadder
 from quire.execution.kv_storage import Storage
 from quire.execution.pinned import placed
@@ -59,7 +59,7 @@ class DraftModel:
 
     def guess(self, items: Sequence[ScheduledSequence]) -> DeviceDrafts | None:
         """Compute a step's tokens, and return drafts for the placeholders among them; None where there are none."""
-        wanted = [item.num_draft if UNKNOWN in item.token_ids else 0 for item in items]
+        wanted = num_wanted(items)
         certain = [
             item._replace(token_ids=item.token_ids[: len(item.token_ids) - count]) if count else item
             for item, count in zip(items, wanted, strict=True)
@@ -81,11 +81,7 @@ class DraftModel:
             self._builder.known = DeviceTokens(token_ids)
             token_ids = self._run(step, goes_on)
             live = list(compress(live, goes_on))
-        if not passes:
-            return None
-        drafts = DeviceDrafts(passes)
-        self._builder.known = drafts.of_rows(items)
-        return drafts
+        return self._builder.take_drafts(items, passes)
 
     def _run(self, items: Sequence[ScheduledSequence], is_read: Sequence[bool]) -> Tensor:
         """Store keys and values of some tokens; return the likeliest token after each item that is read, int64 [n]."""

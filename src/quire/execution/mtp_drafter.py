@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.decoding.drafting import UNKNOWN
-from quire.execution.device_tokens import DeviceDrafts, DeviceTokens, DraftingBatchBuilder
+from quire.execution.device_tokens import DeviceDrafts, DeviceTokens, DraftingBatchBuilder, num_wanted
 from quire.execution.draft_ladder import MTPLadder
 from quire.execution.graph_ladder import GraphLadder
 from quire.execution.kv_storage import StateStorage, Storage
@@ -57,7 +57,7 @@ class MTPDrafter:
 
     def guess(self, items: Sequence[ScheduledSequence]) -> DeviceDrafts | None:
         """Return drafts for the placeholders among the tokens of items; None where there are none."""
-        wanted = [item.num_draft if UNKNOWN in item.token_ids else 0 for item in items]
+        wanted = num_wanted(items)
         live = [idx for idx, count in enumerate(wanted) if count]
         passes: list[tuple[Sequence[int], Tensor]] = []
         hidden: Tensor | None = None
@@ -77,11 +77,7 @@ class MTPDrafter:
                 hidden, drafted = hidden.index_select(0, rows), drafted.index_select(0, rows)
             builder.known = DeviceTokens(drafted)
             live = [live[row] for row in kept]
-        if not passes:
-            return None
-        drafts = DeviceDrafts(passes)
-        builder.known = drafts.of_rows(items)
-        return drafts
+        return builder.take_drafts(items, passes)
 
     def _run(self, items: Sequence[ScheduledSequence], hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Run a pass of `guess`, by a captured one if it can be.

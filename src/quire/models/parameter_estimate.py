@@ -125,6 +125,20 @@ def estimate_parameters(spec: ModelSpec) -> ParameterCounts:
     )
 
 
+def weight_bytes(
+    spec: ModelSpec, element_bytes: int, quantization: Quantization | None, device: str, *, is_mxfp4: bool = False
+) -> int:
+    """Return about how many bytes the weights of a model take.
+
+    Args:
+        spec, element_bytes, quantization, is_mxfp4: see `triton_bytes`.
+        device: "cpu", or "cuda" for Triton's kernels.
+    """
+    if device == "cuda":
+        return triton_bytes(spec, element_bytes, quantization, is_mxfp4=is_mxfp4)
+    return estimate_parameters(spec).num_bytes(element_bytes, quantization, is_mxfp4=is_mxfp4)
+
+
 def triton_bytes(
     spec: ModelSpec, element_bytes: int, quantization: Quantization | None, *, is_mxfp4: bool = False
 ) -> int:

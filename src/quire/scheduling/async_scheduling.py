@@ -26,7 +26,7 @@ step in flight is read, and the next one launched at once, with all of them.
 
 Drafts follow tokens, so with a drafter no plan is made ahead either. In all these cases the step in flight is read, and
 the next one planned as step by step; it is launched before outputs are made of what was read, where no row of it makes
-the host wait (`AsyncScheduler.is_drawn_on_device`):
+the host wait (`AsyncScheduler.draws_on_device`):
 
 ```
  host     read N | plan N+1 | outputs of N | read N+1 | plan N+2 | ...
@@ -118,10 +118,10 @@ class AsyncScheduler(Scheduler):
             request.ahead_from = drawn_from
         # It also draws several samples of one row, and measures prompts; penalties count drafts one after the other.
         if params.prompt_logprobs is None and not (params.penalizes_tokens and self.drafter is not None):
-            request.drawn_from = drawn_from if params.num_sequences == 1 else max(drawn_from, request.num_prompt + 1)
+            request.drawn_from = max(drawn_from, request.num_prompt + (params.num_sequences > 1))
 
     @property
-    def is_drawn_on_device(self) -> bool:
+    def draws_on_device(self) -> bool:
         """True where the device draws the next token of each running sequence without the host."""
         return all(len(sequence.tokens) >= sequence.request.drawn_from for sequence in self.running)
 
@@ -149,7 +149,7 @@ class AsyncScheduler(Scheduler):
         else:
             parts = self._split(in_flight.items, is_pending)
         going, counts, drawn, held, num_waiting = parts
-        if num_waiting and num_waiting * (MOST_GOING if self.is_drawn_on_device else 1) > len(going):
+        if num_waiting and num_waiting * (MOST_GOING if self.draws_on_device else 1) > len(going):
             return None
         self._queues.held = held
         if held:

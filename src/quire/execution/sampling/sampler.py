@@ -75,8 +75,8 @@ class Sampler:
 
     def masks_drafts(self, items: Iterable[ScheduledSequence]) -> bool:
         """Say whether a grammar may mask rows of drafts: then these have to be known when the step begins."""
-        may_open = any(item.num_draft and item.new_sequence is not None for item in items)
-        return self._grammar_states is not None and (self._has_grammars or may_open)
+        may_open = (item.num_draft and item.new_sequence is not None for item in items)
+        return self._grammar_states is not None and (self._has_grammars or any(may_open))
 
     def _close(self, seq_id: int) -> None:
         if self._grammar_states is not None:
