@@ -8,6 +8,7 @@ from typing import Any
 import openai
 import pytest
 
+from tests.server import raw
 from tests.server.checkpoint import SAYING
 from tests.server.process import ServerProcess
 from tests.server.streams import events_of, stream, text_of
@@ -71,6 +72,20 @@ def test_one_standard_finish_reason_ends_each_choice(server: ServerProcess, path
         choices = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
         assert [choice["finish_reason"] for choice in choices[:-1]] == [None] * (len(choices) - 1)
         assert choices[-1]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(("path", "body"), ROUTES)
+def test_the_end_of_the_last_choice_and_of_the_stream_are_one_write(
+    server: ServerProcess, path: str, body: dict[str, Any]
+) -> None:
+    wanted = {**body, "stream": True, "n": 2, "stream_options": {"include_usage": True}, "ignore_eos": True}
+    answer = raw.ask(server, raw.post(path, wanted, "Connection: close"))
+    *_, last, end = answer.partition(b"\r\n\r\n")[2].split(b"\r\n")[1::2]
+    assert last.endswith(b"data: [DONE]\n\n")
+    events = [json.loads(event[6:]) for event in last.decode().split("\n\n")[:-2]]
+    assert any(choice["finish_reason"] == "length" for choice in events[-2]["choices"])
+    assert events[-1]["usage"]["completion_tokens"] == 60
+    assert end == b""
 
 
 def test_a_stop_string_across_chunks_is_held_back(server: ServerProcess) -> None:

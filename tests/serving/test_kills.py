@@ -61,7 +61,7 @@ class Load:
         errors = [chunk["error"]["code"] for chunk in chunks if "error" in chunk]
         ends = [choice["finish_reason"] for chunk in chunks for choice in chunk.get("choices", ())]
         if lines.count("[DONE]") != 1 or len(errors) + ends.count("length") != 1 or set(errors) - {"replica_lost"}:
-            self.wrong.append(repr(lines[-3:]))
+            self.wrong.append(f"{ends} {errors} {lines[-3:]}")
         with self._lock:
             self.num_lost += bool(errors)
             self.num_whole += not errors

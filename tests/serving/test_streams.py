@@ -33,6 +33,46 @@ def test_what_is_no_stream_is_passed_on_as_it_is() -> None:
     assert not cutter.is_stream
 
 
+LAST = [
+    ("/v1/completions", b"data: [DONE]\n\n"),
+    ("/v1/chat/completions", b"data: [DONE]\n\n"),
+    ("/v1/messages", b'event: message_stop\ndata: {"type": "message_stop"}\n\n'),
+    ("/v1/responses", b'event: response.completed\ndata: {"type": "response.completed"}\n\n'),
+    ("/v1/responses", b'event: response.incomplete\ndata: {"type": "response.incomplete"}\n\n'),
+    ("/api/chat", b'{"message": {"content": "[DONE]"}, "done": true}\n'),
+    ("/api/generate", b'{"response": "", "done": true}\n'),
+]
+
+
+@pytest.mark.parametrize(("path", "last"), LAST)
+def test_the_last_event_of_a_stream_is_known(path: str, last: bytes) -> None:
+    is_lines = path.startswith("/api/")
+    further = b'{"response": "\\"done\\": true", "done": false}\n' if is_lines else b'data: {"a": "[DONE]"}\n\n'
+    for split in (1, len(further), len(further) + len(last)):
+        cutter = EventCutter(b"application/x-ndjson" if is_lines else b"text/event-stream")
+        assert not cutter.has_last_event(path)
+        text = further + last
+        cutter.add(text[:split])
+        assert cutter.has_last_event(path) == (split == len(text))
+        cutter.add(text[split:-1])
+        cutter.add(text[max(split, len(text) - 1) :])
+        assert cutter.has_last_event(path)
+
+
+@pytest.mark.parametrize("line", [b"\n", b"done\n", b"[1]\n", b"null\n"])
+def test_a_line_that_is_no_object_is_not_the_last(line: bytes) -> None:
+    cutter = EventCutter(b"application/x-ndjson")
+    cutter.add(line)
+    assert not cutter.has_last_event("/api/chat")
+
+
+@pytest.mark.parametrize("path", sorted({path for path, _ in LAST}))
+def test_an_error_is_the_last_event_of_a_stream(path: str) -> None:
+    cutter = EventCutter(b"application/x-ndjson" if path.startswith("/api/") else b"text/event-stream")
+    cutter.add(error_event(path, ApiError(503, "why", code="lost")))
+    assert cutter.has_last_event(path)
+
+
 @pytest.mark.parametrize(
     ("path", "start", "end"),
     [

@@ -200,7 +200,7 @@ async def run(state: ServerState, request: Request, job: GenerationRequest, repl
             at_error.callback(tracked.release)
             answer: ASGIApp
             if job.options.stream:
-                events = _events(state, reply, tracked, batches, request.scope[SHOWN_ID])
+                events = _events(state, reply, tracked, batches, job.num_prompts, request.scope[SHOWN_ID])
                 # An error before the first event still determines the status.
                 answer = sse.EventStream(await anext(events), events, reply.stream_format.media_type, direct)
             else:
@@ -299,12 +299,19 @@ async def _events(
     reply: Reply,
     tracked: InFlightRequest,
     batches: AsyncGenerator[list[Delta], None],
+    num_prompts: int,
     request_id: str,
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the events of a stream; the events of one batch are joined into one piece unless they are long."""
+    """Yield the events of a stream; the events of one batch are joined into one piece unless they are long.
+
+    The batch that finishes the last prompt is joined with the events behind it: were the server lost between the two, a
+    client would be told of an end and of an error.
+    """
     form, count = reply.stream_format, tracked.count
     writer = JsonWriter(ascii_only=True)
+    unfinished = set(range(num_prompts))
     has_begun = False
+    last = b""
 
     def events(batch: list[Delta]) -> Iterator[str]:
         for idx, delta in batch:
@@ -315,8 +322,11 @@ async def _events(
     try:
         async with aclosing(batches):
             async for batch in batches:
+                unfinished.difference_update(idx for idx, delta in batch if delta.finished)
                 piece, rest = first_piece(events(batch) if batch else [form.ping])
-                if piece:
+                if not unfinished and rest is None:
+                    last += piece
+                elif piece:
                     yield piece
                     has_begun = True
                 if rest is not None:
@@ -326,16 +336,13 @@ async def _events(
                                 return
                             yield piece
                             has_begun = True
-        for chunk in reply.last_chunks(count):
-            yield form.one(chunk)
-        if form.end:
-            yield form.end
+        yield last + b"".join(map(form.one, reply.last_chunks(count))) + form.end
     except ClientGone:
         if not has_begun:
             raise
     except Exception as error:
         if not has_begun:
             raise
-        yield form.one(reply.error(api_error(error, request_id))) + form.end
+        yield last + form.one(reply.error(api_error(error, request_id))) + form.end
     finally:
         tracked.release()

@@ -22,11 +22,12 @@ from starlette.types import Receive, Scope, Send
 from quire.routing.router import Route
 from quire.server.auth import check_operator
 from quire.server.errors import ApiError, unavailable
-from quire.serving.proxy.exchange import Answer, BodyBudget, Exchange, fields_of
+from quire.serving.proxy.exchange import Answer, BodyBudget, Exchange
 from quire.serving.proxy.fleet import Fleet
 from quire.serving.proxy.metrics import ProxyMetrics
 from quire.serving.proxy.prompts import PATHS, RoutedPrompts
 from quire.serving.proxy.replica import Replica
+from quire.serving.proxy.streams import fields_of
 from quire.serving.proxy.upstream import UpstreamLost
 
 # Routes that change what each server has.

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, Protocol
 
@@ -170,6 +169,7 @@ class Exchange:
             How it ended: "answered", "left" by the client, "busy", "lost" before the first byte, or "cut off".
         """
         answer: Answer | None = None
+        cutter: EventCutter | None = None
         try:
             answer = await self.unless_left(self.send_to(upstream))
             if answer is None:
@@ -186,6 +186,9 @@ class Exchange:
             logger.warning("request %s was lost with %s: %s", self.request_id, replica(), error)
             if not self.has_begun:
                 return "lost"
+            if cutter is not None and cutter.has_last_event(self.path):
+                await self._send_body(b"", more=False)
+                return "answered"
             await self.cut_off(f"the server of this request was lost: {error}")
             return "cut off"
         finally:
@@ -305,12 +308,3 @@ class Exchange:
 async def _next_part(parts: AsyncIterator[bytes]) -> bytes | None:
     """Return the next part of a body, None behind the last one."""
     return await anext(parts, None)
-
-
-def fields_of(body: bytes) -> Mapping[str, Any]:
-    """Return the fields of a body; none where it is no JSON object, which a server then refuses."""
-    try:
-        found = json.loads(body)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}

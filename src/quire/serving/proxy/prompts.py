@@ -10,7 +10,8 @@ from typing import Any, Final, NamedTuple
 
 from quire.routing.router import RouteRequest
 from quire.routing.shadow_tree import Scope, encode
-from quire.serving.proxy.exchange import Exchange, fields_of
+from quire.serving.proxy.exchange import Exchange
+from quire.serving.proxy.streams import fields_of
 
 # Routes whose requests have a prompt that a cache may have.
 PATHS = frozenset(
