@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+import quire.execution.batch
 from quire.execution.batch import BatchBuilder, end_rows
+from quire.execution.row_layout import layout_kernels
 from quire.memory.results import NO_OPS
 from quire.models.spec import StateCacheShape, TokenCacheShape
 from quire.ops.interface import AttentionBatch, StateBatch
@@ -19,6 +21,15 @@ KEPT = (TokenCacheShape(2, 8), TokenCacheShape(2, 8, window=7), StateCacheShape(
 CHUNKED = TokenCacheShape(2, 8, chunk=6)
 ALL = KEPT[:1]
 OPENING = NewSequence(SamplingParams(), 0, 0, 1, (1,), ())
+
+
+@pytest.fixture(autouse=True, params=[True, False], ids=["compiled", "loops"])
+def _layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lay rows out by compiled code, and without any."""
+    if request.param and layout_kernels() is None:
+        pytest.skip("there is no compiled code")
+    if not request.param:
+        monkeypatch.setattr(quire.execution.batch, "layout_kernels", lambda: None)
 
 
 def item(seq_id: int, start: int, token_ids: list[int], *deltas: TableDelta, is_new: bool = False) -> ScheduledSequence:

@@ -11,6 +11,7 @@ from operator import add
 import torch
 from torch import Tensor
 
+from quire.execution.row_layout import RowLayout, layout_kernels
 from quire.models.blocks import OutputRows
 from quire.models.spec import StateCacheShape, TokenCacheShape
 from quire.ops.interface import AttentionBatch, StateBatch
@@ -59,12 +60,6 @@ class BlockTable:
         if start < len(ids):
             self.stamp = next(_stamps)
         ids[start:] = array("q", block_ids)
-
-    def first(self, num_blocks: int) -> array[int]:
-        """Return the first `num_blocks` ids."""
-        ids = self.ids
-        assert num_blocks <= len(ids), f"a table of {len(ids)} blocks cannot hold {num_blocks}"
-        return ids if num_blocks == len(ids) else ids[:num_blocks]
 
 
 class BatchBuilder:
@@ -119,19 +114,19 @@ class BatchBuilder:
         input_ids = self._placed(chain.from_iterable([item.token_ids for item in items]))
         starts = [item.start for item in items]
         context_lens = list(map(add, starts, counts))
-        if row_starts[-1] == len(items):  # one row each
-            positions = starts
-        else:
-            positions = list(chain.from_iterable(map(range, starts, context_lens)))
+        layout = None
+        if row_starts[-1] > len(items):
+            layout = RowLayout(starts, context_lens, layout_kernels())
         groups: list[AttentionBatch | StateBatch] = []
         for group_idx in range(len(self._caches)) if groups_of is None else groups_of:
             cache = self._caches[group_idx]
             tables = [self.tables[item.seq_id][group_idx] for item in items]
             match cache:
                 case TokenCacheShape():
-                    groups.append(self._attention(cache, tables, row_starts, starts, context_lens))
+                    groups.append(self._attention(cache, tables, row_starts, starts, context_lens, layout))
                 case StateCacheShape():
                     groups.append(self._states(tables, items, row_starts))
+        positions = starts if layout is None else layout.positions()
         return Batch(input_ids, self._placed(positions), tuple(groups), row_starts)
 
     def lay_out_ends(
@@ -174,18 +169,23 @@ class BatchBuilder:
         row_starts: list[int],
         starts: list[int],
         context_lens: list[int],
+        layout: RowLayout | None,
     ) -> AttentionBatch:
         block_size = self._block_size
         num_blocks = [-(-context_len // block_size) for context_len in context_lens]
-        parts = [table.first(n) for table, n in zip(tables, num_blocks, strict=True)]
-        if row_starts[-1] == len(tables):  # one row each, in the last block
-            slots = [ids[-1] * block_size + start % block_size for ids, start in zip(parts, starts, strict=True)]
-        else:
-            slots = list(chain.from_iterable(map(self._slots, parts, starts, context_lens)))
-        block_ids = array("q")
-        for ids in parts:
-            block_ids += ids
-        is_on_host = self._is_cpu or not block_ids
+        ids = [table.ids for table in tables]
+        for table, number in zip(ids, num_blocks, strict=True):
+            assert number <= len(table), f"a table of {len(table)} blocks cannot hold {number}"
+        slots: Tensor | list[int]
+        if layout is not None:
+            block_ids, slots = layout.blocks(ids, num_blocks, block_size)
+        else:  # one row each, in the last block
+            last = zip(ids, num_blocks, starts, strict=True)
+            slots = [table[number - 1] * block_size + start % block_size for table, number, start in last]
+            joined = array("q")
+            for table, number in zip(ids, num_blocks, strict=True):
+                joined += table[:number]
+            block_ids = torch.frombuffer(joined, dtype=torch.int64) if joined else torch.empty(0, dtype=torch.int64)
         return AttentionBatch(
             self._placed(slots),
             row_starts,
@@ -194,29 +194,22 @@ class BatchBuilder:
             list(accumulate(num_blocks, initial=0)),
             cache.window,
             cache.chunk,
-            None if is_on_host else torch.frombuffer(block_ids, dtype=torch.int64),
+            None if self._is_cpu else block_ids,
         )
-
-    def _slots(self, block_ids: array[int], start: int, end: int) -> list[int]:
-        """Return the slots of the tokens `[start, end)` of a sequence with these blocks."""
-        size = self._block_size
-        blocks = block_ids[start // size :]
-        slots = [slot for block in blocks for slot in range(block * size, (block + 1) * size)]
-        first = start % size
-        return slots[first : first + end - start]
 
     def _states(
         self, tables: list[BlockTable], items: Sequence[ScheduledSequence], row_starts: list[int]
     ) -> StateBatch:
         return StateBatch([table.ids[-1] for table in tables], row_starts, [item.start > 0 for item in items])
 
-    def _placed(self, numbers: Iterable[int]) -> Tensor:
+    def _placed(self, numbers: Tensor | Iterable[int]) -> Tensor:
         """Return numbers as int64 on the device; the shortest way there is through an array."""
-        values = numbers if isinstance(numbers, array) else array("q", numbers)
-        if not values:
-            return torch.empty(0, dtype=torch.int64, device=self._device)
-        tensor = torch.frombuffer(values, dtype=torch.int64)
-        return tensor if self._is_cpu else self._to_device(tensor)
+        if not isinstance(numbers, Tensor):
+            values = numbers if isinstance(numbers, array) else array("q", numbers)
+            if not values:
+                return torch.empty(0, dtype=torch.int64, device=self._device)
+            numbers = torch.frombuffer(values, dtype=torch.int64)
+        return numbers if self._is_cpu else self._to_device(numbers)
 
     def _to_device(self, numbers: Tensor) -> Tensor:
         return numbers.to(self._device)

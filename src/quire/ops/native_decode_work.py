@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from quire.ops.native_functions import typed
+from quire.ops.native_step_work import SplitRuleCall
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 
@@ -44,10 +45,7 @@ class DecodeWorkCall(ctypes.Structure):
     """The cut of tokens into items, and where these are written (`DecodeWork` of the sources)."""
 
     _fields_ = (
-        ("tile_tokens", _INT),
-        ("num_kv_heads", _INT),
-        ("num_programs", _INT),
-        ("min_split", _INT),
+        ("splits", SplitRuleCall),
         ("max_items", _INT),
         ("max_split", _INT),
         ("max_shared_items", _INT),

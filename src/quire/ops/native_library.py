@@ -22,6 +22,8 @@ from quire.ops.native_decode_work import DecodeWorkKernels
 from quire.ops.native_functions import typed
 from quire.ops.native_quantized import BlockRows, QuantizedKernels, UnpackedRows
 from quire.ops.native_ranks import RankGroupCall, RankKernels
+from quire.ops.native_row_layout import RowLayoutKernels
+from quire.ops.native_step_work import StepWorkKernels
 from quire.ops.native_structures import (
     Cache,
     ExpertsCall,
@@ -139,6 +141,8 @@ class NativeLibrary:
         apply_token_bitmask: `quire_keep_tokens`.
         ranks: operations of the ranks of one host.
         decode_work: planning of captured decodes on a GPU.
+        row_layout: layout of the rows of a step.
+        step_work: planning of other steps there, and of what captured decodes share.
         plain: the kernels of weights that are not rounded.
         weight_kernels: the kernels of each format of rounded weights.
         quantized: the kernels of stored quantised weights.
@@ -177,7 +181,8 @@ class NativeLibrary:
         self.sigmoid_gate = typed(library.quire_sigmoid_gate, _INT, _POINTER, _POINTER, _INT, _INT, _POINTER)
         self.layers = typed(library.quire_layers, *_LAYERS, ctypes.POINTER(RankGroupCall), returns=_INT)
         self.ranks = RankKernels.of(library)
-        self.decode_work = DecodeWorkKernels.of(library)
+        self.decode_work, self.step_work = DecodeWorkKernels.of(library), StepWorkKernels.of(library)
+        self.row_layout = RowLayoutKernels.of(library)
         states = ctypes.POINTER(StateRows), ctypes.POINTER(StateCache), _INT
         self.short_conv = typed(
             library.quire_short_conv, _INT, *states, ctypes.POINTER(ShortConvCall), _POINTER, _POINTER

@@ -80,7 +80,7 @@ def test_rehearsal(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["captured_plans", "host_steps", "host_serving"])
+@pytest.mark.parametrize("name", ["captured_plans", "host_steps", "host_serving", "step_plans"])
 def test_benchmarks_of_the_host_need_no_gpu(name: str) -> None:
     pytest.importorskip("triton")
     options = {"captured_plans": ("--steps", "2"), "host_steps": ("--steps", "2", "--sequences", "4")}

@@ -11,14 +11,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.execution.batch import BlockTable
+from quire.ops.native_step_work import StepWorkKernels
 from quire.ops.triton.decode_sharing import SharedDecodes
-from quire.ops.triton.shared_prefixes import PrefixCandidate, SharedRange, SharingRule, find_shared
+from quire.ops.triton.shared_prefixes import PrefixCandidate, SharingRule, find_shared
 from quire.ops.triton.shared_work import Sharing
+from quire.ops.triton.step_numbers import step_kernels
 from quire.ops.triton.tiles import decode_tile, shared_tile
 from quire.scheduling.plan import TableDelta
 
 BLOCK_SIZE, GROUP, KV_HEADS, PROCESSORS = 16, 4, 2, 3
 WINDOW = 900
+pytestmark = pytest.mark.parametrize(
+    "kernels",
+    [
+        pytest.param(None, id="operators"),
+        pytest.param(
+            step_kernels(), id="compiled", marks=pytest.mark.skipif(not step_kernels(), reason="not compiled")
+        ),
+    ],
+)
 # Blocks of a history: so few that tables which were different become alike.
 NUM_BLOCKS = 6
 
@@ -35,13 +46,16 @@ class History:
     Args:
         window: tokens that a row sees; None for all.
         rule: rule by which reading once pays.
+        kernels: compiled code; None for the slow twin.
     """
 
-    def __init__(self, window: int | None = None, rule: SharingRule | None = None) -> None:
+    def __init__(
+        self, window: int | None = None, rule: SharingRule | None = None, kernels: StepWorkKernels | None = None
+    ) -> None:
         self.tables: list[BlockTable] = []
         self.positions: list[int] = []
         self._window, self._rule = window, rule or rule_of()
-        self.shared = SharedDecodes(self._rule, KV_HEADS, PROCESSORS)
+        self.shared = SharedDecodes(self._rule, KV_HEADS, PROCESSORS, kernels)
 
     def join(self, table: Sequence[int], position: int) -> None:
         """Add a sequence whose next token has a position in the last block of its table."""
@@ -93,7 +107,6 @@ class History:
         ]
         expected = find_shared(candidates, ids, self._rule).ranges
         assert self.shared.find(positions, firsts, ids, block_starts, self.stamps()) == bool(expected)
-        assert rows_of(self.shared.ranges) == rows_of(expected)
         sharing, found = Sharing.of(expected, self._rule, KV_HEADS, PROCESSORS), self.shared.sharing
         assert dict(zip(found.rows.tolist(), found.ends.tolist(), strict=True)) == sharing.ends
         assert dict(zip(found.rows.tolist(), found.num_parts.tolist(), strict=True)) == sharing.num_parts
@@ -104,10 +117,10 @@ class History:
         assert items.tolist() == [[*item, 0, 0] for item in work.items]
         assert members.tolist() == [[*row, 0] for row in work.rows]
 
-
-def rows_of(ranges: Sequence[SharedRange]) -> list[tuple[list[int], int, int]]:
-    """Return the rows, in their order, first token and end of ranges."""
-    return [([each.first_row for each in members], first, end) for members, first, end in ranges]
+    def ends(self) -> dict[int, int]:
+        """Return the end of the tokens that each row shares."""
+        sharing = self.shared.sharing
+        return dict(zip(sharing.rows.tolist(), sharing.ends.tolist(), strict=True))
 
 
 def own(count: int, seq: int) -> list[int]:
@@ -115,14 +128,14 @@ def own(count: int, seq: int) -> list[int]:
     return [1000 * (1 + seq) + idx for idx in range(count)]
 
 
-def two_samples_and_a_stranger() -> History:
+def two_samples_and_a_stranger(kernels: StepWorkKernels | None) -> History:
     """Return two sequences that share 512 tokens and have 75 of their own, and one with others, after a step."""
-    history = History()
+    history = History(kernels=kernels)
     history.join([*range(32), *own(5, 0)], 587)
     history.join(own(37, 1), 587)
     history.join([*range(32), *own(5, 2)], 587)
     history.step()
-    assert rows_of(history.shared.ranges) == [([0, 2], 0, 512)]
+    assert history.ends() == {0: 512, 2: 512}
     return history
 
 
@@ -189,90 +202,98 @@ def run(history: History, made: Sequence[tuple[object, ...]]) -> None:
 
 
 @settings(max_examples=20)
-@given(st.lists(changes, max_size=20), st.sampled_from([None, None, WINDOW]))
-def test_what_is_remembered_is_what_is_found(made: list[tuple[object, ...]], window: int | None) -> None:
-    run(History(window), made)
+@given(made=st.lists(changes, max_size=20), window=st.sampled_from([None, None, WINDOW]))
+def test_what_is_remembered_is_what_is_found(
+    kernels: StepWorkKernels | None, made: list[tuple[object, ...]], window: int | None
+) -> None:
+    run(History(window, kernels=kernels), made)
 
 
 @pytest.mark.slow
 @settings(max_examples=2000)
-@given(st.lists(changes, max_size=40), st.sampled_from([None, WINDOW]), st.sampled_from([0.0, 500_000.0]))
+@given(
+    made=st.lists(changes, max_size=40),
+    window=st.sampled_from([None, WINDOW]),
+    least_bytes=st.sampled_from([0.0, 500_000.0]),
+)
 def test_what_is_remembered_is_what_is_found_in_long_searches(
-    made: list[tuple[object, ...]], window: int | None, least_bytes: float
+    kernels: StepWorkKernels | None, made: list[tuple[object, ...]], window: int | None, least_bytes: float
 ) -> None:
-    run(History(window, rule_of(least_bytes)), made)
+    run(History(window, rule_of(least_bytes), kernels), made)
 
 
-def test_steps_of_decodes_find_nothing_again() -> None:
-    history = two_samples_and_a_stranger()
-    found = history.shared.ranges
+def test_steps_of_decodes_find_nothing_again(kernels: StepWorkKernels | None) -> None:
+    history = two_samples_and_a_stranger(kernels)
+    found = history.shared.sharing
     for step in range(200):
         for seq in range(3):
             history.append(seq, 1, 5000 + 1000 * seq + step)
         history.step()
-        assert history.shared.ranges is found
+        assert history.shared.sharing is found
 
 
-def test_tables_that_change_are_looked_at_again() -> None:
+def test_tables_that_change_are_looked_at_again(kernels: StepWorkKernels | None) -> None:
     """A shared block that is another one, or was; and one behind the unit that differs, which changes nothing."""
-    history = two_samples_and_a_stranger()
+    history = two_samples_and_a_stranger(kernels)
     history.replace(0, 36, 77)
     history.step()
-    assert rows_of(history.shared.ranges) == [([0, 2], 0, 512)]
+    assert history.ends() == {0: 512, 2: 512}
     history.replace(0, 17, 79)
     history.step()
-    assert rows_of(history.shared.ranges) == [([0, 2], 0, 256)]
+    assert history.ends() == {0: 256, 2: 256}
     history.replace(2, 17, 79)
     history.step()
-    assert rows_of(history.shared.ranges) == [([0, 2], 0, 512)]
+    assert history.ends() == {0: 512, 2: 512}
 
 
-def test_a_table_is_compared_again_when_its_first_unit_beyond_the_others_is_whole() -> None:
+def test_a_table_is_compared_again_when_its_first_unit_beyond_the_others_is_whole(
+    kernels: StepWorkKernels | None,
+) -> None:
     """Two tables that are alike as far as whole units go: with the next unit they may differ, or go on alike."""
     for is_alike in (True, False):
-        history = History()
+        history = History(kernels=kernels)
         for seq in range(2):
             history.join([*range(20), 99 if is_alike else 100 + seq], 335)
         history.step()
-        assert rows_of(history.shared.ranges) == [([0, 1], 0, 320)]
+        assert history.ends() == {0: 320, 1: 320}
         for seq in range(2):
             history.append(seq, 64, 200)
         history.step()
-        assert rows_of(history.shared.ranges) == [([0, 1], 0, 384 if is_alike else 320)]
+        assert history.ends() == dict.fromkeys((0, 1), 384 if is_alike else 320)
 
 
-def test_a_stranger_that_begins_as_others_do_joins_them() -> None:
-    history = two_samples_and_a_stranger()
+def test_a_stranger_that_begins_as_others_do_joins_them(kernels: StepWorkKernels | None) -> None:
+    history = two_samples_and_a_stranger(kernels)
     history.change(1, 0, [*range(32), *own(5, 1)])
     history.step()
-    assert rows_of(history.shared.ranges) == [([0, 1, 2], 0, 512)]
+    assert history.ends() == {0: 512, 1: 512, 2: 512}
 
 
-def test_rows_that_no_longer_see_their_beginning() -> None:
-    history = History(window=597)
+def test_rows_that_no_longer_see_their_beginning(kernels: StepWorkKernels | None) -> None:
+    history = History(window=597, kernels=kernels)
     for seq in range(3):
         history.join([*range(32), *own(5, seq)], 587 + 4 * (seq == 2))
     history.step()
-    assert rows_of(history.shared.ranges) == [([0, 1, 2], 0, 512)]
+    assert history.ends() == {0: 512, 1: 512, 2: 512}
     for seq in range(3):
         history.append(seq, 8, 9000 + seq)
     history.step()
-    assert rows_of(history.shared.ranges) == [([0, 1], 0, 512)]
+    assert history.ends() == {0: 512, 1: 512}
 
 
-def test_rows_of_one_sequence_share_its_tokens() -> None:
+def test_rows_of_one_sequence_share_its_tokens(kernels: StepWorkKernels | None) -> None:
     """Where drafts are verified; also after a step in which its single row shared nothing, and before another one."""
-    history = History()
+    history = History(kernels=kernels)
     for seq in range(2):
         history.join(own(39, seq), 620 + seq)
     history.step()
-    assert not history.shared.ranges
+    assert not history.ends()
     for draft in range(1, 4):
         history.tables.append(history.tables[0])
         history.positions.append(620 + draft)
     history.step()
-    assert rows_of(history.shared.ranges) == [([0, 2, 3, 4], 0, 576)]
+    assert history.ends() == {0: 576, 2: 576, 3: 576, 4: 576}
     for _ in range(3):
         history.leave(2)
     history.step()
-    assert not history.shared.ranges
+    assert not history.ends()

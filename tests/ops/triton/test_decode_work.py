@@ -24,6 +24,7 @@ from quire.ops.triton.decode_writer import (
 from quire.ops.triton.shared_prefixes import SharingRule
 from quire.ops.triton.shared_work import SHARED_ITEM, SHARED_ROW, MostShared
 from quire.ops.triton.splits import split_length
+from quire.ops.triton.step_numbers import step_kernels
 from quire.ops.triton.tiles import Tile, decode_tile, shared_tile
 from quire.ops.triton.work_items import WorkItem, plan_work
 
@@ -94,7 +95,7 @@ def test_compiled_code_writes_what_stock_operators_write(seed: int) -> None:
     if kernels is None:
         pytest.skip("there is no compiled code")
     writer, twin = make_writer(processors, buffers, kernels), make_writer(processors, twin_buffers)
-    finder = SharedDecodes(RULE, KV_HEADS, processors)
+    finder = SharedDecodes(RULE, KV_HEADS, processors, step_kernels())
     positions = [600 + rng.randrange(100) for _ in range(6)]
     num_split = num_shared = 0
     tables = [[*range(32), *range(1000 * row, 1000 * row + 320)] for row in range(1, MOST_ROWS + 1)]

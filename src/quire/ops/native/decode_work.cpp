@@ -1,18 +1,11 @@
 // The work of attention in captured decodes on a GPU, planned on the host and written to static memory; see
 // `ops/triton/decode_work.py`, which is the slow twin and says what the numbers mean.
-#include <algorithm>
-
-#include "cache.h"
+#include "work_items.h"
 
 namespace {
 
-// Numbers of an item, of a split row, of an item of shared tokens and of a row of these.
-constexpr int64_t kItem = 8, kSplitRow = 4, kSharedItem = 8, kSharedRow = 4;
 // Numbers before the items; among them, the number of items of shared tokens.
 constexpr int64_t kHeader = 8, kSharedCount = 4;
-constexpr int64_t kSharedTable = 2, kSharedPlace = 1;
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // The decodes of a step, on the host; behind the real rows is padding of one token each.
 struct DecodeRows {
@@ -39,10 +32,7 @@ struct DecodeSharing {
 
 // How tokens are cut, and where the work is written.
 struct DecodeWork {
-  int64_t tile_tokens;
-  int64_t num_kv_heads;
-  int64_t num_programs;  // programs that are wanted
-  int64_t min_split;     // tokens of the shortest split
+  SplitRule splits;
   int64_t max_items;
   int64_t max_split;
   int64_t max_shared_items;
@@ -54,11 +44,6 @@ struct DecodeWork {
   int64_t* num_shared;
   int64_t* places;
 };
-
-int64_t split_length(int64_t num_tokens, const DecodeWork& work) {
-  const int64_t share = ceil_div(num_tokens * work.num_kv_heads, work.num_programs);
-  return std::max(work.min_split, ceil_div(share, work.tile_tokens) * work.tile_tokens);
-}
 
 }  // namespace
 
@@ -88,7 +73,7 @@ QUIRE_EXPORT bool quire_write_decodes(const DecodeRows* rows, const DecodeSharin
   }
   int64_t num_tokens = 0;
   for (int64_t row = 0; row < rows->num_real; ++row) num_tokens += rows->positions[row] + 1 - work->own_firsts[row];
-  const int64_t length = split_length(num_tokens, *work);
+  const int64_t length = work->splits.length(num_tokens);
 
   int32_t* item = work->numbers + kHeader;
   int32_t* const items_end = item + kItem * work->max_items;
@@ -98,7 +83,7 @@ QUIRE_EXPORT bool quire_write_decodes(const DecodeRows* rows, const DecodeSharin
   for (int64_t row = 0; row < rows->num_rows; ++row) {
     const int64_t position = rows->positions[row], table = rows->block_starts[row];
     const int64_t first = work->own_firsts[row], end = position + 1;
-    const int64_t start = first / work->tile_tokens * work->tile_tokens;
+    const int64_t start = first / work->splits.tile_tokens * work->splits.tile_tokens;
     const int64_t count = row < rows->num_real ? ceil_div(end - start, length) : 1;
     const int64_t num_before = work->num_shared[row], num_parts = count + num_before;
     const bool is_split = num_parts > 1;

@@ -16,6 +16,7 @@ While the stamps are the same, and no row goes on into another whole unit of its
 
 from __future__ import annotations
 
+import ctypes
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
@@ -24,16 +25,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quire.ops.native_step_work import FoundSharingCall, SharedDecodeRowsCall, StepWorkKernels
 from quire.ops.static_steps import vector
-from quire.ops.triton.shared_prefixes import (
-    PrefixCandidate,
-    SharedRange,
-    SharingRule,
-    find_equal,
-    table_bytes,
-    unit_bytes,
-)
-from quire.ops.triton.shared_work import SHARED_ITEM, SHARED_ROW, Sharing
+from quire.ops.triton.shared_prefixes import PrefixCandidate, SharingRule, find_shared
+from quire.ops.triton.shared_work import SHARED_ITEM, SHARED_ROW, MostShared, Sharing
+from quire.ops.triton.step_numbers import sharing_call
 
 
 class DecodeSharing(NamedTuple):
@@ -147,18 +143,18 @@ class SharedDecodes:
         rule: rule by which reading once pays.
         num_kv_heads: K; each head has programs of its own.
         num_processors: number of processors of the GPU.
+        kernels: compiled code that finds it; None for the slow twin.
 
     Attributes:
-        ranges: ranges that were found last; of a step that needed no new ones, their sequences have the tables and
-            tokens of the step that did.
-        sharing: these as numbers.
+        sharing: tokens that were found last; they are those of a step that needed no search too.
     """
 
-    def __init__(self, rule: SharingRule, num_kv_heads: int, num_processors: int) -> None:
+    def __init__(
+        self, rule: SharingRule, num_kv_heads: int, num_processors: int, kernels: StepWorkKernels | None
+    ) -> None:
         self._rule, self._num_kv_heads, self._num_processors = rule, num_kv_heads, num_processors
+        self._kernels = kernels
         self._seen: Seen | None = None
-        self._known: dict[int, bytes] = {}  # bytes of tables by their stamps
-        self.ranges: Sequence[SharedRange] = ()
         self.sharing = no_sharing()
 
     def find(
@@ -180,7 +176,7 @@ class SharedDecodes:
         sees_all = firsts == 0
         if seen is None or not self._is_seen(seen, sees_all, positions, stamps):
             self._find(sees_all, positions, block_ids, block_starts, stamps)
-        return bool(self.ranges)
+        return len(self.sharing.rows) > 0
 
     def _is_seen(self, seen: Seen, sees_all: Tensor, positions: Tensor, stamps: Sequence[int]) -> bool:
         """Say whether the ranges that were found last are those of a step too."""
@@ -198,6 +194,45 @@ class SharedDecodes:
     ) -> None:
         """Find the ranges of a step, and keep what they were found from."""
         self._seen = None  # if this fails, the next step does it again
+        search = self._search_by_torch if self._kernels is None else self._search
+        rows, deciding, self.sharing = search(sees_all, positions, block_ids, block_starts)
+        compared = self._compared(rows, deciding, positions)
+        known = frozenset(() if rows.numel() else stamps)
+        self._seen = Seen(stamps, sees_all, rows, deciding, compared, known)
+
+    def _search(
+        self, sees_all: Tensor, positions: Tensor, block_ids: Tensor, block_starts: Tensor
+    ) -> tuple[Tensor, Tensor, DecodeSharing]:
+        """Return the candidates, int64 [c], how many units decide on each, int64 [c], and what is shared."""
+        assert self._kernels is not None
+        num_rows = positions.numel()
+        most = MostShared.of(num_rows, self._rule.tile_rows, self._num_kv_heads, self._num_processors)
+        by_row = torch.empty(5, num_rows, dtype=torch.int64)
+        items = torch.empty(most.num_items, SHARED_ITEM, dtype=torch.int32)
+        members = torch.empty(most.num_rows, SHARED_ROW, dtype=torch.int32)
+        item_rows, member_rows = (torch.empty(len(each), dtype=torch.int64) for each in (items, members))
+        found = FoundSharingCall(
+            most.num_items,
+            most.num_rows,
+            *(each.data_ptr() for each in (*by_row, items, item_rows, members, member_rows)),
+        )
+        given = (each.data_ptr() for each in (positions, sees_all, block_starts, block_ids))
+        rule = sharing_call(self._rule, self._num_kv_heads, self._num_processors)
+        has_room = self._kernels.share(SharedDecodeRowsCall(num_rows, *given), rule, ctypes.byref(found))
+        assert has_room, f"more is shared than there is room for: {most}"
+        candidates, deciding = by_row[:2, : found.num_candidates]
+        if not found.num_sharing:
+            return candidates, deciding, no_sharing()
+        rows, ends, num_parts = by_row[2:, : found.num_sharing]
+        shared, of_shared = slice(found.num_items), slice(found.num_members)
+        sharing = DecodeSharing(
+            *(rows, ends, num_parts, items[shared], item_rows[shared]), members[of_shared], member_rows[of_shared]
+        )
+        return candidates, deciding, sharing
+
+    def _search_by_torch(
+        self, sees_all: Tensor, positions: Tensor, block_ids: Tensor, block_starts: Tensor
+    ) -> tuple[Tensor, Tensor, DecodeSharing]:
         # Where no two sequences begin with the same block, nothing else is looked at.
         heads = block_ids.index_select(0, block_starts).tolist()
         counts = Counter(heads)
@@ -207,31 +242,10 @@ class SharedDecodes:
             for row, (head, sees, table, position) in enumerate(of_all)
             if sees and counts[head] > 1
         ]
-        found = find_equal(candidates, self._unit_bytes(candidates, block_ids, stamps), self._rule)
-        self.ranges, self.sharing = found.ranges, no_sharing()
+        found = find_shared(candidates, block_ids, self._rule)
+        sharing = no_sharing()
         if found.ranges:
-            sharing = Sharing.of(found.ranges, self._rule, self._num_kv_heads, self._num_processors)
-            self.sharing = DecodeSharing.of(sharing)
+            shared = Sharing.of(found.ranges, self._rule, self._num_kv_heads, self._num_processors)
+            sharing = DecodeSharing.of(shared)
         rows = vector([each.first_row for each in candidates])
-        deciding = vector(found.deciding) // self._rule.unit
-        compared = self._compared(rows, deciding, positions)
-        known = frozenset(() if candidates else stamps)
-        self._seen = Seen(stamps, sees_all, rows, deciding, compared, known)
-
-    def _unit_bytes(
-        self, candidates: Sequence[PrefixCandidate], block_ids: Tensor, stamps: Sequence[int]
-    ) -> list[bytes]:
-        """Return the whole units of the tables of candidates: those of tables that have only grown are known."""
-        rule, known, tables = self._rule, self._known, table_bytes(block_ids)
-        unit, num_bytes = rule.unit, rule.unit_bytes
-        later: dict[int, bytes] = {}
-        keys: list[bytes] = []
-        for row, _, table, num_tokens in candidates:
-            stamp, num_units = stamps[row], num_tokens // unit
-            key = known.get(stamp, b"")
-            if len(key) != num_units * num_bytes:
-                key = unit_bytes(tables, table, num_units, rule)
-            later[stamp] = key
-            keys.append(key)
-        self._known = later
-        return keys
+        return rows, vector(found.deciding) // self._rule.unit, sharing

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quire.ops.native_decode_work import DecodeRowsCall, DecodeSharingCall, DecodeWorkCall, DecodeWorkKernels
 from quire.ops.native_library import find_library
+from quire.ops.native_step_work import SplitRuleCall
 from quire.ops.static_steps import StaticNumbers, StaticTable
 from quire.ops.triton.decode_sharing import DecodeSharing, no_sharing
 from quire.ops.triton.decode_work import ITEM, SPLIT_ROWS, MostWork, plan_decodes
@@ -90,7 +91,7 @@ class DecodeWriter:
         self._scratch = torch.zeros(3, num_rows, dtype=torch.int64)
         numbers, *tables = buffers
         self._call = DecodeWorkCall(
-            tile_tokens, num_kv_heads, 0, 0, most.num_items, most.num_split,
+            SplitRuleCall(tile_tokens, num_kv_heads, 0, 0), most.num_items, most.num_split,
             *(len(table) // width for table, width in zip(tables, (SHARED_ITEM, SHARED_ROW), strict=True)),
             numbers.host.data_ptr(), *(table.host.data_ptr() for table in tables),
             *(each.data_ptr() for each in self._scratch),
@@ -105,7 +106,8 @@ class DecodeWriter:
             return self._write_by_torch(rows, sharing)
         if sharing is not self._sharing:
             self._sharing, self._sharing_call = sharing, _sharing_call(sharing)
-        call.num_programs, call.min_split = split_bounds(rows.num_real, self._num_kv_heads, self._num_processors)
+        splits = call.splits
+        splits.num_programs, splits.min_split = split_bounds(rows.num_real, self._num_kv_heads, self._num_processors)
         positions, firsts, starts, num_real = rows
         pointers = positions.data_ptr(), firsts.data_ptr(), starts.data_ptr()
         own = DecodeRowsCall(num_real, positions.numel(), *pointers)

@@ -55,8 +55,11 @@ class Device:
             self.overlapping = {"OVERLAPS": True, "launch_pdl": True}
 
     def numbers(self, values: Iterable[int]) -> Tensor:
-        """Return numbers as int32 on the device: one copy, which the host does not wait for."""
-        tensor = torch.tensor(array("i", values), dtype=torch.int32)
+        """Return numbers as int32 on the device; see `placed`."""
+        return self.placed(torch.tensor(array("i", values), dtype=torch.int32))
+
+    def placed(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the host on the device: one copy, which the host does not wait for."""
         return tensor.pin_memory().to(self.torch_device, non_blocking=True) if self.is_gpu else tensor
 
     def sections(self, *parts: Sequence[int]) -> list[Tensor]:

@@ -150,19 +150,8 @@ def find_shared(candidates: Sequence[PrefixCandidate], block_ids: Tensor, rule: 
     Returns:
         Ranges: none where all together save too little.
     """
-    tables = table_bytes(block_ids)
-    keys = [unit_bytes(tables, each.table, each.num_tokens // rule.unit, rule) for each in candidates]
-    return find_equal(candidates, keys, rule)
-
-
-def find_equal(candidates: Sequence[PrefixCandidate], keys: Sequence[bytes], rule: SharingRule) -> FoundRanges:
-    """Find the ranges of tokens that are read once.
-
-    Args:
-        candidates: see `find_shared`; their tables are not read.
-        keys: `unit_bytes` of each of them, of all its whole units.
-        rule: rule by which reading once pays.
-    """
+    tables = _table_bytes(block_ids)
+    keys = [_unit_bytes(tables, each, rule) for each in candidates]
     deciding = [rule.least_tokens] * len(candidates)
     if rule.tile_rows < 2:  # no two rows are read together
         return FoundRanges([], deciding)
@@ -181,22 +170,15 @@ def find_equal(candidates: Sequence[PrefixCandidate], keys: Sequence[bytes], rul
     return FoundRanges(found if saved > rule.least_bytes else [], deciding)
 
 
-def table_bytes(block_ids: Tensor) -> memoryview:
+def _table_bytes(block_ids: Tensor) -> memoryview:
     """Return the bytes of block tables on the host: they are compared faster than numbers, and without numpy."""
     return memoryview((ctypes.c_char * block_ids.nbytes).from_address(block_ids.data_ptr()))
 
 
-def unit_bytes(tables: memoryview, table: int, num_units: int, rule: SharingRule) -> bytes:
-    """Return the bytes of a table's first units.
-
-    Args:
-        tables: `table_bytes` of all block tables.
-        table: index of the table's first block.
-        num_units: number of units.
-        rule: has their size.
-    """
-    start = table * ID_BYTES
-    return bytes(tables[start : start + num_units * rule.unit_bytes])
+def _unit_bytes(tables: memoryview, candidate: PrefixCandidate, rule: SharingRule) -> bytes:
+    """Return the bytes of the whole units of a candidate's table, of the bytes of all tables."""
+    start = candidate.table * ID_BYTES
+    return bytes(tables[start : start + candidate.num_tokens // rule.unit * rule.unit_bytes])
 
 
 def _ranges(

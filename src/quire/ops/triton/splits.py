@@ -37,6 +37,11 @@ def split_bounds(num_sequences: int, num_kv_heads: int, num_processors: int) -> 
     return wanted * num_processors, MIN_SPLIT if wanted == PROGRAMS_PER_PROCESSOR else EVEN_MIN_SPLIT
 
 
+def busy_sequences(num_kv_heads: int, num_processors: int) -> int:
+    """Return from how many sequences on contexts are cut for processors that all have work."""
+    return -(-PROGRAMS_PER_PROCESSOR * num_processors // num_kv_heads)
+
+
 def most_splits(num_kv_heads: int, num_processors: int, num_sequences: int = 0) -> int:
     """Return how many splits of that length any number of tokens has at most, where each is full."""
     wanted = _programs_per_processor(num_sequences, num_kv_heads, num_processors)
@@ -44,5 +49,5 @@ def most_splits(num_kv_heads: int, num_processors: int, num_sequences: int = 0) 
 
 
 def _programs_per_processor(num_sequences: int, num_kv_heads: int, num_processors: int) -> int:
-    is_busy = num_sequences * num_kv_heads >= PROGRAMS_PER_PROCESSOR * num_processors
+    is_busy = num_sequences >= busy_sequences(num_kv_heads, num_processors)
     return EVEN_PROGRAMS_PER_PROCESSOR if is_busy else PROGRAMS_PER_PROCESSOR

@@ -18,6 +18,7 @@ from quire.ops.triton.shared_prefixes import SharingRule
 from quire.ops.triton.shared_work import SHARED_ITEM, SHARED_ROW, MostShared
 from quire.ops.triton.splits import most_splits
 from quire.ops.triton.step_attention import PlacedItems, PlacedShared, TritonStepAttention
+from quire.ops.triton.step_numbers import step_kernels
 from quire.ops.triton.tiles import Tile
 
 # Programs over shared tokens for each that processors have room for: each takes its share of the items.
@@ -161,7 +162,7 @@ class TritonStaticTokens:
             )
             heads, processors = self._num_kv_heads, self._num_processors
             planned = self._planned[group] = PlannedGroup(
-                SharedDecodes(rule, heads, processors),
+                SharedDecodes(rule, heads, processors, step_kernels()),
                 DecodeWriter(tile.tokens, most, self._limits.num_rows, heads, processors, buffers, self._kernels),
                 most,
                 buffers,

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from itertools import chain
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from quire.ops.interface import AttentionBatch, HeadNorms, PagedKV, Rotation
-from quire.ops.triton.decode_work import ITEM, SPLIT_ROWS
 from quire.ops.triton.kernels import attention, heads, shared_attention
 from quire.ops.triton.launches import Device
 from quire.ops.triton.shared_prefixes import SharingRule
-from quire.ops.triton.shared_work import SHARED_ITEM, SHARED_ROW
+from quire.ops.triton.step_numbers import StepCut, number_work, step_kernels
 from quire.ops.triton.tiles import Tile, decode_tile, power_of_2, prefill_tile, shared_tile
-from quire.ops.triton.work_items import plan_work
 
 # Forms of the cache as kernels know them (kernels/numbers.py).
 STORED = {torch.int8: 1, torch.float8_e4m3fn: 2}
@@ -319,34 +316,17 @@ class TritonStepAttention:
         """Plan the work for layers with `group` query heads to a KV head, and copy it to the device."""
         decode, prefill = self.tiles(group)
         rule = self.sharing_rule(group)
-        work = plan_work(self._batch, group, decode, prefill, self._num_kv_heads, self._device.num_processors, rule)
-        sections = (
-            padded(work.few, ITEM),
-            padded(work.parts, ITEM),
-            padded(work.many, ITEM),
-            padded(work.split_rows, SPLIT_ROWS),
-            padded(work.shared.items, SHARED_ITEM),
-            padded(work.shared.rows, SHARED_ROW),
-            [len(work.shared.items), 0, 0, 0],
-        )
-        numbers = self._device.numbers(chain.from_iterable(sections))
-        few, parts, many, split_rows, shared_items, shared_rows, count = torch.split(
-            numbers, [len(each) for each in sections]
+        cut = StepCut(group, decode, prefill, self._num_kv_heads, self._device.num_processors, rule)
+        work = number_work(self._batch, cut, step_kernels())
+        few, parts, many, split_rows, shared_items, shared_rows, count = work.sections(
+            self._device.placed(work.numbers)
         )
         shared = None
-        if work.shared.items:
-            tile, num_items = rule.tile, len(work.shared.items)
-            shared = PlacedShared(tile, shared_items, shared_rows, count, num_items)
+        if work.num_shared_items:
+            shared = PlacedShared(rule.tile, shared_items, shared_rows, count, work.num_shared_items)
         placed = (
-            PlacedItems(decode, few, len(work.few), 0, split_rows, 0, None),
-            PlacedItems(
-                decode, parts, len(work.parts), work.num_places, split_rows, len(work.split_rows), None, shared
-            ),
-            PlacedItems(prefill, many, len(work.many), 0, split_rows, 0, None),
+            PlacedItems(decode, few, work.num_few, 0, split_rows, 0, None),
+            PlacedItems(decode, parts, work.num_parts, work.num_places, split_rows, work.num_split, None, shared),
+            PlacedItems(prefill, many, work.num_many, 0, split_rows, 0, None),
         )
         return [items for items in placed if items.num_items]
-
-
-def padded(entries: Iterable[tuple[int, ...]], width: int) -> list[int]:
-    """Return the numbers of entries one behind the other, with zeros up to `width` numbers each."""
-    return [number for entry in entries for number in (*entry, *(0,) * (width - len(entry)))]

@@ -96,7 +96,7 @@ def plan_work(
     few = [span for span in spans if span.num_rows * group <= decode.rows]
     sharing = NOTHING_SHARED
     if rule is not None and len(few) > 1:
-        found = find_shared(list(_candidates(batch, few)), _host_block_ids(batch), rule)
+        found = find_shared(list(_candidates(batch, few)), host_block_ids(batch), rule)
         sharing = Sharing.of(found.ranges, rule, num_kv_heads, num_processors)
         few = [span._replace(first=sharing.ends.get(span.first_row, span.first)) for span in few]
     num_tokens = sum(each.end - each.first for each in few)
@@ -133,7 +133,8 @@ def _candidates(batch: AttentionBatch, spans: Iterable[WorkItem]) -> Iterator[Pr
             yield PrefixCandidate(span.first_row, span.num_rows, span.table, span.position)
 
 
-def _host_block_ids(batch: AttentionBatch) -> Tensor:
+def host_block_ids(batch: AttentionBatch) -> Tensor:
+    """Return the block tables of a step, int64 on the host."""
     ids = batch.block_ids if batch.host_block_ids is None else batch.host_block_ids
     assert not ids.is_cuda, "the host plans with block tables of its own"
     return ids

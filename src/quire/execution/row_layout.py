@@ -1,0 +1,91 @@
+"""Positions, slots and block tables of a step's rows, one behind the other: by compiled code where there is some.
+
+The loops over rows here are the slow twin of the compiled code, and what is used without it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.ops.native_library import find_library
+from quire.ops.native_row_layout import RowLayoutKernels
+
+
+class LaidBlocks(NamedTuple):
+    """Where the tokens of a step are in one cache group.
+
+    Args:
+        block_ids: int64 on the host, blocks of the sequences up to their ends, one sequence behind the other.
+        slots: int64 [T] on the host, slot of each row.
+    """
+
+    block_ids: Tensor
+    slots: Tensor
+
+
+class RowLayout:
+    """The rows `[starts[s], ends[s])` of sequences.
+
+    Args:
+        starts: position of the first row of each sequence.
+        ends: end of its rows.
+        kernels: compiled code; None for the slow twin.
+    """
+
+    def __init__(self, starts: Sequence[int], ends: Sequence[int], kernels: RowLayoutKernels | None) -> None:
+        self._starts, self._ends, self._kernels = array("q", starts), array("q", ends), kernels
+        self._num_rows = sum(ends) - sum(starts)
+
+    def positions(self) -> Tensor:
+        """Return the position of each row, int64 [T] on the host."""
+        if self._kernels is None:
+            return _tensor(array("q", chain.from_iterable(map(range, self._starts, self._ends))))
+        positions = torch.empty(self._num_rows, dtype=torch.int64)
+        self._kernels.positions(len(self._starts), *map(_address, (self._starts, self._ends)), positions.data_ptr())
+        return positions
+
+    def blocks(self, tables: Sequence[array[int]], num_blocks: Sequence[int], block_size: int) -> LaidBlocks:
+        """Return the blocks and slots of a cache group.
+
+        Args:
+            tables: block table of each sequence, which has all blocks up to its end.
+            num_blocks: number of these of each.
+            block_size: N.
+        """
+        if self._kernels is None:
+            ids = array("q")
+            for table, number in zip(tables, num_blocks, strict=True):
+                ids += table[:number]
+            return LaidBlocks(_tensor(ids), _tensor(array("q", self._slots(tables, block_size))))
+        block_ids, slots = (torch.empty(count, dtype=torch.int64) for count in (sum(num_blocks), self._num_rows))
+        addresses = array("Q", map(_address, tables))
+        rows = map(_address, (self._starts, self._ends, addresses))
+        self._kernels.slots(len(tables), *rows, block_size, block_ids.data_ptr(), slots.data_ptr())
+        return LaidBlocks(block_ids, slots)
+
+    def _slots(self, tables: Sequence[array[int]], size: int) -> Iterator[int]:
+        for table, start, end in zip(tables, self._starts, self._ends, strict=True):
+            for position in range(start, end):
+                yield table[position // size] * size + position % size
+
+
+@cache
+def layout_kernels() -> RowLayoutKernels | None:
+    """Return the compiled code; None where Quire was installed without any."""
+    library = find_library()
+    return None if isinstance(library, str) else library.row_layout
+
+
+def _tensor(numbers: array[int]) -> Tensor:
+    return torch.frombuffer(numbers, dtype=torch.int64) if numbers else torch.empty(0, dtype=torch.int64)
+
+
+def _address(numbers: array[int]) -> int:
+    return numbers.buffer_info()[0]
