@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from quire import LLM, SamplingParams
 from quire.engine.outputs.outputs import RequestOutput
@@ -119,6 +121,36 @@ def test_one_computes_and_another_continues(producer: LLM, consumer: LLM, expect
     assert transfer_stats(producer).num_sent == stats.num_hits
 
 
+def test_blocks_that_arrive_late_are_those_of_their_turn(
+    consumer: LLM, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As from a GPU: the engine goes on, and gives the blocks to others, before their bytes are on the host."""
+    has_arrived = threading.Event()
+
+    class LateCopy:
+        is_ready = False
+
+        def __init__(self, tensor: Tensor) -> None:
+            self._tensor = tensor.clone()
+
+        def wait(self) -> Tensor:
+            assert has_arrived.wait(WAIT_S)
+            return self._tensor
+
+    monkeypatch.setattr("quire.execution.block_copies.HostCopy", LateCopy)
+    producer = start("kv_producer", num_kv_blocks=40)
+    handed = prefill(producer)
+    for name in ("Tom", "Anna"):
+        producer.generate(f"{name}: {PROMPT}", params(), use_tqdm=False)
+    stats = transfer_stats(producer)
+    assert stats.num_kept > 5
+    threading.Timer(0.2, has_arrived.set).start()
+    output = decode(consumer, handed)
+    assert output.outputs[0].text == expected
+    assert output.num_disk_tokens == num_whole(output)
+    producer.close()
+
+
 def test_another_prompt_salt_or_tenant_gets_nothing(producer: LLM, consumer: LLM) -> None:
     handed = prefill(producer, cache_salt="mine", tenant="acme")
     for options in ({}, {"cache_salt": "mine"}, {"tenant": "acme"}, {"cache_salt": "other", "tenant": "acme"}):
@@ -180,8 +212,10 @@ def test_a_peer_that_gives_other_bytes_changes_no_token(producer: LLM, expected:
     handed = prefill(producer)
     exports = producer.engine._hand_over._exports  # type: ignore[union-attr]
     assert exports is not None
-    for idx, export in enumerate(exports._exports.values()):
-        export.record[-(idx % 200) - 1] ^= 1 << idx % 8
+    for idx, key in enumerate(list(exports._exports)):
+        record = exports.get(key)
+        assert record is not None
+        record[-(idx % 200) - 1] ^= 1 << idx % 8
     llm = start("kv_consumer")
     output = decode(llm, handed)
     assert (output.num_disk_tokens, output.outputs[0].text) == (0, expected)

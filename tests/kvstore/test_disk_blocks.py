@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from quire.kvstore.block_store import TieredStore
 from quire.kvstore.disk_blocks import DiskBlocks
 from quire.kvstore.exports import ExportTable
 from quire.kvstore.prefix_store import PrefixStore
-from quire.kvstore.record import record_key
+from quire.kvstore.record import record_key, unpack
 from tests.kvstore.stores import PAYLOAD_BYTES, found, make_block, open_store, payload_of
 
 IDENTITY = b"a" * 16
@@ -25,14 +26,23 @@ class LateBytes:
     Args:
         number: number of the block.
         fails: the device fails meanwhile.
+        waits: whoever waits does so until `arrive` is called.
     """
 
-    def __init__(self, number: int, *, fails: bool = False) -> None:
+    def __init__(self, number: int, *, fails: bool = False, waits: bool = False) -> None:
         self._number, self._fails = number, fails
+        self._arrived = threading.Event()
         self.is_ready, self.num_waits = False, 0
+        if not waits:
+            self._arrived.set()
+
+    def arrive(self) -> None:
+        """Have them arrive."""
+        self._arrived.set()
 
     def wait(self) -> Tensor:
         self.num_waits += 1
+        assert self._arrived.wait(60.0)
         if self._fails:
             raise RuntimeError("the device is lost")
         self.is_ready = True
@@ -88,21 +98,35 @@ def test_who_asks_to_wait_waits_for_all(disk: DiskBlocks, store: PrefixStore) ->
     again.close()
 
 
-def test_a_save_that_may_wait_and_an_export_do_not_put_it_off(disk: DiskBlocks, store: PrefixStore) -> None:
+def test_a_save_that_may_wait_is_not_put_off(disk: DiskBlocks, store: PrefixStore) -> None:
     assert [data.num_waits for data in save(disk, 2, wait=True)] == [1, 1]
-    key = record_key(IDENTITY, make_block(7))
-    data = LateBytes(7)
-    with disk.exporting([key], stores=False):
-        disk.save(make_block(7), data, wait=True)
-    assert data.num_waits == 1
+    # What is written through does not wait, though movements are asked to.
+    with disk.copying_out(None):
+        assert [data.num_waits for data in save(disk, 4, wait=True)] == [0] * 4
     store.flush()
-    assert found(store, 8) == [0, 1]
+    assert found(store, 4) == [0, 1]
+
+
+def test_an_export_is_put_off_and_written_nowhere(disk: DiskBlocks, store: PrefixStore) -> None:
+    keys = [record_key(IDENTITY, make_block(number)) for number in range(4)]
+    late = LateBytes(0, waits=True)
+    with disk.copying_out(keys[:2]):
+        disk.save(make_block(0), late, wait=True)
+        ready = LateBytes(1)
+        ready.is_ready = True
+        disk.save(make_block(1), ready, wait=True)
+        disk.save(make_block(2), LateBytes(2), wait=True)  # is not asked for
     exports = disk.store.exports
     assert exports is not None
-    assert exports.get(key) is not None
-    # What is written through does not wait, though movements are asked to.
-    with disk.exporting([], stores=True):
-        assert [data.num_waits for data in save(disk, 4, wait=True)] == [0] * 4
+    assert [key in exports for key in keys] == [True, True, False, False]
+    late.arrive()
+    for number in range(2):
+        record, out = exports.get(keys[number]), bytearray(PAYLOAD_BYTES)
+        assert record is not None
+        assert unpack(keys[number], make_block(number), memoryview(record), memoryview(out))
+        assert out == payload_of(number)
+    store.flush()
+    assert found(store, 4) == []
 
 
 def test_a_reset_forgets_what_was_to_come(disk: DiskBlocks, store: PrefixStore) -> None:

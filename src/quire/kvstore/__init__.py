@@ -1,6 +1,6 @@
 """Published blocks outside memory, with their digests and checksums: on disk, in a remote store, from other engines.
 
 Reading order: record; folder, lmdb_tables, lmdb_file, prefix_store (disk); circuit_breaker, source_pool,
-redis_connection, remote_store (remote); exports, transfer_wire, transfer_server, peers (engines); block_store,
-disk_blocks. `execution` and `engine` may import this package.
+redis_connection, remote_store (remote); arriving, exports, transfer_wire, transfer_server, peers (engines);
+block_store, disk_blocks. `execution` and `engine` may import this package.
 """

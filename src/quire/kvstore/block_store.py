@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
+from quire.kvstore.arriving import ArrivingBytes, bytes_of
 from quire.kvstore.exports import ExportTable
 from quire.kvstore.prefix_store import PrefixStore
 from quire.kvstore.record import record_key, unpack
@@ -79,8 +80,6 @@ class TieredStore:
 
     Attributes:
         arrived: records from afar by their keys; those that are not fetched are dropped by whoever put them there.
-        wanted: keys of the blocks that are exported when they are saved.
-        stores: False while saved blocks are only exported.
     """
 
     def __init__(
@@ -97,8 +96,6 @@ class TieredStore:
         self.remote = remote
         self.exports = exports
         self.arrived: dict[bytes, Arrival] = {}
-        self.wanted: set[bytes] = set()
-        self.stores = True
 
     @property
     def capacity(self) -> int:
@@ -135,17 +132,28 @@ class TieredStore:
         return self.disk is not None and self.disk.fetch(block, out)
 
     def save(self, block: StoredBlock, payload: memoryview, *, wait: bool = False) -> None:
-        """Queue a block for writing to all stores, and export it where that is wanted."""
-        if self.exports is not None and self.wanted:
-            key = record_key(self.identity, block)
-            if key in self.wanted:
-                self.exports.put(key, block, payload)
-        if not self.stores:
-            return
+        """Queue a block for writing to all stores."""
         if self.disk is not None:
             self.disk.save(block, payload, wait=wait)
         if self.remote is not None and (not wait or self.remote.has_room(ROOM_S)):
             self.remote.save(block, payload)
+
+    def export(self, block: StoredBlock, data: ArrivingBytes, num_bytes: int) -> None:
+        """Keep a block for other engines.
+
+        Args:
+            block: identity of the block.
+            data: its bytes; where they are there already they are copied, and may be those of a cache.
+            num_bytes: number of them.
+        """
+        if self.exports is None:
+            return
+        key = record_key(self.identity, block)
+        if data.is_ready:
+            arrived = data.wait()
+            self.exports.put(key, block, bytes_of(arrived))
+        else:
+            self.exports.put_arriving(key, block, num_bytes, data)
 
     def touch(self, blocks: Iterable[StoredBlock]) -> None:
         """Mark the blocks on disk as used."""

@@ -6,27 +6,16 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from ctypes import c_ubyte
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from quire.kvstore.arriving import ArrivingBytes, bytes_of
 from quire.kvstore.block_store import TieredStore
+from quire.kvstore.record import record_key
 from quire.memory.results import StoredBlock
 
 logger = logging.getLogger(__name__)
-
-
-class ArrivingBytes(Protocol):
-    """Bytes of a block on their way to the memory of the host."""
-
-    @property
-    def is_ready(self) -> bool:
-        """True once they are there."""
-
-    def wait(self) -> Tensor:
-        """Return them, uint8 [bytes of the block], once they are there."""
 
 
 class DiskBlocks:
@@ -43,6 +32,8 @@ class DiskBlocks:
     def __init__(self, store: TieredStore, block_bytes: Sequence[int]) -> None:
         self.store = self._store = store
         self._may_wait = True
+        # Keys of the blocks that are exported, while blocks are saved for other engines only.
+        self._exported: set[bytes] | None = None
         self._block_bytes = tuple(block_bytes)
         self._fetched: dict[int, Tensor] = {}
         self._next_ticket = 0
@@ -65,7 +56,7 @@ class DiskBlocks:
             The ticket of its bytes; None where the block is missing or damaged.
         """
         data = torch.empty(self._block_bytes[block.group_idx], dtype=torch.uint8)
-        if not self._store.fetch(block, _bytes_of(data)):
+        if not self._store.fetch(block, bytes_of(data)):
             return None
         self._next_ticket += 1
         self._fetched[self._next_ticket] = data
@@ -86,12 +77,16 @@ class DiskBlocks:
         Args:
             block: identity of the block.
             data: its bytes.
-            wait: see `PrefixStore.save`; then, and where the block is exported, this waits for the bytes too.
+            wait: see `PrefixStore.save`; then this waits for the bytes too.
         """
+        if self._exported is not None:
+            if record_key(self._store.identity, block) in self._exported:
+                self._store.export(block, data, self._block_bytes[block.group_idx])
+            return
         may_wait = wait and self._may_wait
-        if may_wait or self._store.wanted:
+        if may_wait:
             arrived = data.wait()
-            self._store.save(block, _bytes_of(arrived), wait=may_wait)
+            self._store.save(block, bytes_of(arrived), wait=True)
             return
         self._arriving.append((block, data))
         self.save_arrived()
@@ -114,21 +109,20 @@ class DiskBlocks:
                 arriving.clear()
                 return
             arriving.popleft()
-            self._store.save(block, _bytes_of(arrived))
+            self._store.save(block, bytes_of(arrived))
 
     @contextmanager
-    def exporting(self, keys: Iterable[bytes], *, stores: bool) -> Iterator[None]:
-        """Export blocks that are saved meanwhile, while nothing waits for a store.
+    def copying_out(self, exports: Iterable[bytes] | None) -> Iterator[None]:
+        """Save blocks meanwhile without a wait for a store, or export them in place of that.
 
         Args:
-            keys: keys of the records to export.
-            stores: True to write them to the stores as well.
+            exports: keys of the records to export, where nothing is to be saved; None to save all blocks.
         """
-        self._may_wait, self._store.wanted, self._store.stores = False, set(keys), stores
+        self._may_wait, self._exported = False, None if exports is None else set(exports)
         try:
             yield
         finally:
-            self._may_wait, self._store.wanted, self._store.stores = True, set(), True
+            self._may_wait, self._exported = True, None
 
     @property
     def capacity(self) -> int:
@@ -150,8 +144,3 @@ class DiskBlocks:
         self._fetched.clear()
         self.save_arrived(wait=True)
         self._store.close()
-
-
-def _bytes_of(data: Tensor) -> memoryview:
-    """Return a tensor's own bytes; valid as long as the tensor is."""
-    return memoryview((c_ubyte * data.numel()).from_address(data.data_ptr())).cast("B")

@@ -1,34 +1,69 @@
-"""Blocks of finished prompts that other engines may fetch: records in memory, for a while."""
+"""Blocks of finished prompts that other engines may fetch: records in memory, for a while.
+
+A prompt of an 8B model has a gigabyte of them. They may be on their way from a GPU, behind a step that runs there; so
+the engine neither waits for them nor computes checksums: a thread makes the records, and who asks for one waits for it.
+"""
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from time import monotonic
 from typing import NamedTuple
 
-from quire.kvstore.record import pack, seal
+from quire.kvstore.arriving import ArrivingBytes, bytes_of
+from quire.kvstore.record import pack, seal, size_of
 from quire.memory.results import StoredBlock
 
+logger = logging.getLogger(__name__)
 
-class Export(NamedTuple):
+# Longest wait for the thread at the end, in seconds.
+JOIN_S = 5.0
+
+
+class Export:
     """A record that other engines may fetch.
 
     Args:
-        record: its bytes, with their checksum.
+        num_bytes: its bytes.
         expires_s: time at which it is dropped.
+
+    Attributes:
+        record: its bytes, with their checksum; None until these are there.
+        is_settled: True once they are, or will never be.
     """
 
-    record: bytearray
-    expires_s: float
+    __slots__ = ("expires_s", "is_settled", "num_bytes", "record")
+
+    def __init__(self, num_bytes: int, expires_s: float) -> None:
+        self.num_bytes, self.expires_s = num_bytes, expires_s
+        self.record: bytearray | None = None
+        self.is_settled = False
+
+
+class UnsealedExport(NamedTuple):
+    """The work on a record.
+
+    Args:
+        key: key of the record.
+        export: entry of the table that gets it.
+        block: identity of the block.
+        data: bytes of the block, or the record without its checksum.
+    """
+
+    key: bytes
+    export: Export
+    block: StoredBlock
+    data: ArrivingBytes | bytearray
 
 
 class ExportTable:
     """Records by their keys, up to a number of bytes and an age; the oldest make room. Any thread may call it.
 
     Args:
-        max_bytes: limit of the records' bytes.
+        max_bytes: limit of the records' bytes, those to come included.
         ttl_s: age at which a record is dropped.
         clock: clock in seconds.
     """
@@ -37,39 +72,86 @@ class ExportTable:
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
         self._clock = clock
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._exports: OrderedDict[bytes, Export] = OrderedDict()
+        self._unsealed: deque[UnsealedExport] = deque()
         self._num_bytes = 0
+        self._sealer: threading.Thread | None = None
+        self._is_closed = False
 
     def put(self, key: bytes, block: StoredBlock, payload: memoryview) -> None:
-        """Add a record, or prolong its life; it is left out where it alone is too large."""
-        with self._lock:
+        """Add a block whose bytes are copied here, or prolong its life.
+
+        It is left out where it alone is too large.
+        """
+        self._put(key, block, len(payload), lambda: pack(block, payload))
+
+    def put_arriving(self, key: bytes, block: StoredBlock, num_bytes: int, data: ArrivingBytes) -> None:
+        """Add a block whose bytes are there later; see `put`.
+
+        Args:
+            key: key of the record.
+            block: identity of the block.
+            num_bytes: number of its bytes.
+            data: the bytes, which nobody changes once they are there.
+        """
+        self._put(key, block, num_bytes, lambda: data)
+
+    def _put(
+        self, key: bytes, block: StoredBlock, payload_bytes: int, take: Callable[[], ArrivingBytes | bytearray]
+    ) -> None:
+        with self._changed:
             known = self._exports.pop(key, None)
+            num_bytes = size_of(block, payload_bytes)
             if known is not None:
-                self._num_bytes -= len(known.record)
-                record = known.record
-            else:
-                record = pack(block, payload)
-                seal(key, record)
-            self._make_room(len(record))
-            if len(record) <= self._max_bytes:
-                self._exports[key] = Export(record, self._clock() + self._ttl_s)
-                self._num_bytes += len(record)
+                self._num_bytes -= known.num_bytes
+            self._make_room(num_bytes)
+            if num_bytes > self._max_bytes or self._is_closed:
+                return
+            expires_s = self._clock() + self._ttl_s
+            if known is None:
+                known = Export(num_bytes, expires_s)
+                self._unsealed.append(UnsealedExport(key, known, block, take()))
+                if self._sealer is None:
+                    self._sealer = threading.Thread(target=self._seal_all, name="kv-exports", daemon=True)
+                    self._sealer.start()
+                self._changed.notify_all()
+            known.expires_s = expires_s
+            self._exports[key] = known
+            self._num_bytes += num_bytes
 
     def get(self, key: bytes) -> bytearray | None:
-        """Return a record, None where there is none."""
-        with self._lock:
+        """Return a record, None where there is none; this waits for one that is being made."""
+        with self._changed:
             self._make_room(0)
-            found = self._exports.get(key)
-            return None if found is None else found.record
+            export = self._exports.get(key)
+            if export is None:
+                return None
+            self._changed.wait_for(lambda: export.is_settled, max(0.0, export.expires_s - self._clock()))
+            return export.record
+
+    def __contains__(self, key: bytes) -> bool:
+        """Return whether there is a record, or will be."""
+        with self._changed:
+            self._make_room(0)
+            return key in self._exports
 
     def reset(self) -> None:
         """Drop all records."""
-        with self._lock:
-            self._exports.clear()
-            self._num_bytes = 0
+        with self._changed:
+            while self._exports:
+                self._drop(next(iter(self._exports)))
+            self._unsealed.clear()
+            self._changed.notify_all()
 
-    close = reset
+    def close(self) -> None:
+        """Drop all records, and end the thread; what is put later is left out."""
+        self.reset()
+        with self._changed:
+            self._is_closed, sealer = True, self._sealer
+            self._changed.notify_all()
+        if sealer is not None:
+            sealer.join(JOIN_S)
 
     @property
     def num_bytes(self) -> int:
@@ -79,6 +161,38 @@ class ExportTable:
     def __len__(self) -> int:
         return len(self._exports)
 
+    def _seal_all(self) -> None:
+        """Make records until the table is closed."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._unsealed or self._is_closed)
+                if self._is_closed:
+                    return
+                work = self._unsealed.popleft()
+            key, export = work.key, work.export
+            record: bytearray | None = None
+            try:
+                record = self._seal(work)
+            except RuntimeError as error:  # of the device, from which nothing more comes
+                logger.warning("a block for other engines is lost: %s", error)
+            with self._changed:
+                if self._exports.get(key) is export:
+                    export.record, export.is_settled = record, True
+                    if record is None:
+                        self._drop(key)
+                    self._changed.notify_all()
+
+    def _seal(self, work: UnsealedExport) -> bytearray | None:
+        """Return a record with its checksum; None for one that was dropped meanwhile."""
+        if work.export.is_settled:
+            return None
+        record = work.data
+        if not isinstance(record, bytearray):
+            arrived = record.wait()
+            record = pack(work.block, bytes_of(arrived))
+        seal(work.key, record)
+        return record
+
     def _make_room(self, num_bytes: int) -> None:
         """Drop records whose time is over, and the oldest until so many bytes fit; the caller has the lock."""
         now = self._clock()
@@ -86,5 +200,10 @@ class ExportTable:
             key, export = next(iter(self._exports.items()))
             if export.expires_s > now and self._num_bytes + num_bytes <= self._max_bytes:
                 return
-            del self._exports[key]
-            self._num_bytes -= len(export.record)
+            self._drop(key)
+            self._changed.notify_all()
+
+    def _drop(self, key: bytes) -> None:
+        export = self._exports.pop(key)
+        export.is_settled = True
+        self._num_bytes -= export.num_bytes

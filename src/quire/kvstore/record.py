@@ -41,6 +41,11 @@ def record_bytes(block_bytes: int) -> int:
     return _HEADER.size + MOST_CONTENT_BYTES + block_bytes + _CHECKSUM.size
 
 
+def size_of(block: StoredBlock, payload_bytes: int) -> int:
+    """Return the bytes of a block's record, of which the payload has so many."""
+    return _HEADER.size + len(block.tokens) + payload_bytes + _CHECKSUM.size
+
+
 def read_key(key: bytes) -> tuple[int, bytes]:
     """Return group and digest of the block that a record's key names."""
     return _GROUP.unpack_from(key, IDENTITY_BYTES)[0], key[IDENTITY_BYTES + _GROUP.size :]

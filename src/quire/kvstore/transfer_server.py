@@ -158,7 +158,7 @@ class TransferServer:
             raise TransferError(f"it asks for operation {operation} on {count} keys")
         keys = split_keys(receive(connection, count * KEY_BYTES))
         if operation == WHICH:
-            connection.sendall(bytes(self._exports.get(self._identity + key) is not None for key in keys))
+            connection.sendall(bytes(self._identity + key in self._exports for key in keys))
             return
         for key in keys:
             record = self._exports.get(self._identity + key)

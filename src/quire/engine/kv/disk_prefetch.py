@@ -153,9 +153,9 @@ class DiskPrefetcher:
             The blocks that were copied.
         """
         ops = self._disk_tier.exporting_ops(chain, num_blocks, wants)
-        keys = [record_key(self._disk.store.identity, block) for block in ops.saves] if exports else []
+        keys = [record_key(self._disk.store.identity, block) for block in ops.saves] if exports else None
         try:
-            with self._disk.exporting(keys, stores=not exports):
+            with self._disk.copying_out(keys):
                 executor.move(ops)
         except WorkerError as error:
             logger.warning("blocks could not be copied out: %s", error)
