@@ -47,7 +47,7 @@ class RowLayout:
         """Return the position of each row, int64 [T] on the host."""
         if self._kernels is None:
             return _tensor(array("q", chain.from_iterable(map(range, self._starts, self._ends))))
-        positions = torch.empty(self._num_rows, dtype=torch.int64)
+        positions = _zeros(self._num_rows)
         self._kernels.positions(len(self._starts), *map(_address, (self._starts, self._ends)), positions.data_ptr())
         return positions
 
@@ -64,7 +64,7 @@ class RowLayout:
             for table, number in zip(tables, num_blocks, strict=True):
                 ids += table[:number]
             return LaidBlocks(_tensor(ids), _tensor(array("q", self._slots(tables, block_size))))
-        block_ids, slots = (torch.empty(count, dtype=torch.int64) for count in (sum(num_blocks), self._num_rows))
+        block_ids, slots = _zeros(sum(num_blocks)), _zeros(self._num_rows)
         addresses = array("Q", map(_address, tables))
         rows = map(_address, (self._starts, self._ends, addresses))
         self._kernels.slots(len(tables), *rows, block_size, block_ids.data_ptr(), slots.data_ptr())
@@ -81,6 +81,11 @@ def layout_kernels() -> RowLayoutKernels | None:
     """Return the compiled code; None where Quire was installed without any."""
     library = find_library()
     return None if isinstance(library, str) else library.row_layout
+
+
+def _zeros(count: int) -> Tensor:
+    """Return zeros as int64 in memory of Python's, which is not counted as a device's."""
+    return torch.frombuffer(bytearray(8 * count), dtype=torch.int64) if count else torch.empty(0, dtype=torch.int64)
 
 
 def _tensor(numbers: array[int]) -> Tensor:

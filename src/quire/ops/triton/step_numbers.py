@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 # Numbers behind all others: how many shared items there are, and zeros, as sections begin at multiples of 16 bytes.
 COUNT: Final = 4
+NUMBER_BYTES: Final = 4
 
 
 class StepCut(NamedTuple):
@@ -150,7 +151,7 @@ def number_work(batch: AttentionBatch, cut: StepCut, kernels: StepWorkKernels | 
     needed = 2 * ITEM * len(lens) + 1024
     numbers = torch.empty(0, dtype=torch.int32)
     while needed > numbers.numel():
-        numbers = torch.empty(needed, dtype=torch.int32)
+        numbers = torch.frombuffer(bytearray(needed * NUMBER_BYTES), dtype=torch.int32)
         needed = kernels.plan(rows, how, rule, numbers.data_ptr(), numbers.numel(), counts)
     return StepNumbers(
         counts.num_few,
