@@ -114,9 +114,9 @@ class BatchBuilder:
         input_ids = self._placed(chain.from_iterable([item.token_ids for item in items]))
         starts = [item.start for item in items]
         context_lens = list(map(add, starts, counts))
-        layout = None
-        if row_starts[-1] > len(items):
-            layout = RowLayout(starts, context_lens, layout_kernels())
+        # A decode is one row, for which loops are as fast.
+        kernels = layout_kernels() if row_starts[-1] > len(items) else None
+        layout = None if kernels is None else RowLayout(starts, context_lens, kernels)
         groups: list[AttentionBatch | StateBatch] = []
         for group_idx in range(len(self._caches)) if groups_of is None else groups_of:
             cache = self._caches[group_idx]
@@ -126,7 +126,7 @@ class BatchBuilder:
                     groups.append(self._attention(cache, tables, row_starts, starts, context_lens, layout))
                 case StateCacheShape():
                     groups.append(self._states(tables, items, row_starts))
-        positions = starts if layout is None else layout.positions()
+        positions = layout.positions() if layout else chain.from_iterable(map(range, starts, context_lens))
         return Batch(input_ids, self._placed(positions), tuple(groups), row_starts)
 
     def lay_out_ends(
@@ -179,9 +179,13 @@ class BatchBuilder:
         slots: Tensor | list[int]
         if layout is not None:
             block_ids, slots = layout.blocks(ids, num_blocks, block_size)
-        else:  # one row each, in the last block
-            last = zip(ids, num_blocks, starts, strict=True)
-            slots = [table[number - 1] * block_size + start % block_size for table, number, start in last]
+        else:
+            spans = zip(ids, starts, context_lens, strict=True)
+            slots = [
+                table[position // block_size] * block_size + position % block_size
+                for table, start, end in spans
+                for position in range(start, end)
+            ]
             joined = array("q")
             for table, number in zip(ids, num_blocks, strict=True):
                 joined += table[:number]

@@ -1,14 +1,13 @@
-"""Positions, slots and block tables of a step's rows, one behind the other: by compiled code where there is some.
+"""Positions, slots and block tables of a step's rows, one behind the other, by compiled code.
 
-The loops over rows here are the slow twin of the compiled code, and what is used without it.
+The loops over rows in `BatchBuilder` are the slow twin, and what is used without it.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
-from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -36,17 +35,15 @@ class RowLayout:
     Args:
         starts: position of the first row of each sequence.
         ends: end of its rows.
-        kernels: compiled code; None for the slow twin.
+        kernels: compiled code.
     """
 
-    def __init__(self, starts: Sequence[int], ends: Sequence[int], kernels: RowLayoutKernels | None) -> None:
+    def __init__(self, starts: Sequence[int], ends: Sequence[int], kernels: RowLayoutKernels) -> None:
         self._starts, self._ends, self._kernels = array("q", starts), array("q", ends), kernels
         self._num_rows = sum(ends) - sum(starts)
 
     def positions(self) -> Tensor:
         """Return the position of each row, int64 [T] on the host."""
-        if self._kernels is None:
-            return _tensor(array("q", chain.from_iterable(map(range, self._starts, self._ends))))
         positions = _zeros(self._num_rows)
         self._kernels.positions(len(self._starts), *map(_address, (self._starts, self._ends)), positions.data_ptr())
         return positions
@@ -59,21 +56,11 @@ class RowLayout:
             num_blocks: number of these of each.
             block_size: N.
         """
-        if self._kernels is None:
-            ids = array("q")
-            for table, number in zip(tables, num_blocks, strict=True):
-                ids += table[:number]
-            return LaidBlocks(_tensor(ids), _tensor(array("q", self._slots(tables, block_size))))
         block_ids, slots = _zeros(sum(num_blocks)), _zeros(self._num_rows)
         addresses = array("Q", map(_address, tables))
         rows = map(_address, (self._starts, self._ends, addresses))
         self._kernels.slots(len(tables), *rows, block_size, block_ids.data_ptr(), slots.data_ptr())
         return LaidBlocks(block_ids, slots)
-
-    def _slots(self, tables: Sequence[array[int]], size: int) -> Iterator[int]:
-        for table, start, end in zip(tables, self._starts, self._ends, strict=True):
-            for position in range(start, end):
-                yield table[position // size] * size + position % size
 
 
 @cache
@@ -86,10 +73,6 @@ def layout_kernels() -> RowLayoutKernels | None:
 def _zeros(count: int) -> Tensor:
     """Return zeros as int64 in memory of Python's, which is not counted as a device's."""
     return torch.frombuffer(bytearray(8 * count), dtype=torch.int64) if count else torch.empty(0, dtype=torch.int64)
-
-
-def _tensor(numbers: array[int]) -> Tensor:
-    return torch.frombuffer(numbers, dtype=torch.int64) if numbers else torch.empty(0, dtype=torch.int64)
 
 
 def _address(numbers: array[int]) -> int:

@@ -1,4 +1,4 @@
-// The rows of a step laid out on the host, whatever computes it; the slow twin is `execution/row_layout.py`.
+// The rows of a step laid out on the host, whatever computes it; the slow twins are loops in `execution/batch.py`.
 #include <algorithm>
 
 #include "cache.h"

@@ -167,6 +167,7 @@ struct SharedItems {
   SharedItems(const std::vector<PrefixCandidate>& candidates, const std::vector<SharedRange>& ranges,
               const SharingRule& rule)
       : ends(candidates.size()), num_parts(candidates.size()) {
+    if (ranges.empty()) return;
     // Index behind the last member of each tile, by ranges.
     std::vector<std::vector<size_t>> tiles;
     int64_t num_tokens = 0;

@@ -69,7 +69,7 @@ QUIRE_EXPORT int64_t quire_plan_step(const StepRows* rows, const StepCut* cut, c
   }
   std::vector<SharedRange> ranges;
   if (!candidates.empty()) ranges = PrefixSearch(candidates, rows->block_ids, *rule).ranges();
-  SharedItems shared(candidates, ranges, rule ? *rule : SharingRule{1, 1, 1, 0, 0, 0, 0, 0, cut->splits});
+  SharedItems shared(candidates, ranges, rule ? *rule : SharingRule{});
 
   int64_t num_tokens = 0;
   for (size_t idx = 0; idx < few.size(); ++idx) {
