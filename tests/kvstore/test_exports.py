@@ -99,6 +99,21 @@ def test_who_waits_for_what_is_dropped_gets_nothing(ends: str) -> None:
     assert exports.get(KEYS[3]) is None
 
 
+def test_a_record_without_memory_costs_itself_only(
+    exports: ExportTable, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object) -> bytearray:
+        monkeypatch.undo()
+        raise MemoryError
+
+    monkeypatch.setattr("quire.kvstore.exports.pack", fails)
+    for number in range(2):
+        arriving(exports, number)
+    assert is_whole(exports.get(KEYS[1]), 1)
+    assert exports.get(KEYS[0]) is None
+    assert "a block for other engines is lost: no memory" in caplog.text
+
+
 def test_a_block_that_is_put_again_is_made_once(exports: ExportTable) -> None:
     late = arriving(exports, 0, waits=True)
     again = arriving(exports, 0)

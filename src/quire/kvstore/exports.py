@@ -173,8 +173,8 @@ class ExportTable:
             record: bytearray | None = None
             try:
                 record = self._seal(work)
-            except RuntimeError as error:  # of the device, from which nothing more comes
-                logger.warning("a block for other engines is lost: %s", error)
+            except (RuntimeError, MemoryError) as error:  # of the device, or of the host; others may still be made
+                logger.warning("a block for other engines is lost: %s", str(error) or "no memory")
             with self._changed:
                 if self._exports.get(key) is export:
                     export.record, export.is_settled = record, True
