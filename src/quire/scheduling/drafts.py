@@ -33,39 +33,45 @@ class DraftSlots:
         self._later_blocks: list[int] = []
         self._later_states: list[int] = []
 
-    def start_step(self, running: list[Sequence], spare: int) -> None:
-        """Compute the blocks that running sequences may need in this step; drafts of earlier sequences leave them free.
+    def propose(self, running: list[Sequence], pending_counts: list[int], spare: int) -> dict[int, tuple[int, ...]]:
+        """Let the drafter propose tokens for the sequences that decode; return them by position, where there are any.
 
         Args:
             running: all running sequences, in order.
+            pending_counts: their numbers of tokens to compute.
             spare: number of prompt tokens that the budget leaves.
         """
-        if self.drafter is None:
-            return
-        size, chunk = self._memory.block_size, max(spare, 1)
-        self._later_blocks = _sums_after([1 + min(sequence.num_pending, chunk) // size for sequence in running])
-        # A forked sequence copies the recurrent state that it shares.
-        self._later_states = _sums_after([len(sequence.request.sequences) > 1 for sequence in running])
+        assert self.drafter is not None
+        propose, proposals = self.drafter.propose, dict[int, tuple[int, ...]]()
+        for position, (sequence, pending) in enumerate(zip(running, pending_counts, strict=True)):
+            request, num_tokens = sequence.request, len(sequence.tokens)
+            limit = min(spare, sequence.max_tokens - num_tokens - 1)
+            if pending != 1 or limit < 1 or num_tokens == sequence.num_prompt:
+                continue
+            if request.params.strategy is None and request.search is None:
+                draft = propose(sequence, limit)
+                if draft:
+                    proposals[position] = tuple(draft)
+        if proposals:
+            # In this step, each later sequence may need so many blocks; a forked one copies the state that it shares.
+            size, chunk = self._memory.block_size, max(spare, 1)
+            self._later_blocks = _sums_after([1 + min(pending, chunk) // size for pending in pending_counts])
+            self._later_states = _sums_after([len(sequence.request.sequences) > 1 for sequence in running])
+        return proposals
 
-    def reserve(self, sequence: Sequence, position: int, spare: int) -> bool:
-        """Append slots for a sequence's next token and for drafts after it; False, without slots, where it gets none.
+    def reserve(self, sequence: Sequence, position: int, draft: tuple[int, ...]) -> bool:
+        """Append slots for a sequence's next token and for tokens after it; False, without slots, where it has none.
 
-        Drafts never cause a preemption, and never exceed the tokens that the sequence may still output.
+        Drafts never cause a preemption, and never go past the next snapshot of a state.
 
         Args:
-            sequence: sequence with one token to compute.
-            position: its position among the running sequences.
-            spare: number of tokens that are left in the budget.
+            sequence: sequence at a position.
+            position: its position among the running sequences, as they were for `propose`.
+            draft: the tokens that were proposed and fit into the budget.
         """
-        drafter, memory = self.drafter, self._memory
-        if drafter is None or sequence.request.params.strategy is not None or sequence.request.search is not None:
-            return False
-        num_tokens = len(sequence.tokens)
-        limit = min(spare, sequence.max_tokens - num_tokens - 1)
-        if limit < 1 or num_tokens == sequence.num_prompt:
-            return False
-        limit = memory.step_limit(sequence.seq_id, 1 + limit) - 1
-        draft = tuple(drafter.propose(sequence, limit)) if limit > 0 else ()
+        memory = self._memory
+        if draft:
+            draft = draft[: memory.step_limit(sequence.seq_id, 1 + len(draft)) - 1]
         if not draft or not memory.arena.fits(self._blocks_needed(len(draft), position)):
             return False
         if not memory.append_slots((sequence.seq_id,), 1, lookahead=len(draft)):

@@ -20,7 +20,7 @@ from quire.errors import InvalidParameter, InvariantViolation, PromptTooLong
 from quire.memory.manager import KVCacheManager
 from quire.memory.results import NO_OPS, MemoryOps
 from quire.scheduling.admission import Admission, check_can_ever_fit
-from quire.scheduling.beam_groups import append_to_group, beam_groups_of, lockstep_groups
+from quire.scheduling.beam_groups import append_to_group, beam_groups_of, lockstep_group
 from quire.scheduling.drafts import DraftSlots
 from quire.scheduling.edits import SequenceEdits, SequenceEvent
 from quire.scheduling.plan import BeamGroup, Candidate, ItemResult, NewSequence, ScheduledSequence, StepPlan
@@ -273,42 +273,45 @@ class Scheduler:
         spare = self.max_num_batched_tokens - num_decoding - leaves_room
         if num_decoding and self.chunk_tokens is not None:
             spare = min(spare, self.chunk_tokens)
-        num_leading = self._num_leading_decodes(pending_counts, num_decoding)
-        num_served = memory.append_slots([sequence.seq_id for sequence in running[:num_leading]])
-        scheduled = dict.fromkeys(running[:num_served], 1)
-        if num_served == len(running):
-            return scheduled, spare + leaves_room
-        self.drafts.start_step(running, spare)
+        proposals = self.drafts.propose(running, pending_counts, spare) if self.drafter and not leaves_room else {}
+        is_single = self._find_singles(pending_counts, proposals)
+        scheduled, position = dict[Sequence, int](), 0
         # A preemption during the loop removes only sequences after the group.
-        for position, group in lockstep_groups(running, num_served):
-            first = group[0]
-            pending = first.num_pending
-            if pending == 1 and not leaves_room and self.drafts.reserve(first, position, spare):
+        while position < len(running):
+            decodes = running[position : is_single.index(True, position)]
+            if decodes:
+                num_served = memory.append_slots([sequence.seq_id for sequence in decodes])
+                scheduled |= dict.fromkeys(decodes[:num_served], 1)
+                position += num_served
+                if position == len(running):
+                    break
+            group = lockstep_group(running[position])
+            first, pending = group[0], group[0].num_pending
+            if position in proposals and self.drafts.reserve(first, position, proposals[position][: max(spare, 0)]):
                 spare -= len(first.draft)
                 scheduled[first] = 1
-                continue
-            count = 1 if pending == 1 else memory.step_limit(first.seq_id, min(pending, spare))
-            count = self._append_or_preempt(group, count, position)
-            if pending > 1:
-                spare -= count
-            if count:
-                scheduled |= dict.fromkeys(group, count)
+            else:
+                count = 1 if pending == 1 else memory.step_limit(first.seq_id, min(pending, spare))
+                count = self._append_or_preempt(group, count, position)
+                if pending > 1:
+                    spare -= count
+                if count:
+                    scheduled |= dict.fromkeys(group, count)
+            position += len(group)
         return scheduled, spare + leaves_room
 
-    def _num_leading_decodes(self, pending_counts: list[int], num_decoding: int) -> int:
-        """Return the number of leading running sequences to which one call appends a slot each.
+    def _find_singles(self, pending_counts: list[int], proposals: Iterable[int]) -> list[bool]:
+        """Return which running sequences get their slots by a call of their own, and True behind the last one.
 
-        These sequences decode, belong to no beam search and have no drafts.
+        The others decode, belong to no beam search and have no drafts; those that follow each other share a call.
         """
-        if self.drafter is not None:
-            return 0
-        num_leading = num_decoding
-        if num_decoding < len(pending_counts):
-            num_leading = next(idx for idx, count in enumerate(pending_counts) if count != 1)
+        is_single = [count != 1 for count in pending_counts]
+        for position in proposals:
+            is_single[position] = True
         if self._registry.num_searches:
-            leading = enumerate(self.running[:num_leading])
-            num_leading = next((idx for idx, sequence in leading if sequence.request.search is not None), num_leading)
-        return num_leading
+            for position, sequence in enumerate(self.running):
+                is_single[position] |= sequence.request.search is not None
+        return [*is_single, True]
 
     def _append_or_preempt(self, group: list[Sequence], count: int, position: int) -> int:
         """Append `count` slots to each sequence of a group, where needed after preempting sequences not scheduled yet.
