@@ -20,6 +20,7 @@ from quire.errors import ConfigError, InvalidParameter, UnsupportedFeature
 from quire.kvstore.transfer_stats import TransferStats
 from quire.memory import check
 from tests.conformance.conftest import Reference, make_reference
+from tests.engine.test_disk_cache import have_blocks_arrive_late
 from tests.kvstore.servers import Answer, free_port, relay
 from tests.waiting import wait_for
 
@@ -137,7 +138,7 @@ def test_blocks_that_arrive_late_are_those_of_their_turn(
             assert has_arrived.wait(WAIT_S)
             return self._tensor
 
-    monkeypatch.setattr("quire.execution.block_copies.HostCopy", LateCopy)
+    have_blocks_arrive_late(monkeypatch, LateCopy)
     producer = start("kv_producer", num_kv_blocks=40)
     handed = prefill(producer)
     for name in ("Tom", "Anna"):

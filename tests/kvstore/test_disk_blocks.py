@@ -36,6 +36,10 @@ class LateBytes:
         if not waits:
             self._arrived.set()
 
+    def begin(self) -> LateBytes:
+        """Begin to fetch them."""
+        return self
+
     def arrive(self) -> None:
         """Have them arrive."""
         self._arrived.set()
@@ -46,7 +50,7 @@ class LateBytes:
         if self._fails:
             raise RuntimeError("the device is lost")
         self.is_ready = True
-        return torch.frombuffer(bytearray(payload_of(self._number)), dtype=torch.uint8)
+        return row_of(self._number)
 
 
 @pytest.fixture
@@ -61,11 +65,16 @@ def disk(store: PrefixStore) -> DiskBlocks:
     return DiskBlocks(TieredStore(b"k" * 32, IDENTITY, store, None, ExportTable(1 << 20, 60.0)), [PAYLOAD_BYTES])
 
 
+def row_of(number: int) -> Tensor:
+    """Return the bytes of a block, in memory that may be written over."""
+    return torch.frombuffer(bytearray(payload_of(number)), dtype=torch.uint8)
+
+
 def save(disk: DiskBlocks, count: int, *, wait: bool = False) -> list[LateBytes]:
     """Save the first blocks, whose bytes are still to come."""
     late = [LateBytes(number) for number in range(count)]
     for number, data in enumerate(late):
-        disk.save(make_block(number), data, wait=wait)
+        disk.save(make_block(number), data.begin, wait=wait)
     return late
 
 
@@ -81,7 +90,7 @@ def test_blocks_are_written_in_turn_once_their_bytes_have_arrived(disk: DiskBloc
     store.flush()
     assert found(store, 4) == [0]
     late[1].is_ready = True
-    disk.save(make_block(4), LateBytes(4))
+    disk.save(make_block(4), LateBytes(4).begin)
     store.flush()
     assert found(store, 5) == [0, 1, 2]
     assert [data.num_waits for data in late] == [1, 1, 1, 0]
@@ -107,15 +116,59 @@ def test_a_save_that_may_wait_is_not_put_off(disk: DiskBlocks, store: PrefixStor
     assert found(store, 4) == [0, 1]
 
 
+def test_a_row_of_the_host_is_saved_before_it_is_written_over(disk: DiskBlocks, store: PrefixStore) -> None:
+    late = save(disk, 1)
+    row = row_of(1)
+    with disk.copying_out(None):
+        disk.save(make_block(1), row, wait=True)
+    row.zero_()
+    late[0].is_ready = True
+    disk.save_arrived()
+    store.flush()
+    assert found(store, 2) == [0, 1]
+
+
+def test_no_more_bytes_are_on_their_way_than_the_limit(
+    disk: DiskBlocks, store: PrefixStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.kvstore.disk_blocks.MOST_ARRIVING_BYTES", 2 * PAYLOAD_BYTES)
+    begun: list[int] = []
+
+    def saved_later(number: int) -> LateBytes:
+        late = LateBytes(number)
+
+        def begin() -> LateBytes:
+            begun.append(number)
+            return late
+
+        disk.save(make_block(number), begin)
+        return late
+
+    late = [saved_later(number) for number in range(3)]
+    assert (begun, store.stats.num_dropped) == ([0, 1], 1)
+    late[0].is_ready = True
+    saved_later(3)
+    assert (begun, store.stats.num_dropped) == ([0, 1, 3], 1)
+    disk.save_arrived(wait=True)
+    for number in (4, 5):
+        saved_later(number)
+    disk.reset()
+    saved_later(2)
+    disk.save_arrived(wait=True)
+    store.flush()
+    assert (begun, found(store, 6)) == ([0, 1, 3, 4, 5, 2], [2])
+
+
 def test_an_export_is_put_off_and_written_nowhere(disk: DiskBlocks, store: PrefixStore) -> None:
     keys = [record_key(IDENTITY, make_block(number)) for number in range(4)]
     late = LateBytes(0, waits=True)
     with disk.copying_out(keys[:2]):
-        disk.save(make_block(0), late, wait=True)
-        ready = LateBytes(1)
-        ready.is_ready = True
-        disk.save(make_block(1), ready, wait=True)
-        disk.save(make_block(2), LateBytes(2), wait=True)  # is not asked for
+        disk.save(make_block(0), late.begin, wait=True)
+        row = row_of(1)
+        disk.save(make_block(1), row, wait=True)
+        row.zero_()
+        others = LateBytes(2)
+        disk.save(make_block(2), others.begin, wait=True)  # is not asked for
     exports = disk.store.exports
     assert exports is not None
     assert [key in exports for key in keys] == [True, True, False, False]
@@ -144,8 +197,8 @@ def test_a_device_that_fails_costs_what_was_to_come_from_it_and_nothing_else(
     disk: DiskBlocks, store: PrefixStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(disk, 1)[0].is_ready = True
-    disk.save(make_block(1), LateBytes(1, fails=True))
-    disk.save(make_block(2), LateBytes(2))
+    disk.save(make_block(1), LateBytes(1, fails=True).begin)
+    disk.save(make_block(2), LateBytes(2).begin)
     disk.save_arrived(wait=True)
     assert "2 blocks are not saved: the device is lost" in caplog.text
     store.flush()

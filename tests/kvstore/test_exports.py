@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -27,7 +28,7 @@ def exports() -> Iterator[ExportTable]:
 def arriving(exports: ExportTable, number: int, **options: bool) -> LateBytes:
     """Put a block whose bytes are there later."""
     data = LateBytes(number, **options)
-    exports.put_arriving(KEYS[number], make_block(number), PAYLOAD_BYTES, data)
+    exports.put_arriving(KEYS[number], make_block(number), PAYLOAD_BYTES, data.begin)
     return data
 
 
@@ -112,6 +113,19 @@ def test_a_record_without_memory_costs_itself_only(
     assert is_whole(exports.get(KEYS[1]), 1)
     assert exports.get(KEYS[0]) is None
     assert "a block for other engines is lost: no memory" in caplog.text
+
+
+def test_bytes_of_a_dropped_record_are_not_kept_for_its_turn(exports: ExportTable) -> None:
+    first = arriving(exports, 0, waits=True)
+    second = weakref.ref(arriving(exports, 1))
+    exports.put(KEYS[2], make_block(2), payload_of(2))
+    exports._max_bytes = exports.num_bytes
+    assert second() is not None
+    for number in (3, 4):
+        exports.put(KEYS[number], make_block(number), payload_of(number))
+    assert second() is None
+    first.arrive()
+    assert [is_whole(exports.get(KEYS[number]), number) for number in range(5)] == [False, False, True, True, True]
 
 
 def test_a_block_that_is_put_again_is_made_once(exports: ExportTable) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from quire.execution.kv_storage import Storage
 from quire.execution.pinned import HostCopy, placed
+from quire.kvstore.arriving import ArrivingBytes
 from quire.kvstore.disk_blocks import DiskBlocks
 from quire.memory.results import BlockCopy, StoredBlock, Tier
 
@@ -92,7 +94,7 @@ class BlockCopier:
             row.copy_(placed(disk.take(copy.src_id), row.device))
         else:
             row = self._rows[copy.src_tier][copy.group_idx][copy.src_id]
-            disk.save(saves[copy.dst_id], HostCopy(row), wait=wait)
+            disk.save(saves[copy.dst_id], bytes_to_save(row, copy.src_tier), wait=wait)
 
     def measure_copies(self) -> float | None:
         """Return the bytes that move between the tiers in a second, None without a host tier.
@@ -114,6 +116,11 @@ class BlockCopier:
                 torch.cuda.synchronize(self._device)
             elapsed = time.perf_counter() - started
         return 2 * count * block_bytes / max(elapsed, 1e-9)
+
+
+def bytes_to_save(row: Tensor, tier: Tier) -> Tensor | Callable[[], ArrivingBytes]:
+    """Return what saves a block: of a GPU a function that queues a copy; else its row, until the next copy."""
+    return partial(HostCopy, row) if tier is Tier.DEVICE and row.is_cuda else row
 
 
 def _rows_of(memory: Tensor, row_bytes: int) -> Tensor:

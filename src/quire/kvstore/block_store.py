@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
+
+from torch import Tensor
 
 from quire.kvstore.arriving import ArrivingBytes, bytes_of
 from quire.kvstore.exports import ExportTable
@@ -138,22 +140,27 @@ class TieredStore:
         if self.remote is not None and (not wait or self.remote.has_room(ROOM_S)):
             self.remote.save(block, payload)
 
-    def export(self, block: StoredBlock, data: ArrivingBytes, num_bytes: int) -> None:
+    def export(self, block: StoredBlock, data: Tensor | Callable[[], ArrivingBytes], num_bytes: int) -> None:
         """Keep a block for other engines.
 
         Args:
             block: identity of the block.
-            data: its bytes; where they are there already they are copied, and may be those of a cache.
+            data: its bytes, which are copied; or a function that begins to fetch them.
             num_bytes: number of them.
         """
         if self.exports is None:
             return
         key = record_key(self.identity, block)
-        if data.is_ready:
-            arrived = data.wait()
-            self.exports.put(key, block, bytes_of(arrived))
+        if isinstance(data, Tensor):
+            self.exports.put(key, block, bytes_of(data))
         else:
             self.exports.put_arriving(key, block, num_bytes, data)
+
+    def drop(self) -> None:
+        """Count a block that is not saved, since too many bytes are on their way here."""
+        for store in (self.disk, self.remote):
+            if store is not None:
+                store.drop()
 
     def touch(self, blocks: Iterable[StoredBlock]) -> None:
         """Mark the blocks on disk as used."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -16,6 +17,10 @@ from quire.kvstore.record import record_key
 from quire.memory.results import StoredBlock
 
 logger = logging.getLogger(__name__)
+
+# Limit of the bytes that are on their way from a device to be saved, which are pinned memory; stores have limits of
+# their own for what has arrived.
+MOST_ARRIVING_BYTES: Final = 256 << 20
 
 
 class DiskBlocks:
@@ -39,6 +44,7 @@ class DiskBlocks:
         self._next_ticket = 0
         # Blocks to save, in the order in which their bytes arrive.
         self._arriving: deque[tuple[StoredBlock, ArrivingBytes]] = deque()
+        self._arriving_bytes = 0
 
     @property
     def key(self) -> bytes:
@@ -71,12 +77,12 @@ class DiskBlocks:
         for ticket in tickets:
             self._fetched.pop(ticket, None)
 
-    def save(self, block: StoredBlock, data: ArrivingBytes, *, wait: bool = False) -> None:
-        """Queue a block for writing, at once where its bytes have arrived, else once they have.
+    def save(self, block: StoredBlock, data: Tensor | Callable[[], ArrivingBytes], *, wait: bool = False) -> None:
+        """Queue a block for writing, at once where its bytes are there, else once they have arrived.
 
         Args:
             block: identity of the block.
-            data: its bytes.
+            data: its bytes, which others may write over afterwards; or a function that begins to fetch them.
             wait: see `PrefixStore.save`; then this waits for the bytes too.
         """
         if self._exported is not None:
@@ -84,11 +90,24 @@ class DiskBlocks:
                 self._store.export(block, data, self._block_bytes[block.group_idx])
             return
         may_wait = wait and self._may_wait
-        if may_wait:
-            arrived = data.wait()
+        if isinstance(data, Tensor):
+            self._store.save(block, bytes_of(data), wait=may_wait)
+        elif may_wait:
+            arrived = data().wait()
             self._store.save(block, bytes_of(arrived), wait=True)
+        else:
+            self._save_later(block, data)
+
+    def _save_later(self, block: StoredBlock, fetch: Callable[[], ArrivingBytes]) -> None:
+        """Queue a block for writing once its bytes have arrived; drop it where too many others are on their way."""
+        num_bytes = self._block_bytes[block.group_idx]
+        if self._arriving_bytes + num_bytes > MOST_ARRIVING_BYTES:
+            self.save_arrived()
+        if self._arriving_bytes + num_bytes > MOST_ARRIVING_BYTES:
+            self._store.drop()
             return
-        self._arriving.append((block, data))
+        self._arriving.append((block, fetch()))
+        self._arriving_bytes += num_bytes
         self.save_arrived()
 
     def save_arrived(self, *, wait: bool = False) -> None:
@@ -106,10 +125,15 @@ class DiskBlocks:
                 arrived = data.wait()
             except RuntimeError as error:  # of the device, from which nothing more comes
                 logger.warning("%d blocks are not saved: %s", len(arriving), error)
-                arriving.clear()
+                self._forget_arriving()
                 return
             arriving.popleft()
+            self._arriving_bytes -= self._block_bytes[block.group_idx]
             self._store.save(block, bytes_of(arrived))
+
+    def _forget_arriving(self) -> None:
+        self._arriving.clear()
+        self._arriving_bytes = 0
 
     @contextmanager
     def copying_out(self, exports: Iterable[bytes] | None) -> Iterator[None]:
@@ -136,7 +160,7 @@ class DiskBlocks:
 
     def reset(self) -> None:
         """Delete all blocks that were saved until now."""
-        self._arriving.clear()
+        self._forget_arriving()
         self._store.reset()
 
     def close(self) -> None:

@@ -30,15 +30,19 @@ class Export:
         num_bytes: its bytes.
         expires_s: time at which it is dropped.
 
+        data: bytes of the block, or the record without its checksum.
+
     Attributes:
+        data: as given, until the thread takes it or the record is dropped.
         record: its bytes, with their checksum; None until these are there.
         is_settled: True once they are, or will never be.
     """
 
-    __slots__ = ("expires_s", "is_settled", "num_bytes", "record")
+    __slots__ = ("data", "expires_s", "is_settled", "num_bytes", "record")
 
-    def __init__(self, num_bytes: int, expires_s: float) -> None:
+    def __init__(self, num_bytes: int, expires_s: float, data: ArrivingBytes | bytearray) -> None:
         self.num_bytes, self.expires_s = num_bytes, expires_s
+        self.data: ArrivingBytes | bytearray | None = data
         self.record: bytearray | None = None
         self.is_settled = False
 
@@ -50,13 +54,11 @@ class UnsealedExport(NamedTuple):
         key: key of the record.
         export: entry of the table that gets it.
         block: identity of the block.
-        data: bytes of the block, or the record without its checksum.
     """
 
     key: bytes
     export: Export
     block: StoredBlock
-    data: ArrivingBytes | bytearray
 
 
 class ExportTable:
@@ -86,16 +88,16 @@ class ExportTable:
         """
         self._put(key, block, len(payload), lambda: pack(block, payload))
 
-    def put_arriving(self, key: bytes, block: StoredBlock, num_bytes: int, data: ArrivingBytes) -> None:
+    def put_arriving(self, key: bytes, block: StoredBlock, num_bytes: int, fetch: Callable[[], ArrivingBytes]) -> None:
         """Add a block whose bytes are there later; see `put`.
 
         Args:
             key: key of the record.
             block: identity of the block.
             num_bytes: number of its bytes.
-            data: the bytes, which nobody changes once they are there.
+            fetch: function that begins to fetch the bytes, which nobody changes once they are there.
         """
-        self._put(key, block, num_bytes, lambda: data)
+        self._put(key, block, num_bytes, fetch)
 
     def _put(
         self, key: bytes, block: StoredBlock, payload_bytes: int, take: Callable[[], ArrivingBytes | bytearray]
@@ -110,8 +112,8 @@ class ExportTable:
                 return
             expires_s = self._clock() + self._ttl_s
             if known is None:
-                known = Export(num_bytes, expires_s)
-                self._unsealed.append(UnsealedExport(key, known, block, take()))
+                known = Export(num_bytes, expires_s, take())
+                self._unsealed.append(UnsealedExport(key, known, block))
                 if self._sealer is None:
                     self._sealer = threading.Thread(target=self._seal_all, name="kv-exports", daemon=True)
                     self._sealer.start()
@@ -168,11 +170,13 @@ class ExportTable:
                 self._changed.wait_for(lambda: self._unsealed or self._is_closed)
                 if self._is_closed:
                     return
-                work = self._unsealed.popleft()
-            key, export = work.key, work.export
+                key, export, block = self._unsealed.popleft()
+                data, export.data = export.data, None
+            if data is None:
+                continue
             record: bytearray | None = None
             try:
-                record = self._seal(work)
+                record = _sealed(key, block, data)
             except (RuntimeError, MemoryError) as error:  # of the device, or of the host; others may still be made
                 logger.warning("a block for other engines is lost: %s", str(error) or "no memory")
             with self._changed:
@@ -181,17 +185,6 @@ class ExportTable:
                     if record is None:
                         self._drop(key)
                     self._changed.notify_all()
-
-    def _seal(self, work: UnsealedExport) -> bytearray | None:
-        """Return a record with its checksum; None for one that was dropped meanwhile."""
-        if work.export.is_settled:
-            return None
-        record = work.data
-        if not isinstance(record, bytearray):
-            arrived = record.wait()
-            record = pack(work.block, bytes_of(arrived))
-        seal(work.key, record)
-        return record
 
     def _make_room(self, num_bytes: int) -> None:
         """Drop records whose time is over, and the oldest until so many bytes fit; the caller has the lock."""
@@ -205,5 +198,15 @@ class ExportTable:
 
     def _drop(self, key: bytes) -> None:
         export = self._exports.pop(key)
-        export.is_settled = True
+        export.is_settled, export.data = True, None
         self._num_bytes -= export.num_bytes
+
+
+def _sealed(key: bytes, block: StoredBlock, data: ArrivingBytes | bytearray) -> bytearray:
+    """Return a record with its checksum, of the bytes of a block or of the record without it."""
+    record = data
+    if not isinstance(record, bytearray):
+        arrived = record.wait()
+        record = pack(block, bytes_of(arrived))
+    seal(key, record)
+    return record

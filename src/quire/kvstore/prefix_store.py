@@ -136,6 +136,8 @@ class PrefixStore:
             if is_good:
                 self._touched.pop(key, None)
                 self._touched[key] = None
+                self._counts["bytes"] += len(out)
+                self._load_s += self._clock() - started
             elif was_there:
                 self._counts["damaged"] += 1
                 self._damaged.append(key)
@@ -143,9 +145,6 @@ class PrefixStore:
                 self._report_deleted([key])
                 self._changed.notify_all()
         self._counts["hits" if is_good else "misses"] += 1
-        if is_good:
-            self._counts["bytes"] += len(out)
-            self._load_s += self._clock() - started
         return is_good
 
     def save(self, block: StoredBlock, payload: memoryview, *, wait: bool = False) -> None:
@@ -173,6 +172,11 @@ class PrefixStore:
             record = self._pending[key] = pack(block, payload)
             self._pending_bytes += len(record)
             self._changed.notify_all()
+
+    def drop(self) -> None:
+        """Count a block that is not saved."""
+        with self._changed:
+            self._counts["dropped"] += 1
 
     @property
     def key(self) -> bytes:

@@ -157,6 +157,11 @@ class RemoteStore:
             self._pending_bytes += len(record)
             self._changed.notify_all()
 
+    def drop(self) -> None:
+        """Count a block that is not saved."""
+        with self._changed:
+            self._num_dropped += 1
+
     def has_room(self, timeout_s: float) -> bool:
         """Wait until blocks can be queued; return False where they cannot by then."""
         with self._changed:
