@@ -30,10 +30,10 @@ class Export:
         num_bytes: its bytes.
         expires_s: time at which it is dropped.
 
-        data: bytes of the block, or the record without its checksum.
+        data: bytes of the block, or the record without its checksum; kept until the thread takes it, or the record is
+            dropped.
 
     Attributes:
-        data: as given, until the thread takes it or the record is dropped.
         record: its bytes, with their checksum; None until these are there.
         is_settled: True once they are, or will never be.
     """
