@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from quire import LoRARequest, SamplingParams
-from quire.ops.lora import LoraLayer, LoraPart, LoraRows, LoraWeight, TorchLoraLayer
+from quire.ops.lora import ANY_SLOT, LoraLayer, LoraPart, LoraRows, LoraWeight, TorchLoraLayer
 from quire.ops.weight_memory import WeightMemory
 from tests.conformance.checkpoints import save_checkpoint
 from tests.engine.test_adapters import WIDTHS
@@ -22,7 +22,13 @@ from tests.ops.triton.test_engine import load
 
 from quire.ops.static_steps import StaticLimits, StaticMemory  # isort: skip - the modules above skip without Triton
 from quire.ops.triton import adapters  # isort: skip
-from quire.ops.triton.adapters import NUM_ENTRIES, TritonStaticAdapters, num_static_tiles  # isort: skip
+from quire.ops.triton.adapters import (  # isort: skip
+    FEW_ROWS,
+    NUM_ENTRIES,
+    AdapterTiles,
+    TritonStaticAdapters,
+    num_static_tiles,
+)
 
 pytestmark = MARKS
 
@@ -97,6 +103,26 @@ def test_a_row_gets_the_same_bits_in_every_batch_of_decodes() -> None:
         own = LoraRows.of(slots[row : row + 1], [1])
         alone = residual[row] if own is None else layer(x[row : row + 1], own, residual[row : row + 1])[0]
         assert torch.equal(together[row], alone)
+
+
+def test_captured_steps_see_what_is_loaded_once_there_are_more_adapters_than_they_read() -> None:
+    ops, memory = make_ops(), WeightMemory(1 << 20)
+    layer = ops.make_lora(NUM_COLUMNS, 64)
+    x, rows = randn(2, 64, dtype=torch.bfloat16), LoraRows(2, {ANY_SLOT: []})
+    # A captured step reads entry 5 for its first row, and what was said of the table when it was captured.
+    entries, firsts, ends, placed = (
+        torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in ([5], [0], [1], [0, 1])
+    )
+    rows.placed = AdapterTiles(entries, firsts, ends, placed, FEW_ROWS)
+    captured = layer._captured_table.data_ptr()
+    for slot in (NUM_ENTRIES + 7, 4):
+        layer.put(slot, layer.pack(on_device(weight(torch.bfloat16, 64, slot)), memory))
+    assert layer._captured_table.data_ptr() == captured
+    expected = layer(x[:1], LoraRows(1, {4: [0]}), None)
+    assert expected.any()
+    torch.testing.assert_close(layer(x, rows, None)[:1], expected, rtol=0.0, atol=0.0)
+    layer.put(4, None)
+    assert not layer(x, rows, None).any()
 
 
 def test_a_slot_that_was_emptied_adds_nothing() -> None:

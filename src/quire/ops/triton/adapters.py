@@ -90,6 +90,8 @@ class TritonLoraLayer:
         self._num_columns, self._device, self._max_rank = num_columns, device, max_rank
         self._adapters: dict[int, PackedAdapter] = {}
         self._table = torch.zeros(NUM_ENTRIES, kernels.ENTRY.value, dtype=torch.int64, device=device.torch_device)
+        # Captured steps read this one, also once there is a larger one.
+        self._captured_table = self._table
 
     def pack(self, weight: LoraWeight, memory: WeightMemory) -> PackedAdapter:  # noqa: ARG002 (of a CPU's layouts)
         """Join the second matrices of all parts: kernels read zeros for ranks of other parts."""
@@ -117,6 +119,8 @@ class TritonLoraLayer:
             self._adapters[slot] = packed
             entry = packed.a.data_ptr(), packed.b.data_ptr(), len(packed.a)
         self._table[idx] = torch.tensor(entry)
+        if idx < NUM_ENTRIES and self._captured_table is not self._table:
+            self._captured_table[idx] = self._table[idx]
 
     def has(self, slots: Sequence[int]) -> bool:
         """Return whether the adapter of any of the slots has a part in the layer."""
@@ -126,8 +130,9 @@ class TritonLoraLayer:
         """Multiply by the two matrices of each row's adapter, and add."""
         num_columns, width = self._num_columns, x.shape[1]
         output = x.new_zeros(len(x), num_columns) if residual is None else residual.clone()
-        max_rank = self._max_rank
+        max_rank, table = self._max_rank, self._captured_table
         if rows.slots[0] != ANY_SLOT:
+            table = self._table
             max_rank = max((len(self._adapters[slot].a) for slot in rows.slots if slot in self._adapters), default=0)
         assert max_rank is not None, "a layer whose adapters are not captured"
         if max_rank == 0:
@@ -139,7 +144,7 @@ class TritonLoraLayer:
         num_splits, num_tiles = -(-width // SPLIT_WIDTH), tiles.entries.numel()
         parts = torch.empty(num_splits, tiles.rows.numel(), max_rank, dtype=torch.float32, device=x.device)
         shape = {"ROWS": tiles.num_rows, "RANKS": min(MOST_RANKS, power_of_2(max_rank, 16))}
-        of_step = self._table, tiles.entries, tiles.firsts, tiles.ends, tiles.rows
+        of_step = table, tiles.entries, tiles.firsts, tiles.ends, tiles.rows
         kernels.lora_shrink[num_tiles, num_splits](
             parts, x, *of_step, width, SPLIT_WIDTH, x.stride(0), parts.stride(0), max_rank, **shape, INPUTS=INPUTS
         )
