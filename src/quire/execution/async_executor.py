@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Final
@@ -87,6 +88,7 @@ class AsyncExecutor(InProcessExecutor):
         try:
             launched = super().execute(plan)
         except WorkerError as error:
+            _clear_frames(error)
             return LaunchedStep(error)
         if any(map(_ERROR, launched.items)):
             self._deferred.add_failed([item.seq_id for item in launched.items if item.error is not None])
@@ -95,6 +97,13 @@ class AsyncExecutor(InProcessExecutor):
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step; see `Executor`."""
         return self.launch(plan).result()
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Let go of the tensors of the calls that have failed, which an error that is kept would keep: a step's memory."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _complete(item: ItemResult, read: dict[int, ItemResult]) -> ItemResult:

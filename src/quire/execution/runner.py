@@ -186,7 +186,8 @@ class ModelRunner:
             return self._sampler.sample(logits, sampled), ()
         except Exception:
             logger.exception("sampling %d sequences at once failed; each is sampled by itself", len(sampled))
-            return sample_apart(self._sampler, lambda rows: self._decoder.logits(hidden[rows]), sampled, beams)
+        del logits  # it may have failed for want of memory, which the error kept until here
+        return sample_apart(self._sampler, lambda rows: self._decoder.logits(hidden[rows]), sampled, beams)
 
 
 class InProcessExecutor:

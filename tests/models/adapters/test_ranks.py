@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -186,6 +187,31 @@ def test_a_folder_that_another_rank_reads_otherwise_is_refused(two: Slots, world
     two.leader.put(2, adapter)
     two.leader.put(2, None)
     assert two.commands == [(2, adapter.digest, str(world.adapter)), (2, None, None)]
+
+
+@pytest.mark.parametrize(
+    ("method", "error", "message"),
+    [
+        ("_weight", torch.OutOfMemoryError("out of memory"), r"cannot be laid out on cpu \(out of memory"),
+        ("_pack", KeyError("rank"), "rank"),
+    ],
+)
+def test_a_rank_that_cannot_lay_an_adapter_out_answers(
+    method: str, error: Exception, message: str, two: Slots, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(world.adapter, world.adapter.parent / "of rank 1" / "adapter")
+    leader, usual = threading.get_ident(), getattr(AdapterSlots, method)
+
+    def fails_elsewhere(self: AdapterSlots, *arguments: Any) -> Any:
+        if threading.get_ident() != leader:
+            raise error
+        return usual(self, *arguments)
+
+    monkeypatch.setattr(AdapterSlots, method, fails_elsewhere)
+    with pytest.raises(CheckpointError, match=f"rank 1 cannot load it: .*{message}"):
+        two.leader.read(world.adapter)
+    monkeypatch.undo()
+    assert two.leader.read(world.adapter).packed
 
 
 def test_another_rank_repeats_what_slots_have(two: Slots, world: World) -> None:

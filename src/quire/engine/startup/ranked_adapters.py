@@ -6,6 +6,7 @@ find, or finds with other content, is refused as on one process. What slots have
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 from quire.distributed.rank_calls import RankCalls
 from quire.errors import CheckpointError, LockstepDrift, QuireError
 from quire.models.adapters.slots import Adapter, AdapterSlots
+
+logger = logging.getLogger(__name__)
 
 
 class LeaderSlots:
@@ -78,7 +81,9 @@ class FollowerSlots:
         """Read an adapter that rank 0 may soon use; return its digest, or the error; thread-safe."""
         try:
             adapter = self.read(Path(folder))
-        except (QuireError, OSError, MemoryError) as error:
+        except Exception as error:  # rank 0 would wait for the answer
+            if not isinstance(error, (QuireError, OSError)):
+                logger.exception("the adapter in %s cannot be read", folder)
             return {"error": str(error) or type(error).__name__}
         with self._lock:
             self._unused.pop(adapter.digest, None)

@@ -156,9 +156,22 @@ class AdapterSlots:
         """Read an adapter, and lay it out for the kernels; thread-safe, and may take long.
 
         Raises:
-            CheckpointError: see `read_peft`.
+            CheckpointError: see `read_peft`, or there is no memory for it.
         """
         digest, matrices, of_experts = read_peft(folder, self._shapes, self._experts, self._max_rank)
+        try:
+            packed, experts = self._pack(matrices, of_experts)
+        except (RuntimeError, MemoryError) as error:  # torch's errors of memory, of a CPU or a GPU, among them
+            reason = " ".join(str(error).split())[:200] or "out of memory"
+            raise CheckpointError(
+                f"{folder}: it cannot be laid out on {self._device} ({reason})", field="lora_path"
+            ) from error
+        return Adapter(digest, packed, experts, folder)
+
+    def _pack(
+        self, matrices: Mapping[str, Matrices], of_experts: Mapping[str, Mapping[int, list[ExpertMatrices]]]
+    ) -> tuple[dict[int, Any], dict[str, dict[int, Any]]]:
+        """Lay out an adapter for the kernels: by linear layer, and by layer of experts and expert."""
         parts: dict[int, list[tuple[Matrices, Place]]] = {}
         for module, each in matrices.items():
             for place in self._places.get(module, ()):
@@ -173,7 +186,7 @@ class AdapterSlots:
             for name in of_experts
             if name in self._adapted_experts
         }
-        return Adapter(digest, packed, experts, folder)
+        return packed, experts
 
     def _pack_experts(
         self, adapted: _AdaptedExperts, of_experts: Mapping[int, list[ExpertMatrices]], memory: WeightMemory
