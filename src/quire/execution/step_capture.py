@@ -58,23 +58,20 @@ class CudaCapture:
 
     def capture(self, run: Callable[[], object]) -> CapturedCall:
         """Run the call twice, so that all it needs is compiled and allocated, then capture it."""
-        self._warm_up(run)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may allocate pinned memory meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            run()
-        self._pool = graph.pool()
-        torch.cuda.synchronize(self._device)
-        return CapturedCall(graph.replay)
+        (call,) = self.capture_pieces(lambda _: run())
+        return call
 
     def capture_pieces(self, run: Callable[[Callable[[], None]], object]) -> list[CapturedCall]:
         """Run the call twice, then capture it, with a graph for each piece."""
         self._warm_up(lambda: run(lambda: None))
+        # What warming up has left in the cache of the stream is of no use to graphs, whose memory is their own.
+        torch.cuda.empty_cache()
         graphs: list[torch.cuda.CUDAGraph] = []
 
         def begin() -> None:
             graph = torch.cuda.CUDAGraph()
-            # Not by the context of `torch.cuda.graph`, which collects garbage for each.
+            # Not by the context of `torch.cuda.graph`, which leaves the stream of captures the current one where one
+            # fails. Other threads may allocate pinned memory meanwhile.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             graphs.append(graph)
 
@@ -102,5 +99,11 @@ class CudaCapture:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             run()
-            run()
+            # A call that waits is refused here: the allocator does not get over a capture that fails.
+            mode = torch.cuda.get_sync_debug_mode()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                run()
+            finally:
+                torch.cuda.set_sync_debug_mode(mode)
         torch.cuda.synchronize(self._device)
