@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from quire.execution.sampling.filters import apply_top_n_sigma, apply_typical_p
 from quire.execution.sampling.logits_processing import LogitsProcessing, adjust
 from quire.execution.sampling.penalties import MAX_REPEATED
+from quire.execution.sampling.token_masks import bad_words_of
 from quire.scheduling.plan import NewSequence
 from quire.sequences.params import SamplingParams
 from tests.execution.sampler_twin import VOCAB, adjusted, near_best, openings, repeats, typical
@@ -89,6 +91,16 @@ def test_a_bad_word_may_begin_but_not_end() -> None:
     for tokens, forbidden in (((9, 1, 4), {5, 6}), ((9, 4, 1), {2, 6}), ((4,), {6}), ((9, 4, 3), {6})):
         values, _ = adjust_one(NewSequence(params, 0, 0, 1, tokens, (), bad_words=words), torch.zeros(1, VOCAB))
         assert {i for i, value in enumerate(values) if value < 0} == forbidden, "the prompt's own tokens are no word"
+
+
+def test_bad_words_of_all_lengths_equal_a_look_at_each() -> None:
+    rng = random.Random(5)
+    for _ in range(60):
+        words = tuple(tuple(rng.choices(range(4), k=rng.randint(1, 6))) for _ in range(rng.randint(1, 40)))
+        output = rng.choices(range(5), k=rng.randint(0, 9))
+        found = bad_words_of(words).next_ids(torch.tensor(output, dtype=torch.int32)).tolist()
+        assert set(found) == {last for *first, last in words if output[len(output) - len(first) :] == first}, words
+    assert bad_words_of(words) is bad_words_of(tuple(map(tuple, words))), "samples of a request share the tree"
 
 
 @pytest.mark.parametrize("spread", [0.3, 2.0, 8.0])

@@ -15,7 +15,15 @@ from hypothesis import strategies as st
 from quire.errors import InvalidParameter, UnknownParameter
 from quire.sequences import SamplingParams
 from quire.sequences.param_checks import MAX_LOGIT_BIAS, MAX_STRING_CHARS, MAX_STRINGS
-from quire.sequences.params import MAX_ALLOWED_IDS, MAX_BAD_WORDS, MAX_LOGPROBS, MAX_N, MAX_SEED, MAX_STOP_IDS
+from quire.sequences.params import (
+    MAX_ALLOWED_IDS,
+    MAX_BAD_WORDS,
+    MAX_BAD_WORDS_CHARS,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_SEED,
+    MAX_STOP_IDS,
+)
 from quire.sequences.thinking import ThinkingTokens
 
 INT32 = 2**31 - 1
@@ -148,6 +156,10 @@ def test_stop_strings_that_are_refused(value: Any) -> None:
 def test_bad_words_and_breakers_are_strings_too() -> None:
     assert kept("bad_words", "end") == ("end",)
     assert len(kept("bad_words", ["w"] * MAX_BAD_WORDS)) == MAX_BAD_WORDS
+    long = ["w" * 512] * (MAX_BAD_WORDS_CHARS // 512)
+    assert len(kept("bad_words", long)) == len(long)
+    with pytest.raises(InvalidParameter, match=f"{MAX_BAD_WORDS_CHARS} in all, got '{MAX_BAD_WORDS_CHARS + 1} char"):
+        SamplingParams(bad_words=(*long, "w"))
     assert kept("dry_sequence_breakers", []) == ()
     for value in ("", [""], [1], 1, ["w"] * (MAX_BAD_WORDS + 1)):
         assert refused(bad_words=value).field == "bad_words"

@@ -64,7 +64,7 @@ class CudaCapture:
     def capture_pieces(self, run: Callable[[Callable[[], None]], object]) -> list[CapturedCall]:
         """Run the call twice, then capture it, with a graph for each piece."""
         self._warm_up(lambda: run(lambda: None))
-        # What warming up has left in the cache of the stream is of no use to graphs, whose memory is their own.
+        # Graphs have memory of their own: the allocator's cache of the warm-up is of no use to them.
         torch.cuda.empty_cache()
         graphs: list[torch.cuda.CUDAGraph] = []
 

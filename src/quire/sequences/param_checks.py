@@ -46,8 +46,10 @@ def token_ids(name: str, value: object, limit: int) -> tuple[int, ...]:
     return tuple(value) if isinstance(value, list | tuple) else tuple(sorted(value))
 
 
-def strings(name: str, value: object, limit: int = MAX_STRINGS) -> tuple[str, ...]:
-    """Return strings, at most `limit` of them; a single string is a list of one."""
+def strings(
+    name: str, value: object, limit: int = MAX_STRINGS, most_chars: int = MAX_STRINGS * MAX_STRING_CHARS
+) -> tuple[str, ...]:
+    """Return strings, at most `limit` of them, of `most_chars` characters; a single string is a list of one."""
     allowed = f"a string or up to {limit} non-empty strings of at most {MAX_STRING_CHARS} characters"
     if value is None:
         return ()
@@ -57,6 +59,9 @@ def strings(name: str, value: object, limit: int = MAX_STRINGS) -> tuple[str, ..
     for string in given:
         if not isinstance(string, str) or not 0 < len(string) <= MAX_STRING_CHARS:
             raise InvalidParameter(name, string, allowed)
+    num_chars = sum(map(len, given))
+    if num_chars > most_chars:
+        raise InvalidParameter(name, f"{num_chars} characters", f"{allowed}, {most_chars} in all")
     return tuple(given)
 
 

@@ -31,6 +31,7 @@ MAX_STOP_IDS = 64
 # Larger than any vocabulary; `check_for_model` checks against the real size.
 MAX_ALLOWED_IDS = 2**20
 MAX_BAD_WORDS = 1024
+MAX_BAD_WORDS_CHARS = 32_768
 MAX_SEED = 2**63 - 1
 MAX_BEAM_WIDTH = 128
 MAX_LENGTH_PENALTY = 10.0
@@ -215,7 +216,7 @@ class SamplingParams:
         put(self, "dry_allowed_length", integer("dry_allowed_length", self.dry_allowed_length, 1, 2**31 - 1))
         put(self, "dry_penalty_last_n", integer("dry_penalty_last_n", self.dry_penalty_last_n, -1, 2**31 - 1))
         put(self, "dry_sequence_breakers", strings("dry_sequence_breakers", self.dry_sequence_breakers))
-        put(self, "bad_words", strings("bad_words", self.bad_words, MAX_BAD_WORDS))
+        put(self, "bad_words", strings("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORDS_CHARS))
         put(self, "logits_processors", processors(self.logits_processors))
         put(self, "strategy", strategy(self.strategy))
         _check_kind(self.output_kind)

@@ -3,48 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, Final
 
 import torch
 
 RowIds = tuple[int, torch.Tensor]  # a row, and token ids of int64
 
 
+# Requests whose words are kept beside each other: all samples and prompts of one have the same.
+NUM_KEPT = 8
+LAST: Final = None  # in a node, beside tokens
+
+_Node = dict[int | None, Any]
+
+
 class BadWords:
     """Token sequences that must not come about in an output.
 
+    All tokens of a word but the last are in a tree, the latest first, so a look at an output ends with the first token
+    that no word has there.
+
     Args:
         words: each of at least one token.
-        device: device of the logits.
     """
 
-    def __init__(self, words: Sequence[tuple[int, ...]], device: torch.device) -> None:
-        self._device = device
-        self._by_length: list[_WordsOfLength] = []
-        for length in sorted({len(word) for word in words}):
-            same = torch.tensor([word for word in words if len(word) == length])
-            self._by_length.append(_WordsOfLength(length, same[:, :-1].to(torch.int32), same[:, -1]))
+    def __init__(self, words: Sequence[tuple[int, ...]]) -> None:
+        self._longest = max(map(len, words)) - 1
+        # A node has the nodes of earlier tokens, and with `LAST` the last tokens of the words that begin with it.
+        self._root: _Node = {}
+        for *beginning, last in words:
+            node = self._root
+            for token_id in reversed(beginning):
+                node = node.setdefault(token_id, {})
+            node.setdefault(LAST, []).append(last)
+        self._single_ids = torch.tensor(self._root.pop(LAST, ()), dtype=torch.int64)
 
     def next_ids(self, output: torch.Tensor) -> torch.Tensor:
-        """Return the tokens that would complete a word, int64 on the device.
+        """Return the tokens that would complete a word, int64 [n] on the CPU.
 
         Args:
             output: the output's tokens so far, int32 [n], on the CPU.
         """
-        found = [
-            same.last_ids[(same.beginnings == output[len(output) - same.length + 1 :]).all(-1)]
-            for same in self._by_length
-            if same.length <= len(output) + 1
-        ]
-        return torch.cat(found).to(self._device) if found else torch.empty(0, dtype=torch.int64, device=self._device)
+        found: list[int] = []
+        node = self._root
+        for token_id in reversed(output[max(0, len(output) - self._longest) :].tolist()):
+            if token_id not in node:
+                break
+            node = node[token_id]
+            found += node.get(LAST, ())
+        return torch.cat([self._single_ids, torch.tensor(found, dtype=torch.int64)]) if found else self._single_ids
 
 
-class _WordsOfLength(NamedTuple):
-    """The words of `length` tokens: all tokens but the last, int32 [W, length - 1], and the last, int64 [W]."""
-
-    length: int
-    beginnings: torch.Tensor
-    last_ids: torch.Tensor
+@lru_cache(NUM_KEPT)
+def bad_words_of(words: tuple[tuple[int, ...], ...]) -> BadWords:
+    """Return the tree of some words."""
+    return BadWords(words)
 
 
 def keep_only(logits: torch.Tensor, entries: Sequence[RowIds]) -> None:
