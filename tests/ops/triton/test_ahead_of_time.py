@@ -68,6 +68,18 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "fp8": {**LLAMA, "stored": "fp8"},
     "float32": {**LLAMA, "dtype": FP32},
 }
+# GPUs for consumers, of compute capability 8.6, 8.9 and 12.0, have the least shared memory for a program.
+CONSUMER_LIMIT = 99 << 10
+GEMMA4 = {**LLAMA, "num_kv_heads": 2, "group": 8, "head_dim": 512}
+CONSUMER_ATTENTION: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "fp8": {**LLAMA, "stored": "fp8"},
+    "gemma4": GEMMA4,
+    "gemma4 float32": {**GEMMA4, "dtype": FP32},
+    "gemma4 float32 fp8": {**GEMMA4, "dtype": FP32, "stored": "fp8"},
+    "gemma4 float32 int8": {**GEMMA4, "dtype": FP32, "stored": "int8"},
+    "gemma3 float32 int8": {**GEMMA4, "head_dim": 256, "group": 4, "dtype": FP32, "stored": "int8"},
+}
 STORED = {name: FORMS[name] for name in ("q4_0", "q4_k", "q6_k", "q8_0", "mxfp4", "awq")}
 # Of weights that are rounded as they are loaded.
 STORED |= {f"rounded {name}": form for name, form in {"int8": INT8_FORMS[0], **ROUNDED}.items()}
@@ -106,6 +118,15 @@ def check_limits(found: Compiled, capability: int, *, may_spill: bool = False) -
     if capability == 90 and not may_spill:
         assert found.spilled == 0
         assert not re.search(r"\b(LDL|STL)\b", found.assembly)
+
+
+@pytest.mark.parametrize("architecture", [86, 120])
+@pytest.mark.parametrize("name", CONSUMER_ATTENTION)
+def test_attention_fits_gpus_for_consumers(name: str, architecture: int) -> None:
+    launches = attention_launches(CONSUMER_ATTENTION[name], architecture)
+    assert len(launches) > 3
+    for launch in launches:
+        assert compile_for(launch, architecture).shared <= CONSUMER_LIMIT, launch.kernel.__name__
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

@@ -13,9 +13,10 @@ from torch.nn import functional
 
 from quire.ops.interface import PagedStates, StateBatch
 from tests.ops.test_states import CORRECTED, LAYER, World
-from tests.ops.triton.device import DEVICE, MARKS, randn
+from tests.ops.triton.device import DEVICE, MARKS, randn, triton
 
 from quire.ops.reference_states import ReferenceStepStates  # isort: skip - the modules above skip without Triton
+from quire.ops.triton.kernels.states import softplus  # isort: skip
 from quire.ops.triton.launches import SINGLE_ROWS, Device  # isort: skip
 from quire.ops.triton.state_chunks import CHUNK, ChunkPlan  # isort: skip
 from quire.ops.triton.step_states import TritonStepStates  # isort: skip
@@ -72,6 +73,19 @@ def test_numbers_of_a_step_are_aligned_however_many_there_are() -> None:
     found = Device(torch.device(DEVICE)).sections(*parts)
     assert [part.tolist() for part in found] == list(parts)
     assert all((part.data_ptr() - found[0].data_ptr()) % 16 == 0 for part in found if len(part))
+
+
+@triton.jit
+def store_softplus(output, x):  # type: ignore[no-untyped-def]
+    idx = triton.language.arange(0, 1024)
+    triton.language.store(output + idx, softplus(triton.language.load(x + idx)))
+
+
+def test_small_steps_are_not_lost() -> None:
+    x = torch.linspace(-60.0, 40.0, 1024, device=DEVICE)
+    output = torch.empty_like(x)
+    store_softplus[(1,)](output, x)
+    torch.testing.assert_close(output, functional.softplus(x), rtol=2e-6, atol=0.0)
 
 
 def test_plan() -> None:

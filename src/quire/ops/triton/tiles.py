@@ -54,7 +54,8 @@ def decode_tile(head_dim: int, group: int, element_bytes: int, is_narrow: bool =
     # Products of float32 have no tensor cores to go to, and take registers.
     num_warps = 8 if element_bytes == 4 else 4
     if is_narrow:
-        return Tile(rows, min(tokens, BYTE_TOKENS), num_warps, 4)
+        # Wide heads of float32 would not fit in four stages; see `prefill_tile`.
+        return Tile(rows, min(tokens, BYTE_TOKENS), num_warps, 2 if tokens < 32 and element_bytes == 4 else 4)
     return Tile(rows, min(tokens, 64), num_warps, 3 if tokens >= 64 else 2)
 
 
@@ -64,7 +65,9 @@ def prefill_tile(
     """Return the tile of sequences with many rows; `capability` is the GPU's compute capability."""
     tokens = BYTE_TOKENS if is_int8 else 64
     if element_bytes == 4:
-        return decode_tile(head_dim, group, element_bytes, is_int8)._replace(rows=power_of_2(group, 32))
+        # GPUs for consumers have 99 KiB of shared memory for a program: 32 rows of 512 dimensions take 130.
+        rows = power_of_2(group, 32 if head_dim <= 256 else 16)
+        return decode_tile(head_dim, group, element_bytes, is_int8)._replace(rows=rows)
     width = power_of_2(head_dim, 64) * element_bytes
     if width <= 256:
         # 128 rows in 4 warps spill registers; before Hopper those of 8 warps do too.

@@ -32,7 +32,8 @@ def _rows_of_tile(tile, tile_firsts, tile_ends, row_ids, ROWS: tl.constexpr):
     return places, is_row, tl.load(row_ids + places, mask=is_row, other=0)
 
 
-@kernel
+# A stride that grows with the rows is a multiple of 16 or not: what is compiled is not to depend on that.
+@kernel(do_not_specialize=["stride_part"])
 def lora_shrink(
     parts, x, table, tile_entries, tile_firsts, tile_ends, row_ids, width, split_width, stride_row, stride_part,
     max_rank, ROWS: tl.constexpr, RANKS: tl.constexpr, INPUTS: tl.constexpr,
@@ -67,7 +68,7 @@ def lora_shrink(
         tl.store(where, total, mask=is_row[:, None] & is_rank[None, :])
 
 
-@kernel
+@kernel(do_not_specialize=["stride_part"])
 def lora_expand(
     output, parts, table, tile_entries, tile_firsts, tile_ends, row_ids, num_columns, stride_part, max_rank,
     SPLITS: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr,

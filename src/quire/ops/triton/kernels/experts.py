@@ -18,7 +18,8 @@ def rows_of_tile(tile, tile_rows, tile_ends, row_ids, GATHER: tl.constexpr, ROWS
     return rows, is_row, sources
 
 
-@kernel
+# Tensors of tiles are parts of one, which begin anywhere: what is compiled is not to depend on that.
+@kernel(do_not_specialize=["tile_experts", "tile_rows", "tile_ends"])
 def multiply_by_expert(
     output, x, row_ids, row_scales, weights, biases, tile_experts, tile_rows, tile_ends, num_columns, width,
     stride_row, NUM_EXPERTS: tl.constexpr, GATHER: tl.constexpr, SCALE_INPUT: tl.constexpr,
