@@ -109,6 +109,8 @@ def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str])
         (["frobnicate"], "unknown command 'frobnicate': there are generate, chat, serve"),
         (["serve", "--prot", "80"], "did you mean --port?"),
         (["serve", "--temprature", "1"], "unrecognized arguments: --temprature"),
+        (["serve", "-n"], "unrecognized arguments: -n; quire serve --help has the options"),
+        (["bench", "serve", "-n"], "unrecognized arguments: -n; quire bench serve --help has the options"),
         (["bench", "--workload", "W9"], "invalid choice: 'W9'"),
     ],
 )
