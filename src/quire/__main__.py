@@ -2,6 +2,18 @@
 
 import sys
 
-from quire.cli.main import main
+EXIT_INTERRUPTED = 130
 
-sys.exit(main())
+
+def main() -> int:
+    """Import and run the command; Ctrl-C ends it without a traceback, also while it is being imported."""
+    try:
+        from quire.cli.main import main as run
+
+        return run()
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -42,6 +42,31 @@ MISTAKES = (
 )
 
 
+# Options, and what is said where the packages of extras are missing.
+EXTRAS = (
+    (
+        ["--prefix-cache-dir", f"{__file__}/folder"],
+        "prefix_cache_dir needs lmdb, not installed here: pip install 'quire[disk]'",
+    ),
+    (["--prefix-cache-url", "redis://127.0.0.1:1"], "prefix_cache_url needs redis, not installed here"),
+    (
+        ["--kv-events-config", '{"enable_kv_cache_events": true, "publisher": "zmq"}'],
+        "kv_events_config needs msgspec and zmq, not installed here: pip install 'quire[events]'",
+    ),
+)
+
+
+def test_missing_packages_are_reported_without_torch() -> None:
+    commands = [["generate", "--prompt", "a", *flags] for flags, _ in EXTRAS] + [["serve", *EXTRAS[0][0]]]
+    without = "import sys\nsys.modules |= dict.fromkeys(('lmdb', 'redis', 'msgspec', 'zmq'))\n"
+    command = [sys.executable, "-c", without + SCRIPT, json.dumps(commands)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    words = [*(words for _, words in EXTRAS), EXTRAS[0][1]]
+    for wanted, (code, has_torch, error) in zip(words, json.loads(done.stdout), strict=True):
+        assert (code, has_torch) == (2, False), error
+        assert wanted in error
+
+
 def test_mistakes_are_reported_without_torch(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Other"]}))
     empty = tmp_path / "empty"

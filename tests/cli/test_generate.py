@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,29 @@ def test_a_file_and_a_pipe_have_a_prompt_on_each_line(
         monkeypatch.setattr("sys.stdin", pipe)
         assert main(["generate", *GREEDY]) == 0
     assert capsys.readouterr().out == from_file
+
+
+@pytest.mark.parametrize("kind", ["pipe", "file"])
+@pytest.mark.parametrize("text", ["", " \n\n"])
+def test_standard_input_without_a_prompt_is_a_mistake(
+    kind: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text(text, encoding="utf-8")
+    given = file.open(encoding="utf-8")
+    if kind == "pipe":
+        reading, writing = os.pipe()
+        given.close()
+        os.write(writing, text.encode())
+        os.close(writing)
+        given = os.fdopen(reading, encoding="utf-8")
+    with given:
+        monkeypatch.setattr("sys.stdin", given)
+        assert main(["generate", *GREEDY]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("quire: error: standard input is a pipe or a file without a prompt")
+    assert shown.err.count("\n") == 1
 
 
 def test_json_has_every_sample_and_its_log_probabilities(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -39,6 +41,24 @@ def test_help_and_version_import_nothing_heavy(flags: list[str]) -> None:
 def test_the_package_is_the_command() -> None:
     ran = subprocess.run([sys.executable, "-m", "quire", "--version"], capture_output=True, text=True, check=True)
     assert ran.stdout == f"quire {quire.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "start", ["import runpy\nrunpy.run_module('quire', run_name='__main__')", "from {0} import {1}\nsys.exit({1}())"]
+)
+def test_ctrl_c_during_the_imports_leaves_no_traceback(start: str) -> None:
+    # The second form is that of the script which an installation makes.
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    script = (
+        "import signal, sys\n"
+        "class Interruption:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'quire.cli.options': signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interruption())\n"
+    )
+    command = [sys.executable, "-c", script + start.format(*project["scripts"]["quire"].split(":")), "--version"]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "")
 
 
 def test_every_command_is_there() -> None:
@@ -89,6 +109,8 @@ def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str])
         (["frobnicate"], "unknown command 'frobnicate': there are generate, chat, serve"),
         (["serve", "--prot", "80"], "did you mean --port?"),
         (["serve", "--temprature", "1"], "unrecognized arguments: --temprature"),
+        (["serve", "-n"], "unrecognized arguments: -n; quire serve --help has the options"),
+        (["bench", "serve", "-n"], "unrecognized arguments: -n; quire bench serve --help has the options"),
         (["bench", "--workload", "W9"], "invalid choice: 'W9'"),
     ],
 )

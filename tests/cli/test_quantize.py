@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from quire.cli.main import main
 from quire.engine.llm import LLM
@@ -79,6 +82,25 @@ def test_shards_and_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert not isinstance(rounded, torch.Tensor)
     steps = plain.abs().amax(1, keepdim=True) / 127
     assert ((rounded.weight.dequantize() - plain).abs() <= 0.6 * steps).all()
+
+
+@pytest.mark.parametrize(("form", "file"), [("int8", "model.safetensors"), ("q8_0", ""), ("bf16", "")])
+def test_the_same_files_are_written_without_numpy(form: str, file: str, tmp_path: Path) -> None:
+    # Torch looks for numpy when it is imported, so none of its tensors can be an array in that process.
+    script = "import sys\nsys.modules['numpy'] = None\nfrom quire.cli.main import main\nsys.exit(main(sys.argv[1:]))"
+    out, other = tmp_path / "out", tmp_path / "other"
+    ran = subprocess.run(
+        [sys.executable, "-c", script, "quantize", "bundled", str(out), "--to", form], capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stderr == ""
+    assert main(["quantize", "bundled", str(other), "--to", form]) == 0
+    written = (out / file).read_bytes()
+    assert written == (other / file).read_bytes()
+    if file:
+        # The library's own function, which needs numpy, writes the same bytes.
+        save_file(load_file(out / file), tmp_path / file, metadata={"format": "pt"})
+        assert written == (tmp_path / file).read_bytes()
 
 
 def test_calibrated_codes_and_tensors_that_no_model_reads(tmp_path: Path) -> None:

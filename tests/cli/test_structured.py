@@ -44,9 +44,10 @@ def test_each_flag_is_honoured(tmp_path: Path, capsys: pytest.CaptureFixture[str
     [
         (["--json-schema", "/nowhere"], "json_schema /nowhere cannot be read"),
         (["--grammar", "/nowhere"], "grammar /nowhere cannot be read"),
-        (["--regex", ""], "structured_outputs.regex"),
+        (["--regex", ""], "quire: error: --regex must be a non-empty string"),
         (["--regex", "("], "unclosed group"),
-        (["--choice", ""], "structured_outputs.choice"),
+        (["--regex", "("], "quire: error: --regex must be"),
+        (["--choice", ""], "quire: error: --choice must be"),
         (["--regex", "a", "--ignore-eos"], "ignore_eos"),
     ],
 )

@@ -8,10 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from quire import LLM, SamplingParams
 from quire.engine.inputs.prompts import Prompt
 from quire.engine.outputs.outputs import RequestMetrics
+from quire.engine.startup import loading
 from quire.errors import ConfigError, InvalidParameter, PromptTooLong, UnsupportedFeature, WorkerError
 from quire.execution.executor import Executor
 from quire.memory.results import MemoryOps
@@ -53,6 +55,18 @@ def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
     assert outputs[0].outputs[0].text == outputs[3].outputs[0].text
     assert all(output.finished and output.outputs[0].finish_reason in ("stop", "length") for output in outputs)
     assert all(0 < len(output.outputs[0].token_ids) <= 12 for output in outputs)
+
+
+def test_more_threads_than_cores_are_warned_of(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "num_cores", lambda: 1)
+    with load(num_threads=1, skip_tokenizer_init=True):
+        assert "num_threads is" not in caplog.text
+    with load(num_threads=2, skip_tokenizer_init=True):
+        pass
+    assert "num_threads is 2, above the number of cores that this process may use, which is 1" in caplog.text
+    torch.set_num_threads(1)  # as the engines of this module have it
 
 
 def test_every_form_of_prompt_gives_the_same(llm: LLM) -> None:

@@ -75,6 +75,22 @@ def test_requests_that_are_refused_are_counted(
     assert "refuses the API key, or wants one" in capsys.readouterr().err
 
 
+def test_a_run_without_a_success_fails(
+    server: ServerProcess, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    long, short = ({"prompt_token_ids": [9] * count, "max_tokens": 2} for count in (100_000, 3))
+    path.write_text("\n".join(map(json.dumps, (long, long))))
+    assert main(["bench", "serve", "--url", server.url, "--trace", str(path)]) == 1
+    shown = capsys.readouterr()
+    assert "Completed 0 of 2 requests" in shown.out
+    assert "Failed: 2 with HTTP 400" in shown.out
+    assert shown.err == "quire: error: none of the 2 requests succeeded\n"
+    path.write_text("\n".join(map(json.dumps, (long, short))))
+    assert main(["bench", "serve", "--url", server.url, "--trace", str(path)]) == 0
+    assert "Failed: 1 with HTTP 400" in capsys.readouterr().out
+
+
 def test_ctrl_c_reports_what_was_done_and_leaves_the_server_idle(server: ServerProcess, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text("\n".join(json.dumps({"prompt": "Z", "max_tokens": count}) for count in (3, 4000, 3)))

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import signal
+import sys
 from dataclasses import asdict
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from quire.cli.options import Subparsers
 
 NAME = "bench serve"
+EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 # The fields of a shape that a trace does not determine.
 SHAPE_FIELDS_OF_TRACES = ("num_prompts", "workload_seed")
@@ -106,7 +108,12 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({**run_info, "report": asdict(report), "targets": targets._asdict()}))
     else:
         print("\n".join(load_lines(report, targets)))
-    return EXIT_INTERRUPTED if load.is_interrupted else 0
+    if load.is_interrupted:
+        return EXIT_INTERRUPTED
+    if not report.completed:
+        print(f"quire: error: none of the {report.num_requests:,} requests succeeded", file=sys.stderr)
+        return EXIT_FAILED
+    return 0
 
 
 async def _drive(

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import argparse
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from quire.cli.options import engine_options
 from quire.config import EngineConfig
+from quire.config.cache import CacheConfig
 from quire.config.hints import drop_neutral
 from quire.errors import ConfigError
+
+# Option of a cache -> the extra that it needs, and the modules of that.
+EXTRAS = {
+    "prefix_cache_dir": ("disk", "lmdb"),
+    "prefix_cache_url": ("remote", "redis"),
+    "kv_events_config": ("events", "msgspec", "zmq"),
+}
 
 
 def checked_engine_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -25,7 +34,7 @@ def checked_engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_files(config: EngineConfig) -> None:
-    """Check that local models are there and have a built-in architecture, and that folders can be written.
+    """Check that packages are installed, models there and of a known architecture, and that folders can be written.
 
     Raises:
         ConfigError: one of them cannot be used.
@@ -34,6 +43,7 @@ def check_files(config: EngineConfig) -> None:
     from quire.models.families import read_model
     from quire.models.quantization_config import without_quantization
 
+    _check_packages(config.cache)
     revision = config.model.revision
     for model in filter(None, (config.model.model, config.speculative.draft_model)):
         known = revision if model == config.model.model else None
@@ -50,6 +60,20 @@ def check_files(config: EngineConfig) -> None:
     folder = config.cache.prefix_cache_dir
     if folder is not None and not _can_be_written(Path(folder)):
         raise ConfigError(f"prefix_cache_dir {folder!r} is no folder that can be written", field="prefix_cache_dir")
+
+
+def _check_packages(config: CacheConfig) -> None:
+    """Check that the packages of options are installed; where they are used, the model has been loaded."""
+    wanted = [name for name in ("prefix_cache_dir", "prefix_cache_url") if getattr(config, name) is not None]
+    if config.kv_events is not None:
+        wanted.append("kv_events_config")
+    for field in wanted:
+        extra, *packages = EXTRAS[field]
+        missing = [package for package in packages if find_spec(package) is None]
+        if missing:
+            raise ConfigError(
+                f"{field} needs {' and '.join(missing)}, not installed here: pip install 'quire[{extra}]'", field=field
+            )
 
 
 def _can_be_written(folder: Path) -> bool:

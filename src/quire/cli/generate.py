@@ -36,7 +36,7 @@ def register(subparsers: Subparsers) -> None:
         "generate",
         help="complete prompts, all at once",
         description="Complete prompts, all at once, from paged memory. Prompts come from --prompt, --prompts-file or "
-        "a pipe; with none, the bundled model shows a demonstration. At most "
+        "a pipe, which must have one; without any of these, the bundled model shows a demonstration. At most "
         f"{DEFAULT_MAX_TOKENS} new tokens without --max-tokens.",
     )
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated")
@@ -149,6 +149,11 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     prompts: list[str] = list(args.prompt)
     if args.prompts_file == "-" or (not prompts and args.prompts_file is None and _has_piped_input()):
         prompts += [line for line in sys.stdin.read().splitlines() if line.strip()]
+        if not prompts and args.prompts_file is None:
+            # A script whose prompts have gone missing must not take the demonstration for answers.
+            raise ConfigError(
+                "standard input is a pipe or a file without a prompt; --demo shows the demonstration", field="prompt"
+            )
     elif args.prompts_file is not None:
         try:
             lines = Path(args.prompts_file).read_text(encoding="utf-8").splitlines()

@@ -26,6 +26,7 @@ from quire.cli import (
 )
 from quire.cli.config_file import with_config_file
 from quire.cli.options import refuse_unknown
+from quire.cli.structured_options import with_flag
 from quire.errors import QuireError
 
 EXIT_USER_ERROR = 2
@@ -80,7 +81,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
         actions = commands.choices[args.command]._option_string_actions
-        refuse_unknown(unknown, [flag for flag, action in actions.items() if action.help is not argparse.SUPPRESS])
+        known = [flag for flag, action in actions.items() if action.help is not argparse.SUPPRESS]
+        refuse_unknown(args.command, unknown, known)
     # A command that starts others of its kind passes its arguments on.
     args.arguments = arguments[1:]
     if hasattr(args, "model_flag"):
@@ -102,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = args.handler(args)
         sys.stdout.flush()
     except QuireError as error:
-        print(f"quire: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"quire: error: {' '.join(with_flag(error).split())}", file=sys.stderr)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

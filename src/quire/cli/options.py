@@ -200,10 +200,11 @@ def parse_size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def refuse_unknown(unknown: list[str], known: Collection[str]) -> NoReturn:
-    """End the command because of unknown arguments, with the nearest known flag, or a hint for one of vLLM's.
+def refuse_unknown(command: str, unknown: list[str], known: Collection[str]) -> NoReturn:
+    """End the command because of unknown arguments, with the nearest known flag, a hint for one of vLLM's, or its help.
 
     Args:
+        command: name of the command.
         unknown: arguments that no flag takes.
         known: flags of the command.
     """
@@ -215,6 +216,7 @@ def refuse_unknown(unknown: list[str], known: Collection[str]) -> NoReturn:
             hints += f"; {flag}: {OPTION_HINTS[name][1]}"
         elif near:
             hints += f"; did you mean {near[0]}?"
+    hints = hints or f"; quire {command} --help has the options"
     print(f"quire: error: unrecognized arguments: {' '.join(unknown)}{hints}", file=sys.stderr)
     sys.exit(2)
 

@@ -5,8 +5,17 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from quire.errors import ConfigError
+from quire.errors import ConfigError, QuireError
 from quire.sequences.structured import StructuredOutputs
+
+# Field of an error -> the flag.
+FLAGS = {
+    "structured_outputs.json": "--json-schema",
+    "structured_outputs.json_object": "--json-object",
+    "structured_outputs.regex": "--regex",
+    "structured_outputs.choice": "--choice",
+    "structured_outputs.grammar": "--grammar",
+}
 
 
 def add_structured_options(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +47,12 @@ def structured_options(args: argparse.Namespace) -> dict[str, StructuredOutputs]
     if args.grammar is not None:
         return {"structured_outputs": StructuredOutputs(grammar=_read("grammar", args.grammar))}
     return {}
+
+
+def with_flag(error: QuireError) -> str:
+    """Return the message of an error, which names the flag in place of the field that it sets."""
+    field = getattr(error, "field", None)
+    return str(error).replace(field, FLAGS[field], 1) if field in FLAGS else str(error)
 
 
 def _read(name: str, path: str) -> str:

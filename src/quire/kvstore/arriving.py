@@ -20,5 +20,5 @@ class ArrivingBytes(Protocol):
 
 
 def bytes_of(data: Tensor) -> memoryview:
-    """Return a tensor's own bytes; valid as long as the tensor is."""
-    return memoryview((c_ubyte * data.numel()).from_address(data.data_ptr())).cast("B")
+    """Return the own bytes of a contiguous tensor; valid as long as the tensor is."""
+    return memoryview((c_ubyte * data.nbytes).from_address(data.data_ptr())).cast("B")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors.torch import save_file
+from safetensors import TensorSpec, serialize_file
 from torch import Tensor
 
 from quire.models.checkpoint import HUB_FILES, INDEX_FILE, SINGLE_FILE, Checkpoint
@@ -107,7 +107,7 @@ class FolderWriter:
         """Add a tensor, which is kept until its file is full."""
         if self._tensors and self._num_bytes + tensor.nbytes > self._shard_bytes:
             self._write()
-        self._tensors[name] = tensor
+        self._tensors[name] = tensor.contiguous()
         self._num_bytes += tensor.nbytes
 
     def finish(self, checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
@@ -131,7 +131,7 @@ class FolderWriter:
 
     def _write(self) -> None:
         path = self._shard(len(self._shards))
-        save_file(self._tensors, path, metadata={"format": "pt"})
+        serialize_file({name: _spec(tensor) for name, tensor in self._tensors.items()}, path, metadata={"format": "pt"})
         path.chmod(0o644)  # the library makes files that only their owner can read
         self._shards.append(list(self._tensors))
         self._total_bytes += self._num_bytes
@@ -139,6 +139,12 @@ class FolderWriter:
 
     def _shard(self, idx: int) -> Path:
         return self._folder / f"{idx}.safetensors"
+
+
+def _spec(tensor: Tensor) -> TensorSpec:
+    """Return what the library needs to write a contiguous tensor; `save_file`, which makes it too, needs numpy."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return TensorSpec(dtype=dtype, shape=tensor.shape, data_ptr=tensor.data_ptr(), data_len=tensor.nbytes)
 
 
 def _files(folder: Path, patterns: Sequence[str]) -> list[Path]:

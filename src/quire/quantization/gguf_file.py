@@ -8,6 +8,7 @@ from typing import Final
 
 import torch
 
+from quire.kvstore.arriving import bytes_of
 from quire.models.checkpoint import Checkpoint
 from quire.models.gguf import tensor_types as types
 from quire.models.gguf.architectures.common import FREQUENCY_FACTORS
@@ -115,12 +116,13 @@ def write_gguf(
     with new_output(out, len(header) + total) as path, path.open("wb") as stream:
         stream.write(header)
         if layout.factors is not None:
-            stream.write(layout.factors.numpy().tobytes() + bytes(extra[0].padding))
+            stream.write(bytes_of(layout.factors))
+            stream.write(bytes(extra[0].padding))
         for name, plan in plans.items():
             dtype = torch.float16 if plan.type == types.F16 else torch.float32
             values = layout.reordered(name, source.read(name, dtype))
             packed = pack_rows(plan.type, values.view(-1, plan.shape[-1]))
-            stream.write(packed.numpy().data)
+            stream.write(bytes_of(packed))
             stream.write(bytes(plan.padding))
             done += plan.num_bytes
             progress(done, total)

@@ -229,7 +229,14 @@ def _with_kernels(config: EngineConfig) -> tuple[EngineConfig, str]:
 def _prepare_process(options: ModelConfig, ranks: Ranks | None) -> None:
     """Set the threads and the allocator of this process, before weights are loaded."""
     cores = num_cores()
-    torch.set_num_threads(options.num_threads or (cores if ranks is None else ranks.num_threads(cores)))
+    own = cores if ranks is None else ranks.num_threads(cores)
+    if options.num_threads is not None and options.num_threads > own:
+        logger.warning(
+            "num_threads is %d, above the number of cores that this %s may use, which is %d: threads that wait for one "
+            "another make steps slower",
+            *(options.num_threads, "process" if ranks is None else "rank", own),
+        )
+    torch.set_num_threads(options.num_threads or own)
     use_huge_pages()
     keep_freed_memory()
 
