@@ -308,9 +308,8 @@ class Scheduler:
         is_single = [count != 1 for count in pending_counts]
         for position in proposals:
             is_single[position] = True
-        if self._registry.num_searches:
-            for position, sequence in enumerate(self.running):
-                is_single[position] |= sequence.request.search is not None
+        for position, sequence in enumerate(self.running if self._registry.num_searches else ()):
+            is_single[position] |= sequence.request.search is not None
         return [*is_single, True]
 
     def _append_or_preempt(self, group: list[Sequence], count: int, position: int) -> int:
