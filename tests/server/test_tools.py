@@ -333,7 +333,8 @@ def test_a_template_that_does_not_show_its_format_needs_the_option(tmp_path: Pat
             response = process.post(CHAT, {**ASK, "max_tokens": 1})
             assert response.status_code == status
             if flags:
-                assert response.json()["choices"][0]["message"]["content"] == "[TOOL_CALLS]"
+                content = response.json()["choices"][0]["message"]["content"]
+                assert content == ("" if HAS_GRAMMARS else "[TOOL_CALLS]")
                 assert "as --tool-call-parser says" in process.log.read_text()
             else:
                 assert "--tool-call-parser" in response.json()["error"]["message"]
