@@ -15,6 +15,8 @@ import torch
 from quire import LLM, SamplingParams, ToolCall
 from quire.engine.outputs.outputs import CompletionOutput
 from quire.errors import InvalidParameter, RequestError, UnsupportedFeature
+from quire.sequences.structured import StructuredOutputs
+from quire.text.tool_calls import ToolModel, choose_format
 from tests.server import checkpoint
 from tests.server.tool_checkpoint import BARE, PATHS, REQUIRED_FORMS, save
 from tests.text.tool_calls.schema_check import fits
@@ -289,8 +291,42 @@ def test_a_strict_schema_that_cannot_be_held_to_is_the_tools_fault(hermes: LLM) 
     odd = {"type": "object", "properties": {"a": {"type": "string", "format": "colour"}}}
     tool = {"type": "function", "function": {"name": "paint", "parameters": odd, "strict": True}}
     with pytest.raises(InvalidParameter, match="colour") as caught:
-        only(hermes, tools=[tool])
-    assert caught.value.field == "tools"
+        only(hermes, tools=[NOW, tool])
+    assert (caught.value.field, caught.value.value) == ("tools[1].function.parameters", odd)
+
+
+@needs_grammars
+def test_a_schema_that_does_not_compile_is_shown_as_it_was_given(hermes: LLM) -> None:
+    lost = {"type": "object", "properties": {"a": {"$ref": "#/$defs/lost"}}}
+    tools = [NOW, {"type": "function", "function": {"name": "paint", "parameters": lost}}]
+    reason = "a JSON schema that compiles: Pointer '/$defs/lost' does not exist"
+    for given, params in (
+        (tools, GREEDY),
+        (tools, SamplingParams(structured_outputs=StructuredOutputs(json_object=True))),
+    ):
+        with pytest.raises(InvalidParameter) as caught:
+            only(hermes, params, tools=given)
+        error = caught.value
+        assert (error.field, error.value, error.allowed) == ("tools[1].function.parameters", lost, reason)
+    with pytest.raises(InvalidParameter) as caught:
+        only(hermes, SamplingParams(structured_outputs=StructuredOutputs(json=lost)))
+    assert (caught.value.field, caught.value.allowed) == ("structured_outputs.json", reason)
+    assert json.loads(str(caught.value.value)) == lost
+
+
+@needs_grammars
+def test_tools_that_are_too_much_together_are_counted_not_shown(hermes: LLM) -> None:
+    use = ToolModel(hermes.tokenizer, choose_format("hermes", ""), 500, "").read(TOOLS, None, None)
+    assert use is not None
+    grammar = use.sampling(None, None)["structured_outputs"].grammar
+    slow = "a grammar in Lark or GBNF that compiles: it takes longer than 10 s (grammar_timeout_s)"
+    error = use.explain(InvalidParameter("structured_outputs.grammar", grammar, slow), grammar)
+    expected = (
+        "tools must be definitions whose grammar compiles: it takes longer than 10 s (grammar_timeout_s), got '2 tools'"
+    )
+    assert str(error) == expected
+    other = InvalidParameter("seed", -1, "at least 0")
+    assert use.explain(other, grammar) is other
 
 
 @pytest.mark.parametrize("params", [{"structured_outputs": {"grammar": "start: /a/"}}, {"detokenize": False}])

@@ -309,9 +309,8 @@ def test_a_strict_schema_that_cannot_be_held_to_is_a_400(hermes: ServerProcess) 
     for is_strict, status in ((True, 400), (False, 200)):
         response = hermes.post(CHAT, {**ASK, "tools": [function(parameters=odd, strict=is_strict)]})
         assert response.status_code == status, response.text
-    assert (
-        hermes.post(CHAT, {**ASK, "tools": [function(parameters=odd, strict=True)]}).json()["error"]["param"] == "tools"
-    )
+    error = hermes.post(CHAT, {**ASK, "tools": [function(parameters=odd, strict=True)]}).json()["error"]
+    assert error["param"] == "tools[0].function.parameters"
 
 
 def test_a_model_that_knows_no_tools_says_so(server: ServerProcess) -> None:
@@ -333,7 +332,8 @@ def test_a_template_that_does_not_show_its_format_needs_the_option(tmp_path: Pat
             response = process.post(CHAT, {**ASK, "max_tokens": 1})
             assert response.status_code == status
             if flags:
-                assert response.json()["choices"][0]["message"]["content"] == "[TOOL_CALLS]"
+                content = response.json()["choices"][0]["message"]["content"]
+                assert content == ("" if HAS_GRAMMARS else "[TOOL_CALLS]")
                 assert "as --tool-call-parser says" in process.log.read_text()
             else:
                 assert "--tool-call-parser" in response.json()["error"]["message"]

@@ -20,7 +20,7 @@ from quire.engine.outputs.beam_search import BeamSearchOutput, BeamSearchParams,
 from quire.engine.outputs.outputs import OutputCollector, RequestOutput
 from quire.engine.outputs.progress import ProgressBar
 from quire.engine.outputs.reasoning import add_reasoning, with_reasoning
-from quire.engine.outputs.tool_calls import add_calls, as_tools_error, with_calls
+from quire.engine.outputs.tool_calls import add_calls, with_calls
 from quire.engine.pooled_llm import PooledLLM, as_prompts
 from quire.engine.startup.loading import load
 from quire.errors import ConfigError, EngineClosed, InvalidParameter, UnsupportedFeature, WorkerError
@@ -248,7 +248,7 @@ class LLM(PooledLLM):
         except InvalidParameter as error:
             if use is None:
                 raise
-            raise as_tools_error(error) from error
+            raise use.explain(error, str(error.value)) from error
         for output, text in zip(outputs, texts, strict=True):
             output.prompt = text
         add_reasoning(outputs, thinking)

@@ -280,6 +280,9 @@ class MessageReply:
         return {**self._head, "content": content, **self._ending(sample), "usage": _usage(count)}
 
     def _piece(self, piece: Piece | Reasoning) -> Iterator[dict[str, Any]]:
+        if isinstance(piece, CallDelta) and piece.name is not None and not piece.arguments:
+            # The output ended before the call's arguments, which a block without deltas would show as {}.
+            return
         kind = piece.index if isinstance(piece, CallDelta) else type(piece)
         if kind != self._kind:
             yield from self._close()

@@ -128,9 +128,11 @@ def read_chat(state: ServerState, fields: Fields) -> tuple[GenerationRequest, Ch
         field_aliases["structured_outputs.grammar"] = "tools"
     params = sampling.read_sampling(fields, state.llm.default_sampling_params(), own, field_aliases)
     definitions = () if tool_use is None else tool_use.definitions
-    return GenerationRequest(
-        1, partial(_prompts, state, fields, definitions, params), params, options, field_aliases
-    ), extras
+    prompts = partial(_prompts, state, fields, definitions, params)
+    explain = None
+    if tool_use is not None and params.structured_outputs is not None:
+        explain = partial(tool_use.explain, grammar=params.structured_outputs.source.text)
+    return GenerationRequest(1, prompts, params, options, field_aliases, explain=explain), extras
 
 
 async def render_chat(

@@ -23,7 +23,7 @@ from quire.server.generation import GenerationRequest, Reply, renamed, run
 from quire.server.reasoning import ReasoningSplitter
 from quire.server.state import ServerState
 from quire.text.messages import MAX_MESSAGES
-from quire.text.tool_calls import CallDelta, SampleCalls
+from quire.text.tool_calls import SampleCalls
 from quire.text.tool_calls.calls import Piece, merge
 
 # Quire's own options, which every protocol takes.
@@ -91,7 +91,6 @@ class SampleParts:
         self._calls = None if extras.tool_use is None else SampleCalls(extras.tool_use)
         self._splitter = ReasoningSplitter(extras.reasoning)
         self._shows_reasoning = extras.reasoning is not None and bool(extras.reasoning.names)
-        self._is_after_call = False
 
     def add(self, output: CompletionOutput, prompt_ids: Sequence[int]) -> list[Piece | Reasoning]:
         """Return the pieces that a delta of the output, or the whole of it, completes.
@@ -104,11 +103,7 @@ class SampleParts:
         pieces: list[Piece | Reasoning] = [Reasoning(reasoning)] if reasoning and self._shows_reasoning else []
         if self._calls is None:
             return [*pieces, text] if text else pieces
-        for piece in merge(self._calls.pieces(text, is_finished=output.finished)):
-            if isinstance(piece, CallDelta):
-                self._is_after_call = piece.is_last
-            pieces.append(piece)
-        return pieces
+        return [*pieces, *merge(self._calls.pieces(text, is_finished=output.finished))]
 
     def new_id(self) -> str:
         """Return an id for a call, in a form that the model's template accepts."""
@@ -117,7 +112,8 @@ class SampleParts:
 
     def finish_reason(self, output: CompletionOutput) -> str | None:
         """Return "tool_calls" where the output stopped after a complete call, a named one too; else the engine's."""
-        return "tool_calls" if output.finish_reason == "stop" and self._is_after_call else output.finish_reason
+        is_call = self._calls is not None and self._calls.has_whole_calls
+        return "tool_calls" if output.finish_reason == "stop" and is_call else output.finish_reason
 
 
 def read_list(value: object, name: str, what: str) -> list[Any]:

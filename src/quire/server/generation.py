@@ -97,6 +97,8 @@ class GenerationRequest:
         field_aliases: the client's names of fields, by the engine's; equal names are left out.
         is_prompt_only: True where the client requests no output.
         num_prompt_copies: number of times that the answer has the log probabilities of a prompt.
+        explain: function that returns the engine's error about a parameter which the route computed as one about the
+            client's; None where there is none.
     """
 
     num_prompts: int
@@ -106,6 +108,7 @@ class GenerationRequest:
     field_aliases: Mapping[str, str]
     is_prompt_only: bool = False
     num_prompt_copies: int = 1
+    explain: Callable[[InvalidParameter], InvalidParameter] | None = None
 
 
 def json_response(body: Mapping[str, Any]) -> Response:
@@ -213,6 +216,8 @@ async def run(state: ServerState, request: Request, job: GenerationRequest, repl
     except RequestError as error:
         if state.is_draining:
             raise stopping() from error
+        if job.explain is not None and isinstance(error, InvalidParameter):
+            error = job.explain(error)
         raise renamed(error, job.field_aliases.get(error.field or "", error.field)) from None
 
 

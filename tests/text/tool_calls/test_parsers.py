@@ -156,7 +156,9 @@ def test_the_cuts_of_a_text_change_nothing_and_the_slow_twin_agrees(name: str, t
         whole, parser = read(name, [text], is_forced=is_forced)
         assert read(name, pieces, is_forced=is_forced)[0] == whole
         last = [piece for piece in whole if isinstance(piece, CallDelta)][-1:]
-        assert parser.is_inside_call == any(not piece.is_last for piece in last)
+        is_inside = any(not piece.is_last for piece in last)
+        # Under a grammar the output may end inside a call that has no name yet.
+        assert parser.is_inside_call >= is_inside if is_forced else parser.is_inside_call == is_inside
         assert parser.num_calls == sum(isinstance(piece, CallDelta) for piece in whole)
 
 

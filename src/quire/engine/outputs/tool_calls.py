@@ -27,12 +27,6 @@ def with_calls(params: SamplingParams, use: ToolUse) -> SamplingParams:
     return replace(params, kept_special_ids=kept, **needed)
 
 
-def as_tools_error(error: InvalidParameter) -> InvalidParameter:
-    """Return the error with the field `tools` where the grammar of the tools does not compile."""
-    is_theirs = error.field == "structured_outputs.grammar"
-    return InvalidParameter("tools", error.value, error.allowed) if is_theirs else error
-
-
 def add_calls(outputs: Iterable[RequestOutput], use: ToolUse) -> None:
     """Write content, calls and finish reasons into whole outputs."""
     for output in outputs:

@@ -23,11 +23,13 @@ class Function:
         name: name, which matches `NAME`.
         parameters: JSON schema of the arguments, which are an object.
         is_strict: True where a schema with parts that cannot be enforced is refused, not enforced without them.
+        field: name of the schema's field in error messages.
     """
 
     name: str
     parameters: Mapping[str, Any]
     is_strict: bool = False
+    field: str = "tools"
 
 
 @dataclass(frozen=True, slots=True)

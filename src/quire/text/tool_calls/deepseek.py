@@ -86,6 +86,8 @@ class DeepSeek:
         after = None if end is None else (yield from incoming.literal(end, SEPARATOR))
         if end is None or after is None:
             return None
+        if not self.is_fenced:
+            reader.note_name(incoming.text[begin:end])
         bracket = yield from incoming.literal(after, "{")
         is_fenced = bracket is None
         if bracket is None:
@@ -93,6 +95,8 @@ class DeepSeek:
             assert found is not None
             begin = found
             end = yield from incoming.name(begin)
+            if end is not None and end < len(incoming.text):
+                reader.note_name(incoming.text[begin:end])
             fenced = None if end is None else (yield from incoming.literal(end, FENCE))
             bracket = None if fenced is None else (yield from incoming.literal(fenced, "{"))
         if bracket is None or end is None or incoming.text[begin:end] not in reader.functions:

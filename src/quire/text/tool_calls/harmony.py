@@ -44,6 +44,8 @@ class HarmonyCalls:
     def read_calls(self, incoming: Incoming, pos: int, reader: CallReader) -> Reading:
         """Read one call and its closing mark, which ends the output where it is a stop token."""
         end = yield from incoming.name(pos)
+        if end is not None and end < len(incoming.text):
+            reader.note_name(incoming.text[pos:end])
         opened = None if end is None else (yield from incoming.past(end, MESSAGE, self.marker))
         if end is None or opened is None or incoming.text[pos:end] not in reader.functions:
             return None

@@ -75,6 +75,8 @@ class Mistral:
         name = None if end is None else incoming.text[begin:end]
         if end is None or name is None or name not in reader.functions:
             return None
+        if end < len(incoming.text):
+            reader.note_name(name)
         marked = yield from incoming.literal(end, CALL_ID)
         if marked is not None:
             end = yield from incoming.name(marked)

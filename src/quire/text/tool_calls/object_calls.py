@@ -29,7 +29,7 @@ def stream_call(incoming: Incoming, pos: int, reader: CallReader) -> Reading:
     begin = yield from incoming.literal(pos, "{")
     if begin is None:
         return None
-    found = yield from _head(incoming, begin, reader.functions)
+    found = yield from _head(incoming, begin, reader)
     if found is None:
         return None
     name, begin = found
@@ -43,6 +43,7 @@ def stream_arguments(incoming: Incoming, begin: int, reader: CallReader, name: s
     """Yield a call as its arguments, an object, arrive; the end of the text may truncate them, and is returned then."""
     index = reader.num_calls
     reader.num_calls += 1
+    reader.note_name(None)
     yield CallDelta(index, name)
     end = yield from incoming.json_object(begin, index)
     if end is None:
@@ -101,15 +102,16 @@ def read_series(incoming: Incoming, pos: int, reader: CallReader, separator: str
         return pos
 
 
-def _head(incoming: Incoming, pos: int, names: Container[str]) -> Generator[Piece | None, None, tuple[str, int] | None]:
+def _head(incoming: Incoming, pos: int, reader: CallReader) -> Generator[Piece | None, None, tuple[str, int] | None]:
     """Read `"name": "...", "arguments":`, optionally after `"type": "function",`; return the name, and the end."""
     member = yield from _member(incoming, pos)
     if member is not None and member[:2] == ("type", "function"):
         comma = yield from incoming.literal(member[2], ",")
         member = None if comma is None else (yield from _member(incoming, comma))
-    if member is None or member[0] != "name" or member[1] not in names:
+    if member is None or member[0] != "name" or member[1] not in reader.functions:
         return None
     _, name, pos = member
+    reader.note_name(name)
     comma = yield from incoming.literal(pos, ",")
     key = None if comma is None else (yield from _string(incoming, comma))
     if key is None or key[0] not in ARGUMENT_KEYS:

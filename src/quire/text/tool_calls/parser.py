@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Protocol
 
 from quire.text.tool_calls.calls import JSON_SPACE, CallDelta, Function, Piece, merge
@@ -52,12 +52,40 @@ class CallReader:
         functions: known functions by name; a call of another one is content.
         is_forced: True where the output follows the format's grammar: a call is then yielded as it arrives, otherwise
             when it is complete.
+        is_required: True where that grammar allows nothing but calls.
+
+    Attributes:
+        num_calls: number of calls so far.
+        is_cut: True where the output ended inside a call.
     """
 
-    def __init__(self, functions: Mapping[str, Function], *, is_forced: bool) -> None:
+    def __init__(self, functions: Mapping[str, Function], *, is_forced: bool, is_required: bool) -> None:
         self.functions = functions
         self.is_forced = is_forced
+        self.is_required = is_required
         self.num_calls = 0
+        self.is_cut = False
+        self._named: str | None = None
+
+    def note_name(self, name: str | None) -> None:
+        """Note the name of a call whose arguments have not begun; None after their beginning, or for no call."""
+        self._named = name if name in self.functions else None
+
+    @property
+    def is_named(self) -> bool:
+        """True where a call of a known function has its name, but no arguments yet."""
+        return self._named is not None
+
+    def cut(self, rest: str) -> Iterator[CallDelta]:
+        """Yield what there is of a call that the end of the output truncates: its name, or nothing.
+
+        Args:
+            rest: text after the last piece, which is left out.
+        """
+        self.is_cut = self.is_cut or bool(rest.strip(JSON_SPACE))
+        if self._named is not None:
+            self.num_calls += 1
+            yield CallDelta(self.num_calls - 1, self._named)
 
     def whole_call(self, name: str, arguments: str) -> CallDelta:
         """Count a complete call, and return it."""
@@ -69,17 +97,22 @@ class CallParser:
     """Parses the content and the calls of one output, piece by piece.
 
     The merged pieces do not depend on the division of the text. White space before a call, between calls and after the
-    last one is left out. Text that only resembles a call is content.
+    last one is left out. Text that only resembles a call is content. Under a grammar, where a marker is always the
+    beginning of a call, a call that the end of the output truncates is never content.
 
     Args:
         form: the format.
         functions: known functions.
         is_forced: True where the output follows the format's grammar; see `CallReader`.
+        is_required: True where that grammar allows nothing but calls.
     """
 
-    def __init__(self, form: ToolFormat, functions: Iterable[Function], *, is_forced: bool) -> None:
+    def __init__(
+        self, form: ToolFormat, functions: Iterable[Function], *, is_forced: bool, is_required: bool = False
+    ) -> None:
         self._incoming = Incoming()
-        self._reader = CallReader({function.name: function for function in functions}, is_forced=is_forced)
+        by_name = {function.name: function for function in functions}
+        self._reader = CallReader(by_name, is_forced=is_forced, is_required=is_required)
         self._pieces = _read(form, self._incoming, self._reader)
         self._is_inside_call = False
 
@@ -97,13 +130,13 @@ class CallParser:
 
     @property
     def num_calls(self) -> int:
-        """The number of calls so far, an incomplete one included."""
+        """The number of calls so far, an incomplete one with a name included."""
         return self._reader.num_calls
 
     @property
     def is_inside_call(self) -> bool:
         """True while the last call is incomplete."""
-        return self._is_inside_call
+        return self._is_inside_call or self._reader.is_cut
 
     def _take(self) -> list[Piece]:
         pieces = []
@@ -118,15 +151,25 @@ class CallParser:
 
 def _read(form: ToolFormat, incoming: Incoming, reader: CallReader) -> Generator[Piece | None]:
     """Yield the pieces of an output, and None where more text is needed."""
-    end = (yield from form.read_calls(incoming, 0, reader)) if form.may_be_bare else None
-    if end is not None:
-        incoming.consume(end)
-    is_after_call = end is not None
+    is_after_call = False
+    if form.may_be_bare:
+        end = yield from form.read_calls(incoming, 0, reader)
+        # Without a marker, a call has begun for sure once it has the name of a function.
+        is_call = end is not None or reader.is_named or reader.is_required
+        if is_call and _ends_in_call(incoming, reader):
+            yield from reader.cut(incoming.text[end or 0 :])
+            return
+        incoming.consume(end or 0)
+        is_after_call = end is not None
     while True:
-        begin = yield from _content(incoming, form.marker, is_after_call=is_after_call)
+        reader.note_name(None)
+        begin = yield from _content(incoming, form.marker, reader, is_after_call=is_after_call)
         if begin is None:
             return
         end = yield from form.read_calls(incoming, begin + len(form.marker), reader)
+        if _ends_in_call(incoming, reader):
+            yield from reader.cut(incoming.text[end or 0 :])
+            return
         if end is None:
             yield incoming.consume(begin + len(form.marker))
         else:
@@ -134,12 +177,23 @@ def _read(form: ToolFormat, incoming: Incoming, reader: CallReader) -> Generator
         is_after_call = end is not None
 
 
-def _content(incoming: Incoming, marker: str, *, is_after_call: bool) -> Generator[Piece | None, None, int | None]:
+def _ends_in_call(incoming: Incoming, reader: CallReader) -> bool:
+    """Return whether the output ended while calls were read under a grammar: they match as far as they go.
+
+    The end is set after all text was read, so a reading that finds it has waited for more text.
+    """
+    return reader.is_forced and incoming.is_ended
+
+
+def _content(
+    incoming: Incoming, marker: str, reader: CallReader, *, is_after_call: bool
+) -> Generator[Piece | None, None, int | None]:
     """Yield the content before a marker, without the white space before it, or up to the end of the text.
 
     Args:
         incoming: the text.
         marker: marker after the content.
+        reader: state of the output's readings.
         is_after_call: True where white space alone is not content.
 
     Returns:
@@ -156,7 +210,12 @@ def _content(incoming: Incoming, marker: str, *, is_after_call: bool) -> Generat
             return begin - len(content)
         if incoming.is_ended:
             rest = incoming.consume(len(incoming.text))
-            if rest.strip(JSON_SPACE) or not is_after_call:
+            if reader.is_required:
+                # A part of the marker is the beginning of a call.
+                begun = rest[len(rest) - _begun(rest, marker) :]
+                yield from reader.cut(begun)
+                rest = rest.removesuffix(begun)
+            if rest.strip(JSON_SPACE) or not (is_after_call or reader.is_required):
                 yield rest
             return None
         yield None

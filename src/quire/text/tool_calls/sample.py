@@ -43,7 +43,8 @@ class SampleCalls:
     def __init__(self, use: ToolUse) -> None:
         self._form = use.form
         self._is_named = use.is_named
-        self._parser = CallParser(use.form, use.rules.functions, is_forced=use.is_forced)
+        rules = use.rules
+        self._parser = CallParser(use.form, rules.functions, is_forced=use.is_forced, is_required=rules.is_required)
 
     def pieces(self, text: str, *, is_finished: bool) -> list[Piece]:
         """Return the pieces that new text completes.
@@ -73,9 +74,12 @@ class SampleCalls:
 
         Where the client named the function, "stop" stays, as with OpenAI: the model did not choose to call it.
         """
-        if reason == "stop" and self._parser.num_calls and not self._parser.is_inside_call and not self._is_named:
-            return "tool_calls"
-        return reason
+        return "tool_calls" if reason == "stop" and self.has_whole_calls and not self._is_named else reason
+
+    @property
+    def has_whole_calls(self) -> bool:
+        """True where there are calls, and the last one is complete."""
+        return bool(self._parser.num_calls) and not self._parser.is_inside_call
 
     def new_id(self) -> str:
         """Return an id for a call."""

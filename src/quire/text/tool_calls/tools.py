@@ -146,19 +146,20 @@ def _read_tool(tool: object, where: str) -> Tool:
     where = f"{where}.function"
     if not isinstance(function, dict):
         raise InvalidParameter(where, function, "an object with a name")
-    name, description, is_strict = (function.get(field) for field in ("name", "description", "strict"))
+    name, description, is_strict = (function.get(key) for key in ("name", "description", "strict"))
     if not isinstance(name, str) or not NAME_PATTERN.fullmatch(name):
         raise InvalidParameter(f"{where}.name", name, f"a string that matches ^{NAME}$")
     if description is not None and not isinstance(description, str):
         raise InvalidParameter(f"{where}.description", description, "a string")
     if is_strict is not None and not isinstance(is_strict, bool):
         raise InvalidParameter(f"{where}.strict", is_strict, "true or false")
-    parameters = _read_parameters(function.get("parameters"), f"{where}.parameters")
+    field = f"{where}.parameters"
+    parameters = _read_parameters(function.get("parameters"), field)
     definition = {"name": name} | ({} if description is None else {"description": description})
     schema = parameters or {**NO_PARAMETERS, "additionalProperties": False}
     return Tool(
         {"type": "function", "function": {**definition, "parameters": parameters or NO_PARAMETERS}},
-        Function(name, schema, is_strict=bool(is_strict)),
+        Function(name, schema, is_strict=bool(is_strict), field=field),
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +16,15 @@ from quire.text.tokenizer import Tokenizer
 from quire.text.tool_calls.grammar import CallRules, calls_or_answer, text_tokens
 from quire.text.tool_calls.parser import ToolFormat
 from quire.text.tool_calls.tools import read_choice, read_tools
+
+# Message of a grammar's compiler: number of the line, reason, and text of the lines around it.
+COMPILE_ERROR = re.compile(
+    r"compiles: at (\d+)\(\d+\): (?:failed to compile JSON schema: )?(.*?)(?: \d+ \| .*)?$", re.DOTALL
+)
+# The names of a function's rules have its number.
+FUNCTION_RULE = re.compile(r"(?:args_|[fF])(\d+)")
+# The rules of `calls_or_answer` for an answer.
+ANSWER_JSON, ANSWER_REGEX = "answer: %json ", "answer: /"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +55,7 @@ class ToolUse:
             thinking_token_budget: maximum number of thinking tokens; None for any number.
 
         Raises:
-            InvalidParameter: the grammar is too large.
+            InvalidParameter: the grammar is too large, or a strict tool's schema cannot be enforced.
             UnsupportedFeature: the structure is a grammar, or the grammar of the calls has the thinking, which a budget
                 would end.
         """
@@ -55,17 +66,51 @@ class ToolUse:
         params: dict[str, Any] = {"kept_special_ids": self.marker_ids}
         if self.is_forced:
             try:
-                if answer is None or self.rules.is_required:
-                    text = self.form.grammar(self.rules)
-                else:
-                    calls = self.form.grammar(replace(self.rules, is_required=True))
-                    text = calls_or_answer(calls, answer, self.form.answer_head)
+                text = self._grammar(answer)
+            except RecursionError as error:
+                raise InvalidParameter("tools", self._shown, f"nested less deeply ({error})") from error
+            try:
                 params["structured_outputs"] = StructuredOutputs(grammar=text)
-                if has_thinking:
-                    params["thinking"] = None
-            except (InvalidParameter, RecursionError) as error:
-                raise InvalidParameter("tools", f"{len(self.definitions)} tools", f"smaller ({error})") from error
+            except InvalidParameter as error:
+                raise InvalidParameter("tools", self._shown, f"smaller ({error})") from error
+            if has_thinking:
+                params["thinking"] = None
         return params
+
+    def explain(self, error: InvalidParameter, grammar: str) -> InvalidParameter:
+        """Return the error of a grammar that does not compile, with the field and the value that the client sent.
+
+        Args:
+            error: an error of the request; one that does not name the grammar is returned as it is.
+            grammar: the grammar of `sampling`.
+        """
+        if error.field != "structured_outputs.grammar" or not self.is_forced:
+            return error
+        found = COMPILE_ERROR.search(error.allowed)
+        why = error.allowed.partition(": ")[2] if found is None else found[2]
+        line = "" if found is None else "".join(grammar.split("\n")[int(found[1]) - 1 : int(found[1])])
+        rule = FUNCTION_RULE.match(line)
+        if rule is not None and int(rule[1]) < len(self.rules.functions):
+            function = self.rules.functions[int(rule[1])]
+            return InvalidParameter(function.field, function.parameters, f"a JSON schema that compiles: {why}")
+        if line.startswith(ANSWER_JSON):
+            value = _without_layout(line.removeprefix(ANSWER_JSON))
+            return InvalidParameter("structured_outputs.json", value, f"a JSON schema that compiles: {why}")
+        if line.startswith(ANSWER_REGEX):
+            value = line.removeprefix(ANSWER_REGEX).removesuffix("/").replace("\\/", "/")
+            return InvalidParameter("structured_outputs.regex", value, f"a regular expression that compiles: {why}")
+        return InvalidParameter("tools", self._shown, f"definitions whose grammar compiles: {why}")
+
+    @property
+    def _shown(self) -> str:
+        """The tools as a value in error messages."""
+        return f"{len(self.definitions)} tools"
+
+    def _grammar(self, answer: StructuredOutputs | None) -> str:
+        if answer is None or self.rules.is_required:
+            return self.form.grammar(self.rules)
+        calls = self.form.grammar(replace(self.rules, is_required=True))
+        return calls_or_answer(calls, answer, self.form.answer_head)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,3 +176,11 @@ class ToolModel:
             why = f"the model's chat template does not show the format of calls; {self.set_form} can set it"
             raise UnsupportedFeature("tools", why)
         return self.tokenizer, self.form
+
+
+def _without_layout(schema: str) -> str:
+    """Return a schema of an answer as the client sent it."""
+    value = json.loads(schema)
+    if isinstance(value, dict):
+        value.pop("x-guidance", None)
+    return json.dumps(value, ensure_ascii=False)

@@ -147,7 +147,8 @@ class ValueRules:
         """
         unknown = sorted(schema.keys() - ENFORCED - kinds)
         if unknown and self.function.is_strict:
-            raise InvalidParameter("tools", unknown[0], "schemas without this key, which strict tools cannot enforce")
+            allowed = f"a schema without {unknown[0]}, which a strict tool of this model cannot enforce"
+            raise InvalidParameter(self.function.field, self.function.parameters, allowed)
 
     def _options(self, schema: object) -> list[str]:
         schema = resolve(schema, self.root)

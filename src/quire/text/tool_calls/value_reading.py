@@ -41,6 +41,7 @@ class CallWriter:
         """Yield the call's first piece."""
         if self._reader.is_forced:
             self._reader.num_calls += 1
+            self._reader.note_name(None)
             yield CallDelta(self._index, self._name, "{")
 
     def member(self, key: str, value: str) -> Iterator[Piece]:
