@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.execution.kv_storage import Storage
-from quire.execution.pinned import HostCopy, placed
+from quire.execution.pinned import HostCopy, pinned_bytes, placed
 from quire.kvstore.arriving import ArrivingBytes
 from quire.kvstore.disk_blocks import DiskBlocks
 from quire.memory.results import BlockCopy, StoredBlock, Tier
@@ -36,10 +36,11 @@ class BlockCopier:
         device_rows = [storage.data.view(torch.uint8).view(len(storage.data), -1) for storage in storages]
         self._device = device_rows[0].device
         self._disk = disk
-        memory = torch.empty(host_bytes, dtype=torch.uint8, pin_memory=host_bytes > 0 and self._is_cuda)
+        # Held for as long as its rows are: what is pinned ends with this tensor.
+        self._memory = pinned_bytes(host_bytes) if self._is_cuda else torch.empty(host_bytes, dtype=torch.uint8)
         self._rows = {
             Tier.DEVICE: device_rows,
-            Tier.HOST: [_rows_of(memory, rows.shape[1]) for rows in device_rows],
+            Tier.HOST: [_rows_of(self._memory, rows.shape[1]) for rows in device_rows],
         }
         # Behind the last copies between a GPU and the host that were queued; and whether others were since.
         self._queued: torch.cuda.Event | None = None

@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
+import logging
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 
+logger = logging.getLogger(__name__)
+
 
 def placed(numbers: Tensor, device: torch.device) -> Tensor:
     """Return numbers of the host on a device: one copy, which the host does not wait for."""
     return numbers if device.type == "cpu" else numbers.pin_memory().to(device, non_blocking=True)
+
+
+def pinned_bytes(num_bytes: int) -> Tensor:
+    """Return memory of the host that a GPU copies from and to by itself, uint8 [num_bytes], and no more than that.
+
+    The allocator of torch rounds pinned memory up to a power of two, so 65 GiB would take 128.
+    """
+    memory = torch.empty(num_bytes, dtype=torch.uint8)
+    if not num_bytes:
+        return memory
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    error = int(runtime.cudaHostRegister(memory.data_ptr(), num_bytes, 0))
+    if error:
+        logger.warning("%d bytes of the host cannot be registered (CUDA error %d): torch pins them", num_bytes, error)
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    # Not at the end of the process, which frees all of it.
+    weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
+    return memory
 
 
 class HostCopy:

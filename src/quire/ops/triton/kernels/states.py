@@ -16,7 +16,7 @@ from quire.ops.triton.launcher import kernel
 def softplus(x):
     """Return softplus of float32, log1p(exp(x)); as torch does, the argument itself from 20 on."""
     small = tl.exp(tl.where(x > 20.0, 0.0, x))
-    # What the rounding of the sum adds to `small` or takes from it goes into the quotient, and cancels.
+    # The sum is rounded; the quotient takes the same error out of the logarithm again.
     total = 1.0 + small
     added = tl.where(total == 1.0, 1.0, total - 1.0)
     return tl.where(x > 20.0, x, tl.where(total == 1.0, small, tl.log(total) * (small / added)))
