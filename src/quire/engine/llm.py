@@ -31,7 +31,7 @@ from quire.sequences.params import SamplingParams
 from quire.text.chat_template import require_chat_template
 from quire.text.reasoning import ReasoningModel
 from quire.text.tokenizer import Tokenizer
-from quire.text.tool_calls import FORMATS, ToolModel, choose_format
+from quire.text.tool_calls import ToolModel
 
 logger = logging.getLogger(__name__)
 
@@ -224,16 +224,17 @@ class LLM(PooledLLM):
             tools: functions that the model may call, as in OpenAI's API; outputs then have `content` and `tool_calls`.
             tool_choice: "auto" (or None), "required", "none", or an object that names the allowed tools.
             parallel_tool_calls: False allows at most one call.
-            tool_call_parser: format of the model's calls, a name of `FORMATS`; "auto" finds it in the chat template.
-            reasoning_parser: format of the model's thinking, a name of `REASONING_FORMATS`; "auto" finds it in the chat
-                template, "none" leaves thinking in the text only. Outputs then have `reasoning` and `content`.
+            tool_call_parser: see `ToolModel.find`.
+            reasoning_parser: see `ReasoningModel.find`; "none" leaves thinking in the text only. Otherwise the
+                outputs of a model that thinks have `reasoning` and `content`.
             template_args: arguments of `render_chat`: `add_generation_prompt`, `continue_final_message`,
                 `chat_template`, `chat_template_kwargs`, and other variables of the model's chat template.
 
         Raises:
             RequestError: messages that the template refuses, a model without a template, or unsupported tools.
         """
-        use = self._tool_model(tool_call_parser).read(tools, tool_choice, parallel_tool_calls)
+        model = ToolModel.find(tool_call_parser, self.tokenizer, self.resolved.vocab_size)
+        use = model.read(tools, tool_choice, parallel_tool_calls)
         if use is not None:
             template_args["tools"] = use.definitions
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
@@ -378,14 +379,6 @@ class LLM(PooledLLM):
         finally:
             for name in queued:
                 self.engine.abort_request(name)
-
-    def _tool_model(self, tool_call_parser: str) -> ToolModel:
-        """Return the model's properties for tool calls."""
-        if tool_call_parser not in ("auto", *FORMATS):
-            raise InvalidParameter("tool_call_parser", tool_call_parser, f"one of auto, {', '.join(FORMATS)}")
-        template = None if self.tokenizer is None else self.tokenizer.chat_template
-        form = None if template is None else choose_format(tool_call_parser, template.for_tools.source)
-        return ToolModel(self.tokenizer, form, self.resolved.vocab_size, "tool_call_parser")
 
     def _params_of(self, params: Params, count: int) -> Sequence[SamplingParams]:
         """Return one set of parameters for each prompt."""
