@@ -12,7 +12,7 @@ from quire import ConfigError, EngineConfig, QuireError, SamplingParams, Unknown
 from quire.cli.main import main, parse_args
 from quire.cli.server_options import read_server_config
 from quire.config import option_sections
-from quire.config.hints import OPTION_HINTS, PARSER_ALIASES, SAMPLING_HINTS
+from quire.config.hints import OPTION_HINTS, PARSER_ALIASES, SAMPLING_HINTS, hint_for
 from quire.server.settings import REASONING_PARSERS, TOOL_CALL_PARSERS, ServerConfig
 from quire.text.reasoning import REASONING_FORMATS
 from quire.text.tool_calls import FORMATS
@@ -95,3 +95,8 @@ def test_vllms_names_of_parsers_stand_for_formats_of_the_same_texts(
     assert all(name in str(caught.value) for name in (*known, *PARSER_ALIASES[option]))
     assert main(["serve", flag, "pythonic"]) == 2
     assert "got 'pythonic'" in capsys.readouterr().err
+
+
+def test_names_that_are_hardly_alike_are_no_hints() -> None:
+    assert hint_for("stop", {}, ["top_p", "top_k"]) == hint_for("num_predict", {}, ["prediction"]) == ""
+    assert hint_for("stopp", {}, ["stop", "top_p"]) == "; did you mean stop?"

@@ -1,14 +1,15 @@
-"""Lists of prompts: a priority for each, and errors that name one of them."""
+"""Lists of prompts: a priority for each, and errors that name one of them; errors of other arguments."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from quire import LLM
+from quire import LLM, PoolingParams
 from quire.engine.inputs.prompts import Prompt
-from quire.errors import InvalidParameter, RequestError
+from quire.errors import InvalidParameter, RequestError, UnsupportedFeature
 from tests.engine.test_llm import STORIES, greedy, load
 
 
@@ -55,3 +56,23 @@ def test_a_refused_prompt_of_a_list_is_named_and_none_runs(llm: LLM, wrong: Prom
             run([wrong], use_tqdm=False)  # type: ignore[operator]
         assert "prompts[" not in str(caught.value)
     assert llm.stats.num_steps == before
+
+
+@pytest.mark.parametrize("wrong", ["hi", {"role": "user", "content": "hi"}, 3, None])
+def test_what_is_no_list_of_messages_is_shown(llm: LLM, wrong: Any) -> None:
+    with pytest.raises(InvalidParameter, match="messages must be a list of messages, got ") as caught:
+        llm.chat(wrong)
+    assert str(caught.value).endswith(f"got {wrong!r}")
+
+
+def test_a_number_of_tokens_to_keep_may_be_minus_one() -> None:
+    assert PoolingParams(truncate_prompt_tokens=-1).truncate_prompt_tokens == -1
+    for wrong in (0, -2, 1.0, True, 2**31):
+        with pytest.raises(InvalidParameter, match="truncate_prompt_tokens must be -1, or an integer from 1 to "):
+            PoolingParams(truncate_prompt_tokens=wrong)  # type: ignore[arg-type]
+
+
+def test_a_refusal_to_unpin_names_the_call(llm: LLM) -> None:
+    with pytest.raises(UnsupportedFeature) as caught:
+        llm.unpin_prefix("a")
+    assert caught.value.field == "unpin_prefix"

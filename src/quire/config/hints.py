@@ -139,6 +139,7 @@ SAMPLING_HINTS: Final[Mapping[str, str]] = {
     "num_return_sequences": "use n",
     "do_sample": "use temperature, 0 for the likeliest tokens",
     "max_new_tokens": "use max_tokens",
+    "num_predict": "use max_tokens",
     "max_completion_tokens": "use max_tokens",
     "top_logprobs": "use logprobs",
 }
@@ -223,5 +224,6 @@ def hint_for(name: str, hints: Mapping[str, str], known: Collection[str]) -> str
     """
     if name in hints:
         return f"; {hints[name]}"
-    similar = get_close_matches(name, known, n=1)
+    # Names that are less alike mean something else: `stop` is no `top_p`.
+    similar = get_close_matches(name, known, n=1, cutoff=0.75)
     return f"; did you mean {similar[0]}?" if similar else ""

@@ -21,7 +21,7 @@ from quire.engine.outputs.outputs import OutputCollector, RequestOutput
 from quire.engine.outputs.progress import ProgressBar
 from quire.engine.outputs.reasoning import add_reasoning, with_reasoning
 from quire.engine.outputs.tool_calls import add_calls, as_tools_error, with_calls
-from quire.engine.pooled_llm import PooledLLM, as_prompts, naming_prompt, priorities_of
+from quire.engine.pooled_llm import PooledLLM, as_conversations, as_prompts, naming_prompt, priorities_of
 from quire.engine.startup.loading import load
 from quire.errors import ConfigError, EngineClosed, InvalidParameter, UnsupportedFeature, WorkerError
 from quire.memory.usage import Usage
@@ -240,8 +240,7 @@ class LLM(PooledLLM):
         use = model.read(tools, tool_choice, parallel_tool_calls)
         if use is not None:
             template_args["tools"] = use.definitions
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        texts = [self._chat_text(conversation, **template_args) for conversation in conversations]  # type: ignore[arg-type]
+        texts = [self._chat_text(conversation, **template_args) for conversation in as_conversations(messages)]
         prompts = [self.get_tokenizer().encode(text, add_special_tokens=False) for text in texts]
         options: dict[str, Any] = {"use_tqdm": use_tqdm, "cache_salt": cache_salt, "tenant": tenant}
         options |= {"retain_cache": retain_cache, "lora_request": lora_request}

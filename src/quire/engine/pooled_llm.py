@@ -216,6 +216,12 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     return prompts  # type: ignore[return-value]
 
 
+def as_conversations(messages: Any) -> Sequence[Any]:
+    """Return a list of conversations; a list of messages is one, and so is anything else that the reader refuses."""
+    is_list = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
+    return messages if is_list and not (messages and isinstance(messages[0], Mapping)) else [messages]
+
+
 def priorities_of(priority: int | Sequence[int] | None, count: int, policy: str) -> Sequence[int]:
     """Return the priority of each prompt, which the engine checks.
 
