@@ -81,8 +81,9 @@ LOAD_OPTIONS = (
 # Options of whole numbers, which clients also send as 8.0.
 WHOLE_OPTIONS = ("num_predict", "top_k", "seed")
 THINKING = (True, False, "high", "medium", "low")
-# Time at which the model is unloaded; a date that Ollama's clients show as none.
-NEVER = "9999-12-31T23:59:59Z"
+# Time at which the model is unloaded. Ollama too states a date of a far century; the next year must exist, or clients
+# could not convert it to their own time zone.
+NEVER = "9000-01-01T00:00:00Z"
 LATEST = ":latest"
 
 
