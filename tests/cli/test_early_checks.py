@@ -37,6 +37,11 @@ MISTAKES = (
     (["serve", "gpt-oss-20b"], "could not be fetched from the hub: the hub cannot be reached"),
     (["serve", "EMPTY"], "has neither model.safetensors nor"),
     (["generate", "--prompt", "a", "--dtype", "int3"], "dtype must be one of"),
+    (["serve", "--quantization", "awq"], "got 'awq': the checkpoint has plain weights, which int8 and int4 round"),
+    (
+        ["serve", "--quantization", "bitsandbytes"],
+        "must be one of int8, int4 or None, got 'bitsandbytes': how a",
+    ),
     (["bench", "FOLDER"], "the architecture 'Other' is not implemented"),
     (["chat", "FOLDER", "--enable-eplb"], "enable_eplb must be False or absent, got True"),
 )

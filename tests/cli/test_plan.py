@@ -272,3 +272,8 @@ def test_weights_of_a_gguf_file_take_what_the_file_has(tmp_path: Path, capsys: p
     assert found["architecture"] == "LlamaForCausalLM"
     assert found["weights_bytes"] == sum(tensor.num_bytes for tensor in GGUFFile.open(path).tensors.values())
     assert found["is_weights_estimate"] is False
+
+
+def test_a_plan_is_of_the_method_that_the_checkpoint_has(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--memory", "1GiB", "--quantization", "fp8"]) == 2
+    assert "got 'fp8': the checkpoint has plain weights" in capsys.readouterr().err

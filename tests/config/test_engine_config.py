@@ -84,6 +84,7 @@ NEEDED: dict[str, dict[str, Any]] = {
         ("device", ["auto", "cpu", "cuda"], ["tpu", "CPU", None]),
         ("kernels", ["auto", "native", "torch", "triton"], ["fast", "", None, 1]),
         ("quantization", [None, "int8", "int4"], ["int2", "", "none", 8]),
+        ("stored_quantization", [None, "awq", "gguf"], ["int8", "", "marlin", 8]),
         ("weight_packing", ["auto", "plain", "lossless"], ["tight", "", None, 1]),
         ("classifier_from_token", [None, "no,yes"], ["yes", "", "a,b,c", 3]),
         ("eviction_policy", ["lru", "fifo", "lfu", "slru"], ["mru", "", None]),

@@ -9,8 +9,13 @@ from typing import Any
 import pytest
 
 from quire import ConfigError, EngineConfig, QuireError, SamplingParams, UnknownParameter
+from quire.cli.main import main, parse_args
+from quire.cli.server_options import read_server_config
 from quire.config import option_sections
-from quire.config.hints import OPTION_HINTS, SAMPLING_HINTS
+from quire.config.hints import OPTION_HINTS, PARSER_ALIASES, SAMPLING_HINTS, hint_for
+from quire.server.settings import REASONING_PARSERS, TOOL_CALL_PARSERS, ServerConfig
+from quire.text.reasoning import REASONING_FORMATS
+from quire.text.tool_calls import FORMATS
 
 
 @pytest.mark.parametrize("name", OPTION_HINTS)
@@ -69,3 +74,29 @@ def test_a_misspelt_name_is_refused_with_the_nearest_one() -> None:
         given = {name: True}
         with pytest.raises(UnknownParameter, match=f"{name!r}$" if name == "xyzzy" else repr(name)):
             SamplingParams(**given)
+
+
+@pytest.mark.parametrize(
+    ("option", "known", "formats"),
+    [("tool_call_parser", TOOL_CALL_PARSERS, FORMATS), ("reasoning_parser", REASONING_PARSERS, REASONING_FORMATS)],
+)
+def test_vllms_names_of_parsers_stand_for_formats_of_the_same_texts(
+    option: str, known: tuple[str, ...], formats: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    flag, wrong = "--" + option.replace("_", "-"), dict[str, Any]({option: "pythonic"})
+    for name, ours in PARSER_ALIASES[option].items():
+        assert (name in formats, ours in formats) == (False, True)
+        assert getattr(read_server_config(parse_args(["serve", flag, name])), option) == ours
+    with pytest.raises(
+        ConfigError, match=rf"{option} must be one of auto, .*; auto finds .*; got 'pythonic'"
+    ) as caught:
+        ServerConfig(**wrong)
+    assert caught.value.field == option
+    assert all(name in str(caught.value) for name in (*known, *PARSER_ALIASES[option]))
+    assert main(["serve", flag, "pythonic"]) == 2
+    assert "got 'pythonic'" in capsys.readouterr().err
+
+
+def test_names_that_are_hardly_alike_are_no_hints() -> None:
+    assert hint_for("stop", {}, ["top_p", "top_k"]) == hint_for("num_predict", {}, ["prediction"]) == ""
+    assert hint_for("stopp", {}, ["stop", "top_p"]) == "; did you mean stop?"

@@ -87,7 +87,7 @@ def test_a_longer_prompt_is_cut_where_that_is_asked_for(llm: LLM) -> None:
         ("dimensions", True, "dimensions must be an integer"),
         ("dimensions", 10_000, r"dimensions must be at most the width of the model \(\d+\), got 10000"),
         ("normalize", 1, "normalize must be true, false or None, got 1"),
-        ("truncate_prompt_tokens", 0, "truncate_prompt_tokens must be an integer from 1"),
+        ("truncate_prompt_tokens", 0, "truncate_prompt_tokens must be -1, or an integer from 1"),
         ("truncate_prompt_tokens", 512, "truncate_prompt_tokens must be -1, or at most 511, got 512"),
     ],
 )

@@ -91,7 +91,8 @@ def test_a_full_queue_says_when_to_come_back() -> None:
 def test_what_could_never_be_let_in_is_no_matter_of_waiting() -> None:
     places = QueueSlots(5, lambda: 0)
     with pytest.raises(
-        InvalidParameter, match="prompt must be at most 5 prompts, as many as may wait, got '6 prompts'"
+        InvalidParameter,
+        match=r"prompt must be at most 5 prompts, as many as may wait \(max_queue_len\), got '6 prompts'",
     ):
         places.reserve(6)
     with places.reserve(5), pytest.raises(QueueFull):

@@ -155,3 +155,16 @@ def test_a_method_that_is_not_served_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"method 'modelopt'.* not served: its formats of 8-bit") as caught:
         LLM(str(folder), num_kv_blocks=64)
     assert caught.value.field == "quantization_config"
+
+
+@pytest.mark.parametrize("name", ["compressed-tensors", "awq", "gptq_marlin", "gguf"])
+def test_a_method_that_is_asked_for_must_be_that_of_the_checkpoint(tmp_path: Path, name: str) -> None:
+    tensors = load_file(locate("bundled") / "model.safetensors")
+    config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}}
+    folder = str(save(tmp_path / "model", tensors, {"quantization_config": config}))
+    if name == "compressed-tensors":
+        LLM(folder, num_kv_blocks=64, quantization=name).close()
+        return
+    with pytest.raises(ConfigError, match="the checkpoint has weights by the method compressed-tensors") as caught:
+        LLM(folder, num_kv_blocks=64, quantization=name)
+    assert caught.value.field == "quantization"

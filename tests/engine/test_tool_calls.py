@@ -286,6 +286,11 @@ def test_bad_tools_are_named_and_nothing_runs(hermes: LLM, options: dict[str, An
     assert hermes.stats.num_steps == before
 
 
+def test_a_format_may_have_the_name_of_another_engine(hermes: LLM) -> None:
+    assert told(only(hermes, tool_call_parser="qwen3_coder")) == told(only(hermes, tool_call_parser="qwen3_xml"))
+    assert told(only(hermes, tool_call_parser="qwen3_coder")) != told(only(hermes))
+
+
 @needs_grammars
 def test_a_strict_schema_that_cannot_be_held_to_is_the_tools_fault(hermes: LLM) -> None:
     odd = {"type": "object", "properties": {"a": {"type": "string", "format": "colour"}}}

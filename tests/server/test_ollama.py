@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from datetime import datetime
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
@@ -84,6 +84,15 @@ def test_options_are_sampling_parameters(server: ServerProcess) -> None:
     assert answer["message"]["content"] == chat["choices"][0]["message"]["content"]
 
 
+def test_whole_numbers_may_be_floats_and_no_limit_is_below_one(server: ServerProcess) -> None:
+    for options in ({"num_predict": 8, "top_k": 40, "seed": 7}, {"num_predict": 8.0, "top_k": 40.0, "seed": 7.0}):
+        answer = whole(server, CHAT, {"messages": USER, "options": options})
+        assert (answer["eval_count"], answer["done_reason"]) == (8, "length")
+    for limit in (0, -1, -2, -2.0):
+        body = {"prompt": "Q", "raw": True, "options": {"temperature": 0, "num_predict": limit}}
+        assert whole(server, GENERATE, body)["response"] == ANSWER
+
+
 def test_a_call_is_one_line_and_its_result_goes_back(hermes: ServerProcess) -> None:
     called = {"name": "get_weather", "arguments": json.loads(PARIS)}
     answer = whole(hermes, CHAT, ASK)
@@ -141,11 +150,16 @@ def test_what_is_known_of_the_model(server: ServerProcess, hermes: ServerProcess
     assert server.http.get("/api/version").json() == server.http.get("/version").json()
     for name in ("model", "name"):
         shown = server.post("/api/show", {name: "tiny:latest"}).json()
-        assert shown["capabilities"] == ["completion"]
+        assert shown["capabilities"] == ["completion", "embedding"]
         assert "message.role" in shown["template"]
         architecture = shown["model_info"]["general.architecture"]
         assert shown["model_info"][f"{architecture}.context_length"] == 4096
-    assert hermes.post("/api/show", {"model": "tiny"}).json()["capabilities"] == ["completion", "tools"]
+    assert hermes.post("/api/show", {"model": "tiny"}).json()["capabilities"] == ["completion", "tools", "embedding"]
+    assert server.http.post("/api/embed", json={"model": "tiny", "input": "a"}).json()["embeddings"]
+    (running,) = server.http.get("/api/ps").json()["models"]
+    # Clients convert the time to their own zone.
+    assert datetime.fromisoformat(running.pop("expires_at")).astimezone(timezone(timedelta(hours=14))).year == 9000
+    assert running == {"name": "tiny", "model": "tiny", "details": {}, "context_length": 4096, "size_vram": 0}
     assert server.post("/api/show", {}).json() == {"error": "model must be a string, got None"}
 
 
@@ -167,7 +181,9 @@ def test_what_is_known_of_the_model(server: ServerProcess, hermes: ServerProcess
         (CHAT, {"messages": USER, "logprobs": True}, "logprobs"),
         (CHAT, {"messages": USER, "options": []}, "options"),
         (CHAT, {"messages": USER, "options": {"temperature": "0"}}, "options.temperature"),
-        (CHAT, {"messages": USER, "options": {"num_predict": 0}}, "options.num_predict"),
+        (CHAT, {"messages": USER, "think": "foo"}, "think"),
+        (CHAT, {"messages": USER, "options": {"num_predict": 8.5}}, "options.num_predict"),
+        (CHAT, {"messages": USER, "options": {"num_predict": False}}, "options.num_predict"),
         (CHAT, {"messages": USER, "options": {"repeat_penalty": 0}}, "options.repeat_penalty"),
         (CHAT, {"messages": USER, "options": {"repeat_penalty": 1.1, "repeat_last_n": 64}}, "options.repeat_last_n"),
         (CHAT, {"messages": USER, "options": {"mirostat": 1}}, "options.mirostat"),
@@ -177,7 +193,7 @@ def test_what_is_known_of_the_model(server: ServerProcess, hermes: ServerProcess
         (GENERATE, {"prompt": "hi", "suffix": "there"}, "suffix"),
         (GENERATE, {"prompt": "hi", "context": [1]}, "context"),
         (GENERATE, {"prompt": "hi", "template": "{{ .Prompt }}"}, "template"),
-        (GENERATE, {"prompt": "hi", "raw": True, "options": {"num_predict": 0}}, "options.num_predict"),
+        (GENERATE, {"prompt": "hi", "raw": True, "options": {"num_predict": "0"}}, "options.num_predict"),
     ],
 )
 def test_bad_input_is_an_error_in_ollamas_form(

@@ -67,6 +67,7 @@ def test_thinking_is_reasoning_and_the_answer_is_content(thinker: ServerProcess)
     assert "Reasoning: read in the format think, as the chat template shows" in thinker.log.read_text()
     (card,) = thinker.http.get("/v1/models").json()["data"]
     assert card["reasoning_parser"] == "think"
+    assert "thinking" in thinker.post("/api/show", {"model": card["id"]}).json()["capabilities"]
 
 
 def test_streams_have_reasoning_first(thinker: ServerProcess) -> None:

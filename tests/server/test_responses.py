@@ -209,3 +209,8 @@ def test_a_client_that_leaves_ends_its_request(server: ServerProcess) -> None:
         server.wait_until(lambda status: any(row["completion_tokens"] > 3 for row in status["requests"]))
     server.wait_until_idle()
     assert num_aborted(server) == before + 1
+
+
+def test_an_input_may_be_a_text_and_the_error_says_so(hermes: ServerProcess) -> None:
+    error = hermes.post("/v1/responses", {}).json()["error"]
+    assert error["message"] == "input must be a string or a list of items, got None"

@@ -16,10 +16,10 @@ from quire.memory.capacity.sizing import ArenaSizing, arena_bytes, most_bytes, t
 from quire.memory.recording.settings import MemorySettings
 from quire.memory.specs import KVCacheSpec
 from quire.models.cache_layout import cache_specs
-from quire.models.checkpoint import read_config
+from quire.models.checkpoint import find_gguf, read_config
 from quire.models.families import build
 from quire.models.parameter_estimate import weight_bytes
-from quire.models.quantization_config import without_quantization
+from quire.models.quantization_config import check_stored_method, without_quantization
 from quire.models.spec import ModelSpec
 from quire.simulation.replica_settings import ReplicaSettings
 from quire.simulation.step_time import FittedStepTime, StepTimeModel
@@ -170,6 +170,8 @@ class _Dimensions(NamedTuple):
 
 def _dimensions(config: EngineConfig) -> _Dimensions:
     raw = read_config(config.model.model, config.model.revision)
+    is_gguf = find_gguf(config.model.model, config.model.revision) is not None
+    check_stored_method(config.model.stored_quantization, raw, is_gguf=is_gguf)
     spec, _ = build(without_quantization(raw))
     dtype = _dtype(config.model.dtype, raw)
     cached = dtype if config.cache.kv_cache_dtype == "auto" else config.cache.kv_cache_dtype

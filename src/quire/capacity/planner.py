@@ -27,7 +27,7 @@ from quire.models.checkpoint import find_gguf, read_config
 from quire.models.families import build
 from quire.models.gguf.reader import GGUFFile
 from quire.models.parameter_estimate import weight_bytes
-from quire.models.quantization_config import read_quantization_config, without_quantization
+from quire.models.quantization_config import check_stored_method, read_quantization_config, without_quantization
 from quire.models.spec import ModelSpec, StateCacheShape, TokenCacheShape
 
 # The method of checkpoints of which the experts, and nothing else, are stored quantised.
@@ -64,17 +64,23 @@ class _Model:
     method: str | None
 
     @classmethod
-    def read(cls, name: str, revision: str | None) -> _Model:
+    def read(cls, name: str, revision: str | None, wanted: str | None = None) -> _Model:
         """Read a model's configuration as the engine does.
+
+        Args:
+            name, revision: options of the engine.
+            wanted: its option `stored_quantization`.
 
         Raises:
             UnsupportedModel: the engine does not run this model.
             CheckpointError: a field is missing or of the wrong type.
+            ConfigError: the weights are stored in another way than `wanted`.
         """
         raw = read_config(name, revision)
         method = read_quantization_config(raw)
         spec, _ = build(without_quantization(raw))
         file = find_gguf(name, revision)
+        check_stored_method(wanted, raw, is_gguf=file is not None)
         stored_bytes = None
         if file is not None:
             stored_bytes = sum(tensor.num_bytes for tensor in GGUFFile.open(file).tensors.values())
@@ -114,7 +120,7 @@ def plan_memory(request: PlanRequest) -> MemoryPlan:
     """
     options = request.config.model
     notes: list[str] = []
-    target = _Model.read(options.model, options.revision)
+    target = _Model.read(options.model, options.revision, options.stored_quantization)
     draft = _read_draft(request, target)
     target = target.divided(request.config.parallel)
     # Each rank has a draft model as a whole, to make drafts.

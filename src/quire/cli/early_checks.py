@@ -41,7 +41,7 @@ def check_files(config: EngineConfig) -> None:
     """
     from quire.models.checkpoint import check_weights, find_gguf, read_config
     from quire.models.families import read_model
-    from quire.models.quantization_config import without_quantization
+    from quire.models.quantization_config import check_stored_method, without_quantization
 
     _check_packages(config.cache)
     revision = config.model.revision
@@ -51,7 +51,10 @@ def check_files(config: EngineConfig) -> None:
         # The header of a GGUF file may take long to read, and one on the hub (NAME:QUANTISATION) long to fetch.
         if (":" in model and not path.exists()) or find_gguf(model, known) is not None:
             continue
-        read_model(without_quantization(read_config(model, known)))
+        raw = read_config(model, known)
+        read_model(without_quantization(raw))
+        if model == config.model.model:
+            check_stored_method(config.model.stored_quantization, raw, is_gguf=False)
         if path.is_dir():
             check_weights(path)
     template = config.model.chat_template

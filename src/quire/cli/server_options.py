@@ -83,16 +83,16 @@ def add_log_level(group: argparse._ActionsContainer) -> None:
 
 
 def _add_formats(group: argparse._ArgumentGroup, defaults: ServerConfig) -> None:
-    """Add the formats of tool calls and of thinking."""
+    """Add the formats of tool calls and of thinking; the configuration checks their names, vLLM's included."""
     group.add_argument(
         "--tool-call-parser",
-        choices=TOOL_CALL_PARSERS,
+        metavar="{" + ",".join(TOOL_CALL_PARSERS) + "}",
         default=defaults.tool_call_parser,
         help="format of the model's tool calls; auto detects it in the chat template (default auto)",
     )
     group.add_argument(
         "--reasoning-parser",
-        choices=REASONING_PARSERS,
+        metavar="{" + ",".join(REASONING_PARSERS) + "}",
         default=defaults.reasoning_parser,
         help="format of the model's thinking; auto detects it in the chat template, none leaves it in the content "
         "(default auto)",

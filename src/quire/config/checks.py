@@ -66,13 +66,14 @@ def check_choices(config: Any) -> None:
     """Refuse a value that is not among the choices of its field; None is allowed where it is the default.
 
     Args:
-        config: dataclass instance whose fields may have "choices" in their metadata.
+        config: dataclass instance whose fields may have "choices" in their metadata, and a "note" for the error.
     """
     for item in fields(config):
         allowed, value = item.metadata.get("choices"), getattr(config, item.name)
         if allowed is not None and value not in allowed and not (value is None is item.default):
             words = f"one of {', '.join(allowed)}" + (" or None" if item.default is None else "")
-            raise ConfigError(f"{item.name} must be {words}, got {shown(value)}", field=item.name)
+            note = f": {item.metadata['note']}" if "note" in item.metadata else ""
+            raise ConfigError(f"{item.name} must be {words}, got {shown(value)}{note}", field=item.name)
 
 
 def check_served(options: Mapping[str, Any], served: Mapping[str, tuple[tuple[Any, ...], str]], where: str) -> None:

@@ -28,6 +28,7 @@ _LOGS: Final = "the server's --log-level and --log-interval decide what is logge
 _TEMPLATE: Final = "the template comes with the model; LLM.chat takes another one"
 _OF_SERVE: Final = "it is an option of `quire serve`"
 _PROXY: Final = "a proxy before the server does that"
+_PARSER: Final = "it is an option of `quire serve` and an argument of LLM.chat"
 
 OPTION_HINTS: Final[Mapping[str, Foreign]] = {
     # Neither value runs code: a model either has a built-in architecture or is refused.
@@ -56,6 +57,10 @@ OPTION_HINTS: Final[Mapping[str, Foreign]] = {
     "default_chat_template_kwargs": (({},), "it is an option of `quire serve`; LLM.chat takes chat_template_kwargs"),
     "response_role": (("assistant",), "answers have the role assistant"),
     "enable_auto_tool_choice": (_FLAGS, "calls are allowed wherever the model's template knows tools"),
+    "tool_call_parser": (("auto",), _PARSER),
+    "tool_parser_plugin": (("",), "the formats of tool calls are built in"),
+    "reasoning_parser": (("auto",), _PARSER),
+    "enable_reasoning": (_FLAGS, "reasoning is split off wherever the model's template shows its marks"),
     "exclude_tools_when_tool_choice_none": ((False,), "tools stay in the prompt, so that its prefix stays cached"),
     "compilation_config": (None, _NO_GRAPHS),
     "max_seq_len_to_capture": (None, _NO_GRAPHS),
@@ -134,9 +139,47 @@ SAMPLING_HINTS: Final[Mapping[str, str]] = {
     "num_return_sequences": "use n",
     "do_sample": "use temperature, 0 for the likeliest tokens",
     "max_new_tokens": "use max_tokens",
+    "num_predict": "use max_tokens",
     "max_completion_tokens": "use max_tokens",
     "top_logprobs": "use logprobs",
 }
+
+# vLLM's names of parsers whose format has another name here.
+PARSER_ALIASES: Final[Mapping[str, Mapping[str, str]]] = {
+    "tool_call_parser": {
+        "deepseek_v3": "deepseek",
+        "deepseek_v31": "deepseek",
+        "llama3_json": "llama3",
+        "llama4_json": "llama3",
+        "openai": "harmony",
+        "qwen3_coder": "qwen3_xml",
+    },
+    "reasoning_parser": {
+        "deepseek_r1": "think",
+        "deepseek_v3": "think",
+        "glm45": "think",
+        "openai_gptoss": "harmony",
+        "qwen3": "think",
+    },
+}
+
+
+def find_parser(option: str, name: object, known: Collection[str]) -> str | None:
+    """Return the name here of a format of tool calls or of thinking; None for a name that stands for none.
+
+    Args:
+        option: "tool_call_parser" or "reasoning_parser".
+        name: name of the format, here or in vLLM.
+        known: names that exist here.
+    """
+    found = PARSER_ALIASES[option].get(name, name) if isinstance(name, str) else None
+    return found if found in known else None
+
+
+def allowed_parsers(option: str, known: Iterable[str]) -> str:
+    """Return the names that `find_parser` takes, and what "auto" does, for an error."""
+    aliases = ", ".join(f"{theirs} ({ours})" for theirs, ours in PARSER_ALIASES[option].items())
+    return f"one of {', '.join(known)}, or of vLLM's names {aliases}; auto finds the format in the chat template"
 
 
 def is_neutral(value: object, row: Foreign) -> bool:
@@ -181,5 +224,6 @@ def hint_for(name: str, hints: Mapping[str, str], known: Collection[str]) -> str
     """
     if name in hints:
         return f"; {hints[name]}"
-    similar = get_close_matches(name, known, n=1)
+    # Names that are less alike mean something else: `stop` is no `top_p`.
+    similar = get_close_matches(name, known, n=1, cutoff=0.75)
     return f"; did you mean {similar[0]}?" if similar else ""

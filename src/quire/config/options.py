@@ -32,6 +32,13 @@ DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 DEVICES = ("auto", "cpu", "cuda")
 KERNELS = ("auto", "native", "torch", "triton")
 Quantization = Literal["int8", "int4"]
+# Methods by which checkpoints store their weights, by the names of vLLM, and its names of kernels for them.
+STORED_METHODS = ("awq", "compressed-tensors", "fp8", "gguf", "gptq", "mxfp4")
+STORED_NOTE = (
+    f"how a checkpoint stores its weights is read from its files, and checked where one of {', '.join(STORED_METHODS)} "
+    "is given"
+)
+STORED_ALIASES = {"awq_marlin": "awq", "gptq_marlin": "gptq", "gpt_oss_mxfp4": "mxfp4"}
 WEIGHT_PACKINGS = ("auto", "plain", "lossless")
 POLICIES = ("fcfs", "priority")
 PREEMPTION_POLICIES = ("last", "least_waste")
@@ -64,7 +71,10 @@ class ModelConfig:
             native kernels on a CPU where they exist, and Triton's on a GPU of compute capability 8.0 or more where
             Triton is installed.
         quantization: rounding of the weights of linear layers while they are loaded: "int8" (one scale for each
-            output) or "int4" (one for each 32 inputs; the head has six bits); None takes the weights as they are.
+            output) or "int4" (one for each 32 inputs; the head has six bits); None takes the weights as they are. Other
+            names of vLLM ("awq", "fp8", ...) set `stored_quantization`.
+        stored_quantization: method by which the checkpoint has to store its weights, which its files state themselves:
+            a model with another is refused. None takes any.
         weight_packing: layout of the weights of linear layers: "plain", or "lossless" for bfloat16 weights in about
             76 % of their bytes, with the same results bit for bit; it needs native kernels of level avx2 or better.
             "auto" takes "lossless" where it is possible.
@@ -88,7 +98,10 @@ class ModelConfig:
     seed: int = 0
     num_threads: int | None = None
     kernels: str = choice("auto", KERNELS)
-    quantization: Quantization | None = field(default=None, metadata={"choices": get_args(Quantization)})
+    quantization: Quantization | None = field(
+        default=None, metadata={"choices": get_args(Quantization), "note": STORED_NOTE}
+    )
+    stored_quantization: str | None = field(default=None, metadata={"choices": STORED_METHODS})
     weight_packing: str = choice("auto", WEIGHT_PACKINGS)
     deterministic: bool = False
     classifier_from_token: str | None = None
@@ -97,6 +110,10 @@ class ModelConfig:
         if self.max_model_len in ("auto", -1):  # vLLM has both
             object.__setattr__(self, "max_model_len", None)
         object.__setattr__(self, "dtype", DTYPE_ALIASES.get(self.dtype, self.dtype))
+        method = STORED_ALIASES.get(self.quantization, self.quantization) if isinstance(self.quantization, str) else ""
+        if method in STORED_METHODS:
+            object.__setattr__(self, "quantization", None)
+            object.__setattr__(self, "stored_quantization", method)
         check_choices(self)
         put_path(self, "model")
         put_path(self, "tokenizer", optional=True)

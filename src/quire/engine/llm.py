@@ -21,7 +21,7 @@ from quire.engine.outputs.outputs import OutputCollector, RequestOutput
 from quire.engine.outputs.progress import ProgressBar
 from quire.engine.outputs.reasoning import add_reasoning, with_reasoning
 from quire.engine.outputs.tool_calls import add_calls, with_calls
-from quire.engine.pooled_llm import PooledLLM, as_prompts
+from quire.engine.pooled_llm import PooledLLM, as_conversations, as_prompts, naming_prompt, priorities_of
 from quire.engine.startup.loading import load
 from quire.errors import ConfigError, EngineClosed, InvalidParameter, UnsupportedFeature, WorkerError
 from quire.memory.usage import Usage
@@ -31,7 +31,7 @@ from quire.sequences.params import SamplingParams
 from quire.text.chat_template import require_chat_template
 from quire.text.reasoning import ReasoningModel
 from quire.text.tokenizer import Tokenizer
-from quire.text.tool_calls import FORMATS, ToolModel, choose_format
+from quire.text.tool_calls import ToolModel
 
 logger = logging.getLogger(__name__)
 
@@ -165,6 +165,7 @@ class LLM(PooledLLM):
         tenant: str | None = None,
         retain_cache: bool = False,
         lora_request: Adapters = None,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Generate for all prompts at once.
 
@@ -177,19 +178,21 @@ class LLM(PooledLLM):
             cache_salt, tenant: only requests with equal values of both share cached prefixes.
             retain_cache: True to evict the requests' cached blocks last, within `retention_limit`.
             lora_request: adapter of all prompts, or a list with one, or None, for each; None for the model alone.
+            priority: priority of all prompts, or a list of one for each; lower runs first, by the policy "priority".
 
         Returns:
             One output for each prompt, in their order. A request that failed is logged at level ERROR; its outputs
             have the finish reason "error", and its `error` and `error_code` say why.
 
         Raises:
-            RequestError: a prompt or parameter that is refused; then nothing runs.
+            RequestError: a prompt or parameter that is refused, and none runs; of several prompts the field says which.
         """
         # A pass of the garbage collector over what torch has loaded takes as long as many a step of a GPU.
         is_on_gpu = self.resolved.device != "cpu"
         with frozen_heap(is_wanted=is_on_gpu), ProgressBar(is_shown=use_tqdm) as progress:
             outputs: list[RequestOutput] = []
-            options = {"cache_salt": cache_salt, "tenant": tenant, "retain_cache": retain_cache, "final_only": True}
+            options: dict[str, Any] = {"cache_salt": cache_salt, "tenant": tenant, "retain_cache": retain_cache}
+            options |= {"priority": priority, "final_only": True}
             for output in self._run(prompts, sampling_params, progress.start, lora_request, **options):
                 outputs.append(output)
                 progress.advance(output)
@@ -224,20 +227,20 @@ class LLM(PooledLLM):
             tools: functions that the model may call, as in OpenAI's API; outputs then have `content` and `tool_calls`.
             tool_choice: "auto" (or None), "required", "none", or an object that names the allowed tools.
             parallel_tool_calls: False allows at most one call.
-            tool_call_parser: format of the model's calls, a name of `FORMATS`; "auto" finds it in the chat template.
-            reasoning_parser: format of the model's thinking, a name of `REASONING_FORMATS`; "auto" finds it in the chat
-                template, "none" leaves thinking in the text only. Outputs then have `reasoning` and `content`.
+            tool_call_parser: see `ToolModel.find`.
+            reasoning_parser: see `ReasoningModel.find`; "none" leaves thinking in the text only. Otherwise the
+                outputs of a model that thinks have `reasoning` and `content`.
             template_args: arguments of `render_chat`: `add_generation_prompt`, `continue_final_message`,
                 `chat_template`, `chat_template_kwargs`, and other variables of the model's chat template.
 
         Raises:
             RequestError: messages that the template refuses, a model without a template, or unsupported tools.
         """
-        use = self._tool_model(tool_call_parser).read(tools, tool_choice, parallel_tool_calls)
+        model = ToolModel.find(tool_call_parser, self.tokenizer, self.resolved.vocab_size)
+        use = model.read(tools, tool_choice, parallel_tool_calls)
         if use is not None:
             template_args["tools"] = use.definitions
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        texts = [self._chat_text(conversation, **template_args) for conversation in conversations]  # type: ignore[arg-type]
+        texts = [self._chat_text(conversation, **template_args) for conversation in as_conversations(messages)]
         prompts = [self.get_tokenizer().encode(text, add_special_tokens=False) for text in texts]
         options: dict[str, Any] = {"use_tqdm": use_tqdm, "cache_salt": cache_salt, "tenant": tenant}
         options |= {"retain_cache": retain_cache, "lora_request": lora_request}
@@ -333,7 +336,7 @@ class LLM(PooledLLM):
         many = as_prompts(prompts)
         each = self._params_of(sampling_params, len(many))
         collectors: dict[int, OutputCollector] = {}
-        options = {"cache_salt": cache_salt, "tenant": tenant, "retain_cache": retain_cache}
+        options: dict[str, Any] = {"cache_salt": cache_salt, "tenant": tenant, "retain_cache": retain_cache}
         with closing(self._run(many, each, None, lora_request, **options)) as deltas:
             for delta in deltas:
                 index = int(delta.request_id)
@@ -359,18 +362,22 @@ class LLM(PooledLLM):
         params: Params,
         on_start: Any = None,
         lora_request: Adapters = None,
+        priority: int | Sequence[int] | None = None,
         **options: Any,
     ) -> Generator[RequestOutput, None, None]:
         """Queue all prompts, or none, with options of `Engine.add_request`; then step until they have finished."""
         self._check_open()
         many = as_prompts(prompts)
         each = self._params_of(params, len(many))
-        names, adapters = list(map(str, range(len(many)))), adapters_of(lora_request, len(many))
+        adapters = adapters_of(lora_request, len(many))
+        levels = priorities_of(priority, len(many), self.resolved.scheduling_policy)
         queued: list[str] = []
         try:
-            for name, prompt, wanted, adapter in zip(names, many, each, adapters, strict=True):
-                self.engine.add_request(name, prompt, wanted, lora_request=adapter, **options)
-                queued.append(name)
+            for idx, (prompt, wanted, adapter, level) in enumerate(zip(many, each, adapters, levels, strict=True)):
+                with naming_prompt(idx, len(many)):
+                    options |= {"lora_request": adapter, "priority": level}
+                    self.engine.add_request(str(idx), prompt, wanted, **options)
+                queued.append(str(idx))
             if on_start is not None:
                 on_start(sum(wanted.n for wanted in each))
             while self.engine.has_unfinished:
@@ -378,14 +385,6 @@ class LLM(PooledLLM):
         finally:
             for name in queued:
                 self.engine.abort_request(name)
-
-    def _tool_model(self, tool_call_parser: str) -> ToolModel:
-        """Return the model's properties for tool calls."""
-        if tool_call_parser not in ("auto", *FORMATS):
-            raise InvalidParameter("tool_call_parser", tool_call_parser, f"one of auto, {', '.join(FORMATS)}")
-        template = None if self.tokenizer is None else self.tokenizer.chat_template
-        form = None if template is None else choose_format(tool_call_parser, template.for_tools.source)
-        return ToolModel(self.tokenizer, form, self.resolved.vocab_size, "tool_call_parser")
 
     def _params_of(self, params: Params, count: int) -> Sequence[SamplingParams]:
         """Return one set of parameters for each prompt."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -21,7 +22,7 @@ from quire.engine.outputs.pooled_outputs import (
     pooled_values,
 )
 from quire.engine.scoring import CLASSES, class_scores, make_score_job
-from quire.errors import InvalidParameter
+from quire.errors import InvalidParameter, RequestError
 from quire.models.pooling_config import PoolingConfig
 from quire.sequences.lora import LoRARequest
 from quire.sequences.params import SamplingParams
@@ -193,7 +194,10 @@ class PooledLLM(ABC):
     ) -> list[RequestOutput]:
         """Run a pooled request for each prompt, with options of `generate`."""
         prepare = partial(self.engine.requests.prepare_pooled, add_special_tokens=add_special_tokens)
-        prepared = [prepare(prompt, pooling, truncate_prompt_tokens) for prompt in prompts]
+        prepared = []
+        for idx, prompt in enumerate(prompts):
+            with naming_prompt(idx, len(prompts)):
+                prepared.append(prepare(prompt, pooling, truncate_prompt_tokens))
         return self.generate(cast(list[Prompt], prepared), NO_SAMPLING, **options)
 
 
@@ -210,3 +214,47 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     if prompts and isinstance(prompts[0], int):
         return [prompts]  # type: ignore[list-item]
     return prompts  # type: ignore[return-value]
+
+
+def as_conversations(messages: Any) -> Sequence[Any]:
+    """Return a list of conversations; a list of messages is one, and so is anything else that the reader refuses."""
+    is_list = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
+    return messages if is_list and not (messages and isinstance(messages[0], Mapping)) else [messages]
+
+
+def priorities_of(priority: int | Sequence[int] | None, count: int, policy: str) -> Sequence[int]:
+    """Return the priority of each prompt, which the engine checks.
+
+    Args:
+        priority: priority of all prompts, or one for each; None is 0.
+        count: number of prompts.
+        policy: the engine's scheduling policy.
+
+    Raises:
+        InvalidParameter: a list of another length, or a priority where the policy has none.
+    """
+    levels = priority if isinstance(priority, Sequence) else [priority or 0] * count
+    if len(levels) != count or isinstance(priority, str):
+        raise InvalidParameter("priority", priority, f"an integer, or a list of one for each of {count} prompts")
+    if policy != "priority" and any(level != 0 for level in levels):
+        raise InvalidParameter("priority", priority, f"0 under the scheduling policy {policy!r}")
+    return levels
+
+
+@contextmanager
+def naming_prompt(index: int, count: int) -> Iterator[None]:
+    """Name the prompt of a list that an error of the block concerns.
+
+    Args:
+        index: index of the prompt.
+        count: number of prompts; one needs no index.
+    """
+    try:
+        yield
+    except RequestError as error:
+        field = error.field or ""
+        if count > 1 and field.partition("[")[0].partition(".")[0] in ("prompt", "prompt_token_ids", "media"):
+            where = f"prompts[{index}]"
+            error.field = where if field == "prompt" else f"{where}.{field}"
+            error.args = (f"{where}: {error}",)
+        raise

@@ -117,7 +117,8 @@ class QueueSlots:
             QueueFull: fewer slots are free; nothing is reserved.
         """
         if self._limit is not None and count > self._limit:
-            raise InvalidParameter("prompt", f"{count} prompts", f"at most {self._limit} prompts, as many as may wait")
+            allowed = f"at most {self._limit} prompts, as many as may wait (max_queue_len)"
+            raise InvalidParameter("prompt", f"{count} prompts", allowed)
         with self._lock:
             self._check(count)
             self._num_reserved += count

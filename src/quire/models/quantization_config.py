@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
-from quire.errors import CheckpointError, UnsupportedModel, shown
+from quire.errors import CheckpointError, ConfigError, UnsupportedModel, shown
 from quire.models.families.hf_config import HFConfig
 
 # Former and nested names of the part.
@@ -59,6 +59,30 @@ def read_quantization_config(config: Mapping[str, Any]) -> QuantizationConfig | 
         f"{REASONS.get(method, 'the method is not implemented')}; served are {SERVED}",
         field=name,
     )
+
+
+def check_stored_method(wanted: str | None, config: Mapping[str, Any], *, is_gguf: bool) -> None:
+    """Check that a checkpoint stores its weights by the method that the user expects.
+
+    Args:
+        wanted: the option `stored_quantization`; None expects nothing.
+        config: content of `config.json`.
+        is_gguf: True for a GGUF file.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if wanted is None:
+        return
+    read = None if is_gguf else read_quantization_config(config)
+    found = "gguf" if is_gguf else None if read is None else read.method
+    if found != wanted:
+        stored = "plain weights, which int8 and int4 round" if found is None else f"weights by the method {found}"
+        raise ConfigError(
+            f"quantization must be what the checkpoint has, or int8 or int4, or absent, got {shown(wanted)}: the "
+            f"checkpoint has {stored}",
+            field="quantization",
+        )
 
 
 def without_quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -58,5 +58,6 @@ class PoolingParams:
             integer("dimensions", self.dimensions, 1, MAX_DIMENSIONS)
         if self.normalize is not None and not isinstance(self.normalize, bool):
             raise InvalidParameter("normalize", self.normalize, "true, false or None")
-        if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
-            integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, 2**31 - 1)
+        count = self.truncate_prompt_tokens
+        if count is not None and (type(count) is not int or not (count == -1 or 1 <= count < 2**31)):
+            raise InvalidParameter("truncate_prompt_tokens", count, f"-1, or an integer from 1 to {2**31 - 1}")

@@ -63,6 +63,7 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/api/embed", ollama_embed.embed),
     ("POST", "/api/embeddings", ollama_embed.embed_one),
     ("GET", "/api/tags", ollama.tags),
+    ("GET", "/api/ps", ollama.running),
     ("POST", "/api/show", ollama.show),
     ("GET", "/api/version", ollama.version),
     ("GET", "/tokenizer_info", tokens.tokenizer_info),

@@ -1,4 +1,4 @@
-"""Ollama's routes: `/api/chat`, `/api/generate`, `/api/tags`, `/api/show` and `/api/version`."""
+"""Ollama's routes: `/api/chat`, `/api/generate`, `/api/tags`, `/api/ps`, `/api/show` and `/api/version`."""
 
 from __future__ import annotations
 
@@ -78,6 +78,12 @@ LOAD_OPTIONS = (
     *("use_mmap", "use_mlock", "vocab_only", "logits_all", "embedding_only", "penalize_newline"),
     *("mirostat_tau", "mirostat_eta"),
 )
+# Options of whole numbers, which clients also send as 8.0.
+WHOLE_OPTIONS = ("num_predict", "top_k", "seed")
+THINKING = (True, False, "high", "medium", "low")
+# Time at which the model is unloaded. Ollama too states a date of a far century; the next year must exist, or clients
+# could not convert it to their own time zone.
+NEVER = "9000-01-01T00:00:00Z"
 LATEST = ":latest"
 
 
@@ -136,6 +142,14 @@ async def tags(state: ServerState, request: Request) -> Response:  # noqa: ARG00
     return json_response({"models": [{"name": name, "model": name, **shared} for name in names]})
 
 
+async def running(state: ServerState, request: Request) -> Response:  # noqa: ARG001 - a route's signature
+    """Answer `GET /api/ps` with what is known of the loaded model: neither the size of its weights nor a digest."""
+    resolved = state.llm.resolved
+    model: dict[str, Any] = {"name": state.llm.model_name, "model": state.llm.model_name, "details": _details(state)}
+    model |= {"expires_at": NEVER, "context_length": resolved.max_model_len}
+    return json_response({"models": [model | ({"size_vram": 0} if resolved.device == "cpu" else {})]})
+
+
 async def show(state: ServerState, request: Request) -> Response:
     """Answer `POST /api/show`."""
     fields = await _read(state, request)
@@ -159,9 +173,13 @@ async def show(state: ServerState, request: Request) -> Response:
 
 def _capabilities(state: ServerState) -> list[str]:
     """Return Ollama's names of what the model can do."""
-    if not state.llm.pooling.has_head:
-        return ["embedding"]
-    return ["completion", *(["tools"] if state.tool_format is not None else [])]
+    can = {
+        "completion": state.llm.pooling.has_head,
+        "tools": state.llm.pooling.has_head and state.tool_format is not None,
+        "thinking": state.llm.pooling.has_head and state.reasoning is not None,
+        "embedding": state.llm.pooling.refusal is None,
+    }
+    return [name for name, is_there in can.items() if is_there]
 
 
 async def version(state: ServerState, request: Request) -> Response:  # noqa: ARG001 - a route's signature
@@ -205,9 +223,10 @@ def read_chat_fields(fields: Fields) -> dict[str, Any]:
     has_penalty = options.get("repeat_penalty") not in (None, 1)
     options.refuse({k: v for k, v in UNSUPPORTED_OPTIONS.items() if k != "repeat_last_n" or has_penalty})
     options.log_unknown((*OPTIONS, *UNSUPPORTED_OPTIONS, *LOAD_OPTIONS))
-    given |= {chat: options.get(option) for option, chat in OPTIONS.items()}
-    # -1 is no limit, -2 what the context holds.
-    if given["max_tokens"] in (-1, -2):
+    given |= {chat: _option(options, option) for option, chat in OPTIONS.items()}
+    limit = given["max_tokens"]
+    # Ollama takes any number below 1 for no limit.
+    if type(limit) is int and limit < 1:
         given["max_tokens"] = None
     form = fields.get("format")
     if form == "json":
@@ -217,9 +236,15 @@ def read_chat_fields(fields: Fields) -> dict[str, Any]:
     elif form not in (None, ""):
         raise InvalidParameter("format", form, '"json" or a JSON schema')
     think = fields.get("think")
-    if think is not None and not isinstance(think, bool | str):
+    if think is not None and not any(think == one and type(think) is type(one) for one in THINKING):
         raise InvalidParameter("think", think, 'true, false, "high", "medium" or "low"')
     return given | thinking_switch(None if think is None else bool(think))
+
+
+def _option(options: Fields, name: str) -> Any:
+    value = options.get(name)
+    is_whole = name in WHOLE_OPTIONS and isinstance(value, float) and value.is_integer()
+    return int(value) if is_whole else value
 
 
 def _read_messages(given: object) -> Iterator[dict[str, Any]]:

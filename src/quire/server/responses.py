@@ -120,6 +120,8 @@ class InputReader:
         if isinstance(given, str):
             self._add({"role": "user", "content": given}, "input")
             return
+        if not isinstance(given, list):
+            raise InvalidParameter("input", given, "a string or a list of items")
         for idx, value in enumerate(read_list(given, "input", "items")):
             self._read_item(read_object(value, f"input[{idx}]"), f"input[{idx}]")
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.config.hints import allowed_parsers, find_parser
 from quire.errors import ConfigError, shown
 
 DEFAULT_MAX_BODY_BYTES = 8 << 20
@@ -39,9 +40,9 @@ class ServerConfig:
         operator_key: key that opens all routes, those of operation included; None leaves those to `api_key`.
         allow_origins: web origins whose pages may call the server; none by default.
         tenant_header: header in which a gateway names the tenant; None where all clients are one tenant.
-        tool_call_parser: format of the model's tool calls; "auto" detects it in the chat template.
-        reasoning_parser: format of the model's thinking; "auto" detects it in the chat template, "none" leaves thinking
-            in the content.
+        tool_call_parser: format of the model's tool calls, also by vLLM's name; "auto" detects it in the chat template.
+        reasoning_parser: format of the model's thinking, also by vLLM's name; "auto" detects it in the chat template,
+            "none" leaves thinking in the content.
         reasoning_content: True to send reasoning as `reasoning_content` too, for older clients.
         allow_runtime_lora_updating: True to let operators load adapters from folders of this machine while it serves.
         max_body_bytes: maximum length of a request body.
@@ -129,11 +130,11 @@ class ServerConfig:
                 field="max_connections",
             )
         for name, known in (("tool_call_parser", TOOL_CALL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
-            if getattr(self, name) not in known:
-                raise ConfigError(
-                    f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}",
-                    field=name,
-                )
+            given = getattr(self, name)
+            found = find_parser(name, given, known)
+            if found is None:
+                raise ConfigError(f"{name} must be {allowed_parsers(name, known)}; got {shown(given)}", field=name)
+            object.__setattr__(self, name, found)
         for name in ("api_key", "operator_key"):
             key = getattr(self, name)
             if key is not None and not (key.isascii() and key.strip()):

@@ -71,3 +71,4 @@ def test_markers_that_are_no_tokens_are_found_in_texts(tmp_path: Path) -> None:
     assert model.count(encode(model, "<think>"), encode(model, "a</think>")) == 0
     with pytest.raises(InvalidParameter, match="reasoning_parser"):
         ReasoningModel.find("other", tokenizer, [EOS])
+    assert ReasoningModel.find("deepseek_r1", tokenizer, [EOS]) == model

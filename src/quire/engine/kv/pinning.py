@@ -83,7 +83,7 @@ class PrefixPins:
             PinLimitReached: all pins together would exceed the limit.
             UnsupportedFeature: the pin limit is 0, or there is no prefix cache.
         """
-        self._check_name(name)
+        self._check_name(name, "pin_prefix")
         namespace = read_namespace(self._cache_name, cache_salt, tenant, adapter)
         key = _key(name, tenant)
         if key in self._memory.pins:
@@ -107,7 +107,7 @@ class PrefixPins:
         Raises:
             InvalidParameter: no pin of this tenant has that name.
         """
-        self._check_name(name)
+        self._check_name(name, "unpin_prefix")
         key = _key(name, read_namespace(self._cache_name, None, tenant).tenant)
         if key not in self._memory.pins:
             raise InvalidParameter("name", name, "the name of a pinned prefix")
@@ -118,11 +118,11 @@ class PrefixPins:
         pins = self._memory.pins
         return PinReport(pins.limit, pins.num_filled(), pins.tokens())
 
-    def _check_name(self, name: str) -> None:
+    def _check_name(self, name: str, call: str) -> None:
         if not self._config.enable_prefix_caching:
-            raise UnsupportedFeature("pin_prefix", "prefix caching is off, so there is nothing to pin")
+            raise UnsupportedFeature(call, "prefix caching is off, so there is nothing to pin")
         if not self._memory.pins.limit:
-            raise UnsupportedFeature("pin_prefix", "no memory is set aside for pins; start with a pin_limit above 0")
+            raise UnsupportedFeature(call, "no memory is set aside for pins; start with a pin_limit above 0")
         if type(name) is not str or not 0 < len(name) <= MAX_NAME_LEN:
             raise InvalidParameter("name", name, f"a string of 1 to {MAX_NAME_LEN} characters")
 

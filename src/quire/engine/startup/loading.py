@@ -53,6 +53,7 @@ from quire.models.encoder import Encoder
 from quire.models.families.encoders import find_encoder
 from quire.models.loading import load_decoder
 from quire.models.pooling_config import PoolingConfig, read_pooling
+from quire.models.quantization_config import check_stored_method
 from quire.models.stages import StageDecoder
 from quire.models.weights import choose_dtype
 from quire.ops import choose_kernels
@@ -121,7 +122,7 @@ def load(config: EngineConfig, *, wrap: Wrappers | None = None, ranks: Ranks | N
 def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None) -> LoadedModel:
     """See `load`."""
     config, device = _with_kernels(config)
-    options, checkpoint = config.model, Checkpoint.open(config.model.model, config.model.revision)
+    options, checkpoint = config.model, _open(config.model)
     tokenizer = _tokenizer(options, checkpoint)
     dtype = dtype_on(device, choose_dtype(options.dtype, checkpoint), options.dtype)
     _prepare_process(options, ranks)
@@ -181,6 +182,14 @@ def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None) -> LoadedMo
         # From here on the engine closes the disk.
         stack.pop_all()
     return LoadedModel(name, engine, read_default_params(checkpoint, options.generation_config), pooling, disk_prefetch)
+
+
+def _open(options: ModelConfig) -> Checkpoint:
+    """Return the files of the model, whose weights are stored as the options say."""
+    checkpoint = Checkpoint.open(options.model, options.revision)
+    is_gguf = checkpoint.gguf_fields is not None
+    check_stored_method(options.stored_quantization, checkpoint.config, is_gguf=is_gguf)
+    return checkpoint
 
 
 def _tokenizer(options: ModelConfig, checkpoint: Checkpoint) -> Tokenizer | None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from quire.config.hints import allowed_parsers, find_parser
 from quire.errors import InvalidParameter
 from quire.sequences.thinking import ThinkingPhase, ThinkingTokens
 from quire.text.reasoning.formats import REASONING_FORMATS, choose_reasoning_format
@@ -35,18 +36,21 @@ class ReasoningModel:
         """Return a model's properties; None where the format of its thinking is not known.
 
         Args:
-            name: a format of `REASONING_FORMATS`, "auto" for the one in the chat template, or "none".
+            name: a format of `REASONING_FORMATS`, or vLLM's name for one; "auto" for the one in the chat template, or
+                "none".
             tokenizer: the model's tokenizer.
             end_token_ids: tokens that end the model's turns.
 
         Raises:
             InvalidParameter: no such format.
         """
-        if name not in ("auto", "none", *REASONING_FORMATS):
-            raise InvalidParameter("reasoning_parser", name, f"one of auto, none, {', '.join(REASONING_FORMATS)}")
+        known, option = ("auto", "none", *REASONING_FORMATS), "reasoning_parser"
+        found = find_parser(option, name, known)
+        if found is None:
+            raise InvalidParameter(option, name, allowed_parsers(option, known))
         if tokenizer is None or tokenizer.chat_template is None:
             return None
-        form = choose_reasoning_format(name, tokenizer.chat_template.source)
+        form = choose_reasoning_format(found, tokenizer.chat_template.source)
         return None if form is None else cls.of(form, tokenizer, end_token_ids)
 
     @classmethod

@@ -9,10 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from quire.config.hints import allowed_parsers, find_parser
 from quire.errors import InvalidParameter, UnsupportedFeature
 from quire.sequences.structured import StructuredOutputs
 from quire.text.chat_template import require_chat_template
 from quire.text.tokenizer import Tokenizer
+from quire.text.tool_calls.formats import FORMATS, choose_format
 from quire.text.tool_calls.grammar import CallRules, calls_or_answer, text_tokens
 from quire.text.tool_calls.parser import ToolFormat
 from quire.text.tool_calls.tools import read_choice, read_tools
@@ -128,6 +130,26 @@ class ToolModel:
     form: ToolFormat | None
     vocab_size: int
     set_form: str
+
+    @classmethod
+    def find(cls, name: str, tokenizer: Tokenizer | None, vocab_size: int) -> ToolModel:
+        """Return a model's properties, with the format that the argument `tool_call_parser` of `LLM.chat` names.
+
+        Args:
+            name: a format of `FORMATS`, or vLLM's name for one; "auto" for the one in the chat template.
+            tokenizer: the model's tokenizer.
+            vocab_size: upper bound of the token ids.
+
+        Raises:
+            InvalidParameter: no such format.
+        """
+        known, option = ("auto", *FORMATS), "tool_call_parser"
+        found = find_parser(option, name, known)
+        if found is None:
+            raise InvalidParameter(option, name, allowed_parsers(option, known))
+        template = None if tokenizer is None else tokenizer.chat_template
+        form = None if template is None else choose_format(found, template.for_tools.source)
+        return cls(tokenizer, form, vocab_size, option)
 
     def read(self, tools: object, tool_choice: object, parallel_tool_calls: object) -> ToolUse | None:
         """Read the fields of a request with the names of the arguments; None is an absent field.

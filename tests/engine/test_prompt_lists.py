@@ -1,0 +1,78 @@
+"""Lists of prompts: a priority for each, and errors that name one of them; errors of other arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from quire import LLM, PoolingParams
+from quire.engine.inputs.prompts import Prompt
+from quire.errors import InvalidParameter, RequestError, UnsupportedFeature
+from tests.engine.test_llm import STORIES, greedy, load
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    """Return an engine for tests that leave nothing behind."""
+    with load() as llm:
+        yield llm
+
+
+def test_prompts_of_a_list_may_have_priorities(llm: LLM) -> None:
+    with load(scheduling_policy="priority", max_num_seqs=1) as one:
+        for priority, expected in (([2, 0, 1], ["1", "2", "0"]), (7, ["0", "1", "2"]), (None, ["0", "1", "2"])):
+            ends: list[str] = []
+            for output in one._run(STORIES[:3], greedy(2, ignore_eos=True), priority=priority):
+                ends += [output.request_id] * output.finished
+            assert ends == expected
+            assert len(one.generate(STORIES[:3], greedy(1), use_tqdm=False, priority=priority)) == 3
+        for wrong in ([1, 2], [], "123", [1, 2, None], 1.5):
+            with pytest.raises(InvalidParameter, match="priority must be an integer") as caught:
+                one.generate(STORIES[:3], greedy(1), use_tqdm=False, priority=wrong)  # type: ignore[arg-type]
+            assert caught.value.field == "priority"
+            assert not one.engine.has_unfinished
+    assert llm.generate(STORIES[0], greedy(1), use_tqdm=False, priority=0)[0].finished
+    with pytest.raises(InvalidParameter, match="priority must be 0 under the scheduling policy 'fcfs'"):
+        llm.generate(STORIES[0], greedy(1), use_tqdm=False, priority=[1])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field", "words"),
+    [
+        ("fox " * 2000, "prompts[1]", "prompts[1]: the prompt has "),
+        ([], "prompts[1]", "prompts[1]: prompt must be at least one token long"),
+        ({"prompt_token_ids": [-1]}, "prompts[1].prompt_token_ids", "prompts[1]: prompt_token_ids must be token ids"),
+    ],
+)
+def test_a_refused_prompt_of_a_list_is_named_and_none_runs(llm: LLM, wrong: Prompt, field: str, words: str) -> None:
+    before = llm.stats.num_steps
+    for run in (llm.generate, llm.embed):
+        with pytest.raises(RequestError) as caught:
+            run(["a", wrong], use_tqdm=False)  # type: ignore[operator]
+        assert (caught.value.field, str(caught.value)[: len(words)]) == (field, words)
+        with pytest.raises(RequestError) as caught:
+            run([wrong], use_tqdm=False)  # type: ignore[operator]
+        assert "prompts[" not in str(caught.value)
+    assert llm.stats.num_steps == before
+
+
+@pytest.mark.parametrize("wrong", ["hi", {"role": "user", "content": "hi"}, 3, None])
+def test_what_is_no_list_of_messages_is_shown(llm: LLM, wrong: Any) -> None:
+    with pytest.raises(InvalidParameter, match="messages must be a list of messages, got ") as caught:
+        llm.chat(wrong)
+    assert str(caught.value).endswith(f"got {wrong!r}")
+
+
+def test_a_number_of_tokens_to_keep_may_be_minus_one() -> None:
+    assert PoolingParams(truncate_prompt_tokens=-1).truncate_prompt_tokens == -1
+    for wrong in (0, -2, 1.0, True, 2**31):
+        with pytest.raises(InvalidParameter, match="truncate_prompt_tokens must be -1, or an integer from 1 to "):
+            PoolingParams(truncate_prompt_tokens=wrong)  # type: ignore[arg-type]
+
+
+def test_a_refusal_to_unpin_names_the_call(llm: LLM) -> None:
+    with pytest.raises(UnsupportedFeature) as caught:
+        llm.unpin_prefix("a")
+    assert caught.value.field == "unpin_prefix"
