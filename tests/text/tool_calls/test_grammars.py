@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from quire.errors import InvalidParameter
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_calls import CallDelta, CallParser, CallRules, Function, ToolFormat, choose_format, merge
 from quire.text.tool_calls.deepseek import DeepSeek
@@ -290,3 +291,26 @@ def test_what_only_people_read_is_left_out_of_a_schema() -> None:
 def test_ids_of_other_tokens_become_ranges() -> None:
     rules = CallRules(functions=FUNCTIONS, tokens={"<tool_call>": 12}, text_tokens=(9, 10, 12, 14, 11, 30))
     assert "<[9-11,14,30]>" in form_of("hermes", "").grammar(rules)
+
+
+@pytest.mark.parametrize("name", ["qwen3_xml", "gemma4", "lfm2"])
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"required": 5}, "required is a list of strings, got 5"),
+        ({"properties": {"x": {"type": "foo"}}}, "type is one of array, boolean, .*, got 'foo'"),
+        ({"properties": {"x": {"type": "array", "minItems": "2"}}}, "minItems is an integer from 0 on, got '2'"),
+        ({"properties": {"x": {"type": "string", "maxLength": -1}}}, "maxLength is an integer from 0 on, got -1"),
+        ({"properties": {"x": {"enum": []}}}, "enum is a list that is not empty"),
+        ({"properties": {"x": {"anyOf": [{"type": "object", "properties": [1]}]}}}, "properties is an object"),
+        ({"properties": {"x": {"type": "integer", "minimum": "a"}}}, "minimum is a number, got 'a'"),
+    ],
+)
+def test_a_schema_that_is_none_is_refused_by_formats_without_json(name: str, wrong: Any, reason: str) -> None:
+    schema = {"type": "object", **wrong}
+    function = Function("bad", schema, field="tools[1].function.parameters")
+    with pytest.raises(InvalidParameter, match=f"a JSON schema that compiles: {reason}") as refused:
+        form_of(name, "").grammar(CallRules(functions=[*FUNCTIONS, function]))
+    assert (refused.value.field, refused.value.value) == (function.field, schema)
+    left_out = {"type": "object", "required": None, "properties": {"x": {"type": "string", "enum": None}}}
+    assert form_of(name, "").grammar(CallRules(functions=[Function("good", left_out)]))

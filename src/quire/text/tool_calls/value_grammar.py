@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.errors import InvalidParameter
+from quire.errors import InvalidParameter, shown
 from quire.sequences.closed_schema import close_objects
 from quire.text.tool_calls.calls import Function
 from quire.text.tool_calls.grammar import ANNOTATIONS, LAYOUT, bare_schema, literal
@@ -21,6 +21,7 @@ ENFORCED = ANNOTATIONS | {
     *("type", "enum", "const", "anyOf", "oneOf", "$ref", "$defs", "definitions", "x-guidance"),
     *("properties", "required", "additionalProperties", "items", "minItems", "maxItems", *NUMBER_KEYS, *STRING_KEYS),
 }
+LIMIT_KEYS = ("minItems", "maxItems", "minLength", "maxLength")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,15 +137,19 @@ class ValueRules:
         return f"%json {json.dumps({**schema, 'x-guidance': layout}, ensure_ascii=False)}"
 
     def check(self, schema: Schema, kinds: frozenset[str] = frozenset()) -> None:
-        """Check that a strict function's schema is enforced.
+        """Check that a schema is one, and that it is enforced where the function is strict.
 
         Args:
             schema: the schema.
             kinds: further keys that are enforced.
 
         Raises:
-            InvalidParameter: a key is not enforced.
+            InvalidParameter: a key has a value that it cannot have, or is not enforced.
         """
+        wrong = _wrong_key(schema)
+        if wrong is not None:
+            allowed = f"a JSON schema that compiles: {wrong[0]} is {wrong[1]}, got {shown(schema[wrong[0]])}"
+            raise InvalidParameter(self.function.field, self.function.parameters, allowed)
         unknown = sorted(schema.keys() - ENFORCED - kinds)
         if unknown and self.function.is_strict:
             allowed = f"a schema without {unknown[0]}, which a strict tool of this model cannot enforce"
@@ -221,6 +226,35 @@ class ValueRules:
         if isinstance(value, list):
             return f'"[" {_joined([self._written(one) for one in value], syntax.comma)} "]"'
         return literal(json.dumps(value, ensure_ascii=False))
+
+
+def _wrong_key(schema: Schema) -> tuple[str, str] | None:
+    """Return the first key whose value no schema has, and what it may be; None where there is none."""
+    for key, value in schema.items():
+        if value is None:  # as if it was left out
+            continue
+        if key == "type":
+            names = value if isinstance(value, list) else [value]
+            if not all(isinstance(name, str) and name in TYPES for name in names):
+                return key, f"one of {', '.join(sorted(TYPES))}, or a list of them"
+        elif key == "required":
+            if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+                return key, "a list of strings"
+        elif key in ("properties", "$defs", "definitions"):
+            if not isinstance(value, Mapping):
+                return key, "an object"
+        elif key in ("enum", "anyOf", "oneOf"):
+            if not isinstance(value, list) or not value:
+                return key, "a list that is not empty"
+        elif key in LIMIT_KEYS:
+            if type(value) is not int or value < 0:
+                return key, "an integer from 0 on"
+        elif key == "pattern":
+            if not isinstance(value, str):
+                return key, "a string"
+        elif key in NUMBER_KEYS and (isinstance(value, bool) or not isinstance(value, int | float)):
+            return key, "a number"
+    return None
 
 
 def _joined(parts: Sequence[str], comma: str) -> str:
