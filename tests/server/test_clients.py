@@ -70,7 +70,8 @@ def test_ollamas_client(hermes: ServerProcess) -> None:
         texts = [part.response for part in client.generate("tiny", "hi", stream=True, options={"temperature": 0})]
         assert "".join(texts) == client.generate("tiny", "hi", options={"temperature": 0}).response
         assert [model.model for model in client.list().models] == ["tiny"]
-        assert client.show("tiny").capabilities == ["completion", "tools"]
+        assert client.show("tiny").capabilities == ["completion", "tools", "embedding"]
+        assert [model.model for model in client.ps().models] == ["tiny"]
         with pytest.raises(ollama.ResponseError, match="does not exist"):
             client.chat("other", messages=USER)
         with pytest.raises(ollama.ResponseError, match=r"options\.top_p must be"):
