@@ -113,9 +113,10 @@ class MTPDrafter:
         assert isinstance(states, StateBatch)
         normed = self._head.normed(hidden)
         before = normed.roll(1, 0)
-        before[list(states.row_starts[:-1])] = self._last_hidden(items)
+        before[self._placed(states.row_starts[:-1])] = self._last_hidden(items)
         self._head.run(batch.input_ids, batch.positions, groups, self._storages, before, given, none)
-        self._states[list(states.block_ids)] = normed[[end - 1 for end in states.row_starts[1:]]]
+        last_rows = self._placed(end - 1 for end in states.row_starts[1:])
+        self._states[self._placed(states.block_ids)] = normed.index_select(0, last_rows)
 
     def _last_hidden(self, items: Sequence[ScheduledSequence]) -> Tensor:
         """Return the hidden state before the first token of each item [S, E]; zeros where none is before it."""
