@@ -206,7 +206,7 @@ def test_long_runs_with_beams(seed: int, setting: Setting) -> None:
         assert agrees(job, found, expected)
 
 
-@pytest.mark.parametrize("policy", ["last", pytest.param("least_waste", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("policy", ["last", "least_waste"])
 @pytest.mark.parametrize("host_blocks", [0, 20, pytest.param(90, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("specs", "num_blocks"),

@@ -10,6 +10,9 @@ from quire.memory.manager import KVCacheManager
 from quire.scheduling.stats import SchedulerStats
 from quire.sequences.sequence import Sequence
 
+# Tokens that were proposed, by the sequence that they would follow.
+Proposals = dict[Sequence, tuple[int, ...]]
+
 
 class DraftSlots:
     """Reservation and rollback of the slots of drafts.
@@ -33,8 +36,10 @@ class DraftSlots:
         self._later_blocks: list[int] = []
         self._later_states: list[int] = []
 
-    def propose(self, running: list[Sequence], pending_counts: list[int], spare: int) -> dict[int, tuple[int, ...]]:
-        """Let the drafter propose tokens for the sequences that decode; return them by position, where there are any.
+    def propose(
+        self, running: list[Sequence], pending_counts: list[int], spare: int
+    ) -> dict[Sequence, tuple[int, ...]]:
+        """Let the drafter propose tokens for the sequences that decode; return those of each that has any.
 
         Args:
             running: all running sequences, in order.
@@ -42,8 +47,8 @@ class DraftSlots:
             spare: number of prompt tokens that the budget leaves.
         """
         assert self.drafter is not None
-        propose, proposals = self.drafter.propose, dict[int, tuple[int, ...]]()
-        for position, (sequence, pending) in enumerate(zip(running, pending_counts, strict=True)):
+        propose, proposals = self.drafter.propose, Proposals()
+        for sequence, pending in zip(running, pending_counts, strict=True):
             request, num_tokens = sequence.request, len(sequence.tokens)
             limit = min(spare, sequence.max_tokens - num_tokens - 1)
             if pending != 1 or limit < 1 or num_tokens == sequence.num_prompt:
@@ -51,7 +56,7 @@ class DraftSlots:
             if request.params.strategy is None and request.search is None:
                 draft = propose(sequence, limit)
                 if draft:
-                    proposals[position] = tuple(draft)
+                    proposals[sequence] = tuple(draft)
         if proposals:
             # In this step, each later sequence may need so many blocks; a forked one copies the state that it shares.
             size, chunk = self._memory.block_size, max(spare, 1)
@@ -66,7 +71,7 @@ class DraftSlots:
 
         Args:
             sequence: sequence at a position.
-            position: its position among the running sequences, as they were for `propose`.
+            position: its position among the running sequences; they are those of `propose`, but for preempted ones.
             draft: the tokens that were proposed and fit into the budget.
         """
         memory = self._memory

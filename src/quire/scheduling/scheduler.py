@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
+from itertools import takewhile
 
 from quire.decoding import beams as beam_search
 from quire.decoding.drafting import Drafter
@@ -274,11 +275,12 @@ class Scheduler:
         if num_decoding and self.chunk_tokens is not None:
             spare = min(spare, self.chunk_tokens)
         proposals = self.drafts.propose(running, pending_counts, spare) if self.drafter and not leaves_room else {}
-        is_single = self._find_singles(pending_counts, proposals)
+        singles = self._find_singles(pending_counts, proposals)
         scheduled, position = dict[Sequence, int](), 0
-        # A preemption during the loop removes only sequences after the group.
+        # A preemption during the loop removes only sequences after the group, and not always the last ones.
         while position < len(running):
-            decodes = running[position : is_single.index(True, position)]
+            rest = running[position:]
+            decodes = list(takewhile(lambda sequence: sequence not in singles, rest)) if singles else rest
             if decodes:
                 num_served = memory.append_slots([sequence.seq_id for sequence in decodes])
                 scheduled |= dict.fromkeys(decodes[:num_served], 1)
@@ -287,7 +289,7 @@ class Scheduler:
                     break
             group = lockstep_group(running[position])
             first, pending = group[0], group[0].num_pending
-            if position in proposals and self.drafts.reserve(first, position, proposals[position][: max(spare, 0)]):
+            if first in proposals and self.drafts.reserve(first, position, proposals[first][: max(spare, 0)]):
                 spare -= len(first.draft)
                 scheduled[first] = 1
             else:
@@ -300,17 +302,15 @@ class Scheduler:
             position += len(group)
         return scheduled, spare + leaves_room
 
-    def _find_singles(self, pending_counts: list[int], proposals: Iterable[int]) -> list[bool]:
-        """Return which running sequences get their slots by a call of their own, and True behind the last one.
+    def _find_singles(self, pending_counts: list[int], proposals: Iterable[Sequence]) -> set[Sequence]:
+        """Return the running sequences that get their slots by a call of their own.
 
         The others decode, belong to no beam search and have no drafts; those that follow each other share a call.
         """
-        is_single = [count != 1 for count in pending_counts]
-        for position in proposals:
-            is_single[position] = True
-        for position, sequence in enumerate(self.running if self._registry.num_searches else ()):
-            is_single[position] |= sequence.request.search is not None
-        return [*is_single, True]
+        singles = {sequence for sequence, count in zip(self.running, pending_counts, strict=True) if count != 1}
+        if self._registry.num_searches:
+            singles |= {sequence for sequence in self.running if sequence.request.search is not None}
+        return singles.union(proposals)
 
     def _append_or_preempt(self, group: list[Sequence], count: int, position: int) -> int:
         """Append `count` slots to each sequence of a group, where needed after preempting sequences not scheduled yet.
