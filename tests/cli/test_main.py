@@ -51,6 +51,7 @@ def test_ctrl_c_during_the_imports_leaves_no_traceback(start: str) -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     script = (
         "import signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's job in the background ignores it
         "class Interruption:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
         "        if name == 'quire.cli.options': signal.raise_signal(signal.SIGINT)\n"
