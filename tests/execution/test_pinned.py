@@ -63,7 +63,6 @@ def test_torch_pins_what_cannot_be_registered(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_copies_go_both_ways() -> None:
     memory = pinned_bytes(NUM_BYTES)
     assert memory.is_pinned()

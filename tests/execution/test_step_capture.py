@@ -106,7 +106,6 @@ def test_a_capture_that_fails_leaves_its_stream(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("capture", CAPTURES, ids=["whole", "pieces"])
 def test_on_a_gpu_a_call_that_waits_is_refused_and_others_are_captured(capture: Callable[..., object]) -> None:
     device = torch.device("cuda")

@@ -236,7 +236,7 @@ class Admission:
             if not siblings:
                 return True
         memory.swap_in([sequence.seq_id for sequence in siblings])
-        for _, group in lockstep_groups(siblings):
+        for group in lockstep_groups(siblings):
             count = min(group[0].num_pending, budget.num_tokens // len(group))
             count = memory.step_limit(group[0].seq_id, count)
             if count and not append_to_group(memory, group, count):

@@ -21,16 +21,12 @@ def lockstep_group(sequence: Sequence) -> list[Sequence]:
     return [sequence] if request.search is None else request.unfinished
 
 
-def lockstep_groups(queue: list[Sequence], start: int = 0) -> Iterator[tuple[int, list[Sequence]]]:
-    """Yield each group of a queue with its position; later sequences may leave the queue during the iteration.
-
-    Args:
-        queue: sequences in order.
-        start: position of the first sequence of a group, or the end of the queue.
-    """
+def lockstep_groups(queue: list[Sequence]) -> Iterator[list[Sequence]]:
+    """Yield each group of a queue, in order; later sequences may leave the queue during the iteration."""
+    start = 0
     while start < len(queue):
         group = lockstep_group(queue[start])
-        yield start, group
+        yield group
         start += len(group)
 
 

@@ -36,9 +36,7 @@ class DraftSlots:
         self._later_blocks: list[int] = []
         self._later_states: list[int] = []
 
-    def propose(
-        self, running: list[Sequence], pending_counts: list[int], spare: int
-    ) -> dict[Sequence, tuple[int, ...]]:
+    def propose(self, running: list[Sequence], pending_counts: list[int], spare: int) -> Proposals:
         """Let the drafter propose tokens for the sequences that decode; return those of each that has any.
 
         Args:
