@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -151,6 +152,46 @@ def test_experts_of_stored_weights(name: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("local", [(0, 2), (1, 4), (4, 5)], ids=str)
+@pytest.mark.parametrize("name", ["plain", "scaled-input", "shared-gate", "biases", "stored"])
+def test_experts_divided_among_ranks(name: str, local: tuple[int, int], dtype: torch.dtype) -> None:
+    """Experts of one rank give what they give one by one, whatever memory held where nothing is computed.
+
+    A row may have experts of this rank alone, of others alone, or of both.
+    """
+
+    def stored(*shape: int) -> StoredWeight:
+        num_rows, width, seed = shape
+        return StoredWeight((random_weight(FORMS["q4_0"], num_rows, width, seed),), dtype)
+
+    ops = make_ops()
+    options = {**OPTIONS.get(name, {}), "local": local}
+    block, twin = (make_block(each, options, dtype, stored if name == "stored" else None) for each in (ops, REFERENCE))
+    block.fuse(ops)
+    assert isinstance(block.fused, TritonExperts)
+    x = randn(40, WIDTH, dtype=dtype, seed=99)
+    start = randn(40, WIDTH, dtype=dtype, seed=98)
+    with uninitialized_as_nan():
+        for first, end in ((0, 1), (1, 2), (2, 3), (3, 4), (0, 40)):
+            rows = slice(first, end)
+            found = block(x[rows].to(DEVICE), start[rows].to(DEVICE))
+            assert_near(found.cpu(), twin(x[rows], start[rows]), factor=4)
+
+
+@contextmanager
+def uninitialized_as_nan() -> Iterator[None]:
+    """Let new tensors without values hold NaN, on CPUs, where nothing else of determinism is in the way."""
+    if DEVICE != "cpu":
+        yield
+        return
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_experts_that_are_not_alike_run_one_by_one() -> None:
     """Forms that differ between experts, parts that are plain, inputs in an order of their own."""
     ops = make_ops()
@@ -188,16 +229,27 @@ def test_weights_that_begin_anywhere_run_one_by_one() -> None:
         assert (plain_layer(layers) is None) == bool(start)
 
 
+@pytest.mark.parametrize("here", [None, range(9), range(2), range(3, 8)], ids=str)
 @pytest.mark.parametrize("num_rows", [1, 7, 300])
-def test_groups_hold_each_row_once_for_each_of_its_experts(num_rows: int) -> None:
+def test_groups_hold_each_row_once_for_each_of_its_experts(num_rows: int, here: range | None) -> None:
     generator = torch.Generator().manual_seed(num_rows)
     chosen = torch.rand(num_rows, 9, generator=generator).topk(3).indices
-    groups = group_rows(chosen.to(DEVICE), torch.rand(num_rows, 3, generator=generator).to(DEVICE), 9)
+    scores = torch.rand(num_rows, 3, generator=generator)
+    groups = group_rows(chosen.to(DEVICE), scores.to(DEVICE), 9, here)
+    here = range(9) if here is None else here
     row_ids, places = groups.row_ids.cpu(), groups.places.cpu()
     assert groups.tile_rows == (MANY_ROWS if num_rows == 300 else FEW_ROWS)
     found = []
-    for expert, first, end in groups.tiles.T.tolist():
-        if expert < 9:
-            found += [(int(row_ids[place]), expert) for place in range(first, min(first + groups.tile_rows, end))]
-    assert sorted(found) == sorted((row, expert) for row in range(num_rows) for expert in chosen[row].tolist())
-    assert torch.equal(row_ids[places], torch.arange(num_rows).int()[:, None].expand(-1, 3))
+    for idx, first, end in groups.tiles.T.tolist():
+        if idx < len(here):
+            spans = range(first, min(first + groups.tile_rows, end))
+            found += [(int(row_ids[place]), here[idx]) for place in spans]
+    known = [(row, expert) for row in range(num_rows) for expert in chosen[row].tolist()]
+    assert sorted(found) == sorted((row, expert) for row, expert in known if expert in here)
+    is_here = (chosen >= here.start) & (chosen < here.stop)
+    assert torch.equal(row_ids[places][is_here], torch.arange(num_rows).int()[:, None].expand(-1, 3)[is_here])
+    assert torch.equal(groups.scores.cpu()[places][is_here], scores[is_here])
+    assert bool((places[~is_here] == 3 * num_rows - 1).all())
+    if groups.is_last_absent is not None:
+        assert bool(groups.is_last_absent) == (not bool(is_here.all()))
+    assert (groups.is_last_absent is None) == (len(here) == 9)

@@ -46,12 +46,12 @@ def runner_of(llm: LLM) -> Any:
         ("llama3", CAPTURED),
         ("llama3", {**CAPTURED, **PIECES, "async_scheduling": True}),
         ("qwen3.5", {}),
+        ("gpt-oss", {**CAPTURED, "enable_expert_parallel": True}),
         pytest.param("llama3", {"all_reduce_backend": "gloo"}, marks=MORE),
         pytest.param("qwen3.5", CAPTURED, marks=MORE),
         pytest.param("llama3", {**CAPTURED, "async_scheduling": True}, marks=MORE),
         pytest.param("qwen3.5", {**CAPTURED, **PIECES, "async_scheduling": True}, marks=MORE),
         pytest.param("granite4", CAPTURED, marks=MORE),
-        pytest.param("gpt-oss", {"enable_expert_parallel": True}, marks=MORE),
         pytest.param("gemma4", {}, marks=MORE),
     ],
 )

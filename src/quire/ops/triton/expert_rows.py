@@ -23,6 +23,8 @@ class RowGroups(NamedTuple):
         tiles: int32 [3, tiles], for each tile of rows its expert, its first row and the end of the expert's rows; the
             expert of a tile that is not needed is X.
         tile_rows: number of rows of a tile.
+        is_last_absent: bool [], True where some rows go through experts of other ranks. The last grouped row is then
+            one of them, all of them have its place, and nothing is computed for it. None where all experts are here.
     """
 
     row_ids: Tensor
@@ -30,6 +32,7 @@ class RowGroups(NamedTuple):
     places: Tensor
     tiles: Tensor
     tile_rows: int
+    is_last_absent: Tensor | None
 
 
 def choose(logits: Tensor, experts: RoutedExperts) -> tuple[Tensor, Tensor]:
@@ -45,24 +48,39 @@ def choose(logits: Tensor, experts: RoutedExperts) -> tuple[Tensor, Tensor]:
     return chosen, scores if experts.expert_scales is None else scores * experts.expert_scales[chosen]
 
 
-def group_rows(chosen: Tensor, scores: Tensor, num_experts: int) -> RowGroups:
-    """Group rows by expert, all on the device: how many rows an expert has, the host does not learn."""
+def group_rows(chosen: Tensor, scores: Tensor, num_experts: int, here: range | None = None) -> RowGroups:
+    """Group rows by expert, all on the device: how many rows an expert has, the host does not learn.
+
+    Args:
+        chosen, scores: [T, C], as `choose` returns them.
+        num_experts: number of experts on all ranks.
+        here: experts of this rank, of which the groups are; None for all.
+    """
     num_rows, num_chosen = chosen.shape
-    flat = chosen.flatten()
+    num_here = num_experts if here is None else len(here)
+    flat, is_here = chosen.flatten(), None
+    if here is not None and num_here < num_experts:
+        flat = flat - here.start
+        is_here = (flat >= 0) & (flat < num_here)
+        flat = flat.where(is_here, num_here)  # behind the rows of all experts that are here
     order = flat.argsort(stable=True)
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)
-    counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device)
-    counts.scatter_add_(0, flat, torch.ones_like(flat))
+    counts = torch.zeros(num_here + 1, dtype=torch.int64, device=flat.device)
+    counts = counts.scatter_add_(0, flat, torch.ones_like(flat))[:num_here]
     ends = counts.cumsum(0)
     tile_rows = FEW_ROWS if num_rows * num_chosen <= FEW_ROWS * num_experts else MANY_ROWS
     tile_counts = (counts + tile_rows - 1) // tile_rows
     tile_ends = tile_counts.cumsum(0)
     # As many tiles as there can be: each expert may leave one that is not full.
-    num_tiles = min(-(-len(flat) // tile_rows) + num_experts, len(flat))
+    num_tiles = min(-(-len(flat) // tile_rows) + num_here, len(flat))
     tiles = torch.arange(num_tiles, device=flat.device)
-    experts = torch.searchsorted(tile_ends, tiles, right=True)
-    known = experts.clamp(max=num_experts - 1)
+    idxs = torch.searchsorted(tile_ends, tiles, right=True)
+    known = idxs.clamp(max=num_here - 1)
     first = (ends - counts)[known] + (tiles - (tile_ends - tile_counts)[known]) * tile_rows
-    numbers = torch.stack((experts, first, ends[known])).int()
-    return RowGroups((order // num_chosen).int(), scores.flatten()[order], places.view_as(chosen), numbers, tile_rows)
+    numbers = torch.stack((idxs, first, ends[known])).int()
+    is_last_absent = None
+    if is_here is not None:
+        places, is_last_absent = places.where(is_here, len(flat) - 1), ends[-1] < len(flat)
+    places = places.view_as(chosen)
+    return RowGroups((order // num_chosen).int(), scores.flatten()[order], places, numbers, tile_rows, is_last_absent)

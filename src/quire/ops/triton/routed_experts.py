@@ -55,6 +55,7 @@ class TritonExperts:
         gate: Callable[[Tensor, Activation], Tensor],
     ) -> None:
         self._experts, self._gate_ups, self._downs, self._gate = experts, gate_ups, downs, gate
+        self._here = range(experts.first_expert, experts.first_expert + len(experts.downs))
 
     def __call__(self, x: Tensor, routed: Tensor, start: Tensor | None) -> Tensor:
         """Run the experts; see `FusedExperts`."""
@@ -63,12 +64,14 @@ class TritonExperts:
         if not len(x):
             return total.to(x.dtype)
         chosen, scores = choose(experts.router(routed), experts)
-        groups = group_rows(chosen, scores, len(experts.downs))
+        groups = group_rows(chosen, scores, experts.num_experts, self._here)
         scales_input, activation = experts.scaled_input, self._gate_ups.activation
         inner = self._gate_ups.multiply(x, groups, is_first=True, scales_input=scales_input)
         if activation is not None:
             inner = self._gate(inner, activation)
         given = self._downs.multiply(inner, groups, is_first=False, scales_input=scales_input)
+        if groups.is_last_absent is not None:
+            given[-1].masked_fill_(groups.is_last_absent, 0.0)
         # Rows are added in the order of their experts' scores, whatever rows are beside them.
         for place in groups.places.unbind(1):
             total += given[place]
@@ -86,11 +89,8 @@ class TritonExperts:
 
 
 def fuse_experts(experts: RoutedExperts, gate: Callable[[Tensor, Activation], Tensor]) -> TritonExperts | None:
-    """Return experts as one; None where not all of them are here, or a layer of theirs cannot be one.
-
-    Neither are those that take adapters.
-    """
-    if len(experts.gate_ups) < experts.num_experts or experts.adapters is not None:
+    """Return experts as one; None where they take adapters, or a layer of theirs cannot be one."""
+    if experts.adapters is not None:
         return None
     gate_ups, downs = (plain_layer(each) or stored_layer(each) for each in (experts.gate_ups, experts.downs))
     return None if gate_ups is None or downs is None else TritonExperts(experts, gate_ups, downs, gate)
