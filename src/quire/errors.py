@@ -156,6 +156,10 @@ class InvalidAdapter(RequestError):
     code = "invalid_adapter"
 
 
+class OutOfAdapterMemory(InvalidAdapter):
+    """An adapter for which a GPU has no memory beside the KV cache, the largest step and other adapters."""
+
+
 class UnknownAdapter(InvalidAdapter):
     """An adapter that is not loaded.
 

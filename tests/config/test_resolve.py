@@ -92,8 +92,8 @@ def test_resolve_keeps_what_was_asked_for() -> None:
     )
     assert dataclasses.astuple(config) == (
         *("cpu", 2, 100, 32, 40, 32768, 4, 6, False, "slru", 0.1, 1 << 20, 6, 7),
-        *("priority", 99, "least_waste", "swap", 9, 500, 11, "torch", 0.2, 0.3, 0.4, 64, 1 << 20, 30.5, "int8", "int8"),
-        *("suffix", 5, True, None, False, None, (), (), False),
+        *("priority", 99, "least_waste", "swap", 9, 500, 11, "torch", 0.2, 0.3, 0.4, 64, 1 << 20, None, 30.5),
+        *("int8", "int8", "suffix", 5, True, None, False, None, (), (), False),
     )
     assert config.max_concurrency == 6, "no more than max_num_seqs"
 
@@ -229,6 +229,20 @@ def test_a_gpu_is_shared_by_weights_the_worst_step_and_the_pool() -> None:
     assert config.num_blocks == budget // (16 * (1024 + 64)) - 1
     assert config.max_num_batched_tokens == 8192
     assert config.num_blocks * config.bytes_per_block + (12 << 30) < 0.9 * (80 << 30)
+
+
+def test_what_a_gpu_has_left_is_for_adapters() -> None:
+    facts = dataclasses.replace(FACTS, step=StepCost(fixed_bytes=2 << 30, bytes_per_token=64))
+    options = {"enable_lora": True, "num_kv_blocks": 999}
+    config = resolve(EngineConfig.from_options(**options), GPU, facts)
+    # Without the pool and its null block, the largest step, and a fiftieth of the GPU.
+    left = (70 << 30) - 1000 * 16 * (1024 + 64) - (2 << 30) - int(0.02 * (80 << 30))
+    assert config.adapter_bytes == left
+    assert f"Memory for more adapters: {left / (1 << 30):.2f} GiB" in config.lines()
+    full = dataclasses.replace(GPU, available_bytes=3 << 30)
+    assert resolve(EngineConfig.from_options(**options), full, facts).adapter_bytes == 0
+    assert resolve(EngineConfig.from_options(**options), CPU, FACTS).adapter_bytes is None
+    assert resolve(EngineConfig.from_options(num_kv_blocks=999), GPU, facts).adapter_bytes is None
 
 
 def test_a_gpu_that_others_have_filled_is_an_error_with_numbers() -> None:

@@ -12,7 +12,14 @@ import pytest
 from quire import LLM, AsyncLLM, LoRARequest, SamplingParams
 from quire.engine.exporters.lora_collector import LoraMetrics
 from quire.engine.exporters.prometheus import Metrics
-from quire.errors import ConfigError, InvalidAdapter, InvalidParameter, RequestError, UnknownAdapter, UnsupportedFeature
+from quire.errors import (
+    ConfigError,
+    InvalidAdapter,
+    InvalidParameter,
+    RequestError,
+    UnknownAdapter,
+    UnsupportedFeature,
+)
 from tests.conformance.checkpoints import save_checkpoint
 from tests.distributed.in_threads import native_library
 from tests.models.adapters.folders import random_matrices, write_adapter

@@ -19,6 +19,8 @@ from quire.errors import ConfigError
 GIB = 1 << 30
 # Models with fewer parameters use one thread: an operation ends before a second thread has started.
 SMALL_MODEL_PARAMETERS = 20_000_000
+# Share of a GPU's memory that adapters leave: PyTorch's allocator cannot use all that is free, and others take some.
+ADAPTER_HEADROOM = 0.02
 NO_KERNELS = (
     "No native kernels: stock operators compute, at about a quarter of the speed. Install a C++ compiler, then Quire "
     "again; `quire doctor` says more"
@@ -47,6 +49,7 @@ class ResolvedConfig:
         fitted_from: longest context that the model supports, where `max_model_len` is what the memory holds instead;
             None where it was not fitted.
         is_encoder: see `ModelFacts`.
+        adapter_bytes: bytes of a GPU for adapters that are loaded beside those of `lora_modules`; None for no limit.
         kv_transfer: hand-over of blocks between engines; None for none.
         cudagraph_capture_sizes: sizes of captured decode steps, rising; none where steps are launched as they come.
         piecewise_cudagraph_capture_sizes: numbers of tokens of steps that are captured in pieces, rising.
@@ -80,6 +83,7 @@ class ResolvedConfig:
     kv_cache_metrics_sample: float = 0.0
     state_snapshot_interval: int | None = None
     host_bytes: int = 0
+    adapter_bytes: int | None = None
     max_inter_token_ms: float | None = None
     quantization: Quantization | None = None
     kv_cache_dtype: str = "bfloat16"
@@ -142,6 +146,7 @@ class ResolvedConfig:
             *self.notices(),
             *(swap if self.swap_space else ()),
             *(drafts if is_drafting else ()),
+            *(() if self.adapter_bytes is None else (f"Memory for more adapters: {self.adapter_bytes / GIB:.2f} GiB",)),
             *((f"Asynchronous scheduling: a step is launched {behind}",) * self.async_scheduling),
         )
 
@@ -184,6 +189,7 @@ def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> Resolv
         watermark=cache.watermark,
         swap_space=cache.swap_space,
         host_bytes=cache.host_bytes,
+        adapter_bytes=_adapter_bytes(config, machine, num_blocks, bytes_per_block, facts.step),
         kv_transfer=cache.transfer,
         cudagraph_capture_sizes=capture_sizes(config, machine.device),
         piecewise_cudagraph_capture_sizes=piece_sizes(config, machine.device),
@@ -308,6 +314,17 @@ def pool_blocks(
     budget = int(machine.available_bytes * cache.kv_cache_memory_fraction)
     words = f"{cache.kv_cache_memory_fraction:g} of the {machine.available_bytes:,} available bytes"
     return min(budget // bytes_per_block - 1, most), words
+
+
+def _adapter_bytes(
+    config: EngineConfig, machine: Machine, num_blocks: int, bytes_per_block: int, step: StepCost
+) -> int | None:
+    """Return the bytes of a GPU that adapters may take; None without any, and on a CPU."""
+    if machine.total_bytes is None or not config.lora.enable_lora:
+        return None
+    pool_bytes = (num_blocks + 1) * (bytes_per_block + step.bytes_per_token * config.cache.block_size)
+    spare = int(machine.total_bytes * ADAPTER_HEADROOM)
+    return max(0, machine.available_bytes - step.fixed_bytes - pool_bytes - spare)
 
 
 def _reserved_for_host(cache: CacheConfig) -> str:

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from quire.errors import ConfigError, InvalidAdapter, InvalidParameter, UnknownAdapter, UnsupportedFeature
+from quire.errors import (
+    ConfigError,
+    InvalidAdapter,
+    InvalidParameter,
+    OutOfAdapterMemory,
+    UnknownAdapter,
+    UnsupportedFeature,
+)
 from quire.sequences.lora import LoRARequest
 
 if TYPE_CHECKING:
@@ -82,6 +89,7 @@ class AdapterRegistry:
 
         Raises:
             InvalidAdapter: the folder has no adapter that fits the model; the message names the file and the field.
+            OutOfAdapterMemory: a GPU has no memory left for it; after `give_way` it may.
         """
         try:
             return self.slots.read(Path(path).expanduser())
@@ -115,8 +123,12 @@ class AdapterRegistry:
             InvalidAdapter: it cannot be loaded.
         """
         found = self.find(request)
-        if found is None:
-            found = self.load(request, self.read(request.lora_path), is_kept=False)
+        while found is None:
+            try:
+                found = self.load(request, self.read(request.lora_path), is_kept=False)
+            except OutOfAdapterMemory:
+                if not self.give_way():
+                    raise
         self._num_uses += 1
         found.last_use = self._num_uses
         return found
@@ -181,6 +193,15 @@ class AdapterRegistry:
                 self.slots.put(slot, None)
                 del self._slot_of[digest]
 
+    def give_way(self) -> bool:
+        """Unload the least recently used adapter that came with a request and no request uses; False without any."""
+        used = set(self._used_slots())
+        idle = [each for each in self._by_name.values() if not each.is_kept and each.slot not in used]
+        if not idle:
+            return False
+        self.unload(min(idle, key=lambda each: each.last_use).name)
+        return True
+
     def _place(self, adapter: Adapter) -> int:
         """Return the slot of an adapter's content, which is taken if it has none.
 
@@ -192,16 +213,12 @@ class AdapterRegistry:
             return slot
         self.free_unused()
         while len(self._slot_of) >= self.limit:
-            used = set(self._used_slots())
-            idle = [each for each in self._by_name.values() if not each.is_kept and each.slot not in used]
-            if not idle:
+            if not self.give_way():
                 raise InvalidAdapter(
                     f"{len(self._slot_of)} adapters are loaded, and max_cpu_loras is {self.limit}: unload one, or "
                     "raise it",
                     field="max_cpu_loras",
                 )
-            del self._by_name[min(idle, key=lambda each: each.last_use).name]
-            self.free_unused()
         slot = next(number for number in range(self.limit) if number not in self._slot_of.values())
         self.slots.put(slot, adapter)
         self._slot_of[adapter.digest] = slot

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from quire.engine.adapters import AdapterRegistry, LoadedAdapter, require_adapters
+from quire.errors import OutOfAdapterMemory
 from quire.sequences.lora import LoRARequest
 
 
@@ -41,11 +42,18 @@ class AsyncAdapters:
             is_kept: False for an adapter that gives way to others when no request uses it.
 
         Raises:
-            RequestError: the name is in use and `load_inplace` is not set, or the folder has no adapter that fits.
+            RequestError: the name is in use and `load_inplace` is not set, the folder has no adapter that fits, or the
+                GPU has no memory left for it.
             WorkerError: the engine is dead.
         """
         registry = require_adapters(self._registry)
-        adapter = await asyncio.to_thread(registry.read, lora_request.lora_path)
+        while True:
+            try:
+                adapter = await asyncio.to_thread(registry.read, lora_request.lora_path)
+                break
+            except OutOfAdapterMemory:
+                if not await self._call(lambda _: registry.give_way()):
+                    raise
         loaded: LoadedAdapter = await self._call(lambda _: registry.load(lora_request, adapter, is_kept=is_kept))
         return loaded
 

@@ -214,6 +214,20 @@ def test_a_rank_that_cannot_lay_an_adapter_out_answers(
     assert two.leader.read(world.adapter).packed
 
 
+def test_another_rank_gives_up_what_it_has_read_where_memory_is_short(two: Slots, world: World) -> None:
+    own, memory = world.adapter.parent / "of rank 1", two.follower._inner.memory
+    names = []
+    for seed in (2, 3):
+        matrices = random_matrices({"model.layers.0.self_attn.q_proj": (128, 64)}, 4, seed)
+        names.append(str(write_adapter(own / str(seed), matrices)))
+    assert "digest" in two.follower.answer(names[0])
+    size = memory.taken
+    assert size > 0
+    memory.allow(0)
+    assert "digest" in two.follower.answer(names[1])
+    assert memory.taken == size, "the first one has made room"
+
+
 def test_another_rank_repeats_what_slots_have(two: Slots, world: World) -> None:
     theirs = world.adapter.parent / "of rank 1" / "adapter"
     shutil.copytree(world.adapter, theirs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import cast
 
 from quire.config import LoRAConfig
@@ -11,7 +12,7 @@ from quire.distributed.rank_calls import RankCalls, answer_calls
 from quire.distributed.ranks import Ranks
 from quire.engine.adapters import AdapterRegistry, DataPlaneSlots
 from quire.engine.startup.ranked_adapters import FollowerSlots, LeaderSlots
-from quire.errors import ConfigError, RequestError
+from quire.errors import CheckpointError, ConfigError, RequestError
 from quire.models.adapters.slots import AdapterSlots
 from quire.models.checkpoint import Checkpoint
 from quire.models.decoder import Decoder
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 def take_adapters(
     config: LoRAConfig, checkpoint: Checkpoint, decoder: Decoder, ranks: Ranks | None = None
 ) -> AdapterSlots | None:
-    """Let a decoder take adapters; None where the configuration enables none.
+    """Let a decoder take adapters, and read those of the configuration; None where it enables none.
 
     That is before its memory is measured and steps are captured, some of them with adapters.
 
@@ -35,10 +36,18 @@ def take_adapters(
         checkpoint: files that the decoder was loaded from.
         decoder: decoder with all its weights.
         ranks: ranks that share the model; None for one process.
+
+    Raises:
+        ConfigError: one of the adapters cannot be read.
     """
     if not config.enable_lora:
         return None
-    return make_adapter_slots(checkpoint, decoder, config.max_lora_rank, None if ranks is None else ranks.group)
+    slots = make_adapter_slots(checkpoint, decoder, config.max_lora_rank, None if ranks is None else ranks.group)
+    try:
+        slots.read_ahead(Path(path).expanduser() for path in config.adapters.values())
+    except CheckpointError as error:
+        raise ConfigError(f"lora_modules: {error}", field="lora_modules") from error
+    return slots
 
 
 def load_adapters(
@@ -47,6 +56,7 @@ def load_adapters(
     scheduler: Scheduler,
     model_name: str,
     ranks: Ranks | None = None,
+    adapter_bytes: int | None = None,
 ) -> AdapterRegistry | None:
     """Load the adapters of a configuration; None where the decoder takes none.
 
@@ -58,12 +68,15 @@ def load_adapters(
         scheduler: scheduler of the engine; on rank 0 of several, a `LoggedScheduler`.
         model_name: name of the model.
         ranks: ranks that share the model; None for one process.
+        adapter_bytes: see `ResolvedConfig`.
 
     Raises:
         ConfigError: one of the adapters cannot be loaded.
     """
     if own is None:
         return None
+    if adapter_bytes is not None:
+        own.memory.allow(adapter_bytes)
 
     def used_slots() -> list[int | None]:
         return [request.adapter for request in scheduler.requests.values()]

@@ -177,7 +177,7 @@ def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None) -> LoadedMo
             hand_over=hand_over,
         )
         engine.requests.can_generate, engine.ranks = pooling.has_head, ranks
-        engine.adapters = load_adapters(config.lora, slots, scheduler, name, ranks)
+        engine.adapters = load_adapters(config.lora, slots, scheduler, name, ranks, resolved.adapter_bytes)
         engine.kv_events = open_kv_events(config, engine, disk)
         # From here on the engine closes the disk.
         stack.pop_all()

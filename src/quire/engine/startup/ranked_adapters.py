@@ -62,12 +62,14 @@ class FollowerSlots:
     Args:
         inner: slots of this rank.
         limit: maximum number of adapters that are kept between their reading and their use; others are read again.
+            Fewer are kept where a GPU's memory for adapters is short.
     """
 
     def __init__(self, inner: AdapterSlots, limit: int) -> None:
         self._inner, self._limit = inner, limit
         self._lock = threading.Lock()
         self._unused: dict[str, Adapter] = {}  # by digest, those that were read last at the end
+        inner.memory.make_room = self._drop_oldest
 
     def read(self, folder: Path) -> Adapter:
         """See `AdapterSlots.read`."""
@@ -91,6 +93,11 @@ class FollowerSlots:
             if len(self._unused) > self._limit:
                 del self._unused[next(iter(self._unused))]
         return {"digest": adapter.digest}
+
+    def _drop_oldest(self) -> bool:
+        """Give up the adapter that was read first of those without a use; return False where there is none."""
+        with self._lock:
+            return self._unused.pop(next(iter(self._unused), ""), None) is not None
 
     def repeat(self, slot: int, digest: str | None, folder: str | None) -> None:
         """Set the adapter of a slot as rank 0 has.

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from quire.errors import CheckpointError
 from quire.models.adapters.expert_layers import DOWN, ExpertLayer, ExpertLayers, ExpertMatrices
+from quire.models.adapters.memory import AdapterMemory, MemoryClaim
 from quire.models.adapters.names import module_key
 from quire.models.adapters.peft_folder import Matrices, ModuleShape, read_peft
 from quire.models.decoder import Decoder
@@ -45,7 +48,12 @@ class Place(NamedTuple):
     inputs: Range | None = None
 
 
-class Adapter(NamedTuple):
+# Matrices of one layer, and the place of each.
+Parts: TypeAlias = list[tuple[Matrices, Place]]
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class Adapter:
     """An adapter in the layout of the kernels.
 
     Args:
@@ -92,6 +100,9 @@ class AdapterSlots:
         modules: widths of the modules of the whole model that take adapters, by `module_key`.
         splits: parts of weights that the decoder has; all others are whole, as all are where this is None.
         own_name: function from the name of a weight in the whole model to that in the decoder.
+
+    Attributes:
+        memory: memory that adapters take.
     """
 
     def __init__(
@@ -107,6 +118,9 @@ class AdapterSlots:
         own_name: Callable[[str], str] = lambda name: name,
     ) -> None:
         self._dtype, self._device, self._max_rank = decoder.dtype, decoder.device, max_rank
+        self.memory = AdapterMemory()
+        self._read_ahead: dict[Path, Adapter] = {}
+        self._in_slots: dict[int, Adapter] = {}  # as long as an adapter is there, its memory is claimed
         self._linears: list[AdaptedLinear] = []
         self._experts = experts
         self._adapted_experts = self._adapt_experts(decoder, splits or {}, own_name)
@@ -156,63 +170,67 @@ class AdapterSlots:
         """Read an adapter, and lay it out for the kernels; thread-safe, and may take long.
 
         Raises:
-            CheckpointError: see `read_peft`, or there is no memory for it.
+            CheckpointError: see `read_peft`, or there is no memory to lay it out.
+            OutOfAdapterMemory: a GPU has no memory left for it.
         """
+        adapter = self._read_ahead.pop(folder.absolute(), None)
+        if adapter is not None:
+            return adapter
         digest, matrices, of_experts = read_peft(folder, self._shapes, self._experts, self._max_rank)
         try:
-            packed, experts = self._pack(matrices, of_experts)
+            with self.memory.claim() as claim:
+                packed, experts = self._pack(matrices, of_experts, claim)
         except (RuntimeError, MemoryError) as error:  # torch's errors of memory, of a CPU or a GPU, among them
             reason = " ".join(str(error).split())[:200] or "out of memory"
             raise CheckpointError(
                 f"{folder}: it cannot be laid out on {self._device} ({reason})", field="lora_path"
             ) from error
-        return Adapter(digest, packed, experts, folder)
+        adapter = Adapter(digest, packed, experts, folder)
+        claim.end_with(adapter)
+        return adapter
+
+    def read_ahead(self, folders: Iterable[Path]) -> None:
+        """Read adapters that `read` returns later, so that their memory is taken before that of a GPU is divided.
+
+        Raises:
+            CheckpointError: see `read`.
+        """
+        for folder in folders:
+            self._read_ahead[folder.absolute()] = self.read(folder)
 
     def _pack(
-        self, matrices: Mapping[str, Matrices], of_experts: Mapping[str, Mapping[int, list[ExpertMatrices]]]
+        self,
+        matrices: Mapping[str, Matrices],
+        of_experts: Mapping[str, Mapping[int, list[ExpertMatrices]]],
+        claim: MemoryClaim,
     ) -> tuple[dict[int, Any], dict[str, dict[int, Any]]]:
         """Lay out an adapter for the kernels: by linear layer, and by layer of experts and expert."""
-        parts: dict[int, list[tuple[Matrices, Place]]] = {}
+        parts: dict[int, Parts] = {}
         for module, each in matrices.items():
             for place in self._places.get(module, ()):
                 parts.setdefault(place.linear_idx, []).append((each, place))
+        of_layers = {
+            name: _expert_parts(self._adapted_experts[name], of_experts[name])
+            for name in of_experts
+            if name in self._adapted_experts
+        }
+        all_parts = chain(parts.values(), *(each.values() for each in of_layers.values()))
+        claim.take(sum(map(_count, all_parts)) * self._dtype.itemsize)
         memory = WeightMemory(ADAPTER_SLAB_BYTES)
         packed = {
             idx: self._linears[idx].layer.pack(self._weight(of_linear), memory)
             for idx, of_linear in sorted(parts.items())
         }
         experts = {
-            name: self._pack_experts(self._adapted_experts[name], of_experts[name], memory)
-            for name in of_experts
-            if name in self._adapted_experts
+            name: self._adapted_experts[name].adapters.pack(
+                {idx: self._weight(of_expert) for idx, of_expert in of_layer.items()}, memory
+            )
+            for name, of_layer in of_layers.items()
         }
+        claim.settle(packed, experts)
         return packed, experts
 
-    def _pack_experts(
-        self, adapted: _AdaptedExperts, of_experts: Mapping[int, list[ExpertMatrices]], memory: WeightMemory
-    ) -> dict[int, Any]:
-        """Lay out an adapter of single experts for the kernels, by expert of those of this rank."""
-        layer, adapters, columns = adapted
-        rows = inputs = None
-        if columns is not None and layer.parameter == DOWN:
-            inputs = columns
-        elif columns is not None:
-            gates = torch.arange(*columns)
-            rows = torch.cat([gates, gates + layer.out_width // 2])
-        weights = {
-            idx: self._weight(
-                [
-                    (Matrices(a, b, scale), place)
-                    for first_row, a, b, scale in sorted(parts, key=lambda part: part.first_row)
-                    for place in _places(0, rows, first_row, len(b), inputs)
-                ]
-            )
-            for idx, parts in of_experts.items()
-            if adapters.bounds[0] <= idx < adapters.bounds[1]
-        }
-        return adapters.pack(weights, memory)
-
-    def _weight(self, parts: list[tuple[Matrices, Place]]) -> LoraWeight:
+    def _weight(self, parts: Parts) -> LoraWeight:
         """Return the matrices of a layer, of the dtype of its rows."""
         first_matrices: list[Tensor] = []
         second: list[LoraPart] = []
@@ -232,10 +250,43 @@ class AdapterSlots:
 
     def put(self, slot: int, adapter: Adapter | None) -> None:
         """Set the adapter of a slot, None for none; between two steps."""
+        if adapter is None:
+            self._in_slots.pop(slot, None)
+        else:
+            self._in_slots[slot] = adapter
         for idx, linear in enumerate(self._linears):
             linear.layer.put(slot, None if adapter is None else adapter.packed.get(idx))
         for name, adapted in self._adapted_experts.items():
             adapted.adapters.put(slot, None if adapter is None else adapter.experts.get(name))
+
+
+def _expert_parts(adapted: _AdaptedExperts, of_experts: Mapping[int, list[ExpertMatrices]]) -> dict[int, Parts]:
+    """Return an adapter's matrices of a layer of experts, by expert of those of this rank."""
+    layer, adapters, columns = adapted
+    rows = inputs = None
+    if columns is not None and layer.parameter == DOWN:
+        inputs = columns
+    elif columns is not None:
+        gates = torch.arange(*columns)
+        rows = torch.cat([gates, gates + layer.out_width // 2])
+    return {
+        idx: [
+            (Matrices(a, b, scale), place)
+            for first_row, a, b, scale in sorted(parts, key=lambda part: part.first_row)
+            for place in _places(0, rows, first_row, len(b), inputs)
+        ]
+        for idx, parts in of_experts.items()
+        if adapters.bounds[0] <= idx < adapters.bounds[1]
+    }
+
+
+def _count(parts: Parts) -> int:
+    """Return the number of elements of matrices, as far as they are of this rank."""
+    total = 0
+    for (a, b, _), (_, _, rows, inputs) in parts:
+        width = a.shape[1] if inputs is None else inputs[1] - inputs[0]
+        total += len(a) * (width + (len(b) if rows is None else len(rows)))
+    return total
 
 
 def _whole_rows(rows: Tensor | None, split: Split | None) -> Tensor | None:
