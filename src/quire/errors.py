@@ -263,6 +263,10 @@ class WorkerError(QuireError):
     """The data plane failed while it executed a step."""
 
 
+class DeviceFailed(WorkerError):
+    """A GPU has failed in such a way that this process cannot use it any more."""
+
+
 class NoAnswer(WorkerError):
     """A process runs but has not answered for some time, as one that is stopped or hangs.
 

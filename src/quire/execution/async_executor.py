@@ -9,6 +9,7 @@ from typing import Final
 
 from quire.errors import WorkerError
 from quire.execution.deferred_tokens import DeferredTokens
+from quire.execution.device_health import step_error
 from quire.execution.executor import Runner
 from quire.execution.runner import InProcessExecutor
 from quire.scheduling.decode_columns import DecodeResults
@@ -53,8 +54,7 @@ class LaunchedStep:
         try:
             parts = [each() for each in self._reads]
         except Exception as error:
-            reason = f"step {launched.tick} failed in the data plane ({type(error).__name__}: {error})"
-            raise WorkerError(reason) from error
+            raise step_error(f"step {launched.tick} failed in the data plane", error) from error
         if not parts:
             return launched
         if len(parts) == 1 and isinstance(parts[0], DecodeResults) and len(parts[0]) == len(launched.items):

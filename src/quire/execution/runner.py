@@ -12,6 +12,7 @@ from quire.errors import WorkerError
 from quire.execution.adapter_rows import AdapterRows
 from quire.execution.batch import BatchBuilder, end_rows
 from quire.execution.block_copies import BlockCopier
+from quire.execution.device_health import step_error
 from quire.execution.draft_model import DraftModel, with_drafts
 from quire.execution.embeddings import MultimodalEmbeddings
 from quire.execution.executor import Runner
@@ -211,7 +212,7 @@ class InProcessExecutor:
         try:
             return self._runner.execute(plan)
         except Exception as error:
-            raise WorkerError(f"step {plan.tick} failed in the data plane ({type(error).__name__}: {error})") from error
+            raise step_error(f"step {plan.tick} failed in the data plane", error) from error
 
     def measure_copies(self) -> float | None:
         """See `Executor`."""
@@ -223,12 +224,11 @@ class InProcessExecutor:
         Raises:
             WorkerError: they failed.
         """
-        if self._runner is None:
-            return
         try:
-            self._runner.move(ops)
+            if self._runner is not None:
+                self._runner.move(ops)
         except Exception as error:
-            raise WorkerError(f"blocks could not be moved ({type(error).__name__}: {error})") from error
+            raise step_error("blocks could not be moved", error) from error
 
     def close(self) -> None:
         """Drop the runner, and with it the weights and the KV memory."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from quire.engine.outputs.output_processor import OutputProcessor
 from quire.engine.outputs.outputs import RequestOutput
-from quire.errors import RequestFailed, WorkerError
+from quire.errors import DeviceFailed, RequestFailed, WorkerError
 from quire.scheduling.async_scheduling import AsyncScheduler
 from quire.scheduling.plan import ScheduledSequence, StepPlan
 from quire.scheduling.scheduler import Scheduler
@@ -82,8 +82,10 @@ class EarlyEnds:
             The last outputs of the requests.
 
         Raises:
-            WorkerError: too many steps in a row have failed.
+            WorkerError: too many steps in a row have failed, or no later one can succeed.
         """
+        if isinstance(error, DeviceFailed):
+            raise error
         self.num_failed_steps += 1
         if self.num_failed_steps >= MAX_CONSECUTIVE_FAILURES:
             raise WorkerError(f"{self.num_failed_steps} steps in a row failed; the last one: {error}") from error

@@ -8,6 +8,7 @@ from itertools import accumulate
 import torch
 
 from quire.errors import describe
+from quire.execution.device_health import require_device
 from quire.execution.sampling.beam_candidates import BeamRow, find_candidates
 from quire.execution.sampling.row_sampling import BAD_LOGITS, SampledRow, refuse
 from quire.execution.sampling.sampler import Sampler
@@ -62,7 +63,7 @@ def sample_apart(
 ) -> tuple[list[ItemResult], tuple[tuple[Candidate, ...], ...]]:
     """Sample the items of a step one by one, the beams of a search together, after all at once have failed.
 
-    So whatever one of them asks for, the others get their tokens.
+    So whatever one of them asks for, the others get their tokens, unless the GPU has failed.
 
     Args:
         sampler: sampler of the step.
@@ -72,7 +73,11 @@ def sample_apart(
 
     Returns:
         See `sample_beams`; an item that fails again has an error.
+
+    Raises:
+        RuntimeError: see `require_device`.
     """
+    require_device()
     sampler.begin(items)
     ends = accumulate(1 + item.num_draft for item in items)
     rows_of = {item.seq_id: range(end - 1 - item.num_draft, end) for item, end in zip(items, ends, strict=True)}

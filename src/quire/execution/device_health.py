@@ -1,0 +1,33 @@
+"""Whether the GPU of this process can still be used after an error."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.errors import DeviceFailed, WorkerError
+
+
+def require_device() -> None:
+    """Ask the GPU, if this process uses one, for an error that it has found; without a wait for its work.
+
+    Raises:
+        RuntimeError: it has failed, by an illegal access to memory or by a fault of its own, say; every later call of
+            CUDA in this process gives the same error.
+    """
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.current_stream().query()
+
+
+def step_error(what: str, error: Exception) -> WorkerError:
+    """Return the error of a step that has failed, or of copies.
+
+    Args:
+        what: description of what failed.
+        error: error that the call has raised.
+    """
+    reason = f"{what} ({type(error).__name__}: {error})"
+    try:
+        require_device()
+    except RuntimeError as fault:
+        return DeviceFailed(f"{reason}; the GPU cannot be used any more ({fault})")
+    return WorkerError(reason)
