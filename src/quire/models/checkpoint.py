@@ -323,8 +323,10 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
                 part, (offset, end) = file.get_slice(name), places[name]["data_offsets"]
                 shape = tuple(part.get_shape())
                 tensors[name] = StoredTensor(path, part.get_dtype(), shape, start + offset, end - offset)
-    # A file that is said to be longer than the machine's memory cannot be mapped.
-    except (SafetensorError, OSError, ValueError, MemoryError) as error:
+    except (MemoryError, RuntimeError) as error:
+        # Neither a large file nor one that is said to be large can be mapped by a machine with less memory.
+        raise CheckpointError(f"{path} cannot be mapped; the memory is smaller than the file ({error})") from error
+    except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
     return tensors
 

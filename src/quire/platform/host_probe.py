@@ -128,11 +128,24 @@ def _headroom(group: Path, limit_name: str, usage_name: str, prefix: str) -> Ite
     yield limit - usage + min(reclaimable, usage)
 
 
-def _available_bytes(root: Path) -> int:
+def swap_bytes(root: Path = ROOT) -> int:
+    """Return the free bytes of the host's swap space; 0 in a control group with a limit, and where it is not known."""
+    return 0 if any(True for _ in ControlGroups(root).memory_headrooms()) else _memory_info(root, "SwapFree") or 0
+
+
+def _memory_info(root: Path, wanted: str) -> int | None:
+    """Return the bytes of a field of Linux's memory statistics."""
     for line in (_read(root / "proc/meminfo") or "").splitlines():
         name, _, value = line.partition(":")
-        if name == "MemAvailable":
+        if name == wanted:
             return int(value.split()[0]) * 1024
+    return None
+
+
+def _available_bytes(root: Path) -> int:
+    available_bytes = _memory_info(root, "MemAvailable")
+    if available_bytes is not None:
+        return available_bytes
     # Not Linux: all physical memory, of which the user's fraction is taken.
     if sys.platform == "win32":
         kilobytes = ctypes.c_ulonglong()

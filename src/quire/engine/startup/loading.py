@@ -38,8 +38,10 @@ from quire.engine.startup.model_defaults import read_default_params, read_end_to
 from quire.engine.startup.model_facts import cache_groups, model_facts, step_cost, stored_dtype
 from quire.engine.startup.ranks import lead, scheduler_type, start
 from quire.engine.startup.speculation import load_draft, make_speculation
+from quire.engine.startup.tokenizers import open_tokenizer
+from quire.engine.startup.weight_check import check_weights
 from quire.engine.startup.wrappers import Wrappers
-from quire.errors import ConfigError, RequestError
+from quire.errors import ConfigError
 from quire.kvstore.disk_blocks import DiskBlocks
 from quire.memory.capacity.sizing import ArenaSizing, arena_bytes
 from quire.memory.manager import KVCacheManager
@@ -47,7 +49,7 @@ from quire.memory.prefix.token_chain import Namespace
 from quire.memory.recording.recorder import MemoryRecorder
 from quire.memory.recording.settings import MemorySettings
 from quire.memory.specs import KVCacheSpec
-from quire.models.checkpoint import Checkpoint, locate
+from quire.models.checkpoint import Checkpoint
 from quire.models.decoder import Decoder
 from quire.models.encoder import Encoder
 from quire.models.families.encoders import find_encoder
@@ -64,10 +66,7 @@ from quire.platform.numa import bound_to
 from quire.scheduling.scheduler import Scheduler
 from quire.structured.grammar_cache import GrammarCache
 from quire.structured.grammar_compiler import GrammarCompiler
-from quire.text.chat_template import ChatTemplate
-from quire.text.gguf_tokenizer import read_gguf_tokenizer
 from quire.text.tokenizer import Tokenizer
-from quire.text.tokenizer_files import read_template
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +113,15 @@ def load(config: EngineConfig, *, wrap: Wrappers | None = None, ranks: Ranks | N
                 exit_now(run(ranks, config))
         if ranks is not None and ranks.is_leader:  # another rank says first why it cannot go on
             stack.callback(ranks.close)
-        loaded = _load(config, wrap or Wrappers(), ranks)
+        try:
+            loaded = _load(config, wrap or Wrappers(), ranks)
+        except torch.OutOfMemoryError as error:
+            reason = str(error).partition(". ")[0]
+            raise ConfigError(
+                f"model {config.model.model!r} does not start: {reason}; use a quantization, a smaller "
+                "gpu_memory_utilization or max_num_batched_tokens, or a larger tensor_parallel_size",
+                field="model",
+            ) from error
         stack.pop_all()  # from here on the engine closes the ranks
     return loaded
 
@@ -123,7 +130,7 @@ def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None) -> LoadedMo
     """See `load`."""
     config, device = _with_kernels(config)
     options, checkpoint = config.model, _open(config.model)
-    tokenizer = _tokenizer(options, checkpoint)
+    tokenizer = open_tokenizer(options, checkpoint)
     dtype = dtype_on(device, choose_dtype(options.dtype, checkpoint), options.dtype)
     _prepare_process(options, ranks)
     model: Decoder | Encoder
@@ -133,6 +140,7 @@ def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None) -> LoadedMo
         model = open_encoder(options, checkpoint, device, dtype, wrap.ops)
         config = encoder_config(config, checkpoint, model.spec, device)
     else:
+        check_weights(options, config.parallel, checkpoint, device, dtype)
         model = wrap.decoder(_load_decoder(options, checkpoint, device, dtype, wrap.ops, config.lora, ranks))
         load_decoder_of = partial(_load_decoder, options, device=device, dtype=dtype)
         guide, draft = load_draft(config, checkpoint, model, tokenizer, load_decoder_of, ranks)
@@ -142,8 +150,6 @@ def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None) -> LoadedMo
     step = step_cost(config, model, draft, device, stored)
     config, resolved = _resolve(config, model, groups, step, device, ranks)
     torch.set_num_threads(resolved.num_threads)
-    for line in resolved.lines():
-        logger.info(line)
     sizing = size_pool(groups, resolved.num_blocks)
     check_pin_limit(resolved, sizing)
     name, merged = options.served_names[0], None if isinstance(model, Encoder) else model.merged_adapter
@@ -190,37 +196,6 @@ def _open(options: ModelConfig) -> Checkpoint:
     is_gguf = checkpoint.gguf_fields is not None
     check_stored_method(options.stored_quantization, checkpoint.config, is_gguf=is_gguf)
     return checkpoint
-
-
-def _tokenizer(options: ModelConfig, checkpoint: Checkpoint) -> Tokenizer | None:
-    """Return the tokenizer; None where the options skip it."""
-    if options.skip_tokenizer_init:
-        return None
-    if options.tokenizer is None and checkpoint.gguf_fields is not None:
-        tokenizer = Tokenizer.from_files(read_gguf_tokenizer(checkpoint.folder, checkpoint.gguf_fields))
-    else:
-        tokenizer = Tokenizer.from_folder(checkpoint.folder if options.tokenizer is None else locate(options.tokenizer))
-    if options.chat_template is not None:
-        tokenizer.chat_template = _template_of(tokenizer, options.chat_template)
-    return tokenizer
-
-
-def _template_of(tokenizer: Tokenizer, path: str) -> ChatTemplate:
-    """Return the chat template in a file.
-
-    Raises:
-        ConfigError: the file cannot be read, or has no template for conversations.
-    """
-    source = read_template(Path(path).expanduser())
-    if source is None:
-        raise ConfigError(f"chat_template {path!r} is no file", field="chat_template")
-    template = tokenizer.make_chat_template(source)
-    try:
-        if template.used_variables({}, {"messages": None}):
-            return template
-    except RequestError as error:
-        raise ConfigError(f"chat_template {path!r}: {error}", field="chat_template") from error
-    raise ConfigError(f"chat_template {path!r} does not use the variable messages", field="chat_template")
 
 
 def _with_kernels(config: EngineConfig) -> tuple[EngineConfig, str]:
@@ -304,7 +279,10 @@ def _resolve(
     resolved = resolve(config, machine, model_facts(config, model, groups, step, device))
     if isinstance(model, StageDecoder):
         model.check_step(resolved.max_num_batched_tokens)
-    return config, replace(resolved, fitted_from=limit)
+    resolved = replace(resolved, fitted_from=limit)
+    for line in resolved.lines():
+        logger.info(line)
+    return config, resolved
 
 
 def _media_reader(model: Decoder | Encoder, memory: KVCacheManager) -> EmbeddingsReader | None:

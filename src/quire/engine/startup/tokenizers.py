@@ -1,0 +1,44 @@
+"""The tokenizer of a model, with the chat template that the options name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quire.config import ModelConfig
+from quire.errors import ConfigError, RequestError
+from quire.models.checkpoint import Checkpoint, locate
+from quire.text.chat_template import ChatTemplate
+from quire.text.gguf_tokenizer import read_gguf_tokenizer
+from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizer_files import read_template
+
+
+def open_tokenizer(options: ModelConfig, checkpoint: Checkpoint) -> Tokenizer | None:
+    """Return the tokenizer; None where the options skip it."""
+    if options.skip_tokenizer_init:
+        return None
+    if options.tokenizer is None and checkpoint.gguf_fields is not None:
+        tokenizer = Tokenizer.from_files(read_gguf_tokenizer(checkpoint.folder, checkpoint.gguf_fields))
+    else:
+        tokenizer = Tokenizer.from_folder(checkpoint.folder if options.tokenizer is None else locate(options.tokenizer))
+    if options.chat_template is not None:
+        tokenizer.chat_template = _template_of(tokenizer, options.chat_template)
+    return tokenizer
+
+
+def _template_of(tokenizer: Tokenizer, path: str) -> ChatTemplate:
+    """Return the chat template in a file.
+
+    Raises:
+        ConfigError: the file cannot be read, or has no template for conversations.
+    """
+    source = read_template(Path(path).expanduser())
+    if source is None:
+        raise ConfigError(f"chat_template {path!r} is no file", field="chat_template")
+    template = tokenizer.make_chat_template(source)
+    try:
+        if template.used_variables({}, {"messages": None}):
+            return template
+    except RequestError as error:
+        raise ConfigError(f"chat_template {path!r}: {error}", field="chat_template") from error
+    raise ConfigError(f"chat_template {path!r} does not use the variable messages", field="chat_template")

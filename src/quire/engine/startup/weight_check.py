@@ -1,0 +1,93 @@
+"""Whether the memory that there is can hold a model's weights, checked before they are read."""
+
+from __future__ import annotations
+
+import math
+from typing import Final, get_args
+
+import torch
+
+from quire.capacity.rank_part import rank_spec, stored_spec
+from quire.config import ModelConfig, ParallelConfig, Quantization
+from quire.errors import ConfigError
+from quire.models.checkpoint import Checkpoint
+from quire.models.families import build
+from quire.models.parameter_estimate import estimate_parameters, weight_bytes
+from quire.models.quantization_config import read_quantization_config, without_quantization
+from quire.models.spec import ModelSpec
+from quire.platform.host_probe import probe, swap_bytes
+
+# A weight of bfloat16 takes 12 bits at least where it is packed without loss.
+LOSSLESS_SHARE: Final = 0.75
+FORMS: Final[tuple[Quantization, ...]] = get_args(Quantization)
+
+
+def check_weights(
+    options: ModelConfig, parallel: ParallelConfig, checkpoint: Checkpoint, device: str, dtype: torch.dtype
+) -> None:
+    """Refuse a model whose weights cannot fit: a host that runs out of memory ends the process without a word.
+
+    Args:
+        options: options of the model.
+        parallel: ranks and stages; each of them has its part of the weights.
+        checkpoint: files of the model.
+        device: "cpu" or "cuda".
+        dtype: dtype of the weights.
+
+    Raises:
+        ConfigError: the weights take more memory than there is; the message proposes forms that take less.
+    """
+    is_gguf = checkpoint.gguf_fields is not None
+    if read_quantization_config(checkpoint.config) is not None or (is_gguf and options.quantization is not None):
+        return  # what these take depends on what each tensor is stored as
+    spec, _ = build(without_quantization(checkpoint.config))
+    if parallel.tensor_parallel_size > 1:
+        spec = stored_spec(rank_spec(spec, parallel), parallel)
+    is_packed = options.weight_packing != "plain" and dtype == torch.bfloat16
+    num_parts = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    given = options.quantization
+
+    def least(form: Quantization | None) -> int:
+        if is_gguf:
+            return _stored_bytes(checkpoint, dtype) // num_parts
+        num_bytes = _least_bytes(spec, dtype, form, device, is_packed=is_packed)
+        return num_bytes // parallel.pipeline_parallel_size
+
+    machine = probe(device)
+    available = machine.available_bytes + (swap_bytes() if device == "cpu" else 0)
+    if least(given) <= available:
+        return
+    forms = () if is_gguf else FORMS[0 if given is None else 1 + FORMS.index(given) :]
+    advice = [f"quantization {form!r} takes {least(form):,}" for form in forms if least(form) <= available]
+    advice.append("or take a smaller model" if advice else "take a smaller model")
+    if device == "cuda":
+        advice.append("or divide it with tensor_parallel_size")
+    part = "" if num_parts == 1 else " on each rank"
+    where = "the GPU" if device == "cuda" else "this machine"
+    raise ConfigError(
+        f"model {options.model!r} does not fit: its weights take at least {least(given):,} bytes{part}, and {where} "
+        f"has {available:,} to spare; {', '.join(advice)}",
+        field="model",
+    )
+
+
+def _least_bytes(
+    spec: ModelSpec, dtype: torch.dtype, form: Quantization | None, device: str, *, is_packed: bool
+) -> int:
+    """Return the bytes that a model's matrices take at least."""
+    num_bytes = weight_bytes(spec, dtype.itemsize, form, device)
+    if device == "cuda":
+        return num_bytes
+    # Rows of a table may lie in the pages of the checkpoint, which the host can do without.
+    num_bytes -= estimate_parameters(spec).tables * dtype.itemsize
+    return int(num_bytes * LOSSLESS_SHARE) if is_packed and form is None else num_bytes
+
+
+def _stored_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+    """Return the bytes that the matrices of a GGUF file take at least: about what they take in it."""
+    total = 0.0
+    for name, tensor in checkpoint.tensors.items():
+        if len(tensor.shape) > 1 and "embed" not in name:
+            is_plain = tensor.dtype in ("BF16", "F16", "F32")
+            total += LOSSLESS_SHARE * (math.prod(tensor.shape) * dtype.itemsize if is_plain else tensor.num_bytes)
+    return int(total)
