@@ -203,7 +203,7 @@ async def _answer(
     build: Build,
     field_aliases: Mapping[str, str],
 ) -> ASGIApp:
-    options = read_options(fields, state.llm.resolved.scheduling_policy)
+    options = read_options(fields)
     if options.stream:
         raise InvalidParameter("stream", True, "false: the answer has no tokens")
     head = response_header(state, request, "pool", "list")
