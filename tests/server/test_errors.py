@@ -26,11 +26,9 @@ def anything(*values: Any) -> tuple[Any, ...]:
 
 INVALID: list[Case] = [
     (COMPLETIONS, {}, "prompt"),
-    *(
-        (COMPLETIONS, {"prompt": bad}, "prompt")
-        for bad in anything(None, 1, True, {}, [], [[]], [1, "a"], ["a", [1]], [True], [1.0])
-    ),
-    *((COMPLETIONS, {"prompt": bad}, "prompt") for bad in ([-1], [2**31], [[1], []], [1000], ["a"] * 257, [[[1]]])),
+    *((COMPLETIONS, {"prompt": bad}, "prompt") for bad in anything(None, 1, True, {}, [], [[]], [True], [1.0])),
+    *((COMPLETIONS, {"prompt": bad}, "prompt[1]") for bad in anything([1, "a"], [1, True], ["a", [1]], [[1], []])),
+    *((COMPLETIONS, {"prompt": bad}, "prompt") for bad in ([-1], [2**31], [1000], ["a"] * 257, [[[1]]])),
     (COMPLETIONS, {"prompt": ["a"] * 40, "n": 32}, "n"),
     (COMPLETIONS, {"prompt": "a", "n": 3, "best_of": 2}, "best_of"),
     (COMPLETIONS, {"prompt": "a", "best_of": 33}, "best_of"),
