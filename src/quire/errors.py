@@ -124,9 +124,11 @@ class RequestError(QuireError):
 
     Attributes:
         code: short machine-readable reason, used as the OpenAI error code.
+        prompt_idx: index of the prompt that was refused, where several were given together; None where that is unknown.
     """
 
     code: str = "invalid_request"
+    prompt_idx: int | None = None
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
         super().__init__(message)

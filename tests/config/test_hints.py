@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from quire import ConfigError, EngineConfig, QuireError, SamplingParams, UnknownParameter
+from quire import ConfigError, EngineConfig, InvalidParameter, QuireError, SamplingParams, UnknownParameter
 from quire.cli.main import parse_args
 from quire.cli.server_options import read_server_config
 from quire.config import option_sections
 from quire.config.hints import OPTION_HINTS, PARSER_ALIASES, SAMPLING_HINTS, hint_for
 from quire.server.settings import REASONING_PARSERS, TOOL_CALL_PARSERS, ServerConfig
-from quire.text.reasoning import REASONING_FORMATS
-from quire.text.tool_calls import FORMATS
+from quire.text.reasoning import REASONING_FORMATS, ReasoningModel
+from quire.text.tool_calls import FORMATS, ToolModel
 
 
 @pytest.mark.parametrize("name", OPTION_HINTS)
@@ -76,6 +76,16 @@ def test_a_misspelt_name_is_refused_with_the_nearest_one() -> None:
             SamplingParams(**given)
 
 
+def refusal(option: str, name: Any) -> str:
+    """Return the error of `LLM.chat` about the name of a parser."""
+    model, more = (ToolModel, 100) if option == "tool_call_parser" else (ReasoningModel, ())
+    find: Any = model.find
+    with pytest.raises(InvalidParameter) as caught:
+        find(name, None, more)
+    assert (caught.value.field, caught.value.value) == (option, name)
+    return str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("option", "known", "formats"),
     [("tool_call_parser", TOOL_CALL_PARSERS, FORMATS), ("reasoning_parser", REASONING_PARSERS, REASONING_FORMATS)],
@@ -88,13 +98,23 @@ def test_vllms_names_of_parsers_stand_for_formats_of_the_same_texts(
         assert (name in formats, ours in formats) == (False, True)
         assert getattr(read_server_config(parse_args(["serve", flag, name])), option) == ours
     with pytest.raises(
-        ConfigError, match=rf"{option} must be one of auto, .*; auto finds .*; got 'pythonic'"
+        ConfigError, match=rf"{option} must be one of auto, .*; auto finds .*, got 'pythonic'"
     ) as caught:
         ServerConfig(**wrong)
     assert caught.value.field == option
     assert all(name in str(caught.value) for name in (*known, *PARSER_ALIASES[option]))
+    assert str(caught.value) == refusal(option, "pythonic"), "a server and LLM.chat refuse it alike"
     with pytest.raises(ConfigError, match="got 'pythonic'"):
         read_server_config(parse_args(["serve", flag, "pythonic"]))
+
+
+@pytest.mark.parametrize("option", ["tool_call_parser", "reasoning_parser"])
+@pytest.mark.parametrize("wrong", [None, 7, ["auto"], ""])
+def test_what_is_no_name_of_a_parser_is_refused_at_each_door(option: str, wrong: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ServerConfig(**dict[str, Any]({option: wrong}))
+    assert caught.value.field == option
+    assert str(caught.value) == refusal(option, wrong)
 
 
 def test_names_that_are_hardly_alike_are_no_hints() -> None:

@@ -116,6 +116,16 @@ async def test_a_refused_request_raises_at_the_first_item_and_harms_nobody(llm: 
 
 
 @scenario
+async def test_a_priority_is_refused_where_the_policy_has_none(llm: AsyncLLM) -> None:
+    for priority in (1, -1):
+        with pytest.raises(
+            InvalidParameter, match="priority must be 0 under the scheduling policy 'fcfs', got"
+        ) as caught:
+            await text_of(llm, STORIES[0], greedy(1), priority=priority)
+        assert (caught.value.field, caught.value.value) == ("priority", priority)
+
+
+@scenario
 async def test_the_queue_is_bounded_before_any_work() -> None:
     llm = load(max_num_seqs=1, max_queue_len=2)
     endless = SamplingParams(max_tokens=None, ignore_eos=True, seed=1)

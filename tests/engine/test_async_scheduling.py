@@ -50,7 +50,9 @@ class AheadEngine:
 
     def __init__(self, setting: Setting, make_scheduler: Callable[..., AsyncScheduler] = AsyncScheduler) -> None:
         facts = ModelFacts(max_position=64, bytes_per_token=4, vocab_size=VOCAB_SIZE, num_parameters=1)
-        options = EngineConfig.from_options(num_kv_blocks=500, max_num_seqs=setting.max_num_seqs)
+        # Jobs have priorities whatever the scheduler's policy, and an engine takes them under this policy alone.
+        sizes: dict[str, Any] = {"num_kv_blocks": 500, "max_num_seqs": setting.max_num_seqs}
+        options = EngineConfig.from_options(**sizes, scheduling_policy="priority")
         config = resolve(options, Machine(device="cpu", available_bytes=1 << 30, num_threads=1), facts)
         self.memory = setting.build_memory()
         self.scheduler = make_scheduler(self.memory, **setting.scheduler_options)

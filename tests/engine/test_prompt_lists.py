@@ -34,8 +34,12 @@ def test_prompts_of_a_list_may_have_priorities(llm: LLM) -> None:
             assert caught.value.field == "priority"
             assert not one.engine.has_unfinished
     assert llm.generate(STORIES[0], greedy(1), use_tqdm=False, priority=0)[0].finished
-    with pytest.raises(InvalidParameter, match="priority must be 0 under the scheduling policy 'fcfs'"):
-        llm.generate(STORIES[0], greedy(1), use_tqdm=False, priority=[1])
+    with pytest.raises(
+        InvalidParameter, match="priority must be 0 under the scheduling policy 'fcfs', got 1"
+    ) as caught:
+        llm.generate(STORIES[:3], greedy(1), use_tqdm=False, priority=[0, 1, 0])
+    assert caught.value.field == "priority"
+    assert not llm.engine.has_unfinished
 
 
 @pytest.mark.parametrize(

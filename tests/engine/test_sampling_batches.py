@@ -104,8 +104,11 @@ def serve(llm: LLM, requests: list[Asked]) -> list[RequestOutput | Refusal]:
             params = one.params
             if engine.scheduler.drafter is None:
                 params = dataclasses.replace(params, speculative=None)
+            options = one.options
+            if engine.config.scheduling_policy != "priority":
+                options = {**options, "priority": 0}
             try:
-                engine.add_request(str(place), one.prompt, params, **one.options)
+                engine.add_request(str(place), one.prompt, params, **options)
             except RequestError as error:
                 outputs[str(place)] = (error.code, str(error))
         for news in engine.step():

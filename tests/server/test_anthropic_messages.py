@@ -199,6 +199,8 @@ def block(**fields: Any) -> dict[str, Any]:
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
         ({"tools": [{"name": "f", "input_schema": {"type": "string"}}]}, "tools[0].input_schema.type"),
+        ({"tools": [{"name": "f", "input_schema": {"properties": True}}]}, "tools[0].input_schema.properties"),
+        ({"tools": [{"name": "f", "input_schema": {"required": 5}}]}, "tools[0].input_schema.required"),
         ({"tools": [*TOOLS, {"name": "a b", "input_schema": {}}]}, "tools[2].name"),
         ({"tools": TOOLS, "tool_choice": {"type": "required"}}, "tool_choice.type"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice.name"),

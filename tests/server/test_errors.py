@@ -26,11 +26,9 @@ def anything(*values: Any) -> tuple[Any, ...]:
 
 INVALID: list[Case] = [
     (COMPLETIONS, {}, "prompt"),
-    *(
-        (COMPLETIONS, {"prompt": bad}, "prompt")
-        for bad in anything(None, 1, True, {}, [], [[]], [1, "a"], ["a", [1]], [True], [1.0])
-    ),
-    *((COMPLETIONS, {"prompt": bad}, "prompt") for bad in ([-1], [2**31], [[1], []], [1000], ["a"] * 257, [[[1]]])),
+    *((COMPLETIONS, {"prompt": bad}, "prompt") for bad in anything(None, 1, True, {}, [], [[]], [True], [1.0])),
+    *((COMPLETIONS, {"prompt": bad}, "prompt[1]") for bad in anything([1, "a"], [1, True], ["a", [1]], [[1], []])),
+    *((COMPLETIONS, {"prompt": bad}, "prompt") for bad in ([-1], [2**31], [1000], ["a"] * 257, [[[1]]])),
     (COMPLETIONS, {"prompt": ["a"] * 40, "n": 32}, "n"),
     (COMPLETIONS, {"prompt": "a", "n": 3, "best_of": 2}, "best_of"),
     (COMPLETIONS, {"prompt": "a", "best_of": 33}, "best_of"),
@@ -46,6 +44,8 @@ INVALID: list[Case] = [
     (COMPLETIONS, {"prompt": "a", "use_beam_search": True}, "n"),
     (COMPLETIONS, {"prompt": "a", "use_beam_search": True, "best_of": 33}, "best_of"),
     (COMPLETIONS, {"prompt": "a", "use_beam_search": 1}, "use_beam_search"),
+    (COMPLETIONS, {"prompt": ["a", "b", "c"], "priority": 1}, "priority"),
+    (COMPLETIONS, {"prompt": ["a", "b", "c"], "priority": 1, "stream": True}, "priority"),
     (COMPLETIONS, {"prompt": "a", "length_penalty": 2.0}, "length_penalty"),
     (COMPLETIONS, {"prompt": "a", "early_stopping": True}, "early_stopping"),
     (COMPLETIONS, {"prompt": "a", "beam_width": 2, "early_stopping": "soon"}, "early_stopping"),
@@ -96,7 +96,7 @@ INVALID: list[Case] = [
             "stream_options": ([], "x", {"include_usage": True}),
             "user": (1,),
             "cache_salt": (1, "", "s" * 1025, "\u00e9" * 513),
-            "priority": (1, "1", True),
+            "priority": (1, -1, 2**31, "1", True),
             "return_token_ids": (1,),
             "model": (1, []),
         }.items()

@@ -93,6 +93,19 @@ def test_whole_numbers_may_be_floats_and_no_limit_is_below_one(server: ServerPro
         assert whole(server, GENERATE, body)["response"] == ANSWER
 
 
+@pytest.mark.parametrize("limit", [2.5, 2**31, "8", False, [], 1e300])
+def test_a_refused_limit_is_told_what_is_allowed(server: ServerProcess, limit: Any) -> None:
+    for path, body in (
+        (CHAT, {"messages": USER}),
+        (GENERATE, {"prompt": "Q"}),
+        (GENERATE, {"prompt": "Q", "raw": True}),
+    ):
+        response = server.post(path, {**body, "options": {"num_predict": limit}})
+        assert response.status_code == 400
+        words = "options.num_predict must be an integer of at most 2147483647; one below 1 sets no limit, got "
+        assert response.json()["error"].startswith(words)
+
+
 def test_a_call_is_one_line_and_its_result_goes_back(hermes: ServerProcess) -> None:
     called = {"name": "get_weather", "arguments": json.loads(PARIS)}
     answer = whole(hermes, CHAT, ASK)

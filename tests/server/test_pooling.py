@@ -67,7 +67,7 @@ def test_every_form_of_input_gives_the_same(server: ServerProcess) -> None:
     [
         ("/v1/embeddings", {}, "input", "a string, a list of strings"),
         ("/v1/embeddings", {"input": []}, "input", "a string, a list of strings"),
-        ("/v1/embeddings", {"input": ["a", 5]}, "input", "a string, a list of strings"),
+        ("/v1/embeddings", {"input": ["a", 5]}, "input[1]", "must be a string, as input[0] is, got 5"),
         ("/v1/embeddings", {"input": [10**6]}, "input", "token ids from 0"),
         ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format", "float, base64"),
         ("/v1/embeddings", {"input": "a", "dimensions": 65}, "dimensions", "at most the width of the model (64)"),
@@ -79,7 +79,7 @@ def test_every_form_of_input_gives_the_same(server: ServerProcess) -> None:
         ("/v1/score", {"queries": ["a", "b"], "documents": ["a"] * 3}, "queries", "as many as documents has"),
         ("/v1/score", {"text_1": "a", "text_2": "b", "instruction": "c"}, "instruction", "embedding model has none"),
         ("/v1/rerank", {"documents": ["a"]}, "query", "a string"),
-        ("/v1/rerank", {"query": "a", "documents": [5]}, "documents", "a string or a list of strings"),
+        ("/v1/rerank", {"query": "a", "documents": [5]}, "documents[0]", "documents[0] must be a string, got 5"),
         ("/v1/rerank", {"query": "a", "documents": ["a"], "top_n": -1}, "top_n", "an integer from 0"),
         ("/v1/rerank", {"query": "a", "documents": ["a"] * 9999}, "documents", "at most"),
     ],

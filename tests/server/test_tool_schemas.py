@@ -28,7 +28,7 @@ BAD: list[tuple[dict[str, Any], bool, str]] = [
     (schema_of({"$ref": "https://example.com/a"}), False, "Resource 'https://example.com/a'"),
     (schema_of({"type": "array", "uniqueItems": True}), True, 'Unimplemented keys: ["uniqueItems"]'),
     (schema_of({"type": "string", "pattern": "(?=a)"}), False, "look-around"),
-    ({"type": "object", "required": 5}, False, "Expected array for 'required', got 5"),
+    (schema_of({"type": "object", "required": 5}), False, "Expected array for 'required', got 5"),
 ]
 
 

@@ -179,6 +179,7 @@ def test_arguments_that_are_no_json_are_named(hermes: ServerProcess) -> None:
 
 
 ALLOWED = {"type": "allowed_tools"}
+PARAMETERS = "tools[0].function.parameters"
 IN_ALLOWED = "tool_choice.allowed_tools"
 
 
@@ -210,6 +211,14 @@ def function(**fields: Any) -> dict[str, Any]:
         ),
         ({"tools": [function(parameters={"type": "string"})]}, "tools[0].function.parameters.type"),
         ({"tools": [function(parameters={"type": ["object", "null"]})]}, "tools[0].function.parameters.type"),
+        *(
+            ({"tools": [function(parameters={"type": "object", "properties": bad})]}, f"{PARAMETERS}.properties")
+            for bad in anything(True, [], "x")
+        ),
+        *(
+            ({"tools": [function(parameters={"type": "object", "required": bad})]}, f"{PARAMETERS}.required")
+            for bad in anything(True, {}, "x", [5], ["x", None])
+        ),
         ({"tools": [function(strict="yes")]}, "tools[0].function.strict"),
         ({"tool_choice": "always"}, "tool_choice"),
         ({"tool_choice": 1}, "tool_choice"),

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from quire.cli.options import engine_options
 from quire.config import EngineConfig
 from quire.config.cache import CacheConfig
+from quire.config.extras import check_extra
 from quire.config.hints import drop_neutral
 from quire.errors import ConfigError
-
-# Option of a cache -> the extra that it needs, and the modules of that.
-EXTRAS = {
-    "prefix_cache_dir": ("disk", "lmdb"),
-    "prefix_cache_url": ("remote", "redis"),
-    "kv_events_config": ("events", "msgspec", "zmq"),
-}
 
 
 def checked_engine_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -70,13 +63,8 @@ def _check_packages(config: CacheConfig) -> None:
     wanted = [name for name in ("prefix_cache_dir", "prefix_cache_url") if getattr(config, name) is not None]
     if config.kv_events is not None:
         wanted.append("kv_events_config")
-    for field in wanted:
-        extra, *packages = EXTRAS[field]
-        missing = [package for package in packages if find_spec(package) is None]
-        if missing:
-            raise ConfigError(
-                f"{field} needs {' and '.join(missing)}, not installed here: pip install 'quire[{extra}]'", field=field
-            )
+    for option in wanted:
+        check_extra(option)
 
 
 def _can_be_written(folder: Path) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any, Final
 
-from quire.errors import ConfigError, shown
+from quire.errors import ConfigError, InvalidParameter, shown
 
 logger = logging.getLogger(__name__)
 
@@ -164,22 +164,23 @@ PARSER_ALIASES: Final[Mapping[str, Mapping[str, str]]] = {
 }
 
 
-def find_parser(option: str, name: object, known: Collection[str]) -> str | None:
-    """Return the name here of a format of tool calls or of thinking; None for a name that stands for none.
+def find_parser(option: str, name: object, known: Collection[str]) -> str:
+    """Return the name here of a format of tool calls or of thinking.
 
     Args:
         option: "tool_call_parser" or "reasoning_parser".
         name: name of the format, here or in vLLM.
         known: names that exist here.
+
+    Raises:
+        InvalidParameter: the name stands for none of them.
     """
-    found = PARSER_ALIASES[option].get(name, name) if isinstance(name, str) else None
-    return found if found in known else None
-
-
-def allowed_parsers(option: str, known: Iterable[str]) -> str:
-    """Return the names that `find_parser` takes, and what "auto" does, for an error."""
-    aliases = ", ".join(f"{theirs} ({ours})" for theirs, ours in PARSER_ALIASES[option].items())
-    return f"one of {', '.join(known)}, or of vLLM's names {aliases}; auto finds the format in the chat template"
+    others = PARSER_ALIASES[option]
+    if isinstance(name, str) and (found := others.get(name, name)) in known:
+        return found
+    aliases = ", ".join(f"{theirs} ({ours})" for theirs, ours in others.items())
+    allowed = f"one of {', '.join(known)}, or of vLLM's names {aliases}; auto finds the format in the chat template"
+    raise InvalidParameter(option, name, allowed)
 
 
 def is_neutral(value: object, row: Foreign) -> bool:

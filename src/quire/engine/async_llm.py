@@ -150,7 +150,7 @@ class AsyncLLM:
             prompt: text, token ids, or a mapping with one of them; or the result of `texts.prepare`.
             sampling_params: parameters of the sampling.
             request_id: unique id; None generates one.
-            priority: lower runs first, under the priority policy.
+            priority: lower runs first, under the scheduling policy "priority"; under "fcfs" it must be 0.
             flow: name of a flow; flows take turns, whatever their number of requests. None makes a flow of its own.
             place: reservation with a slot for the request; None reserves one here.
             add_special_tokens: True to add the tokenizer's special tokens to a text prompt.

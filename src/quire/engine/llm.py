@@ -178,7 +178,8 @@ class LLM(PooledLLM):
             cache_salt, tenant: only requests with equal values of both share cached prefixes.
             retain_cache: True to evict the requests' cached blocks last, within `retention_limit`.
             lora_request: adapter of all prompts, or a list with one, or None, for each; None for the model alone.
-            priority: priority of all prompts, or a list of one for each; lower runs first, by the policy "priority".
+            priority: priority of all prompts, or a list of one for each; lower runs first, under the scheduling
+                policy "priority"; under "fcfs" it must be 0.
 
         Returns:
             One output for each prompt, in their order. A request that failed is logged at level ERROR; its outputs
@@ -370,7 +371,7 @@ class LLM(PooledLLM):
         many = as_prompts(prompts)
         each = self._params_of(params, len(many))
         adapters = adapters_of(lora_request, len(many))
-        levels = priorities_of(priority, len(many), self.resolved.scheduling_policy)
+        levels = priorities_of(priority, len(many))
         queued: list[str] = []
         try:
             for idx, (prompt, wanted, adapter, level) in enumerate(zip(many, each, adapters, levels, strict=True)):

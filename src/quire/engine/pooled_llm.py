@@ -222,22 +222,19 @@ def as_conversations(messages: Any) -> Sequence[Any]:
     return messages if is_list and not (messages and isinstance(messages[0], Mapping)) else [messages]
 
 
-def priorities_of(priority: int | Sequence[int] | None, count: int, policy: str) -> Sequence[int]:
+def priorities_of(priority: int | Sequence[int] | None, count: int) -> Sequence[int]:
     """Return the priority of each prompt, which the engine checks.
 
     Args:
         priority: priority of all prompts, or one for each; None is 0.
         count: number of prompts.
-        policy: the engine's scheduling policy.
 
     Raises:
-        InvalidParameter: a list of another length, or a priority where the policy has none.
+        InvalidParameter: a list of another length.
     """
     levels = priority if isinstance(priority, Sequence) else [priority or 0] * count
     if len(levels) != count or isinstance(priority, str):
         raise InvalidParameter("priority", priority, f"an integer, or a list of one for each of {count} prompts")
-    if policy != "priority" and any(level != 0 for level in levels):
-        raise InvalidParameter("priority", priority, f"0 under the scheduling policy {policy!r}")
     return levels
 
 

@@ -67,6 +67,18 @@ class ScoreJob(NamedTuple):
         """True where the tokenizer's special tokens belong to the prompts."""
         return not self.pooling.token_ids
 
+    def text_name(self, idx: int, names: tuple[str, str]) -> str:
+        """Return the name of the text that a prompt is of: of the document, where a prompt has both.
+
+        Args:
+            idx: index of the prompt.
+            names: names of the fields of queries and documents.
+        """
+        num_queries = len(self.prompts) - len(self.pairs)  # none where each prompt has both
+        is_query = idx < num_queries
+        name, count = (names[0], num_queries) if is_query else (names[1], len(self.pairs))
+        return name if count == 1 else f"{name}[{idx if is_query else idx - num_queries}]"
+
     def scores(self, values: Sequence[Sequence[float]]) -> list[float]:
         """Return the scores from the results of the prompts."""
         return [self.to_scores(values[first], values[second]) for first, second in self.pairs]
@@ -97,8 +109,11 @@ def make_score_job(
             embeddings are not supported.
     """
     for name, texts in zip(names, (queries, documents), strict=True):
-        if not isinstance(texts, list | tuple) or not texts or not all(isinstance(text, str) for text in texts):
+        if not isinstance(texts, list | tuple) or not texts:
             raise InvalidParameter(name, texts, "a string or a list of strings, at least one")
+        for idx, text in enumerate(texts):
+            if not isinstance(text, str):
+                raise InvalidParameter(f"{name}[{idx}]", text, "a string")
     if len(queries) not in (1, len(documents)):
         raise InvalidParameter(names[0], f"{len(queries)} texts", f"one text, or as many as {names[1]} has")
     if instruction is not None and not isinstance(instruction, str):

@@ -22,6 +22,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from quire.config import KVEventsConfig
+from quire.config.extras import importing_extra
 from quire.errors import ConfigError
 from quire.kvevents.wire import EventBatch, encode_batch
 from quire.memory.kv_events import KVEvent
@@ -56,10 +57,8 @@ class KVEventPublisher:
     """
 
     def __init__(self, config: KVEventsConfig, on_resend: Callable[[], None] | None = None) -> None:
-        try:
+        with importing_extra("kv_events_config"):
             import zmq
-        except ImportError as error:
-            raise ConfigError("KV events need pyzmq: pip install 'quire[events]'", field="kv_events_config") from error
         encode_batch(EventBatch(0.0, []), config.form)  # msgspec is needed too
         self.on_resend = on_resend
         self.num_dropped = 0

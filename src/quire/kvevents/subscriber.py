@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from quire.errors import ConfigError
+from quire.config.extras import importing_extra
 from quire.kvevents.publisher import END_OF_REPLAY, SEQ_BYTES
 from quire.kvevents.wire import InvalidKVEvents, decode_batch
 from quire.memory.kv_events import KVEvent
@@ -61,10 +61,8 @@ class KVEventSubscriber:
         next_seq: Callable[[], int],
         topic: str = "",
     ) -> None:
-        try:
+        with importing_extra("kv_events_config"):
             import zmq.asyncio
-        except ImportError as error:
-            raise ConfigError("KV events need pyzmq: pip install 'quire[events]'", field="kv_events") from error
         self.num_invalid = self.num_replays = self.num_resends = 0
         self._endpoint, self._replay_endpoint = endpoint, replay_endpoint
         self._apply, self._next_seq = apply, next_seq

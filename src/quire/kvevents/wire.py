@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, Final, NamedTuple
 
-from quire.errors import ConfigError, QuireError, shown
+from quire.config.extras import importing_extra
+from quire.errors import QuireError, shown
 from quire.memory.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, ExtraKeys, KVEvent, token_ids_of
 from quire.routing.shadow_tree import MAX_GROUPS, encode
 
@@ -88,10 +89,8 @@ def _msgpack() -> tuple[Callable[[Any], bytes], Callable[[bytes], Any]]:
     Raises:
         ConfigError: msgspec is not installed.
     """
-    try:
+    with importing_extra("kv_events_config"):
         import msgspec
-    except ImportError as error:
-        raise ConfigError("KV events need msgspec: pip install 'quire[events]'", field="kv_events_config") from error
     return msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder().decode
 
 

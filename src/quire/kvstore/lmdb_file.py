@@ -23,6 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from quire.config.extras import importing_extra
 from quire.errors import ConfigError
 from quire.kvstore.folder import StoreFolder
 from quire.kvstore.lmdb_tables import (
@@ -264,12 +265,8 @@ class StoreFile:
 
 
 def _import_lmdb() -> ModuleType:
-    try:
+    with importing_extra("prefix_cache_dir"):
         return import_module("lmdb")
-    except ImportError as error:
-        raise ConfigError(
-            f"prefix_cache_dir needs the package lmdb ({error}): pip install 'quire[disk]'", field="prefix_cache_dir"
-        ) from error
 
 
 def _structure_problem(path: Path) -> _Problem | None:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
+from quire.config.extras import importing_extra
 from quire.config.store_url import bad_url, client_url
-from quire.errors import ConfigError
 
 # Keys, and bytes of records, of one round trip.
 MOST_KEYS = 1024
@@ -152,12 +152,8 @@ def import_redis() -> Any:
     Raises:
         ConfigError: it is not installed.
     """
-    try:
+    with importing_extra("prefix_cache_url"):
         return import_module("redis")
-    except ImportError as error:
-        raise ConfigError(
-            f"prefix_cache_url needs the package redis ({error}): pip install 'quire[remote]'", field="prefix_cache_url"
-        ) from error
 
 
 def _milliseconds(seconds: float | None) -> int | None:

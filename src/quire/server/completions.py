@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -90,7 +90,7 @@ def read_completion(state: ServerState, fields: Fields) -> tuple[GenerationReque
         RequestError: naming the field.
     """
     prompts = read_prompts(fields.get("prompt"), max_prompts(state))
-    options = sampling.read_options(fields, state.llm.resolved.scheduling_policy)
+    options = sampling.read_options(fields)
     max_tokens = fields.integer("max_tokens", 0, 2**31 - 1)
     max_tokens = DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
     has_echo = fields.flag("echo")
@@ -134,11 +134,27 @@ def read_completion(state: ServerState, fields: Fields) -> tuple[GenerationReque
     return job, extras, prompts
 
 
+def _are_token_ids(values: list[Any]) -> bool:
+    return {*map(type, values)} <= {int}
+
+
+# The forms of an item of a list, which has one of them throughout.
+FORMS: tuple[tuple[Callable[[Any], bool], str], ...] = (
+    (lambda item: isinstance(item, str), "a string"),
+    (
+        lambda item: isinstance(item, list) and bool(item) and _are_token_ids(item),
+        "a list of token ids that is not empty",
+    ),
+    (lambda item: type(item) is int, "a token id"),
+)
+
+
 def read_prompts(value: object, limit: int, field: str = "prompt") -> list[Prompt]:
     """Return the prompts of a request in their four forms: text, texts, token ids, lists of token ids.
 
     Raises:
-        InvalidParameter: the value has none of the four forms, or too many prompts.
+        InvalidParameter: the value has none of the four forms, or too many prompts; the error names the first item that
+            differs in form from those before it.
     """
     allowed = "a string, a list of strings, a list of token ids or a list of lists of token ids, none of them empty"
     if isinstance(value, str):
@@ -149,10 +165,12 @@ def read_prompts(value: object, limit: int, field: str = "prompt") -> list[Promp
         return [value]
     if len(value) > limit:
         raise InvalidParameter(field, f"{len(value)} prompts", f"at most {limit} prompts")
-    if all(isinstance(prompt, str) for prompt in value):
-        return value
-    if all(isinstance(prompt, list) and prompt and _are_token_ids(prompt) for prompt in value):
-        return value
+    for has_form, form in FORMS:
+        if has_form(value[0]):
+            wrong = next((idx for idx, item in enumerate(value) if not has_form(item)), None)
+            if wrong is None:
+                return value
+            raise InvalidParameter(f"{field}[{wrong}]", value[wrong], f"{form}, as {field}[0] is")
     raise InvalidParameter(field, value, allowed)
 
 
@@ -308,10 +326,6 @@ def _choice(
         "logprobs": logprobs,
         **(ending or {"finish_reason": None, "stop_reason": None}),
     }
-
-
-def _are_token_ids(values: list[Any]) -> bool:
-    return {*map(type, values)} <= {int}
 
 
 def max_prompts(state: ServerState) -> int:

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from quire.engine.outputs.outputs import RequestOutput
-from quire.errors import InvalidParameter, RequestError, RequestFailed
+from quire.errors import InvalidParameter, RequestError, RequestFailed, UnsupportedFeature
 from quire.sequences.params import SamplingParams
 from quire.server import sse
 from quire.server.direct_events import DirectEvents
@@ -99,6 +99,7 @@ class GenerationRequest:
         num_prompt_copies: number of times that the answer has the log probabilities of a prompt.
         explain: function that returns the engine's error about a parameter which the route computed as one about the
             client's; None where there is none.
+        text_name: function that returns the client's name of a prompt by its index; None where prompts are a list.
     """
 
     num_prompts: int
@@ -109,6 +110,14 @@ class GenerationRequest:
     is_prompt_only: bool = False
     num_prompt_copies: int = 1
     explain: Callable[[InvalidParameter], InvalidParameter] | None = None
+    text_name: Callable[[int], str] | None = None
+
+    def prompt_name(self, idx: int) -> str:
+        """Return the client's name of a prompt: with its index, where there are several."""
+        if self.text_name is not None:
+            return self.text_name(idx)
+        name = self.field_aliases.get("prompt", "prompt")
+        return name if self.num_prompts == 1 else f"{name}[{idx}]"
 
 
 def json_response(body: Mapping[str, Any]) -> Response:
@@ -218,7 +227,20 @@ async def run(state: ServerState, request: Request, job: GenerationRequest, repl
             raise stopping() from error
         if job.explain is not None and isinstance(error, InvalidParameter):
             error = job.explain(error)
-        raise renamed(error, job.field_aliases.get(error.field or "", error.field)) from None
+        raise _for_client(error, job) from None
+
+
+def _for_client(error: RequestError, job: GenerationRequest) -> RequestError:
+    """Return an error that names its field as the client does, and which of several prompts it is about."""
+    field = job.field_aliases.get(error.field or "", error.field)
+    # A feature that the server or the model lacks is lacking for each prompt.
+    is_unsupported = isinstance(error, UnsupportedFeature)
+    if error.prompt_idx is None or error.field not in ("prompt", "prompt_token_ids") or is_unsupported:
+        return renamed(error, field)
+    name = job.prompt_name(error.prompt_idx)
+    if name != field and not isinstance(error, InvalidParameter):  # whose message begins with the field
+        error.args = (f"{name}: {error}",)
+    return renamed(error, name)
 
 
 def renamed(error: RequestError, field: str | None) -> RequestError:
@@ -269,18 +291,23 @@ async def _generate(
         has_added = partial(llm.has_added, request_ids)
         async with aclosing(tracked.merger.deltas(streams, request.receive, has_added)) as batches:
             async for batch in batches:
-                for _, delta in batch:
-                    _check(delta)
+                for idx, delta in batch:
+                    _check(delta, "" if job.num_prompts == 1 else f"{job.prompt_name(idx)}: ")
                 if tracked.times is None and batch:
                     tracked.times = batch[0][1].metrics
                 yield batch
 
 
-def _check(delta: RequestOutput) -> None:
-    """Raise where the engine has ended a request: clients know neither "error" nor "abort" as a finish reason."""
+def _check(delta: RequestOutput, where: str) -> None:
+    """Raise where the engine has ended a request: clients know neither "error" nor "abort" as a finish reason.
+
+    Args:
+        delta: output of the request.
+        where: beginning of the message, which says which of several prompts it is about.
+    """
     reasons = {output.finish_reason for output in delta.outputs}
     if "error" in reasons and delta.error_code == RequestFailed.code:
-        raise RequestFailed(delta.error or "the engine gave no reason")
+        raise RequestFailed(f"{where}{delta.error or 'the engine gave no reason'}")
     if "error" in reasons:
         raise RuntimeError(delta.error or "the engine gave no reason")
     if "abort" in reasons:

@@ -10,12 +10,12 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 from quire import __version__
 from quire.bounded.json_text import limit_digits
 from quire.config import EngineConfig
+from quire.config.extras import check_extra
 from quire.errors import ConfigError
 from quire.server.address import url_of
 from quire.server.app import build_app
@@ -60,6 +60,8 @@ def serve(engine_config: EngineConfig, config: ServerConfig, listener: socket.so
         ConfigError: an option is unusable.
     """
     limit_digits()
+    if config.otlp_traces_endpoint is not None:
+        check_extra("otlp_traces_endpoint")
     if config.api_server_count:
         return _serve_with_fronts(engine_config, config, listener)
     max_connections = read_max_connections(config.max_connections)
@@ -96,11 +98,10 @@ def serve(engine_config: EngineConfig, config: ServerConfig, listener: socket.so
 
 def _serve_with_fronts(engine_config: EngineConfig, config: ServerConfig, listener: socket.socket) -> int:
     """Load a model and serve it with front processes; see `serve`."""
-    if find_spec("msgspec") is None or os.name != "posix":
+    check_extra("api_server_count")
+    if os.name != "posix":
         raise ConfigError(
-            "api_server_count needs the extra fronts (pip install 'quire[fronts]') and a POSIX system; 0 serves "
-            "in the engine's process",
-            field="api_server_count",
+            "api_server_count needs a POSIX system; 0 serves in the engine's process", field="api_server_count"
         )
     from quire.engine.async_llm import AsyncLLM
     from quire.server.fronts.supervisor import serve_with_fronts

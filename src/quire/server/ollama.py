@@ -78,6 +78,7 @@ LOAD_OPTIONS = (
     *("use_mmap", "use_mlock", "vocab_only", "logits_all", "embedding_only", "penalize_newline"),
     *("mirostat_tau", "mirostat_eta"),
 )
+MAX_PREDICT = 2**31 - 1
 # Options of whole numbers, which clients also send as 8.0.
 WHOLE_OPTIONS = ("num_predict", "top_k", "seed")
 THINKING = (True, False, "high", "medium", "low")
@@ -224,10 +225,7 @@ def read_chat_fields(fields: Fields) -> dict[str, Any]:
     options.refuse({k: v for k, v in UNSUPPORTED_OPTIONS.items() if k != "repeat_last_n" or has_penalty})
     options.log_unknown((*OPTIONS, *UNSUPPORTED_OPTIONS, *LOAD_OPTIONS))
     given |= {chat: _option(options, option) for option, chat in OPTIONS.items()}
-    limit = given["max_tokens"]
-    # Ollama takes any number below 1 for no limit.
-    if type(limit) is int and limit < 1:
-        given["max_tokens"] = None
+    given["max_tokens"] = _read_limit(options.name("num_predict"), given["max_tokens"])
     form = fields.get("format")
     if form == "json":
         given["response_format"] = {"type": "json_object"}
@@ -245,6 +243,15 @@ def _option(options: Fields, name: str) -> Any:
     value = options.get(name)
     is_whole = name in WHOLE_OPTIONS and isinstance(value, float) and value.is_integer()
     return int(value) if is_whole else value
+
+
+def _read_limit(field: str, value: object) -> int | None:
+    """Return the maximum number of new tokens; Ollama takes any number below 1 for no limit."""
+    if value is None:
+        return None
+    if type(value) is not int or value > MAX_PREDICT:
+        raise InvalidParameter(field, value, f"an integer of at most {MAX_PREDICT}; one below 1 sets no limit")
+    return value if value >= 1 else None
 
 
 def _read_messages(given: object) -> Iterator[dict[str, Any]]:

@@ -190,7 +190,8 @@ async def _score(
         len(job.prompts),
         prepare,
         lambda values: build(job.scores(values)),
-        {"prompt": names[1]},
+        {"prompt": names[1], "prompt_token_ids": names[1]},
+        lambda idx: job.text_name(idx, names),
     )
 
 
@@ -202,12 +203,14 @@ async def _answer(
     prepare: Callable[[], Awaitable[Any]],
     build: Build,
     field_aliases: Mapping[str, str],
+    text_name: Callable[[int], str] | None = None,
 ) -> ASGIApp:
-    options = read_options(fields, state.llm.resolved.scheduling_policy)
+    """Run pooled requests and return the response; see `GenerationRequest`."""
+    options = read_options(fields)
     if options.stream:
         raise InvalidParameter("stream", True, "false: the answer has no tokens")
     head = response_header(state, request, "pool", "list")
-    job = GenerationRequest(num_prompts, prepare, NO_SAMPLING, options, field_aliases)
+    job = GenerationRequest(num_prompts, prepare, NO_SAMPLING, options, field_aliases, text_name=text_name)
     return await answer(state, request, job, PooledReply(head, build), head["id"])
 
 
@@ -216,7 +219,7 @@ def _texts(value: object) -> Any:
     if isinstance(value, str):
         return [value]
     if isinstance(value, list):
-        return [each.get("text") if isinstance(each, dict) else each for each in value]
+        return [each["text"] if isinstance(each, dict) and "text" in each else each for each in value]
     return value
 
 

@@ -105,12 +105,11 @@ class Options:
     name_tokens_by_id: bool
 
 
-def read_options(fields: Fields, scheduling_policy: str) -> Options:
+def read_options(fields: Fields) -> Options:
     """Read the options of both routes other than sampling parameters.
 
     Args:
         fields: body of the request.
-        scheduling_policy: the engine's; only "priority" allows a priority other than 0.
 
     Raises:
         InvalidParameter: naming the field.
@@ -132,14 +131,11 @@ def read_options(fields: Fields, scheduling_policy: str) -> Options:
             raise InvalidParameter("stream_options.continuous_usage_stats", True, "false unless include_usage is true")
     if stream and fields.get("prompt_logprobs") is not None:
         raise InvalidParameter("prompt_logprobs", fields.get("prompt_logprobs"), "absent when stream is true")
-    priority = fields.integer("priority", -(2**31), 2**31 - 1) or 0
-    if priority and scheduling_policy != "priority":
-        raise InvalidParameter("priority", priority, f"0 under the scheduling policy {scheduling_policy!r}")
     return Options(
         stream=stream,
         include_usage=include_usage,
         continuous_usage=continuous_usage,
-        priority=priority,
+        priority=fields.integer("priority", 1 - 2**31, 2**31 - 1) or 0,
         cache_salt=fields.text("cache_salt"),
         retain_cache=fields.flag("retain_cache"),
         return_token_ids=fields.flag("return_token_ids"),

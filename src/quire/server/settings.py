@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.config.hints import allowed_parsers, find_parser
-from quire.errors import ConfigError, shown
+from quire.config.hints import find_parser
+from quire.errors import ConfigError, InvalidParameter, shown
 
 DEFAULT_MAX_BODY_BYTES = 8 << 20
 MAX_API_SERVERS = 64
@@ -130,11 +130,10 @@ class ServerConfig:
                 field="max_connections",
             )
         for name, known in (("tool_call_parser", TOOL_CALL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
-            given = getattr(self, name)
-            found = find_parser(name, given, known)
-            if found is None:
-                raise ConfigError(f"{name} must be {allowed_parsers(name, known)}; got {shown(given)}", field=name)
-            object.__setattr__(self, name, found)
+            try:
+                object.__setattr__(self, name, find_parser(name, getattr(self, name), known))
+            except InvalidParameter as error:
+                raise ConfigError(str(error), field=name) from None
         for name in ("api_key", "operator_key"):
             key = getattr(self, name)
             if key is not None and not (key.isascii() and key.strip()):

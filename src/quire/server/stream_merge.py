@@ -10,6 +10,7 @@ from typing import cast
 from starlette.types import Receive
 
 from quire.engine.outputs.outputs import RequestOutput
+from quire.errors import RequestError
 
 # Index of a prompt, and its new output.
 Delta = tuple[int, RequestOutput]
@@ -128,6 +129,8 @@ class StreamMerger:
                     merge(self._pending, idx, output)
                     self._has_happened.set()
         except Exception as error:
+            if isinstance(error, RequestError):
+                error.prompt_idx = idx
             self.fail(error)
         else:
             self._num_ended += 1

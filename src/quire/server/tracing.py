@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from quire.errors import ConfigError
+from quire.config.extras import importing_extra
 from quire.server.in_flight import InFlightRequest
 
 if TYPE_CHECKING:  # an extra, imported only where traces are asked for
@@ -14,7 +14,6 @@ if TYPE_CHECKING:  # an extra, imported only where traces are asked for
 
 SPAN_NAME = "llm_request"
 SERVICE = "quire"
-MISSING = "otlp_traces_endpoint needs the packages of the extra otel: pip install 'quire[otel]'"
 
 
 class RequestTracer:
@@ -30,15 +29,13 @@ class RequestTracer:
     """
 
     def __init__(self, endpoint: str, version: str, exporter: SpanExporter | None = None) -> None:
-        try:
+        with importing_extra("otlp_traces_endpoint"):
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
             from opentelemetry.sdk.trace import TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
             from opentelemetry.trace import SpanKind, Status, StatusCode
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-        except ImportError as error:
-            raise ConfigError(MISSING, field="otlp_traces_endpoint") from error
         self._kind = SpanKind.SERVER
         self._failed = Status(StatusCode.ERROR)
         self._propagator = TraceContextTextMapPropagator()

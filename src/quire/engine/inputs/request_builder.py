@@ -177,8 +177,7 @@ class RequestBuilder:
         Raises:
             RequestError: a field is refused; the error names the field, the value and the allowed values.
         """
-        if type(priority) is not int or abs(priority) > MAX_PRIORITY:
-            raise InvalidParameter("priority", priority, f"an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}")
+        self._check_priority(priority)
         namespace = read_namespace(self._cache_name, cache_salt, tenant, None if adapter is None else adapter.digest)
         if type(retain_cache) is not bool:
             raise InvalidParameter("retain_cache", retain_cache, "true or false")
@@ -221,6 +220,13 @@ class RequestBuilder:
         if params.allowed_token_ids is not None and set(params.allowed_token_ids) <= set(request.suppressed_ids):
             raise InvalidParameter("min_tokens", params.min_tokens, "0 where all allowed_token_ids end the output")
         return request, tokens.text
+
+    def _check_priority(self, priority: object) -> None:
+        policy = self._config.scheduling_policy
+        if type(priority) is not int or abs(priority) > MAX_PRIORITY:
+            raise InvalidParameter("priority", priority, f"an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}")
+        if priority and policy != "priority":
+            raise InvalidParameter("priority", priority, f"0 under the scheduling policy {policy!r}")
 
     def _max_total_tokens(self, num_prompt: int, params: SamplingParams) -> int:
         # An encoder ends with the prompt, which may fill the context: the one token more is never computed.

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from quire.engine.inputs.prompts import Prompt, TextPair, too_long
 from quire.engine.inputs.request_builder import PreparedRequest, RequestBuilder
-from quire.errors import InvalidParameter, TextsFull, UnsupportedFeature
+from quire.errors import InvalidParameter, RequestError, TextsFull, UnsupportedFeature
 from quire.platform.threads import WorkerThreads
 from quire.sequences.params import SamplingParams
 from quire.sequences.pooling import Pooling
@@ -26,6 +26,7 @@ SHORT_THREADS = 2
 # Limit of the characters of waiting long texts and chats: 32 bodies of the default largest size.
 MAX_WAITING_CHARS = 1 << 28
 
+P = TypeVar("P")
 R = TypeVar("R")
 
 
@@ -70,16 +71,16 @@ class TokenizerPool:
             add_special_tokens: True to add the tokenizer's special tokens to text prompts.
 
         Raises:
-            RequestError: a prompt or a parameter is refused.
+            RequestError: a prompt or a parameter is refused; its `prompt_idx` says at which prompt.
         """
         if not isinstance(params, SamplingParams):
             raise InvalidParameter("sampling_params", params, "SamplingParams")
         length = sum(map(len, params.bad_words)) + sum(map(_length, prompts))
 
-        def prepare() -> list[PreparedRequest]:
-            return [self._reader.prepare(prompt, params, add_special_tokens=add_special_tokens) for prompt in prompts]
+        def prepare(prompt: Prompt) -> PreparedRequest:
+            return self._reader.prepare(prompt, params, add_special_tokens=add_special_tokens)
 
-        return await self.run(length, prepare)
+        return await self.run(length, partial(_prepare_each, prompts, prepare))
 
     async def prepare_pooled(
         self,
@@ -89,11 +90,14 @@ class TokenizerPool:
         *,
         add_special_tokens: bool = True,
     ) -> list[PreparedRequest]:
-        """Convert the prompts of pooled requests to tokens; see `RequestBuilder.prepare_pooled`."""
-        prepare = partial(self._reader.prepare_pooled, add_special_tokens=add_special_tokens)
-        return await self.run(
-            sum(map(_length, prompts)), lambda: [prepare(each, pooling, truncate_prompt_tokens) for each in prompts]
-        )
+        """Convert the prompts of pooled requests to tokens; see `prepare` and `RequestBuilder.prepare_pooled`."""
+
+        def prepare(prompt: Prompt | TextPair) -> PreparedRequest:
+            return self._reader.prepare_pooled(
+                prompt, pooling, truncate_prompt_tokens, add_special_tokens=add_special_tokens
+            )
+
+        return await self.run(sum(map(_length, prompts)), partial(_prepare_each, prompts, prepare))
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text.
@@ -185,6 +189,17 @@ class TokenizerPool:
         if self._tokenizer is None:
             raise UnsupportedFeature("prompt", "this engine runs without a tokenizer; give token ids")
         return self._tokenizer
+
+
+def _prepare_each(prompts: Sequence[P], prepare: Callable[[P], PreparedRequest]) -> list[PreparedRequest]:
+    def at(idx: int, prompt: P) -> PreparedRequest:
+        try:
+            return prepare(prompt)
+        except RequestError as error:
+            error.prompt_idx = idx
+            raise
+
+    return [at(idx, prompt) for idx, prompt in enumerate(prompts)]
 
 
 def _chat_length(messages: object) -> int:

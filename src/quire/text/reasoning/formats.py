@@ -11,7 +11,7 @@ from quire.text.reasoning.tags import ReasoningTags
 # Qwen3, DeepSeek R1, GLM and others; and Gemma 4.
 THINK = ReasoningTags("think", "<think>", "</think>")
 GEMMA4 = ReasoningTags("gemma4", "<|channel>", "<channel|>", "thought\n", ("<|turn>",))
-REASONING_FORMATS: Mapping[str, ReasoningFormat] = {form.name: form for form in (THINK, GEMMA4, Harmony())}
+REASONING_FORMATS: Mapping[str, ReasoningFormat] = {form.name: form for form in (GEMMA4, Harmony(), THINK)}
 
 
 def choose_reasoning_format(name: str, template: str) -> ReasoningFormat | None:

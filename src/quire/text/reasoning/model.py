@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quire.config.hints import allowed_parsers, find_parser
-from quire.errors import InvalidParameter
+from quire.config.hints import find_parser
 from quire.sequences.thinking import ThinkingPhase, ThinkingTokens
 from quire.text.reasoning.formats import REASONING_FORMATS, choose_reasoning_format
 from quire.text.reasoning.parser import ReasoningFormat, ReasoningSplit
@@ -44,10 +43,7 @@ class ReasoningModel:
         Raises:
             InvalidParameter: no such format.
         """
-        known, option = ("auto", "none", *REASONING_FORMATS), "reasoning_parser"
-        found = find_parser(option, name, known)
-        if found is None:
-            raise InvalidParameter(option, name, allowed_parsers(option, known))
+        found = find_parser("reasoning_parser", name, ("auto", "none", *REASONING_FORMATS))
         if tokenizer is None or tokenizer.chat_template is None:
             return None
         form = choose_reasoning_format(found, tokenizer.chat_template.source)

@@ -171,4 +171,11 @@ def _read_parameters(parameters: object, where: str) -> dict[str, Any] | None:
     kind = parameters.get("type", "object")
     if kind != "object":
         raise InvalidParameter(f"{where}.type", kind, '"object", as arguments are one')
+    # Chat templates iterate over both; a template's own error would name the conversation.
+    properties, required = parameters.get("properties"), parameters.get("required")
+    if properties is not None and not isinstance(properties, dict):
+        raise InvalidParameter(f"{where}.properties", properties, "an object of JSON schemas")
+    is_list = isinstance(required, list | tuple) and all(isinstance(name, str) for name in required)
+    if required is not None and not is_list:
+        raise InvalidParameter(f"{where}.required", required, "a list of names of properties")
     return parameters

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quire.config.hints import allowed_parsers, find_parser
+from quire.config.hints import find_parser
 from quire.errors import InvalidParameter, UnsupportedFeature
 from quire.sequences.structured import StructuredOutputs
 from quire.text.chat_template import require_chat_template
@@ -143,10 +143,8 @@ class ToolModel:
         Raises:
             InvalidParameter: no such format.
         """
-        known, option = ("auto", *FORMATS), "tool_call_parser"
-        found = find_parser(option, name, known)
-        if found is None:
-            raise InvalidParameter(option, name, allowed_parsers(option, known))
+        option = "tool_call_parser"
+        found = find_parser(option, name, ("auto", *FORMATS))
         template = None if tokenizer is None else tokenizer.chat_template
         form = None if template is None else choose_format(found, template.for_tools.source)
         return cls(tokenizer, form, vocab_size, option)

@@ -1,0 +1,60 @@
+"""Optional packages: the extra that each option needs, and the error where a package of it is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+
+from quire.errors import ConfigError
+
+# Option -> the extra that it needs, and the modules of that.
+EXTRAS = {
+    "prefix_cache_dir": ("disk", "lmdb"),
+    "prefix_cache_url": ("remote", "redis"),
+    "kv_events_config": ("events", "msgspec", "zmq"),
+    "api_server_count": ("fronts", "msgspec"),
+    "otlp_traces_endpoint": ("otel", "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
+}
+
+
+def check_extra(option: str) -> None:
+    """Check that the packages of an option are installed, without an import of them.
+
+    Args:
+        option: an option of `EXTRAS`.
+
+    Raises:
+        ConfigError: naming the option, what is missing and the extra.
+    """
+    extra, *modules = EXTRAS[option]
+    missing = [module for module in modules if not _is_installed(module)]
+    if missing:
+        raise ConfigError(
+            f"{option} needs {' and '.join(missing)}, not installed here: pip install 'quire[{extra}]'", field=option
+        )
+
+
+@contextmanager
+def importing_extra(option: str) -> Iterator[None]:
+    """Turn a failed import of a package of an option into the error of `check_extra`.
+
+    Raises:
+        ConfigError: naming the option; with the reason where the package is installed and cannot be imported.
+    """
+    try:
+        yield
+    except ImportError as error:
+        check_extra(option)
+        extra, *modules = EXTRAS[option]
+        raise ConfigError(
+            f"{option} needs {' and '.join(modules)}, and an import failed ({error}): pip install 'quire[{extra}]'",
+            field=option,
+        ) from error
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # a package that the module is in
+        return False
