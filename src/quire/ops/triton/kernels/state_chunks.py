@@ -145,7 +145,8 @@ def scan_within_chunks(
     step = tl.where(is_row, softplus(given + tl.load(dt_bias + head)), 0.0)
     logs = step * tl.load(A + head)
     between, from_start, to_end = decays_between(logs, CHUNK)
-    poison = (step + logs) * 0.0 + tl.sum(alike * 0.0, 1)
+    # A column, not a vector: Triton 3.6 and 3.7 fail to compile a reduction of one dimension after that of a product.
+    poison = ((step + logs) * 0.0)[:, None] + tl.sum(alike * 0.0, 1, keep_dims=True)
     mixed = alike * between * step[None, :]
     skip = tl.load(skips + head)
     for start in range(0, HEAD_DIM, DIM):
@@ -153,13 +154,13 @@ def scan_within_chunks(
         known = is_known & (dims < HEAD_DIM)
         values = tl.load(x + by_row * stride_x + head * HEAD_DIM + dims, mask=known, other=0.0)
         wide = values.to(tl.float32)
-        poison += tl.sum(wide * 0.0, 1)
+        poison += tl.sum(wide * 0.0, 1, keep_dims=True)
         tl.store(output + (by_row * HEADS + head) * HEAD_DIM + dims, _product(mixed, values) + skip * wide, mask=known)
     left = decays + (chunk * HEADS + head).to(tl.int64) * 2 * CHUNK + lanes
     tl.store(left, from_start)
     tl.store(left + CHUNK, step * to_end)
     total = tl.sum(poison, 0)
-    tl.store(flags + chunk * HEADS + head, (total != total).to(tl.int32))
+    tl.store(flags + chunk * HEADS + head + tl.arange(0, 1), (total != total).to(tl.int32))
 
 
 @kernel
