@@ -21,7 +21,7 @@ ROOM_S = 5.0
 
 
 class BlockStore(Protocol):
-    """A store of blocks by their digests; only the engine's thread calls it, and no call blocks."""
+    """A store of blocks, for the engine's thread; only `save` with `wait`, `touch` and `close` wait for writes."""
 
     @property
     def key(self) -> bytes:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class StoreObserver(Protocol):
-    """Receives (group, digest) of the blocks that this engine writes to or deletes from disk, from either thread.
+    """Receives (group, digest) of blocks that this engine writes to, finds on or deletes from disk; in either thread.
 
     A reset is not reported block by block; changes by other engines of the folder are not reported.
     """

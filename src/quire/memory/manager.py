@@ -64,7 +64,7 @@ class KVCacheManager:
         rollback: queries about how far a sequence can be truncated.
         pins: pinned prefixes.
         archive: commands of the disk tier; None without a disk tier.
-        lost_copies: commands that undo failed copies after a failed step.
+        lost_copies: commands that unpublish the targets of a failed step's copies.
         tables: block tables of all sequences; `tables.observer` receives every command.
 
     Invariants: M1 to M11, checked by `quire.memory.invariants.check`.
@@ -156,7 +156,7 @@ class KVCacheManager:
     # ---- commands ----
 
     def allocate(self, seq_id: int, chain: TokenChain, hit: PrefixHit) -> None:
-        """Open a sequence on a hit: its slots are those of the hit, all computed; blocks on the host are swapped in.
+        """Open a sequence on a hit: its slots are those of the hit, all computed; blocks on the host are copied.
 
         The chain's tokens at this moment are its prompt: a snapshot of states is taken close to their end.
 
@@ -215,7 +215,7 @@ class KVCacheManager:
         Args:
             parent_id: a live sequence whose slots are all computed.
             child_id: id of the new sequence.
-            child_tokens: token list of the child alone, starting with the parent's computed tokens.
+            child_tokens: the child's own list (not the parent's), starting with the parent's computed tokens.
 
         Returns:
             The child's chain.
@@ -341,7 +341,7 @@ class KVCacheManager:
         """Hold the longest published prefix of whole blocks of a chain until `unpin`; it may include the last token.
 
         Returns:
-            The number of pinned tokens; 0, with nothing changed, where no block is published or `pin_limit` is reached.
+            The number of pinned tokens; 0, with nothing changed, if there are none or `pin_limit` would be exceeded.
 
         Raises:
             ValueError: the name is in use.

@@ -75,7 +75,7 @@ class Admission:
         whole_prompts: True without chunked prefill: a sequence waits for a step with the budget for all its tokens.
 
     Attributes:
-        limit: number of `max_num_seqs` slots in use up to which a step admits sequences; 0 admits none.
+        limit: number of a step's `max_num_seqs` slots up to which sequences are admitted to it; 0 admits none.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ class NewSequence(NamedTuple):
         media: embeddings that replace those of some tokens, in the order of their positions.
         bad_words: token sequences that the output may not contain.
         dry_breakers: tokens that end a repetition for the DRY penalty.
-        pooling: result to return at the last token of the prompt, in place of tokens; None to sample.
+        pooling: result to return at the last token of the prompt, instead of tokens; None to sample.
         adapter: slot of the sequence's LoRA adapter; None for the base model.
     """
 

@@ -42,7 +42,7 @@ class RecordSource(ArrivalCounts, Protocol):
     load_s: float
 
     def ask(self, blocks: Seq[StoredBlock], *, with_records: bool) -> Inquiry | None:
-        """Ask which of the blocks it has, or for their records; None while the source is not used (failures)."""
+        """Ask which of the blocks it has, or for their records; None while the source cannot be used."""
 
     def abandon(self, inquiry: Inquiry) -> None:
         """Stop waiting for an answer."""

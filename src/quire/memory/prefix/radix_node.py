@@ -266,7 +266,7 @@ class RadixNode:
                 self.parent.drop_child(self.first - self.parent.first, self)
 
     def replace(self, pool_idx: int, position: int, block_id: int) -> None:
-        """Publish another block in place of the one at a position."""
+        """Replace the published block at a position by another one."""
         self.blocks[pool_idx][position] = block_id
 
     def add_child(self, position: int, node: RadixNode) -> None:

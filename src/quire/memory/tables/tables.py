@@ -77,7 +77,7 @@ class BlockTables:
         state.branch_points = ((len(state.chain.tokens) - 1) // size, hit.diverged_at // size)
 
     def unpublish_all(self) -> None:
-        """Remove all blocks from the prefix index, on both tiers; live sequences keep their blocks, publish no more."""
+        """Remove all blocks from the prefix index, on both tiers; live sequences keep theirs and stop publishing."""
         self.version += 1
         self.arena.retention.clear()
         for group in (*self.groups, *(self.host.groups if self.host is not None else ())):
