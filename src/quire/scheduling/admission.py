@@ -119,8 +119,8 @@ class Admission:
         No sequence is preempted if the memory of all of them would not be enough.
 
         Returns:
-            True where some were preempted. The next step admits the first sequence if its token budget is not used up
-            and running sequences get no more blocks than they need for the tokens that they have.
+            True where some were preempted. The next step then admits the first sequence, if at least one token of the
+            budget is left and running sequences get no more blocks than they need for their present tokens.
         """
         first = self._queues.first_not_running() if self._order.has_priorities and self.limit else None
         has_preempted = False

@@ -24,7 +24,7 @@ from quire.sequences.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
-# Of this many loads that are estimated slower than computing, one is made anyway, to measure the rate again.
+# Number of loads estimated slower than computing after which one is made anyway, to measure the rate again.
 REFUSALS = 16
 # Limits of saving at shutdown: total seconds, and bytes of one part; the time is checked between parts.
 SAVE_S = 20.0
