@@ -28,7 +28,7 @@ class Beams:
     """The strategy of a beam search, whose sequences advance together: see `advance_beams`."""
 
     def num_draws(self, sequence: Sequence) -> int:  # noqa: ARG002
-        """Return 1, which requests the logits; the beams fork once the candidates are known."""
+        """Return 1, which has the logits computed; the beams fork once the candidates are known."""
         return 1
 
     def advance(self, sequence: Sequence, token_ids: Seq[int]) -> Seq[Edit]:  # noqa: ARG002
@@ -37,7 +37,7 @@ class Beams:
 
 
 def num_candidates(request: Request) -> int:
-    """Return the number of candidates that a step must find, so that at least `width` of them do not end."""
+    """Return the number of candidates that a step must find, so that at least `width` of them do not end a beam."""
     return request.params.num_sequences * max(2, 1 + len(request.end_ids))
 
 

@@ -35,7 +35,7 @@ class CustomStrategy:
         self._failure: Fail | None = None
 
     def num_draws(self, sequence: Sequence) -> int:
-        """Return the number of tokens to draw; 1 where the strategy's number is invalid, and then `advance` fails."""
+        """Return the number of tokens to draw; 1 where the strategy's number is invalid: then `advance` fails."""
         try:
             count = self._strategy.num_draws(sequence)
         except Exception as error:

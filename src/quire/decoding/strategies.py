@@ -14,7 +14,7 @@ from quire.sequences.strategy import Append, Edit, Finish, Fork, Strategy, Trunc
 
 
 class Sampling:
-    """Parallel sampling: the prompt is computed once, its last logits give all first tokens, and its sequence forks."""
+    """Parallel sampling: one prefill, whose last logits give the first tokens of all samples; then it forks."""
 
     def num_draws(self, sequence: Sequence) -> int:
         """Return the number of samples that a prompt still has to fork into, itself included; else 1."""
@@ -25,7 +25,7 @@ class Sampling:
     def advance(self, sequence: Sequence, token_ids: Seq[int]) -> Seq[Edit]:
         """Return a fork for each sample after the first, then an append per token, then the finishes.
 
-        A run of tokens is cut where the sequence ends.
+        Tokens after the end of the sequence are cut off.
         """
         if self.num_draws(sequence) == 1:
             return _appends(sequence, token_ids)
@@ -43,7 +43,7 @@ class Sampling:
 
 
 def _appends(sequence: Sequence, token_ids: Seq[int]) -> list[Edit]:
-    """Return the edits that append a run of tokens up to the end of the sequence, and roll back rejected drafts."""
+    """Return the edits that append tokens up to the end of the sequence, and roll back rejected draft tokens."""
     sample_idx, draft = sequence.sample_idx, sequence.draft
     edits: list[Edit] = []
     finish = None

@@ -15,10 +15,10 @@ from quire.structured.grammar_cache import Grammar
 
 
 class OutputSink(Protocol):
-    """Takes the items of streams from the engine's thread to where they are read; hashable."""
+    """Transfers the items of streams from the engine's thread to their readers; hashable."""
 
     def post(self, items: Sequence[tuple[Stream, Item]], pacer: DeltaPacer | None) -> None:
-        """Let each stream's `deliver` be called with its items, in order; called by the engine's thread.
+        """Have each stream's `deliver` called with its items, in order; called by the engine's thread.
 
         Args:
             items: streams of this sink with their items.
@@ -28,7 +28,7 @@ class OutputSink(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """One request in the engine's thread, and where its output deltas go.
+    """One request in the engine's thread, and the destination of its output deltas.
 
     Args:
         request_id: id of the request.
@@ -49,7 +49,7 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class LoopSink:
-    """Delivers items on an event loop, those of one post in one call.
+    """Delivers items on an event loop, with one call for all items of a post.
 
     Args:
         loop: the event loop of the reading tasks.
@@ -86,7 +86,7 @@ def _deliver_all(items: Sequence[tuple[Stream, Item]], pacer: DeltaPacer | None)
 
 
 class Abort(NamedTuple):
-    """Aborts a stream's request; it has the stream, since another request may have taken its id."""
+    """Aborts a stream's request; it names the stream, since another request may have reused the id."""
 
     stream: Stream
 

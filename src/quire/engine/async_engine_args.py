@@ -1,4 +1,4 @@
-"""vLLM's form of the options of an engine."""
+"""An engine's options in a class with vLLM's name."""
 
 from __future__ import annotations
 

@@ -40,17 +40,17 @@ STUCK_AFTER_S = 60.0
 
 
 class AsyncLLM:
-    """Serves requests concurrently; every public method is called from event loops, the engine from its own thread.
+    """Serves requests concurrently; public methods are called from event loops, the engine runs in its own thread.
 
     `async with AsyncLLM.from_options(...) as llm:` shuts it down at the end of the block. Once shut down, it raises
     `EngineClosed`.
 
     Args:
         model: the loaded model and its engine, which this object owns from now on.
-        metrics: None makes a registry of its own.
+        metrics: metrics of the engine; None makes them with a new registry.
 
     Attributes:
-        texts: makes texts into tokens.
+        texts: tokenizes texts and renders chats.
         pooling: pooling of the model's embeddings.
         adapters: loaded adapters.
         submitter: submits requests whose outputs are read elsewhere than in `generate`.
@@ -151,15 +151,15 @@ class AsyncLLM:
             sampling_params: parameters of the sampling.
             request_id: unique id; None generates one.
             priority: lower runs first, under the scheduling policy "priority"; under "fcfs" it must be 0.
-            flow: name of a flow; flows take turns, whatever their number of requests. None makes a flow of its own.
+            flow: name of a flow; flows take turns, whatever their number of requests. None: a flow of its own.
             place: reservation with a slot for the request; None reserves one here.
             add_special_tokens: True to add the tokenizer's special tokens to a text prompt.
             cache_salt, tenant: only requests with equal values of both share cached prefixes.
             retain_cache: True to evict the request's cached blocks last, within `retention_limit`.
-            lora_request: adapter of the request; None for the model alone.
+            lora_request: adapter of the request; None for the base model.
             final_only: True for deltas twice a second, which cost less; `RequestOutputKind.FINAL_ONLY` implies it.
-            take: function that is called on the event loop with each delta that comes while none is unread; one for
-                which it returns True is not yielded. With `RequestOutputKind.DELTA` only.
+            take: function that is called on the event loop with each delta that arrives while none is unread; a delta
+                for which it returns True is not yielded. With `RequestOutputKind.DELTA` only.
 
         Raises:
             RequestError: the request was refused; raised at the first item. `QueueFull` where no slot is free.
@@ -232,7 +232,7 @@ class AsyncLLM:
         """Drop all cached prefixes, pinned ones included, for requests that are made after this call.
 
         Returns:
-            What may be awaited until they are dropped; it raises `WorkerError` where the engine is dead.
+            An awaitable that completes when they are dropped; it raises `WorkerError` where the engine is dead.
         """
         answer = self._put(Engine.reset_prefix_cache)
         answer.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # it need not be awaited
@@ -287,7 +287,7 @@ class AsyncLLM:
         return await self._put(run)
 
     def _put(self, run: Callable[[Engine], Any]) -> asyncio.Future[Any]:
-        """Let a function be run in the engine's thread between two steps, and return the future of its result."""
+        """Queue a function for the engine's thread, between two steps, and return the future of its result."""
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._thread.put(Call(run, answer))
         # A command that the thread's final drain of the queue missed gets no answer: `has_ended` is set by then.
@@ -298,7 +298,7 @@ class AsyncLLM:
     # ---- state ----
 
     async def inspect(self, look: Callable[[Engine], T]) -> T:
-        """Run a function that changes nothing in the engine's thread, between two steps, and return its result.
+        """Run a read-only function in the engine's thread, between two steps, and return its result.
 
         Raises:
             WorkerError: the engine is dead.
@@ -307,7 +307,7 @@ class AsyncLLM:
         return result
 
     async def has_added(self, request_ids: Sequence[str]) -> bool:
-        """Return whether the engine has all of these requests, so that none of them can be refused any more.
+        """Return whether the engine has accepted all of these requests, so that none of them can be refused now.
 
         Args:
             request_ids: ids given to `generate`.
@@ -373,7 +373,7 @@ class AsyncLLM:
         return KvReport.of(self._engine)
 
     def kv_event_source(self) -> dict[str, Any] | None:
-        """Return where the engine publishes its KV events, and in which form; None where it does not."""
+        """Return the address and format of the engine's KV events; None where it publishes none."""
         return None if self._engine.kv_events is None else self._engine.kv_events.describe()
 
     async def report(self) -> EngineReport:

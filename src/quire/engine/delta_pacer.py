@@ -1,4 +1,4 @@
-"""The pace of deltas on their way to event loops: it leaves most of the interpreter's lock to the engine."""
+"""Pacing of the deltas that are sent to event loops, which leaves most of the GIL's time to the engine."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import threading
 import time
 from collections.abc import Callable
 
-# An event loop may take this share of the time for the deltas that it is sent.
+# Greatest share of the time that an event loop may take for its deltas.
 LOOP_SHARE = 1 / 8
-# A front process has no interpreter's lock in common with the engine, but maybe a core.
+# A front process does not share the engine's GIL, but may share a core.
 FRONT_SHARE = 1 / 4
 MAX_HOLD_S = 0.05
 
 
 class DeltaPacer:
-    """Decides whether tokens wait for those of the next step before they are posted to event loops.
+    """Decides whether tokens are held back until the next step before they are posted to event loops.
 
-    The tokens of several steps are one delta of a stream, which costs little more than that of one. The interval
-    between two posts is the processor time that the loop took since the post before, divided by `LOOP_SHARE`: one that
-    serves a few streams gets each step's deltas, one that serves many gets several steps' at once.
+    The tokens of several steps make one delta of a stream, which costs little more than the delta of one step. The
+    interval between two posts is the CPU time that the loop took since the last post, divided by `LOOP_SHARE`: a loop
+    that serves few streams gets the deltas of each step, a loop that serves many gets several steps' at once.
 
     Args:
         clock: seconds, monotonic.
@@ -51,5 +51,5 @@ class DeltaPacer:
         self._interval_s = min(MAX_HOLD_S, busy_s / LOOP_SHARE)
 
     def on_report(self, busy_s: float) -> None:
-        """Take the processor time that another process took since the last post to it."""
+        """Record the CPU time that another process took since the last post to it."""
         self._interval_s = min(MAX_HOLD_S, busy_s / FRONT_SHARE)

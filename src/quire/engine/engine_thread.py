@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 # Time for the last step when the interpreter exits without `shutdown`.
 EXIT_S = 30.0
-# Time between two outputs of a request that is read at its end: operators see how far it is, and its text is not made
-# in one piece.
+# Time between two outputs of a `final_only` request: operators see its progress, and its text is not detokenized all at
+# once.
 PROGRESS_S = 0.5
 
 
@@ -39,8 +39,8 @@ class EngineThread:
     Attributes:
         streams: streams of the unfinished requests, by request id.
         progress_s: time of the last step, command or idle moment; seconds, monotonic.
-        has_ended: True once no command is run any more.
-        failure: error that the engine died of, else None.
+        has_ended: True once no further command is run.
+        failure: error that ended the engine, else None.
     """
 
     def __init__(self, engine: Engine, metrics: Metrics, slots: QueueSlots) -> None:
@@ -60,15 +60,15 @@ class EngineThread:
             engine.ranks.on_failure(lambda error: self._commands.put(error))
         self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
         self._thread.start()
-        # Called when the interpreter exits, while threads still run. After that, a thread that takes the interpreter's
-        # lock again is ended where it is, and in an operator of torch that aborts the process.
+        # Called when the interpreter exits, while threads still run. After that, a thread that takes the GIL again is
+        # killed where it is, which aborts the process if that is in a torch operator.
         weakref.finalize(self, _end, self._commands, self._thread, EXIT_S)
 
     def put(self, command: Stream | Abort | Call) -> None:
         """Queue a command.
 
-        A caller that waits for its result checks `has_ended` afterwards: the thread answers commands of before its
-        final drain of the queue, and sets `has_ended` before that drain.
+        A caller that waits for a result checks `has_ended` afterwards: the thread sets it before it drains the queue
+        for the last time, and later commands get no answer.
         """
         self._commands.put(command)
 
@@ -78,7 +78,7 @@ class EngineThread:
         return self.failure is None and self._thread.is_alive()
 
     def shutdown(self, timeout_s: float) -> None:
-        """End every request and the thread, which gets some seconds to end its step; may be called twice."""
+        """End every request and the thread, after at most `timeout_s` for its present step; may be called twice."""
         _end(self._commands, self._thread, timeout_s)
 
     def dead(self) -> WorkerError:
@@ -152,7 +152,7 @@ class EngineThread:
 
     def _start(self, stream: Stream) -> None:
         """Add a request to the engine; an error goes to the request's stream only."""
-        # The step with its prompt may be a long one.
+        # The step with its prompt may take long, so held outputs are sent first.
         self._send_held()
         try:
             stream.submit(self._engine)
@@ -175,7 +175,7 @@ class EngineThread:
             self.abort_request(stream.request_id)
 
     def _may_hold(self) -> bool:
-        """Return whether outputs may wait for the next step: not for one that computes prompts, which may be long."""
+        """Return whether outputs may wait for the next step: not if it computes prompts, which may take long."""
         scheduler = self._engine.scheduler
         # The sequence that was admitted last is the last one with a prompt that is computed in chunks.
         has_prompt = bool(scheduler.waiting or (scheduler.running and scheduler.running[-1].num_pending > 1))
@@ -231,7 +231,7 @@ class EngineThread:
 
 
 def _end(commands: queue.SimpleQueue[Any], thread: threading.Thread, timeout_s: float) -> None:
-    """End a thread after its present step, and wait for that, some seconds at most."""
+    """End a thread after its present step, and wait for it, at most `timeout_s`."""
     commands.put(None)
     if thread is not threading.current_thread():
         thread.join(timeout_s)

@@ -66,7 +66,7 @@ class PooledLLM(ABC):
     ) -> list[EmbeddingRequestOutput]:
         """Return the embeddings of prompts: pooled hidden states after the last norm, by default of length 1.
 
-        Those of a last token use the prefix cache, and all are batched with all other requests. A text has the special
+        Last-token embeddings use the prefix cache, and all requests are batched together. A text gets the special
         tokens of the tokenizer, such as an end token.
 
         Args:
@@ -75,7 +75,7 @@ class PooledLLM(ABC):
             prompt_name: name of the checkpoint's prompt that is put in front of texts; None takes its default, if any.
             use_tqdm: show a progress bar on standard error, where that is a terminal.
             cache_salt, tenant: only requests with equal values of both share cached prefixes.
-            lora_request: adapter of all prompts; None for the model alone.
+            lora_request: adapter of all prompts; None for the base model.
 
         Returns:
             One output for each prompt, in their order.
@@ -113,11 +113,11 @@ class PooledLLM(ABC):
         tenant: str | None = None,
         lora_request: LoRARequest | None = None,
     ) -> list[ScoringRequestOutput]:
-        """Return how well each document matches the query at its place, or the only query.
+        """Return how well each document matches the query at the same index, or the only query.
 
-        With the option `classifier_from_token` it is the probability of the second of these tokens against the first,
-        after a prompt with both texts; with a model that classifies (a cross-encoder), the score of its only class for
-        both texts; else the similarity of their embeddings, by default the cosine.
+        With the option `classifier_from_token` the score is the probability of the second of these tokens against the
+        first, after a prompt with both texts; with a cross-encoder, the score of its only class for both texts; else
+        the similarity of their embeddings, by default the cosine.
 
         Args:
             queries: one text, or one for each document.
@@ -156,7 +156,7 @@ class PooledLLM(ABC):
         cache_salt: str | None = None,
         tenant: str | None = None,
     ) -> list[ClassificationRequestOutput]:
-        """Return the scores of the classes of each prompt, with a model that has a head that classifies.
+        """Return the scores of the classes of each prompt, with a model that has a classification head.
 
         Args:
             prompts: see `embed`.
@@ -172,7 +172,7 @@ class PooledLLM(ABC):
         """
         head = self.pooling.require_classes()
         limit = PoolingParams(truncate_prompt_tokens=truncate_prompt_tokens).truncate_prompt_tokens
-        class_scores(head, [0.0], use_activation=use_activation)  # a wrong value is refused before anything runs
+        class_scores(head, [0.0], use_activation=use_activation)  # refuse a wrong value before any request runs
         options: dict[str, Any] = {"use_tqdm": use_tqdm, "cache_salt": cache_salt, "tenant": tenant}
         return [
             ClassificationRequestOutput(
@@ -240,7 +240,7 @@ def priorities_of(priority: int | Sequence[int] | None, count: int) -> Sequence[
 
 @contextmanager
 def naming_prompt(index: int, count: int) -> Iterator[None]:
-    """Name the prompt of a list that an error of the block concerns.
+    """Add the index of a prompt to an error that is raised within the context.
 
     Args:
         index: index of the prompt.

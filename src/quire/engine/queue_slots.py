@@ -63,7 +63,7 @@ class DepartureRate:
         self._last_s: float | None = None
 
     def note(self, num_waiting: int) -> None:
-        """Record the end of a request, and the number of requests that wait then."""
+        """Record the end of a request; `num_waiting` requests wait at that time."""
         now = self._clock()
         if self._last_s is not None:
             interval_s, known = now - self._last_s, self._interval_s
@@ -74,7 +74,7 @@ class DepartureRate:
         """Return the whole seconds until a queue of this length is empty; 1 before the first measurement."""
         interval_s, last_s = self._interval_s or 0.0, self._last_s
         if last_s is not None:
-            # No request has ended since: the current interval is at least this long.
+            # No request has ended since `last_s`: the current interval is at least this long.
             interval_s = max(interval_s, self._clock() - last_s)
         return max(1, min(LONGEST_RETRY_S, math.ceil(interval_s * num_waiting)))
 
@@ -90,7 +90,7 @@ class QueueSlots:
     Attributes:
         num_unstarted: number of requests that were submitted, but neither started nor refused yet.
         on_change: function that is called with the number of taken slots, and the seconds after which a refused client
-            should try again, whenever they may have changed; None where nobody asks.
+            should try again, whenever they may have changed; None to call no function.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class QueueSlots:
         self.changed()
 
     def changed(self) -> None:
-        """Tell `on_change`; called by others where requests have left the queue for a step."""
+        """Call `on_change`; `EngineThread` calls this after a step, in which requests may have left the queue."""
         if self.on_change is not None:
             num_taken = self.num_waiting + self._num_reserved
             self.on_change(num_taken, self._departures.wait_s(num_taken))

@@ -1,4 +1,4 @@
-"""Scores of documents for a query, and of classes: the prompts that they take, and how results make scores."""
+"""Scores of documents for a query, and of classes: their prompts, and the conversion of results to scores."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _cosine(first: Sequence[float], second: Sequence[float]) -> float:
     return _dot(*units)
 
 
-# The functions of two embeddings, by the names in a checkpoint; higher for texts that are more alike.
+# Similarity functions of two embeddings, by their names in a checkpoint; higher for more similar texts.
 SIMILARITIES: Mapping[str, Callable[[Sequence[float], Sequence[float]], float]] = {
     "cosine": _cosine,
     "dot": _dot,
@@ -47,13 +47,13 @@ SIMILARITIES: Mapping[str, Callable[[Sequence[float], Sequence[float]], float]] 
 
 
 class ScoreJob(NamedTuple):
-    """The pooled requests of some scores.
+    """The pooled requests from which scores are computed.
 
     Args:
-        prompts: their prompts.
-        pooling: result of each.
-        pairs: indices of the prompts of each score: of the query's and the document's embedding, or twice that of the
-            prompt with both.
+        prompts: prompts of the requests.
+        pooling: result of each request.
+        pairs: indices of the two prompts of each score: those of the query and of the document, or twice that of one
+            prompt with both texts.
         to_scores: function from the results of the prompts to the scores.
     """
 
@@ -64,7 +64,7 @@ class ScoreJob(NamedTuple):
 
     @property
     def adds_special_tokens(self) -> bool:
-        """True where the tokenizer's special tokens belong to the prompts."""
+        """True where the tokenizer adds its special tokens to the prompts."""
         return not self.pooling.token_ids
 
     def text_name(self, idx: int, names: tuple[str, str]) -> str:
@@ -92,16 +92,16 @@ def make_score_job(
     names: tuple[str, str] = ("queries", "documents"),
     use_activation: bool | None = None,
 ) -> ScoreJob:
-    """Return the requests for the score of each document with the query at its place, or with the only query.
+    """Return the requests for the score of each document with the query at the same index, or the only query.
 
     Args:
-        config: pooling of the model: a reranker and a model with a head that classifies read query and document in one
-            prompt, others embed each.
+        config: pooling of the model: a reranker and a cross-encoder read query and document in one prompt, other models
+            embed each.
         queries: one query, or one for each document.
         documents: documents, at least one.
         instruction: task of a reranker; None takes that of a web search.
         names: names of the fields of both, for errors.
-        use_activation: False for the logits of a head that classifies; None or True for its scores.
+        use_activation: False for the logits of a classification head; None or True for its scores.
 
     Raises:
         InvalidParameter: another type, or numbers of texts that do not match.

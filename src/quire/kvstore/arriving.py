@@ -1,4 +1,4 @@
-"""Bytes of blocks that are on their way from a device to the memory of the host."""
+"""Asynchronous copies of blocks from a device to host memory."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import Tensor
 
 
 class ArrivingBytes(Protocol):
-    """Bytes of a block on their way to the memory of the host."""
+    """An asynchronous copy of a block's bytes to host memory."""
 
     @property
     def is_ready(self) -> bool:
-        """True once they are there."""
+        """True once the copy is complete."""
 
     def wait(self) -> Tensor:
-        """Return them, uint8 [bytes of the block], once they are there; any thread may call it."""
+        """Wait for the copy and return the bytes, uint8 [bytes of the block]; any thread may call it."""
 
 
 def bytes_of(data: Tensor) -> memoryview:
-    """Return the own bytes of a contiguous tensor; valid as long as the tensor is."""
+    """Return a view of a contiguous tensor's memory, without a copy; valid as long as the tensor is."""
     return memoryview((c_ubyte * data.nbytes).from_address(data.data_ptr())).cast("B")

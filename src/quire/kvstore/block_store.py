@@ -1,4 +1,4 @@
-"""The stores of published blocks outside memory, and the tiers that they form: disk first, then what came from afar."""
+"""The stores of published blocks outside memory, combined into one: remote records that have arrived, then the disk."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from quire.kvstore.record import record_key, unpack
 from quire.kvstore.remote_store import RemoteStore
 from quire.memory.results import StoredBlock
 
-# Saving at the shutdown ends by its time limit where a store has no limit of bytes.
+# Capacity of a store without a byte limit: saving at shutdown then ends by its time limit.
 UNLIMITED = 1 << 62
 # Longest wait for room in the queue of the remote store, at the shutdown.
 ROOM_S = 5.0
 
 
 class BlockStore(Protocol):
-    """A store of blocks by their digests; only the engine's thread calls it, and nothing that it calls waits."""
+    """A store of blocks, for the engine's thread; only `save` with `wait`, `touch` and `close` wait for writes."""
 
     @property
     def key(self) -> bytes:
@@ -38,7 +38,7 @@ class BlockStore(Protocol):
         """Read a block's bytes; return False where it is missing, damaged, or another block."""
 
     def save(self, block: StoredBlock, payload: memoryview, *, wait: bool = False) -> None:
-        """Queue a block for writing, unless it is there; its bytes are copied before this returns."""
+        """Queue a block for writing, unless the store has it; its bytes are copied before this returns."""
 
     def touch(self, blocks: Iterable[StoredBlock]) -> None:
         """Mark blocks as used, in this order, once all queued writes are done."""
@@ -47,7 +47,7 @@ class BlockStore(Protocol):
         """Hide all blocks that were saved until now, and delete them."""
 
     def close(self) -> None:
-        """Complete the queued writes, within bounds."""
+        """Complete the queued writes, within a time limit."""
 
 
 class ArrivalCounts(Protocol):
@@ -59,10 +59,10 @@ class ArrivalCounts(Protocol):
 
 
 class Arrival(NamedTuple):
-    """A record that has arrived from afar and was not checked yet.
+    """A record that has arrived from a remote source and is not verified yet.
 
     Args:
-        record: its bytes.
+        record: bytes of the record.
         source: counters of its source.
     """
 
@@ -71,17 +71,17 @@ class Arrival(NamedTuple):
 
 
 class TieredStore:
-    """Several stores as one: blocks that have arrived from afar, then the disk; what is saved goes to all of them.
+    """Several stores as one: reads try the arrived records, then the disk; blocks are saved to disk and remote store.
 
     Args:
         key: key of the digests.
         identity: see `PrefixStore`.
         disk: prefix cache on disk; None without one.
         remote: remote prefix cache; None without one.
-        exports: blocks that other engines may fetch; None where this engine gives none away.
+        exports: blocks that other engines may fetch; None where this engine exports no blocks.
 
     Attributes:
-        arrived: records from afar by their keys; those that are not fetched are dropped by whoever put them there.
+        arrived: records from remote sources by key; `SourceLoads`, which adds them, drops those that are not fetched.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class TieredStore:
         return self.remote is not None and not self.remote.knows(block)
 
     def has_arrived(self, block: StoredBlock) -> bool:
-        """Return whether a block has arrived from afar: no time of its own is saved by not fetching it."""
+        """Return whether a block's record has arrived: it is in memory, so fetching it takes no load time."""
         return record_key(self.identity, block) in self.arrived
 
     def fetch(self, block: StoredBlock, out: memoryview) -> bool:
@@ -146,7 +146,7 @@ class TieredStore:
         Args:
             block: identity of the block.
             data: its bytes, which are copied; or a function that begins to fetch them.
-            num_bytes: number of them.
+            num_bytes: number of its bytes.
         """
         if self.exports is None:
             return
@@ -157,7 +157,7 @@ class TieredStore:
             self.exports.put_arriving(key, block, num_bytes, data)
 
     def drop(self) -> None:
-        """Count a block that is not saved, since too many bytes are on their way here."""
+        """Count a block that is not saved, since too many bytes are in transit from the device."""
         for store in (self.disk, self.remote):
             if store is not None:
                 store.drop()
@@ -175,7 +175,7 @@ class TieredStore:
                 store.reset()
 
     def close(self) -> None:
-        """Complete the queued writes, within bounds, and close all stores."""
+        """Complete the queued writes, within a time limit, and close all stores."""
         for store in (self.disk, self.remote, self.exports):
             if store is not None:
                 store.close()

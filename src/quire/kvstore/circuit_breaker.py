@@ -1,4 +1,4 @@
-"""A circuit breaker: a service that fails is left alone for a while, and asked by one caller at a time after that."""
+"""A circuit breaker: a failing service is not called during a pause, and by one caller per pause after that."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LONGEST_PAUSE_S = 30.0
 
 
 class CircuitBreaker:
-    """Decides whether a service is asked. Open after some failures in a row; each further failure doubles the pause.
+    """Decides whether a service is called. Open after `MOST_FAILURES` in a row; each further one doubles the pause.
 
     Args:
         clock: clock in seconds.
@@ -26,12 +26,12 @@ class CircuitBreaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether the service is left alone now."""
+        """Whether the circuit is open: the service is not called now."""
         with self._lock:
             return self._num_failures >= MOST_FAILURES and self._clock() < self._closed_from_s
 
     def allows(self) -> bool:
-        """Return whether to ask the service now; after a pause, True is the answer to one caller in each pause."""
+        """Return whether to call the service now; after a pause, True for one caller (a trial), then a new pause."""
         with self._lock:
             if self._num_failures < MOST_FAILURES:
                 return True
@@ -47,7 +47,7 @@ class CircuitBreaker:
             self._num_failures = 0
 
     def failed(self) -> None:
-        """Count a failure, and open the circuit after some in a row."""
+        """Count a failure; open the circuit after `MOST_FAILURES` in a row."""
         with self._lock:
             self._num_failures += 1
             self._closed_from_s = self._clock() + self._pause_s

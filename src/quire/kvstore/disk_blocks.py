@@ -1,4 +1,4 @@
-"""Blocks on their way between memory and the stores below it: disk, a remote store, other engines."""
+"""Block transfers between memory and the stores below it: disk, a remote store, other engines."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from quire.memory.results import StoredBlock
 
 logger = logging.getLogger(__name__)
 
-# Limit of the bytes that are on their way from a device to be saved, which are pinned memory; stores have limits of
-# their own for what has arrived.
+# Limit of the bytes in transit from a device to be saved, which are pinned memory; stores have their own limits for
+# blocks that have arrived.
 MOST_ARRIVING_BYTES: Final = 256 << 20
 
 
 class DiskBlocks:
-    """The disk tier: fetched blocks wait under a ticket for the copy that names it.
+    """The disk tier: a fetched block waits under a ticket for the `BlockCopy` with that ticket.
 
     Args:
         store: stores of the blocks; closed with this.
@@ -78,12 +78,12 @@ class DiskBlocks:
             self._fetched.pop(ticket, None)
 
     def save(self, block: StoredBlock, data: Tensor | Callable[[], ArrivingBytes], *, wait: bool = False) -> None:
-        """Queue a block for writing, at once where its bytes are there, else once they have arrived.
+        """Queue a block for writing, at once where its bytes are in host memory, else once they have arrived.
 
         Args:
             block: identity of the block.
-            data: its bytes, which others may write over afterwards; or a function that begins to fetch them.
-            wait: see `PrefixStore.save`; then this waits for the bytes too.
+            data: its bytes, which may be overwritten afterwards; or a function that begins to fetch them.
+            wait: see `PrefixStore.save`; True waits for the bytes too.
         """
         if self._exported is not None:
             if record_key(self._store.identity, block) in self._exported:
@@ -99,7 +99,7 @@ class DiskBlocks:
             self._save_later(block, data)
 
     def _save_later(self, block: StoredBlock, fetch: Callable[[], ArrivingBytes]) -> None:
-        """Queue a block for writing once its bytes have arrived; drop it where too many others are on their way."""
+        """Queue a block for writing once its bytes have arrived; drop it where too many bytes are in transit."""
         num_bytes = self._block_bytes[block.group_idx]
         if self._arriving_bytes + num_bytes > MOST_ARRIVING_BYTES:
             self.save_arrived()
@@ -114,7 +114,7 @@ class DiskBlocks:
         """Queue the blocks for writing whose bytes have arrived since.
 
         Args:
-            wait: True to wait for those of all blocks.
+            wait: True to wait for the bytes of all blocks.
         """
         arriving = self._arriving
         while arriving:
@@ -123,7 +123,7 @@ class DiskBlocks:
                 if not (wait or data.is_ready):
                     return
                 arrived = data.wait()
-            except RuntimeError as error:  # of the device, from which nothing more comes
+            except RuntimeError as error:  # from the device, which copies nothing more
                 logger.warning("%d blocks are not saved: %s", len(arriving), error)
                 self._forget_arriving()
                 return
@@ -137,10 +137,10 @@ class DiskBlocks:
 
     @contextmanager
     def copying_out(self, exports: Iterable[bytes] | None) -> Iterator[None]:
-        """Save blocks meanwhile without a wait for a store, or export them in place of that.
+        """Within the context, `save` does not wait for a store, or exports blocks instead of saving them.
 
         Args:
-            exports: keys of the records to export, where nothing is to be saved; None to save all blocks.
+            exports: keys of the records to export, with no block saved; None to save all blocks.
         """
         self._may_wait, self._exported = False, None if exports is None else set(exports)
         try:

@@ -1,7 +1,7 @@
-"""Blocks of finished prompts that other engines may fetch: records in memory, for a while.
+"""Blocks of finished prompts that other engines may fetch: records in memory, with a time to live.
 
-A prompt of an 8B model has a gigabyte of them. They may be on their way from a GPU, behind a step that runs there; so
-the engine neither waits for them nor computes checksums: a thread makes the records, and who asks for one waits for it.
+A prompt of an 8B model may have a gigabyte of blocks, still in transit from a GPU behind a running step. So the engine
+neither waits for them nor computes checksums: a thread makes the records, and a reader waits for its record.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quire.memory.results import StoredBlock
 
 logger = logging.getLogger(__name__)
 
-# Longest wait for the thread at the end, in seconds.
+# Longest wait for the thread when the table is closed, in seconds.
 JOIN_S = 5.0
 
 
@@ -27,15 +27,14 @@ class Export:
     """A record that other engines may fetch.
 
     Args:
-        num_bytes: its bytes.
+        num_bytes: bytes of the record.
         expires_s: time at which it is dropped.
-
         data: bytes of the block, or the record without its checksum; kept until the thread takes it, or the record is
             dropped.
 
     Attributes:
-        record: its bytes, with their checksum; None until these are there.
-        is_settled: True once they are, or will never be.
+        record: bytes of the record, with its checksum; None until the thread has made it.
+        is_settled: True once the record is made, or never will be.
     """
 
     __slots__ = ("data", "expires_s", "is_settled", "num_bytes", "record")
@@ -48,11 +47,11 @@ class Export:
 
 
 class UnsealedExport(NamedTuple):
-    """The work on a record.
+    """A record that the thread has yet to make.
 
     Args:
         key: key of the record.
-        export: entry of the table that gets it.
+        export: table entry that gets the record.
         block: identity of the block.
     """
 
@@ -62,10 +61,10 @@ class UnsealedExport(NamedTuple):
 
 
 class ExportTable:
-    """Records by their keys, up to a number of bytes and an age; the oldest make room. Any thread may call it.
+    """Records by key, with a byte limit and a time to live; the oldest are dropped first. Any thread may call it.
 
     Args:
-        max_bytes: limit of the records' bytes, those to come included.
+        max_bytes: limit of the records' bytes, unfinished records included.
         ttl_s: age at which a record is dropped.
         clock: clock in seconds.
     """
@@ -82,20 +81,20 @@ class ExportTable:
         self._is_closed = False
 
     def put(self, key: bytes, block: StoredBlock, payload: memoryview) -> None:
-        """Add a block whose bytes are copied here, or prolong its life.
+        """Add a block, whose bytes are copied here, or renew its time to live.
 
-        It is left out where it alone is too large.
+        A block that alone exceeds the limit is not added.
         """
         self._put(key, block, len(payload), lambda: pack(block, payload))
 
     def put_arriving(self, key: bytes, block: StoredBlock, num_bytes: int, fetch: Callable[[], ArrivingBytes]) -> None:
-        """Add a block whose bytes are there later; see `put`.
+        """Add a block whose bytes arrive later; see `put`.
 
         Args:
             key: key of the record.
             block: identity of the block.
             num_bytes: number of its bytes.
-            fetch: function that begins to fetch the bytes, which nobody changes once they are there.
+            fetch: function that begins to fetch the bytes, which do not change once they have arrived.
         """
         self._put(key, block, num_bytes, fetch)
 
@@ -123,7 +122,7 @@ class ExportTable:
             self._num_bytes += num_bytes
 
     def get(self, key: bytes) -> bytearray | None:
-        """Return a record, None where there is none; this waits for one that is being made."""
+        """Return a record, or None for an unknown key; this waits for a record that is being made."""
         with self._changed:
             self._make_room(0)
             export = self._exports.get(key)
@@ -133,7 +132,7 @@ class ExportTable:
             return export.record
 
     def __contains__(self, key: bytes) -> bool:
-        """Return whether there is a record, or will be."""
+        """Return whether the table has a record, or will have it."""
         with self._changed:
             self._make_room(0)
             return key in self._exports
@@ -147,7 +146,7 @@ class ExportTable:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Drop all records, and end the thread; what is put later is left out."""
+        """Drop all records, and end the thread; later puts are ignored."""
         self.reset()
         with self._changed:
             self._is_closed, sealer = True, self._sealer
@@ -177,7 +176,7 @@ class ExportTable:
             record: bytearray | None = None
             try:
                 record = _sealed(key, block, data)
-            except (RuntimeError, MemoryError) as error:  # of the device, or of the host; others may still be made
+            except (RuntimeError, MemoryError) as error:  # of the device, or the host; other records may still be made
                 logger.warning("a block for other engines is lost: %s", str(error) or "no memory")
             with self._changed:
                 if self._exports.get(key) is export:
@@ -187,7 +186,7 @@ class ExportTable:
                     self._changed.notify_all()
 
     def _make_room(self, num_bytes: int) -> None:
-        """Drop records whose time is over, and the oldest until so many bytes fit; the caller has the lock."""
+        """Drop expired records, and the oldest until `num_bytes` more fit; the caller has the lock."""
         now = self._clock()
         while self._exports:
             key, export = next(iter(self._exports.items()))
@@ -203,7 +202,7 @@ class ExportTable:
 
 
 def _sealed(key: bytes, block: StoredBlock, data: ArrivingBytes | bytearray) -> bytearray:
-    """Return a record with its checksum, of the bytes of a block or of the record without it."""
+    """Return a record with its checksum, from a block's bytes or from the record without its checksum."""
     record = data
     if not isinstance(record, bytearray):
         arrived = record.wait()

@@ -1,12 +1,12 @@
 """The folder of a durable prefix cache: its locks, and the secret key of its digests.
 
 ```
- lock      shared by all engines that use the folder; exclusive for one that finds it unused, while it opens it
+ lock      shared by all engines that use the folder; exclusive while an engine opens the unused folder
  opening   held by one engine at a time, from its first look at the folder until its file is open
  writing   held by one engine at a time, for one transaction
 ```
 
-The system releases the locks of a process that ends, however it ends.
+The operating system releases the locks of a process that ends, even if it is killed.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class StoreFolder:
             restart, and clients that can only send requests must not be able to construct one.
 
     Raises:
-        ConfigError: the folder cannot be made or written, another engine is opening it all the time, or another engine
-            uses it and the system has no shared locks.
+        ConfigError: the folder cannot be made or written, another engine is opening it for all of `opening_s`, or
+            another engine uses it and the system has no shared locks.
     """
 
     def __init__(self, path: Path, opening_s: float = OPENING_S) -> None:
@@ -71,7 +71,7 @@ class StoreFolder:
         self._release("opening")
 
     def abandon(self) -> None:
-        """Use the folder no more, so that the next engine that opens it may find it unused."""
+        """Stop using the folder, so that the next engine that opens it may find it unused."""
         self._release("opening")
         self._release("lock")
 
@@ -103,7 +103,7 @@ class StoreFolder:
                 f"prefix_cache_dir {self.path} was being opened by another engine for {opening_s:g} seconds",
                 field="prefix_cache_dir",
             )
-        # Nobody else asks for the exclusive lock meanwhile: that takes the lock for opening.
+        # No other engine takes the exclusive lock meanwhile: it would need the `opening` lock first.
         if lock_file(self._files["lock"]):
             return True
         if not lock_file(self._files["lock"], shared=True):

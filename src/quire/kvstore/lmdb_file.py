@@ -6,9 +6,9 @@ crashes, the last commit may be lost, but nothing is torn. The file is read thro
 or a truncated file would kill the process. So its structure is verified before it is opened, and its length before
 each use.
 
-All engines of a folder use one file. Its tables, which one transaction changes together, are all that they share: what
-is stored, how many bytes that takes, and what was used least recently. So the size is kept by all together, and each
-finds what another has stored.
+All engines of a folder use one file. They share only its tables, which one transaction changes together: the records,
+their total bytes, and the order of their last uses. So the size limit holds for all engines together, and each finds
+the records of the others.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from quire.kvstore.lmdb_tables import (
 logger = logging.getLogger(__name__)
 
 NAME = "blocks.mdb"
-# A transaction of another engine ends long before.
+# Longest wait for another engine's transaction, which normally ends long before.
 WRITING_S = 10.0
-# A reader's transaction copies one record.
+# Wait for readers before a write is retried: a reader's transaction copies one record.
 READING_S = 0.05
 
 
 class StoreFull(Exception):
-    """A write that found no room, or that the system refused; nothing was written."""
+    """The file has no room for a write, or the system refused it; nothing was written."""
 
 
 class StoreDamaged(Exception):
@@ -113,7 +113,7 @@ class StoreFile:
             self._path.with_name(name).unlink(missing_ok=True)
 
     def _verify_and_open(self, max_bytes: int) -> _Problem | None:
-        """Open the file while nobody writes; return what is wrong with it, None on success."""
+        """Open the file while no engine writes; return the problem of a file that cannot be opened, None on success."""
         with self._folder.writing(WRITING_S) as is_locked:
             if not is_locked:
                 raise ConfigError(
@@ -136,7 +136,7 @@ class StoreFile:
             self._tables = {name: self._env.open_db(name) for name in TABLES}
             with self._env.begin() as txn:
                 limit = txn.get(LIMIT, db=self._tables[META])
-                # The uses of another engine's records are not read again for each engine.
+                # Checked only by the first engine, not again by each engine that joins.
                 problem = find_problem(txn, self._tables) if self._folder.is_alone else None
         except lmdb.Error as error:
             if "already open in this process" in str(error):
@@ -215,13 +215,13 @@ class StoreFile:
         Raises:
             StoreFull: nothing was written.
             StoreDamaged: the file can no longer be used.
-            TimeoutError: other engines wrote all the time; nothing was written.
+            TimeoutError: other engines held the write lock for `WRITING_S`; nothing was written.
         """
         self._check_length()
         try:
             written = self._write(batch)
         except self._lmdb.Error:
-            # Pages that somebody reads are not reused, those of readers that were killed not before this check.
+            # LMDB does not reuse pages that a reader holds; `reader_check` releases those of killed readers.
             self._env.reader_check()
             time.sleep(READING_S)
             try:

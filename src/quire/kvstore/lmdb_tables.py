@@ -5,10 +5,10 @@
  uses      key            -> moment of the last use, bytes on disk
  order     moment         -> key               the least recently used record is the first
  totals    identity       -> number of records, bytes on disk
- meta      "limit", "moment"                   largest size of the file; moment of the last use of all
+ meta      "limit", "moment"                   largest size of the file; latest moment
 ```
 
-A moment is a number that rises with every use of a record, by whichever engine.
+A moment is a logical time: a counter that every use of a record, by any engine, increments.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class WriteBatch(NamedTuple):
 
     Args:
         removed: keys of records to delete; keys without a record are ignored.
-        forgotten: identity whose records are deleted, up to `most_forgotten` of them; None for none.
+        forgotten: identity whose records are deleted, up to `most_forgotten` of them; None to delete no identity's.
         most_forgotten: see `forgotten`.
         touched: keys of records that were used, the least recently used first.
-        records: records to add; those that are there already count as used.
+        records: records to add; those that exist already count as used.
         most_bytes: limit of the bytes of all records; the least recently used are deleted. None for no limit.
         freed_bytes: bytes of least recently used records to delete, whatever the limit.
     """
@@ -73,7 +73,7 @@ class StoreSizes(NamedTuple):
     Args:
         num_own: number of records of one identity.
         num_foreign: number of other records.
-        num_bytes: bytes on disk of all.
+        num_bytes: bytes on disk of all records.
     """
 
     num_own: int
@@ -151,7 +151,7 @@ class Transaction:
             if self._remove(key):
                 evicted.append(key)
             else:
-                # Damage: an entry of the order without a record would be the first for ever.
+                # Damage: an entry of `order` without a record would stay the first forever.
                 cursor.delete()
         return evicted
 
@@ -167,7 +167,7 @@ class Transaction:
         return True
 
     def _touch(self, key: bytes) -> bool:
-        """Mark a record as used last; return False where there is none."""
+        """Mark a record as the most recently used; return False for an unknown key."""
         use = self._txn.get(key, db=self._tables[USES])
         if use is None:
             return False
@@ -196,7 +196,7 @@ class Transaction:
 
 
 def find_problem(txn: Any, tables: Mapping[bytes, Any]) -> str | None:
-    """Return what of the tables disagrees, None where all agree: LMDB has no checksums of its pages."""
+    """Return the first inconsistency of the tables, or None: LMDB has no checksums of its pages."""
     uses = {key: _PAIR.unpack(value) for key, value in txn.cursor(db=tables[USES])}
     order = {key: NUMBER.unpack(moment)[0] for moment, key in txn.cursor(db=tables[ORDER])}
     if order != {key: moment for key, (moment, _) in uses.items()}:

@@ -1,4 +1,4 @@
-"""Other engines that give blocks away: a pool of one thread for each, for the few that were asked last."""
+"""Other engines that export blocks: a pool of one thread for each, for the most recently used few."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from quire.kvstore.transfer_wire import (
 from quire.memory.results import StoredBlock
 
 MOST_PEERS = 8
-# A connection that was not used for longer may have been ended by the peer.
+# A connection that was unused for longer is made anew: the peer may have closed it.
 FRESH_S = 5.0
 COUNTERS = (
     "num_hits",
@@ -47,7 +47,7 @@ COUNTERS = (
 
 
 class PeerAddress(NamedTuple):
-    """The address of an engine that gives blocks away.
+    """The address of an engine that exports blocks.
 
     Args:
         host: name or address, or "unix:PATH".
@@ -59,18 +59,18 @@ class PeerAddress(NamedTuple):
 
 
 class PeerConnection:
-    """A connection to an engine that gives blocks away.
+    """A connection to an engine that exports blocks.
 
     Args:
-        address: its address.
+        address: address of the engine.
         identity: fingerprint of this engine's model and layout.
-        token: secret of both sides; None for none.
+        token: shared secret of both sides; None for the empty secret.
         timeout_s: time limit of connecting, and of each wait for bytes.
         max_bytes: bytes of the largest record.
 
     Raises:
-        OSError: it cannot be reached.
-        TransferError: it speaks another protocol, serves another model, or does not know the token.
+        OSError: the peer cannot be reached.
+        TransferError: the peer speaks another protocol, serves another model, or does not know the token.
     """
 
     def __init__(
@@ -153,16 +153,16 @@ class PeerConnection:
 
 
 class PeerSource:
-    """An engine that gives blocks away, as a source of blocks.
+    """An engine that exports blocks, as a source of blocks.
 
     Args:
-        connect: function that connects to it.
+        connect: function that connects to the engine.
         identity: fingerprint of this engine's model and layout.
         timeout_s: longest wait for an answer.
 
     Attributes:
         num_hits, num_misses, loaded_bytes, load_s, num_late, num_damaged: see `TransferStats`.
-        num_refused: number of questions that were not asked.
+        num_refused: number of inquiries that were not sent.
     """
 
     def __init__(self, connect: Callable[[], PeerConnection], identity: bytes, timeout_s: float) -> None:
@@ -173,7 +173,7 @@ class PeerSource:
         self.load_s = 0.0
 
     def ask(self, blocks: Sequence[StoredBlock], *, with_records: bool) -> Inquiry | None:
-        """Ask which of some blocks there are, or for their records; None where the peer is left alone now."""
+        """Ask which of the blocks the peer has, or for their records; None where the inquiry cannot be queued now."""
         inquiry = Inquiry([record_key(self._identity, block) for block in blocks], with_records=with_records)
         if not self._pool.ask(inquiry):
             self.num_refused += 1
@@ -185,11 +185,11 @@ class PeerSource:
         self._pool.abandon(inquiry)
 
     def note(self, inquiry: Inquiry) -> None:
-        """Learn nothing from an answer: what a peer has is gone a moment later."""
+        """Do nothing: a peer's blocks expire, so an answer says nothing about later inquiries."""
 
     @property
     def num_failures(self) -> int:
-        """Number of questions that failed."""
+        """Number of inquiries that failed."""
         return self._pool.num_failures
 
     def close(self, *, wait: bool = True) -> None:
@@ -202,7 +202,7 @@ class Peers:
 
     Args:
         identity: fingerprint of this engine's model and layout.
-        token: secret of both sides; None for none.
+        token: shared secret of both sides; None for the empty secret.
         timeout_s: longest wait for an answer.
         block_bytes: bytes of the largest block.
     """
@@ -213,11 +213,11 @@ class Peers:
         self._timeout_s = timeout_s
         self._max_bytes = record_bytes(block_bytes)
         self._sources: OrderedDict[PeerAddress, PeerSource] = OrderedDict()
-        # Counters of sources that are not in use any more.
+        # Counters of sources that are no longer in use.
         self._past = dict.fromkeys(COUNTERS, 0.0)
 
     def source_of(self, address: PeerAddress) -> PeerSource:
-        """Return the source of an address; those that were used least recently make room."""
+        """Return the source of an address; beyond `MOST_PEERS`, the least recently used source is closed."""
         source = self._sources.pop(address, None)
         if source is None:
 

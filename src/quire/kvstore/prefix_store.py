@@ -1,4 +1,4 @@
-"""The durable prefix cache: published blocks on disk, found again after a restart and by other engines of the host.
+"""The durable prefix cache: published blocks on disk, for later runs and for other engines of the host.
 
 ```
  engine's thread    holds?  fetch ---------> StoreFile (mapping) <----- other engines
@@ -29,9 +29,9 @@ from quire.memory.results import StoredBlock
 
 logger = logging.getLogger(__name__)
 
-# Share of the file's bytes for records. The rest is for pages of older committed states, and for gaps.
+# Share of the file's bytes for records. The rest is for pages of older committed states, and for fragmentation.
 LIVE_SHARE = 0.75
-# A transaction needs as much room again as it writes, so it is a small part of the file.
+# A transaction needs free pages for everything that it writes, so it is limited to a small part of the file.
 BATCH_SHARE = 1 / 16
 MOST_BATCH_BYTES = 16 << 20
 MOST_PENDING_BYTES = 64 << 20
@@ -87,9 +87,9 @@ class PrefixStore:
         self._damaged: list[bytes] = []
         self._hidden: set[bytes] = set()
         self._being_written: dict[bytes, bytearray] = {}
-        # Rises with each reset; records are hidden until all that were there have been deleted.
+        # Counters of resets and of completed ones; records are hidden until all older ones have been deleted.
         self._num_resets = self._num_forgotten = 0
-        # True once they could not be deleted: that is tried again with the next record to write.
+        # True where the deletion of a reset failed: it is retried with the next record to write.
         self._has_kept = False
         self._is_broken = self._is_stuck = self._is_closing = self._is_writing = False
         self._changed = threading.Condition()
@@ -248,7 +248,7 @@ class PrefixStore:
 
     @property
     def load_rate(self) -> float | None:
-        """Bytes loaded in a second; None before the first load."""
+        """Bytes loaded per second; None before the first load."""
         return self._counts["bytes"] / self._load_s if self._counts["bytes"] and self._load_s else None
 
     # ---- the writer's thread ----
@@ -271,7 +271,7 @@ class PrefixStore:
                 return
 
     def _take_job(self) -> _Job:
-        """Return the next transaction; after a transaction that found no room, it only deletes."""
+        """Return the next transaction; after a transaction that found no room, it only frees space."""
         num_resets = self._num_resets
         if self._must_forget() and (self._pending or not self._has_kept):
             return _Job(WriteBatch(forgotten=self._identity), num_resets)
@@ -309,7 +309,7 @@ class PrefixStore:
         self._being_written = {}
 
     def _note(self, job: _Job, written: Written) -> None:
-        """Count what a transaction wrote."""
+        """Update counters and state after a transaction."""
         self._counts["saved"] += written.num_added
         self._counts["deleted"] += len(written.evicted)
         self._report_deleted(written.evicted)
@@ -338,7 +338,7 @@ class PrefixStore:
     # ---- either thread ----
 
     def _break(self, error: Exception) -> None:
-        """Stop using the file; it is renamed when it is opened next."""
+        """Stop using the damaged file; the next engine that opens it alone renames it."""
         with self._changed:
             if not self._is_broken:
                 logger.warning("the prefix cache on disk is damaged, the engine goes on without: %s", error)
@@ -358,7 +358,7 @@ class PrefixStore:
             return False
 
     def _read_sizes(self) -> None:
-        """Read the present size; it stays the last one that was read once the file cannot be used."""
+        """Read the present size; it keeps its last value once the file cannot be used."""
         if self._file is not None and not self._is_broken:
             try:
                 self._sizes = self._file.sizes(self._identity)
@@ -392,7 +392,7 @@ class _Job(NamedTuple):
     """One transaction.
 
     Args:
-        batch: its changes.
+        batch: changes of the transaction.
         num_resets: number of resets of the store when the transaction was taken.
     """
 

@@ -5,8 +5,8 @@
 ```
 
 The checksum is CRC-32: it detects every flipped byte, every burst of up to 32 bits, and all but one in 2^32 larger
-damages, at four times the speed of blake2b; a slower one would make loading slower than computing. An attacker who can
-write here can also read the key, so a keyed digest would add nothing.
+errors, at four times the speed of blake2b; a slower one would make loading slower than computing. An attacker who can
+write the record can also read the key, so a keyed digest would add nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quire.memory.results import StoredBlock
 MAGIC = b"QKVB"
 VERSION = 1
 IDENTITY_BYTES = 16
-# Tokens of a block of 1,024, and its media entries.
+# Limit of a block's content: the tokens of a block of 1,024, and its media entries.
 MOST_CONTENT_BYTES = 64 << 10
 _HEADER = Struct("<4sHHIQ16s")
 _GROUP = Struct("<H")
@@ -37,12 +37,12 @@ def record_key(identity: bytes, block: StoredBlock) -> bytes:
 
 
 def record_bytes(block_bytes: int) -> int:
-    """Return the bytes of the largest record of a block with so many bytes."""
+    """Return the greatest size of a record whose payload has `block_bytes` bytes."""
     return _HEADER.size + MOST_CONTENT_BYTES + block_bytes + _CHECKSUM.size
 
 
 def size_of(block: StoredBlock, payload_bytes: int) -> int:
-    """Return the bytes of a block's record, of which the payload has so many."""
+    """Return the size of a block's record with a payload of `payload_bytes` bytes."""
     return _HEADER.size + len(block.tokens) + payload_bytes + _CHECKSUM.size
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from quire.config.extras import importing_extra
 from quire.config.store_url import bad_url, client_url
 
-# Keys, and bytes of records, of one round trip.
+# Greatest numbers of keys, and of record bytes, of one round trip.
 MOST_KEYS = 1024
 ROUND_BYTES = 4 << 20
 
@@ -22,7 +22,7 @@ class RefusedAuth(Exception):
 
 
 class StoreOutOfMemory(Exception):
-    """The store has no room for a record, and evicts none."""
+    """The store has no room for a record, and does not evict others."""
 
 
 class RedisConnection:
@@ -31,11 +31,11 @@ class RedisConnection:
     Args:
         url: address; see `client_url`.
         timeout_s: time limit of connecting, and of each wait for bytes.
-        record_bytes: bytes of the largest record; of longer values only so many are read, and one more.
+        record_bytes: bytes of the largest record; at most one byte more is read of a value.
         name_of: function from the key of a record to its name in the store.
 
     Raises:
-        ConfigError: the client library is not installed, or the address has another form.
+        ConfigError: the client library is not installed, or the address is malformed.
         RefusedAuth: the store refuses the user or the password.
         Exception: the store cannot be reached.
     """
@@ -79,23 +79,23 @@ class RedisConnection:
         return found
 
     def read(self, keys: Sequence[bytes], put: Callable[[bytes, bytes], None]) -> None:
-        """Pass the records that the store has to `put`, in rounds, so that some arrive before others are asked for."""
+        """Pass the records that the store has to `put`, in rounds: the first arrive before the last are requested."""
         for start in range(0, len(keys), self._round_keys):
             part = keys[start : start + self._round_keys]
             with self._client.pipeline(transaction=False) as pipe:
                 for key in part:
-                    # A range, so that whatever lies there takes no more memory than a record.
+                    # A range, so that a foreign value takes no more memory than a record.
                     pipe.getrange(self._name_of(key), 0, self._record_bytes)
                 for key, record in zip(part, pipe.execute(), strict=True):
                     if isinstance(record, bytes) and record:
                         put(key, record)
 
     def write(self, records: Mapping[bytes, bytearray], ttl_s: float | None) -> int:
-        """Write records that the store does not have, and prolong the lives of the others.
+        """Write records that the store does not have, and renew the time to live of the others.
 
         Args:
             records: records by key.
-            ttl_s: lifetime of a record without use; None for no limit.
+            ttl_s: time to live of a record without use; None for no limit.
 
         Returns:
             The number of records that were written.
@@ -119,7 +119,7 @@ class RedisConnection:
         return len(records) - len(known)
 
     def prolong(self, keys: Sequence[bytes], ttl_s: float) -> None:
-        """Prolong the lives of records."""
+        """Renew the time to live of records."""
         with self._client.pipeline(transaction=False) as pipe:
             for key in keys:
                 pipe.pexpire(self._name_of(key), _milliseconds(ttl_s))
@@ -150,7 +150,7 @@ def import_redis() -> Any:
     """Return the client library.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: the library is not installed.
     """
     with importing_extra("prefix_cache_url"):
         return import_module("redis")

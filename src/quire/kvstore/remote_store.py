@@ -6,8 +6,8 @@
  writer's thread                      '-> batch, sealed, with a time to live --^
 ```
 
-A store that is slow, hangs or is gone costs misses: the engine's thread never waits for it. What comes from it is used
-only where checksum, tokens and parent match, like what comes from disk.
+A store that is slow, hangs or is unreachable causes misses: the engine's thread never waits for it. A record is used
+only where checksum, tokens and parent match, as for the disk.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ logger = logging.getLogger(__name__)
 NUM_READERS = 2
 MOST_PENDING_BYTES = 64 << 20
 BATCH_BYTES = 4 << 20
-# Keys of records that are known to be in the store.
+# Greatest number of keys that are remembered as being in the store.
 MOST_KNOWN = 1 << 16
 CLOSE_S = 10.0
-# Names in the store begin with this, and with the identity in hexadecimal digits.
+# Names in the store begin with this prefix, followed by the identity in hexadecimal digits.
 NAME_PREFIX = b"quire:kv:"
 
 
@@ -45,7 +45,7 @@ class RemoteSettings(NamedTuple):
     Args:
         url: address.
         timeout_s: time limit of connecting, and of a call.
-        ttl_s: lifetime of a record without use; None for no limit.
+        ttl_s: time to live of a record without use; None for no limit.
     """
 
     url: str
@@ -64,12 +64,12 @@ class RemoteStore:
         block_bytes: bytes of the largest block.
 
     Attributes:
-        num_late, num_refused, load_s, num_hits, num_misses, loaded_bytes, num_damaged: see `RemoteStats`; whoever asks
-            counts them.
+        num_late, num_refused, load_s, num_hits, num_misses, loaded_bytes, num_damaged: see `RemoteStats`; most are
+            counted by the callers.
 
     Raises:
-        ConfigError: the client library is not installed, the address has another form, or the store refuses the user or
-            the password. A store that cannot be reached is no error: it may be there later.
+        ConfigError: the client library is not installed, the address is malformed, or the store refuses the user or the
+            password. A store that cannot be reached is no error: it may be reachable later.
     """
 
     def __init__(self, settings: RemoteSettings, identity: bytes, block_bytes: int) -> None:
@@ -109,7 +109,7 @@ class RemoteStore:
     # ---- the engine's thread ----
 
     def ask(self, blocks: Sequence[StoredBlock], *, with_records: bool) -> Inquiry | None:
-        """Ask which of some blocks there are, or for their records; None where the store is left alone now.
+        """Ask which of the blocks the store has, or for their records; None where the store is not used now.
 
         Args:
             blocks: the blocks.
@@ -126,7 +126,7 @@ class RemoteStore:
         self._pool.abandon(inquiry)
 
     def note(self, inquiry: Inquiry) -> None:
-        """Learn from an answer which blocks the store lacks, and mark those that it gave as used."""
+        """Record which blocks the store lacks according to an answer, and mark those that it sent as used."""
         with self._changed:
             for key in inquiry.keys:
                 if key not in inquiry.found and inquiry.error is None and not inquiry.is_abandoned:
@@ -135,12 +135,12 @@ class RemoteStore:
                     self._touched[key] = None
 
     def knows(self, block: StoredBlock) -> bool:
-        """Return whether the store has, or is about to have, a block, as far as is known."""
+        """Return whether a block is known to be in the store, or queued for writing."""
         key = record_key(self._identity, block)
         return key in self._known or key in self._pending
 
     def save(self, block: StoredBlock, payload: memoryview) -> None:
-        """Queue a block for writing; it is dropped where too many wait, or the store is left alone.
+        """Queue a block for writing; it is dropped where the queue is full, or the circuit is open.
 
         Args:
             block: identity of the block.
@@ -163,7 +163,7 @@ class RemoteStore:
             self._num_dropped += 1
 
     def has_room(self, timeout_s: float) -> bool:
-        """Wait until blocks can be queued; return False where they cannot by then."""
+        """Wait until the queue has room, or the circuit is open; return False on a timeout."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: self._breaker.is_open or self._pending_bytes < MOST_PENDING_BYTES // 2, timeout_s
@@ -178,7 +178,7 @@ class RemoteStore:
             self._changed.notify_all()
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all queued writes and deletions are done, or dropped; return False where they are not by then."""
+        """Wait until all queued writes and deletions are done, or dropped; return False on a timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: not (self._pending or self._is_hidden or self._is_writing), timeout_s)
 
@@ -214,7 +214,7 @@ class RemoteStore:
     def _is_hidden(self) -> bool:
         return self._num_resets != self._num_forgotten
 
-    # ---- threads of their own ----
+    # ---- the other threads ----
 
     def _connect(self) -> RedisConnection:
         return RedisConnection(self._settings.url, self._settings.timeout_s, self._record_bytes, self._name_of)
@@ -240,14 +240,14 @@ class RemoteStore:
             if not self._breaker.allows():
                 self._drop(records)
                 with self._changed:
-                    # A store that failed is tried again a moment later, where records are to be deleted.
+                    # Where records are to be deleted, a store that failed is retried after a short wait.
                     self._changed.wait_for(lambda: self._is_closing, 0.2)
                 continue
             try:
                 connection = connection or self._connect()
                 self._write(connection, num_resets, records, touched)
                 self._breaker.succeeded()
-            # The client library raises errors of any kind where the answer is not of the protocol.
+            # The client library raises errors of any kind where the answer violates the protocol.
             except Exception as error:
                 if not self._num_failures:
                     logger.warning("the remote prefix cache has failed, the engine goes on without: %s", error)
@@ -293,7 +293,7 @@ class RemoteStore:
                     self._learn(records)
 
     def _learn(self, keys: Iterable[bytes]) -> None:
-        """Note that the store has records; the caller has the lock."""
+        """Remember that the store has records; the caller has the lock."""
         for key in keys:
             self._known[key] = None
         while len(self._known) > MOST_KNOWN:

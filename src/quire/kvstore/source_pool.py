@@ -1,4 +1,4 @@
-"""Questions to a store or an engine elsewhere, answered by threads of their own.
+"""Asynchronous inquiries to a remote store or another engine, answered by a pool of threads.
 
 ```
  engine's thread    ask -> queue --.                         abandon, once too late
@@ -6,8 +6,8 @@
  a pool's threads                 [ connection ]  found <-- record, record, ...
 ```
 
-The engine's thread never waits for a connection: it polls an inquiry between steps, and takes what has arrived by its
-deadline. A connection that is used for longer than its time limit is cut off, whatever it is doing.
+The engine's thread never waits for a connection: it polls an inquiry between steps, and uses the records that have
+arrived by its deadline. A connection that exceeds its time limit is cut off, whatever it is doing.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ class SourceConnection(Protocol):
 
 
 class Inquiry:
-    """A question to a source, and what has arrived of its answer.
+    """An inquiry to a source, and the part of its answer that has arrived.
 
     Args:
         keys: keys of the records in question.
-        with_records: True to read the records, False to ask only which there are.
+        with_records: True to read the records, False to ask only which of them exist.
 
     Attributes:
-        found: records by key; empty ones where only their keys were asked for. Other threads add to it.
-        done: set once nothing more will arrive.
+        found: records by key; without `with_records`, empty bytes for each key that exists. Other threads add to it.
+        done: event that is set once nothing more will arrive.
         error: reason why the answer is not complete.
-        is_abandoned: True once nobody waits for the answer.
-        started_s: time at which a thread began to ask.
+        is_abandoned: True once no caller waits for the answer.
+        started_s: time at which a thread sent the inquiry.
     """
 
     def __init__(self, keys: Sequence[bytes], *, with_records: bool) -> None:
@@ -73,12 +73,12 @@ class Inquiry:
 
 
 class SourcePool:
-    """Threads that answer inquiries, each with a connection of its own.
+    """Threads that answer inquiries, each with its own connection.
 
     Args:
         name: name of the threads.
         connect: function that connects to the source, within a time limit.
-        timeout_s: time limit of an inquiry, from when a thread begins to ask.
+        timeout_s: time limit of an inquiry, from the time at which a thread sends it.
         num_threads: number of threads.
         breaker: circuit breaker of the source.
         clock: clock in seconds.
@@ -110,7 +110,7 @@ class SourcePool:
             thread.start()
 
     def ask(self, inquiry: Inquiry) -> bool:
-        """Queue an inquiry; return False where the source is left alone, or too many wait."""
+        """Queue an inquiry; return False where the circuit is open, or the queue is full."""
         self._cut_off()
         if self._is_closed or not self._breaker.allows():
             return False
@@ -121,12 +121,12 @@ class SourcePool:
         return True
 
     def abandon(self, inquiry: Inquiry) -> None:
-        """Stop waiting for an inquiry; its connection is cut off once its time is over."""
+        """Stop waiting for an inquiry; its connection is cut off once its time limit has passed."""
         inquiry.is_abandoned = True
         self._cut_off(inquiry)
 
     def close(self, *, wait: bool = True) -> None:
-        """End the threads, which get a moment to do so where that is waited for."""
+        """End the threads; with `wait`, wait up to `CLOSE_S` for each."""
         self._is_closed = True
         with self._lock:
             for connection in self._running.values():
@@ -135,13 +135,13 @@ class SourcePool:
             try:
                 self._queue.put_nowait(None)
             except queue.Full:
-                # A thread that takes one of those that wait ends as well.
+                # A thread that takes a queued inquiry ends as well.
                 break
         for thread in self._threads if wait else ():
             thread.join(CLOSE_S)
 
     def _cut_off(self, only: Inquiry | None = None) -> None:
-        """Interrupt running inquiries whose time is over: all of them, or one."""
+        """Interrupt running inquiries whose time limit has passed: all of them, or only one."""
         started_by = self._clock() - self._timeout_s
         with self._lock:
             for inquiry, connection in self._running.items():
@@ -171,7 +171,7 @@ class SourcePool:
             connection.close()
 
     def _answer(self, inquiry: Inquiry, connection: SourceConnection) -> SourceConnection:
-        """Answer an inquiry; return its connection, which stays open. It is closed where that fails."""
+        """Answer an inquiry; return the connection, which stays open. On an error the connection is closed."""
         inquiry.started_s = self._clock()
         with self._lock:
             self._running[inquiry] = connection

@@ -1,4 +1,4 @@
-"""The listener to the prefix cache on disk; an engine that publishes KV events has one."""
+"""The observer of the prefix cache on disk; an engine that publishes KV events has one."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Protocol
 
 
 class StoreObserver(Protocol):
-    """Listens to what this engine writes and finds on disk, group and digest of each block; called in either thread.
+    """Receives (group, digest) of blocks that this engine writes to, finds on or deletes from disk; in either thread.
 
-    A reset is not told block by block, nor is what other engines of the folder do.
+    A reset is not reported block by block; changes by other engines of the folder are not reported.
     """
 
     def on_stored(self, blocks: Sequence[tuple[int, bytes]]) -> None: ...

@@ -1,4 +1,4 @@
-"""Gives exported blocks to other engines: a thread that listens, and one for each connection, all bounded."""
+"""Sends exported blocks to other engines: a listener thread, and a thread per connection, with limits on all."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from quire.kvstore.transfer_wire import (
 logger = logging.getLogger(__name__)
 
 MOST_CONNECTIONS = 32
-# Longest silence of a client, and longest time for taking one record.
+# Socket timeout: longest silence of a client, and longest time to send one record.
 IDLE_S = 30.0
 
 
@@ -48,11 +48,11 @@ class TransferServer:
 
     Attributes:
         host, port: address that clients connect to.
-        num_sent, sent_bytes: numbers of records and bytes that were given away.
+        num_sent, sent_bytes: numbers of records and bytes that were sent.
         num_turned_away: number of connections that were refused.
 
     Raises:
-        ConfigError: the address cannot be listened at.
+        ConfigError: the address cannot be bound.
     """
 
     def __init__(self, config: KVTransferConfig, identity: bytes, exports: ExportTable) -> None:
@@ -95,7 +95,7 @@ class TransferServer:
             family = socket.AF_INET6 if ":" in config.kv_ip else socket.AF_INET
             return socket.create_server((config.kv_ip, config.kv_port), family=family, backlog=MOST_CONNECTIONS)
         path = Path(self._path)
-        if path.is_socket():  # of an engine that was killed
+        if path.is_socket():  # left by an engine that was killed
             path.unlink()
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         before = os.umask(0o177)
@@ -113,7 +113,7 @@ class TransferServer:
         while not self._is_closed:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # also of a client that left before it was taken
+            except OSError:  # also if a client disconnected before it was accepted
                 continue
             with self._lock:
                 is_full = len(self._connections) >= MOST_CONNECTIONS

@@ -8,7 +8,7 @@ from quire.scheduling.stats import Metric
 
 
 class TransferStats(NamedTuple):
-    """Counters of the hand-over since the engine's start, and the present size of what is kept for others."""
+    """Counters of the hand-over since the engine's start, and the present size of the exported blocks."""
 
     num_kept: Annotated[int, Metric("Blocks kept for other engines.", "kv_transfer_kept_blocks", "gauge")]
     kept_bytes: Annotated[int, Metric("Bytes of blocks kept for other engines.", "kv_transfer_kept_bytes", "gauge")]

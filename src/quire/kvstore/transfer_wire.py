@@ -10,8 +10,8 @@
                                       <--      "read": for each key the length of its record, 0 for none, and the record
 ```
 
-A proof is a keyed digest of both nonces: both sides know the token. Keys are those of records without the identity,
-which is compared once. All lengths are bounded. Nothing is encrypted.
+A proof is a keyed digest of both nonces: it shows that a side knows the token. Keys are record keys without the
+identity, which is compared once. All lengths are bounded. Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class Greeting(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes) -> Greeting:
-        """Return what a message says.
+        """Return the greeting of an encoded message.
 
         Raises:
-            TransferError: it is of another protocol or version.
+            TransferError: the message is of another protocol or version.
         """
         magic, version, identity, nonce = GREETING.unpack(data)
         if (magic, version) != (MAGIC, VERSION):
@@ -81,10 +81,10 @@ def is_proof(given: bytes, expected: bytes) -> bool:
 
 
 def receive(connection: socket.socket, num_bytes: int) -> bytearray:
-    """Return so many bytes.
+    """Receive exactly `num_bytes` bytes.
 
     Raises:
-        OSError: the connection ended, or nothing came for its time limit.
+        OSError: the connection ended, or no byte came within its timeout.
     """
     data = bytearray(num_bytes)
     view, start = memoryview(data), 0

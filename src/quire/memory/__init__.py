@@ -1,4 +1,4 @@
-"""Memory: who owns which block. Standard library only; usable on its own."""
+"""Memory: the KV cache manager and its block pools. Standard library only; usable on its own."""
 
 from quire.memory.invariants import check
 from quire.memory.manager import KVCacheManager

@@ -1,4 +1,4 @@
-"""Questions about room: whether something would fit, what it would take, what it would release."""
+"""Capacity queries: whether sequences would fit, and the memory that they would take or release."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from quire.memory.tiers.swap import SwapSize
 
 
 class CapacityQueries:
-    """Answers questions about room; a question may cache, and changes no answer and no command.
+    """Capacity queries; a query may cache, but changes no later answer and no later command.
 
     Args:
         tables: block tables of all sequences.
         watermark: slabs (with one group: blocks) that an admission leaves free while other sequences live.
-        num_slabs: slabs that a sequence alone can count on.
+        num_slabs: number of slabs that a sequence alone can have.
     """
 
     __slots__ = ("_known_to_fit", "_num_slabs", "_tables", "_watermark")
@@ -26,20 +26,20 @@ class CapacityQueries:
         self._tables = tables
         self._watermark = watermark
         self._num_slabs = num_slabs
-        # Tokens that a sequence alone was found to have room for: fewer have it too.
+        # Greatest length that was found to fit alone: shorter sequences fit too.
         self._known_to_fit = 0
 
     def can_allocate(
         self, num_tokens: int, hit: PrefixHit, step_tokens: int | None = None, reserved: Sequence[int] = ()
     ) -> AllocStatus:
-        """Say whether a new sequence of `num_tokens` tokens can be opened on a hit and grow to that length.
+        """Return whether a new sequence of `num_tokens` tokens can be opened on a hit and grow to that length.
 
         While other sequences live, `watermark` slabs and the `reserved` blocks must stay free for their growth;
-        alone, a sequence may take everything, so that nothing that fits waits for ever.
+        alone, a sequence may take all memory, so that no sequence that fits waits forever.
 
         Args:
-            num_tokens: tokens to hold, those of the hit included.
-            hit: the prefix to open on.
+            num_tokens: number of tokens to hold, those of the hit included.
+            hit: prefix hit to open on.
             step_tokens: greatest number of tokens that a step appends; None for all. Blocks that leave the window
                 between the steps of a prompt are free for the next.
             reserved: number of blocks of each group that admitted sequences will still ask for.
@@ -53,12 +53,12 @@ class CapacityQueries:
         )
 
     def can_ever_hold(self, num_tokens: int, *, width: int = 1, num_shared: int = 0) -> bool:
-        """Say whether sequences of `num_tokens` tokens could be held at all, by themselves and in the shortest steps.
+        """Return whether sequences of `num_tokens` tokens could be held at all: alone, and one token a step.
 
         Args:
-            num_tokens: that each reaches.
+            num_tokens: length that each sequence reaches.
             width: number of such sequences at once.
-            num_shared: tokens that all of those began with, and hold once.
+            num_shared: length of their common prefix, which is held once.
         """
         if width == 1:
             return self._never_fits(num_tokens) is None
@@ -71,7 +71,7 @@ class CapacityQueries:
 
         Args:
             seq_id: a live sequence that is not swapped out.
-            num_tokens: where it goes.
+            num_tokens: length that the sequence will reach.
             step_tokens: see `can_allocate`.
         """
         state = self._tables.resident(seq_id)
@@ -86,7 +86,7 @@ class CapacityQueries:
         return tuple(missing)
 
     def can_swap_out(self, seq_ids: Sequence[int]) -> AllocStatus:
-        """Say whether the host has room for a family: LATER when others' blocks take it, NEVER when it is too small.
+        """Return whether the host has room for sequences: LATER if other blocks take it, NEVER if it is too small.
 
         Raises:
             ValueError: see `swap_out`.
@@ -100,13 +100,13 @@ class CapacityQueries:
         step_tokens: int | None = None,
         reserved: Sequence[int] = (),
     ) -> AllocStatus:
-        """Say whether a family that is swapped out can come back and grow to some lengths.
+        """Return whether swapped-out sequences can be swapped in together and grow to the given lengths.
 
-        NEVER means: not in these steps, even alone.
+        NEVER: not even alone, with steps of `step_tokens`.
 
         Args:
             seq_ids: the sequences.
-            num_tokens: tokens that each is to hold.
+            num_tokens: length that each sequence reaches.
             step_tokens, reserved: see `can_allocate`.
 
         Raises:
@@ -117,7 +117,7 @@ class CapacityQueries:
         return swap.check_swap_in(self._tables, states, num_tokens, step_tokens, *others, self._num_slabs)
 
     def swap_size(self, seq_ids: Sequence[int]) -> SwapSize:
-        """Return the size of the copies that would swap siblings, out or in, at present.
+        """Return the size of the copies that would swap the sequences, out or in, at present.
 
         Raises:
             ValueError: see `swap_out` and `swap_in`.
@@ -126,7 +126,7 @@ class CapacityQueries:
         return swap.measure_swap(self._tables, self._tables.siblings(seq_ids, tier), tier)
 
     def would_release(self, seq_ids: Sequence[int]) -> Release:
-        """Return the memory that only some live sequences hold, and the tokens that releasing them would lose."""
+        """Return the memory that releasing these sequences would free, and the computed tokens it would lose."""
         return measure_release(self._tables.groups, [self._tables.sequences[seq_id] for seq_id in seq_ids])
 
     def _never_fits(self, num_tokens: int) -> AllocStatus | None:
@@ -138,7 +138,7 @@ class CapacityQueries:
         return refusal
 
     def _reserved_for_others(self, reserved: Sequence[int]) -> tuple[Sequence[int], int]:
-        """Return the blocks of each group, and the slabs, that stay free for sequences that hold blocks of the device.
+        """Return the blocks of each group, and the slabs, that stay free for sequences on the device.
 
         The watermark is in slabs, so that it is a share of the bytes: a state has the bytes of hundreds of blocks.
         """

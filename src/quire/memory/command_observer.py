@@ -1,4 +1,4 @@
-"""The interface of what is told of every command that a memory manager is given."""
+"""The interface of observers of a memory manager's commands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.memory.sequence_blocks import SequenceBlocks
 class CommandObserver(Protocol):
     """Receives each command after it took effect; arguments are those of `KVCacheManager`'s method.
 
-    A command that raised changed nothing, and is not reported. An observer changes nothing either.
+    A command that raised an error changed nothing, and is not reported. An observer changes nothing either.
     """
 
     def allocated(self, seq_id: int, chain: TokenChain, hit: PrefixHit) -> None: ...
@@ -22,7 +22,7 @@ class CommandObserver(Protocol):
     def appended(
         self, seq_ids: Sequence[int], num_tokens: int, lookahead: int, num_granted: int, *, atomic: bool
     ) -> None:
-        """`num_granted` sequences, the first ones, have their slots."""
+        """The first `num_granted` sequences got their slots."""
 
     def forked(self, parent_id: int, child_id: int, num_slots: int) -> None: ...
 
@@ -32,7 +32,7 @@ class CommandObserver(Protocol):
         """The sequence had `num_before` published blocks before, and has `state.num_published` now."""
 
     def freed(self, seq_id: int, state: SequenceBlocks, *, retain: bool, tail: NodePosition | None) -> None:
-        """`tail` is where the tokens of the last, partly filled block are published; None where they are not."""
+        """`tail` is the tree position of the partly filled last block's tokens; None where they are not published."""
 
     def swapped_out(self, seq_ids: Sequence[int]) -> None: ...
 
@@ -51,6 +51,6 @@ class CommandObserver(Protocol):
     def deltas_taken(self, seq_ids: Sequence[int], deltas: Sequence[tuple[TableDelta, ...]]) -> None: ...
 
     def close(self) -> None:
-        """Release what the observer holds; memory may go on, unobserved."""
+        """Release the observer's resources; later commands are not observed."""
 
     def loads_published(self, chain: TokenChain, num_blocks: int, fetched: Sequence[FetchedBlock]) -> None: ...

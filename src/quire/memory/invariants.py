@@ -1,4 +1,4 @@
-"""Every invariant of memory, checked by looking at everything: for tests and a suspicious mind, not for each step."""
+"""Full checks of all invariants of the memory manager: for tests and debugging, too slow for each step."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _blocks_of_slabs(arena: Arena, group_idx: int) -> list[int]:
 
 
 def _check_slabs(arena: Arena) -> None:
-    """M1: a slab is free or belongs to one group, which uses or has cached some of its blocks; its counts are right."""
+    """M1: a slab is free or belongs to one group, with used or idle blocks of it in the slab; its counts are right."""
     if len(arena.pools) == 1:
         return
     slabs = sorted([*arena.free_slabs, *(slab for group in arena.group_slabs for slab in group.slabs())])
@@ -154,7 +154,7 @@ def _check_slabs(arena: Arena) -> None:
 
 
 def _check_retention(arena: Arena) -> None:
-    """M1: blocks with the hint are published and within the limit, and the idle ones go last."""
+    """M1: retained blocks are published and within the limit, and the idle ones are evicted last."""
     retention = arena.retention
     hints = set(retention.hints())
     num_bytes = sum(arena.layout.block_bytes[idx] for idx, _ in hints)
@@ -274,7 +274,7 @@ def _is_media(entries: bytes, block_size: int) -> bool:
 
 
 def _check_table(group: CacheGroup, seq_id: int, state: SequenceBlocks, group_idx: int, table: list[int]) -> None:
-    """M3: what is written next is private. M5: only the dead are null entries. M6: lengths agree."""
+    """M3: blocks to be written are private. M5: only dead blocks are null entries. M6: lengths agree."""
     pool, size, computed = group.pool, group.spec.block_size, state.num_computed
     num_skipped = state.num_skipped[group_idx]
     if len(table) != group.spec.num_blocks(state.num_slots):
@@ -297,12 +297,12 @@ def _check_places(
 ) -> None:
     """M5: live blocks hold the sequence's tokens.
 
-    A state need not be published; one that is sums up whole blocks, and no more tokens than are computed.
+    A state need not be published; a published one covers whole blocks, and no more tokens than are computed.
     """
     size, is_recurrent = group.spec.block_size, group.spec.is_recurrent
     chain, index = state.chain, group.pool.index
     chain.encode(state.num_published)
-    # Searched again, because earlier results of the chain may be wrong.
+    # Matched again with a fresh chain, because the chain's cursor may be wrong.
     found = index.published(chain.fresh(), 0, state.num_published)
     for i in range(state.num_skipped[group_idx], len(table) if is_recurrent else state.num_published):
         if table[i] not in index:

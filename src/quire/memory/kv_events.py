@@ -1,11 +1,11 @@
-"""KV events: what a manager publishes and withdraws, for those who route requests by the contents of caches.
+"""KV events: the blocks that a manager publishes and withdraws, for cache-aware request routers.
 
-Each position of the prefix tree where a pool publishes a block, or withdraws one, gives an event, in order. So who
+Publishing a block at a position of the prefix tree, or withdrawing one, gives an event, in order. So a consumer that
 applies all events, from an empty cache or from a snapshot on, knows the published blocks of every group and tier:
 
 ```
  BlockStored([h0, h1], parent None, tokens)   the first two blocks of a prompt
- BlockStored([h2], parent h1, tokens)         the block behind them
+ BlockStored([h2], parent h1, tokens)         the block after them
  BlockRemoved([h2])                           it was evicted
  AllBlocksCleared()                           the cache was reset
 ```
@@ -33,7 +33,7 @@ MEDIA = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.DISK: "STORAGE"}
 # The first item of the extra key of a tenant; that of media is a digest.
 TENANT = "tenant"
 
-# A salt; a tenant behind `TENANT`; or the digest of media with the position, from the block's start, where they begin.
+# A salt; (`TENANT`, tenant); or (digest of media, their first position relative to the block's start).
 ExtraKey = str | tuple[str, str | int]
 # The extra keys of each block, None for a block without any.
 ExtraKeys = tuple[tuple[ExtraKey, ...] | None, ...]
@@ -44,16 +44,16 @@ class BlockStored(NamedTuple):
 
     Args:
         block_hashes: hash of each block.
-        parent_block_hash: hash of the block before the first; None where a namespace begins.
+        parent_block_hash: hash of the block before the first; None for the first block of a namespace.
         tokens: token ids of all blocks, 4 bytes each, little endian on all supported machines.
-        block_size: tokens of each block; fewer than the cache's for a tail.
+        block_size: number of tokens of each block; fewer than the cache's block size for a tail.
         medium: tier of the blocks.
         group_idx: cache group of the blocks.
         adapter: adapter with which they were computed.
-        extra_keys: salt, tenant and media of each block; None where there are none. The salt and the tenant are at the
-            first block of a namespace.
-        kind: kind of the group's cache.
-        window: tokens of its window or chunk, None without one.
+        extra_keys: salt, tenant and media of each block; None where no block has any. Only the first block of a
+            namespace has the salt and the tenant.
+        kind: vLLM's name for the kind of the group's cache.
+        window: number of tokens of its window or chunk; None for the other kinds.
     """
 
     block_hashes: tuple[int, ...]
@@ -134,7 +134,7 @@ def _kind_of(spec: KVCacheSpec) -> tuple[str, int | None]:
 
 
 class _Removal:
-    """Blocks that were withdrawn one after the other from a pool, which become one event.
+    """Blocks that a pool withdrew one after the other, for one `BlockRemoved` event.
 
     Args:
         digests: digests of the blocks.
@@ -155,7 +155,7 @@ class KVEventCollector:
 
     Args:
         manager: memory manager; its pools report to the collector from now on.
-        adapter_name: name of the adapter with a digest.
+        adapter_name: returns the name of the adapter with a digest.
     """
 
     def __init__(self, manager: KVCacheManager, adapter_name: Callable[[str], str] = str) -> None:
@@ -188,9 +188,9 @@ class KVEventCollector:
         return events
 
     def snapshot(self) -> list[KVEvent]:
-        """Return events that stand for all published blocks, the first of which clears what was known before.
+        """Return an `AllBlocksCleared`, then events that store all published blocks.
 
-        Events that were not taken yet are part of it, and need not be applied.
+        The snapshot includes events that were not taken yet; they need not be applied.
         """
         found: list[KVEvent] = [AllBlocksCleared()]
         for node in self._manager.tree.nodes():
@@ -288,7 +288,7 @@ class _PoolPublications:
 
 
 def _extra_keys(node: RadixNode, position: int, namespace: Namespace) -> tuple[ExtraKey, ...] | None:
-    """Return what a block depends on besides its tokens and the blocks before it."""
+    """Return the salt, tenant and media that a block depends on, in addition to its tokens and earlier blocks."""
     keys: list[ExtraKey] = [(span.digest.hex(), span.start) for span in read_entries(node.entries.get(position, b""))]
     if node.first + position == 0:
         if namespace.cache_salt is not None:

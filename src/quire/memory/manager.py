@@ -1,8 +1,8 @@
 """The KV cache manager: block tables over shared, forked, published and evicted blocks.
 
-It knows ids, tokens and counts; it moves no bytes. Questions (`match_prefix`, `capacity`, `usage`) may cache (a match
-keeps the encoded tokens and a cursor in the chain), but change no block and no later answer. Commands happen wholly or
-not at all (M7), and the same commands always give the same ids (M10).
+It handles block ids, tokens and counts; it moves no bytes. Queries (`match_prefix`, `capacity`, `usage`) may cache (a
+match keeps the encoded tokens and a cursor in the chain), but change no block and no later answer. Commands are atomic
+(M7) and deterministic: the same commands always give the same block ids (M10).
 
 ```
  tokens   |<-- hit -->|<-- computed -->|<-- slots reserved, KV not written -->|
@@ -46,25 +46,25 @@ class KVCacheManager:
 
     Args:
         specs: one for each cache group; all with the same block size.
-        num_blocks: usable blocks, for one group; for several with blocks of the same bytes, so many for each of them,
-            but shared by all. Or:
-        num_bytes: the memory that all groups share, the null block included.
+        num_blocks: number of usable blocks. Several groups with blocks of the same bytes share a pool of this number
+            times the number of groups. Or:
+        num_bytes: bytes of the memory that all groups share, the null block included.
         watermark: slabs (with one group: blocks) that an admission leaves free while other sequences live.
-        enable_prefix_caching: publish full blocks and find them again.
+        enable_prefix_caching: True to publish full blocks in the prefix index, where later sequences hit them.
         eviction: a name in `EVICTION_POLICIES`.
-        pin_limit: slabs (with one group: blocks) that pinned prefixes may fill; nothing may count on those.
-        snapshot_interval: tokens, a multiple of the block size: a group of states publishes one every so often.
-        host_bytes: the memory of the host tier, its null block included; 0 for none.
-        retention_limit: slabs (with one group: blocks) whose bytes blocks with the hint to evict them last may fill.
-        has_disk: True where blocks that the host evicts are saved to disk; see `archive`.
-        key: a secret for the digests, at most 64 bytes.
+        pin_limit: slabs (with one group: blocks) that pinned prefixes may fill; capacity checks do not count on those.
+        snapshot_interval: number of tokens between state snapshots of recurrent groups, a multiple of the block size.
+        host_bytes: bytes of the host tier, its null block included; 0 for no host tier.
+        retention_limit: slabs (with one group: blocks) whose bytes retained blocks, which are evicted last, may fill.
+        has_disk: True where blocks that the host tier evicts are saved to disk; see `archive`.
+        key: secret for the digests, at most 64 bytes.
 
     Attributes:
-        capacity: questions about room.
-        rollback: questions about how far a sequence can be truncated.
-        pins: the pinned prefixes.
-        archive: commands of the disk tier; None without one.
-        lost_copies: commands after a failed step.
+        capacity: queries about available memory.
+        rollback: queries about how far a sequence can be truncated.
+        pins: pinned prefixes.
+        archive: commands of the disk tier; None without a disk tier.
+        lost_copies: commands that unpublish the targets of a failed step's copies.
         tables: block tables of all sequences; `tables.observer` receives every command.
 
     Invariants: M1 to M11, checked by `quire.memory.invariants.check`.
@@ -92,7 +92,7 @@ class KVCacheManager:
         self.block_size = sizes.pop()
         block_bytes = [spec.bytes_per_block for spec in specs]
         policy = EVICTION_POLICIES[eviction]
-        # All groups of tokens publish the same blocks: one of them notes what comes after a block.
+        # All token groups publish the same tree positions: one pool's index is enough to record their children.
         child_index_pool = next((idx for idx, spec in enumerate(specs) if not spec.is_recurrent), None)
         self.tree = RadixTree(self.block_size, len(specs) * (2 if host_bytes else 1), child_index_pool)
         self.arena = build_arena(block_bytes, num_blocks, num_bytes, policy, self.tree, retention_limit=retention_limit)
@@ -114,15 +114,15 @@ class KVCacheManager:
     # ---- questions ----
 
     def chain(self, tokens: list[int], namespace: Namespace, media: Sequence[MediaSpan] = ()) -> TokenChain:
-        """Return a chain over `tokens` for the other verbs; see `TokenChain` for who owns the list."""
+        """Return a chain over `tokens` for the other methods; see `TokenChain` for the ownership of the list."""
         return TokenChain(tokens, root_of(namespace, self._key), self.block_size, media)
 
     def match_prefix(self, chain: TokenChain, max_tokens: int | None = None) -> PrefixHit:
-        """Find the longest usable published prefix, over all groups and tiers: whole blocks, and part of one more.
+        """Find the longest prefix cache hit over all groups and tiers: whole blocks, and part of one more.
 
         Args:
-            chain: the sequence's tokens; at least one of them is left to compute.
-            max_tokens: reuse at most so many tokens (prompt log probabilities need the logits of the rest).
+            chain: the sequence's tokens; the hit leaves at least one of them to compute.
+            max_tokens: greatest number of tokens of the hit (prompt log probabilities need the logits of the rest).
         """
         if not self.enable_prefix_caching:
             return PrefixHit(0, ((),) * len(self.groups), HitEnd.LIMIT, None, self.tables.version)
@@ -133,16 +133,16 @@ class KVCacheManager:
     def step_limit(self, seq_id: int, num_tokens: int) -> int:
         """Return how many of a live sequence's next tokens may be computed in one step.
 
-        A step that went past the next snapshot of its state would leave none there; without groups of states, all.
+        With recurrent groups a step ends at the next snapshot point at the latest; without them it may have all tokens.
 
         Args:
             seq_id: a live sequence.
-            num_tokens: tokens behind those that have slots.
+            num_tokens: number of tokens after those that have slots.
         """
         return self._publication.step_limit(self.sequences[seq_id], num_tokens)
 
     def is_snapshot_pending(self, seq_id: int) -> bool:
-        """Return whether a live sequence's states are to be stored before a step goes on from its present slots."""
+        """Return whether a snapshot of a live sequence's states is due before a step extends its present slots."""
         return self._publication.is_snapshot_pending(self.sequences[seq_id])
 
     def block_table(self, seq_id: int, group_idx: int = 0) -> tuple[int, ...]:
@@ -156,15 +156,15 @@ class KVCacheManager:
     # ---- commands ----
 
     def allocate(self, seq_id: int, chain: TokenChain, hit: PrefixHit) -> None:
-        """Open a sequence on a hit: its slots are those of the hit, all computed; what is on the host is copied.
+        """Open a sequence on a hit: its slots are those of the hit, all computed; blocks on the host are copied.
 
         The chain's tokens at this moment are its prompt: a snapshot of states is taken close to their end.
 
-        A block that the hit uses in part is shared like the others; `append_slots` has it copied before it is written.
+        A block that the hit uses in part is shared like the others; `append_slots` copies it on write.
 
         Raises:
-            ValueError: the sequence is live already, the hit is older than another command, or the device has no
-                room for what would be copied, which `can_allocate` counts.
+            ValueError: the sequence is live already, a command ran after `match_prefix`, or the device has no room for
+                the blocks to load from the host, which `can_allocate` counts.
         """
         if seq_id in self.sequences:
             raise ValueError(f"seq_id must not be the ID of a live sequence, got {seq_id}")
@@ -187,18 +187,18 @@ class KVCacheManager:
     ) -> int:
         """Give sequences, one after the other, slots for more tokens in every group, up to the first that lacks blocks.
 
-        Before the tail block is written (M3), it is copied where it is shared; where this sequence is its last
-        holder and it is published (after `truncate`), it leaves the prefix index instead. States are written by
-        every step; with a lookahead they are held as they are, which takes a block for each.
+        Before the tail block is written (M3), it is copied if it is shared (copy-on-write); if this sequence is its
+        last holder and it is published (after `truncate`), it leaves the prefix index instead. Every step overwrites
+        the recurrent states; with a lookahead the present states are kept as a backup, one more block for each.
 
         Args:
             seq_ids: live sequences on the device, all different.
-            num_tokens: tokens of each sequence that will be computed.
-            lookahead: further tokens, of which verification may reject some; `truncate` takes their slots back.
-            atomic: give one slot to all sequences, none of which looks ahead, or to none of them.
+            num_tokens: number of tokens of each sequence that will be computed.
+            lookahead: number of further slots, for draft tokens that may be rejected; `truncate` takes them back.
+            atomic: True to give one slot to all sequences, none of which has lookahead slots, or to none of them.
 
         Returns:
-            Number of sequences, from the first on, that have their slots. The others are as they were.
+            Number of leading sequences of `seq_ids` that got their slots. The others are unchanged.
 
         Raises:
             ValueError: fewer than one token, a negative lookahead, more than one token with `atomic`, or a sequence is
@@ -214,15 +214,15 @@ class KVCacheManager:
 
         Args:
             parent_id: a live sequence whose slots are all computed.
-            child_id: the new sequence.
-            child_tokens: the child's own list, starting with the parent's computed tokens.
+            child_id: id of the new sequence.
+            child_tokens: the child's own list (not the parent's), starting with the parent's computed tokens.
 
         Returns:
             The child's chain.
 
         Raises:
-            ValueError: the child is live already, the parent is swapped out, or it has slots that are not written yet
-                (both would write to them).
+            ValueError: the child is live already, the parent is swapped out, or the parent has unwritten slots (both
+                sequences would write to them).
         """
         child = self.tables.fork(parent_id, child_id, child_tokens)
         if self.tables.observer is not None:
@@ -234,8 +234,8 @@ class KVCacheManager:
 
         Args:
             seq_id: a live sequence on the device.
-            num_tokens: number of slots to keep, from `rollback.limit` to the present number. With recurrent groups one
-                of these two: no state was stored for the lengths between them.
+            num_tokens: number of slots to keep, from `rollback.limit` to the present number. With recurrent groups only
+                these two: no state was stored for the lengths between them.
 
         Raises:
             ValueError: a number of slots that is not allowed, or the sequence is swapped out.
@@ -245,18 +245,18 @@ class KVCacheManager:
     def publish(self, seq_id: int, num_computed: int) -> None:
         """Record that the KV of the first `num_computed` tokens is stored and verified; publish the full blocks.
 
-        A block whose identity is published already is a duplicate: the table takes the published one, and the
-        duplicate is released. So are blocks that no later token reads, which null entries replace.
+        A block whose tokens are published already is a duplicate: the block table takes the published block, and the
+        duplicate is released. Blocks out of the window are released too, and null entries replace them.
         States are published where a snapshot is due and all slots are computed.
 
         Raises:
-            ValueError: `num_computed` shrinks, or exceeds the slots or the tokens; states looked ahead, and it is less
-                than all slots: no state was kept there; or the sequence is swapped out.
+            ValueError: `num_computed` shrinks, or exceeds the slots or the tokens; the sequence has recurrent states
+                with lookahead slots, and not all slots are computed; or the sequence is swapped out.
         """
         self.publish_each({seq_id: num_computed})
 
     def publish_each(self, num_computed: Mapping[int, int]) -> None:
-        """Publish several sequences in turn, given with their numbers of computed tokens; see `publish`."""
+        """Publish several sequences in turn; `num_computed` has their numbers of computed tokens; see `publish`."""
         sequences, observer = self.sequences, self.tables.observer
         for seq_id, count in num_computed.items():
             state = sequences[seq_id]
@@ -273,18 +273,18 @@ class KVCacheManager:
                 observer.published(seq_id, state, num_before)
 
     def publish_next(self, seq_ids: Sequence[int]) -> None:
-        """Publish sequences, different ones, of each of which one more token is computed; see `publish`."""
+        """Publish distinct sequences after one more token of each was computed; see `publish`."""
         self.publish_each(self._publication.add_computed(seq_ids))
 
     def free(self, seq_id: int, *, retain: bool = False, is_sound: bool = True) -> None:
-        """Release a sequence; of its published blocks the tail becomes evictable before the head.
+        """Release a sequence's blocks; the tail of its published blocks is evicted before the head.
 
         Its partly filled last block is published too, as a tail, unless a published block has its tokens already.
 
         Args:
             seq_id: a live sequence.
-            retain: have its published blocks evicted after those without this hint, within `retention_limit`.
-            is_sound: False when it ends because a step failed: copies that were asked for may not have been made.
+            retain: True to evict its published blocks after all blocks that are not retained, within `retention_limit`.
+            is_sound: False when it ends because a step failed: requested block copies may not have been made.
         """
         state = self.sequences.pop(seq_id)
         self.tables.version += 1
@@ -302,21 +302,21 @@ class KVCacheManager:
             self.tables.observer.freed(seq_id, state, retain=retain, tail=tail)
 
     def swap_out(self, seq_ids: Sequence[int]) -> None:
-        """Move a family to the host: each of its blocks once, sharing preserved (M8).
+        """Swap sequences out to the host: each block is copied once, and stays shared among them (M8).
 
-        What is published stays so, on both tiers, until it is evicted. Until it comes back, a sequence can only be
-        freed.
+        Published blocks stay published, on both tiers, until they are evicted. A swapped-out sequence can only be
+        swapped in or freed.
 
         Args:
             seq_ids: live sequences, all of whose slots are computed.
 
         Raises:
-            ValueError: one is swapped out, is named twice or has unwritten slots; or `can_swap_out` does not say OK.
+            ValueError: one is swapped out, is named twice or has unwritten slots; or `can_swap_out` is not OK.
         """
         swap.swap_out(self.tables, seq_ids)
 
     def swap_in(self, seq_ids: Sequence[int]) -> None:
-        """Bring sequences back that are swapped out; what is published on the device is taken from there.
+        """Swap sequences in from the host; blocks that are still published on the device are shared, not copied.
 
         Raises:
             ValueError: one is not swapped out or is named twice, or the device has no room for them.
@@ -324,7 +324,7 @@ class KVCacheManager:
         swap.swap_in(self.tables, seq_ids, self.windowed_groups)
 
     def reset_prefix_cache(self) -> None:
-        """Unpublish all blocks, also while sequences run; idle blocks are free at once.
+        """Remove all blocks from the prefix index, also while sequences run; idle blocks are free at once.
 
         Live sequences keep their blocks and stop publishing, since their later blocks depend on the earlier ones. Pins
         are removed, too.
@@ -338,10 +338,10 @@ class KVCacheManager:
             self.tables.observer.was_reset()
 
     def pin(self, name: str, chain: TokenChain) -> int:
-        """Hold the longest published prefix of whole blocks of a chain until `unpin`; it may have all tokens.
+        """Hold the longest published prefix of whole blocks of a chain until `unpin`; it may include the last token.
 
         Returns:
-            The tokens that are pinned; 0, and nothing changed, when there are none or `pin_limit` allows no more.
+            The number of pinned tokens; 0, with nothing changed, if there are none or `pin_limit` would be exceeded.
 
         Raises:
             ValueError: the name is in use.
@@ -354,14 +354,14 @@ class KVCacheManager:
         return num_tokens
 
     def unpin(self, name: str) -> None:
-        """Let go of a pinned prefix: its blocks are idle again when no sequence holds them."""
+        """Release a pinned prefix: its blocks are idle again when no sequence holds them."""
         self.pins.remove(name)
         self.tables.version += 1
         if self.tables.observer is not None:
             self.tables.observer.unpinned(name)
 
     def take_ops(self) -> MemoryOps:
-        """Hand over the movements that the workers must make before this step's kernels."""
+        """Return, and forget, the block copies and saves that the workers must make before this step's kernels."""
         copies, self.tables.pending_copies = tuple(self.tables.pending_copies), []
         saves = () if self.archive is None else self.archive.take_saves()
         ops = MemoryOps(copies, saves) if copies else NO_OPS
@@ -370,7 +370,7 @@ class KVCacheManager:
         return ops
 
     def take_table_deltas(self, seq_ids: Iterable[int]) -> list[tuple[TableDelta, ...]]:
-        """Hand over, for each of some sequences, the table entries that changed since the last call for it."""
+        """Return for each sequence the block table entries that changed since the last call for that sequence."""
         seq_ids = tuple(seq_ids)
         states = map(self.sequences.__getitem__, seq_ids)
         deltas = [_take_deltas(state) if state.is_dirty else () for state in states]

@@ -18,7 +18,7 @@ class Pins:
     Args:
         arena: arena of the blocks.
         limit: greatest number of slabs (with one group: blocks) that pinned blocks fill, packed densely. Sequences that
-            would not fit in the rest are refused from the start, so that pins never block a sequence without end.
+            would not fit in the rest are refused from the start, so that pins never block a sequence forever.
 
     Invariants: M2 counts pins.
     """
@@ -52,11 +52,11 @@ class Pins:
             yield from tables[group_idx]
 
     def can_add(self, block_ids: Sequence[Sequence[int]]) -> bool:
-        """Return whether the limit allows further blocks, given for each group."""
+        """Return whether the limit allows the further blocks `block_ids`, one list for each group."""
         return self.num_filled(block_ids) <= self.limit
 
     def num_filled(self, block_ids: Sequence[Sequence[int]] = ()) -> int:
-        """Return the number of slabs that pinned blocks fill, together with further ones, given for each group."""
+        """Return the number of slabs that pinned blocks and the further blocks `block_ids` of each group fill."""
         return sum(
             self._arena.num_slabs_for(idx, len({*self.blocks(idx), *blocks} - {NULL_BLOCK}))
             for idx, blocks in enumerate(block_ids or ((),) * len(self._arena.pools))

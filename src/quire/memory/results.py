@@ -1,4 +1,4 @@
-"""Values that memory returns: verdicts, prefix hits with the reasons of their end, operations for the data plane."""
+"""Values that the memory manager returns: verdicts, prefix hits, block copies for the data plane."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class AllocStatus(NamedTuple):
 
     Args:
         verdict: OK, LATER or NEVER.
-        group_idx: index of the cache group that limits.
+        group_idx: index of the limiting cache group.
         needed: number of blocks of that group that are needed; for LATER beyond the hit, and with those reserved.
         available: number of blocks that could be taken: now, with the watermark left free (OK, LATER), or ever (NEVER).
     """
@@ -41,7 +41,7 @@ class HitEnd(Enum):
     LIMIT = "prefix caching is off, or the request limits how much is reused"
     LAST_TOKEN = "at least one token must be computed"
 
-    # Members are compared by identity, and `Enum`'s own hash is a call of Python.
+    # Members are compared by identity, and `Enum`'s own hash is a Python-level call.
     __hash__ = object.__hash__
 
     @property
@@ -179,7 +179,7 @@ class StoredBlock(NamedTuple):
     Args:
         group_idx: index of the cache group.
         digest: identity of the block.
-        tokens: content of the block: its token ids, then its media entry.
+        tokens: content of the block: its token ids, then its media entries.
         parent: identity of the block before it, or of the namespace.
     """
 
@@ -251,7 +251,7 @@ def joined(parts: Iterable[MemoryOps]) -> MemoryOps:
     copies: list[BlockCopy] = []
     saves: list[StoredBlock] = []
     for part in parts:
-        # A copy to disk names its block by the number in `saves`.
+        # A copy to disk names its block by its index in `saves`.
         first = len(saves)
         copies += (
             copy._replace(dst_id=first + copy.dst_id) if copy.dst_tier is Tier.DISK else copy for copy in part.copies

@@ -1,4 +1,4 @@
-"""One live sequence in memory: its block tables, and the numbers of tokens with slots, computed and published."""
+"""One live sequence: its block tables, and its numbers of slots, computed tokens and published blocks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quire.memory.results import BlockCopy, Tier
 
 
 class StateBackup(NamedTuple):
-    """Recurrent states that are held so that a sequence can go back to them.
+    """Recurrent states that are held so that a sequence can be rolled back to them.
 
     Args:
         num_tokens: number of tokens that the states include.
@@ -29,8 +29,8 @@ class SequenceBlocks:
         is_publishing: False where full blocks do not enter the prefix index: caching is off, or was reset since.
 
     Attributes:
-        tables: block ids of each group; blocks out of the window are null entries, as are all but the last of a
-            recurrent group. Empty while the sequence is swapped out.
+        tables: block table of each group; blocks out of the window are null entries, as are all but the last entry of
+            a recurrent group. Empty while the sequence is swapped out.
         host_tables: block ids of the host tier while the sequence is swapped out, else None.
         num_skipped: number of leading null entries of each group.
         num_slots: number of tokens with a slot.
@@ -38,16 +38,16 @@ class SequenceBlocks:
         num_published: number of leading blocks that are published, or were when they filled.
         is_publishing: False once a digest of the chain collides; no later block is published.
         next_publish_at: least `num_computed` at which a block is published, or leaves the window.
-        snapshot_points: lengths at which snapshots of states are taken besides the regular ones.
+        snapshot_points: lengths at which snapshots of states are taken in addition to the regular ones.
         branch_points: numbers of blocks after which the next prompt may continue or diverge: the longest possible hit
             of this prompt, and where it diverged from the tree. Blocks that are read there are not evicted first.
-        opened_on: length of the snapshots that the sequence opened on, until a later one of its own supersedes them;
-            else 0.
+        opened_on: length of the snapshots that the sequence started from, until a later snapshot of its own supersedes
+            them; else 0.
         regular_snapshot: length of its last regular snapshots, with the same rule.
-        checkpoint: states from before the lookahead slots; None without them.
+        checkpoint: state backup from before the lookahead slots; None without lookahead slots.
         tail_is_private: True where the partly filled last block is known to have no other holder and not to be
             published; only `fork` and `truncate` change it.
-        dirty_from: first table entry of each group that the data plane does not know.
+        dirty_from: first block table entry of each group that the data plane does not have yet.
         is_dirty: True where there is such an entry.
     """
 
@@ -119,7 +119,7 @@ class SequenceBlocks:
             held[move.group_idx] = move.dst_id
 
     def fork(self, chain: TokenChain) -> SequenceBlocks:
-        """Return a child with the same tables and counters; the caller counts the new holders."""
+        """Return a child with the same tables and counters; the caller increments the reference counts."""
         child = SequenceBlocks(chain, len(self.tables), is_publishing=self.is_publishing)
         child.tables = [table.copy() for table in self.tables]
         child.num_skipped = self.num_skipped.copy()

@@ -1,6 +1,6 @@
-"""The kinds of cache of layer groups, as pure functions of token counts.
+"""The cache kinds of layer groups (full attention, window, chunks, state), as pure functions of token counts.
 
-The manager asks a spec and never looks at its kind. With `n` tokens computed, the next query stands at position `n`:
+The manager calls a spec's methods and never checks its type. With `n` tokens computed, the next query has position `n`:
 
 ```
  tokens   |<-- dead -->|<-- live: [first_live_token(n), n) -->| n
@@ -9,7 +9,7 @@ The manager asks a spec and never looks at its kind. With `n` tokens computed, t
 
 A block is dead once all its tokens are. Dead tokens are never read again.
 
-A recurrent state includes all tokens in one block, which growth moves to the last entry of the table:
+A recurrent state covers all tokens in one block, which is always the last entry of the block table:
 
 ```
  blocks   [ null ][ null ][ null ][ null ][ null ][ state after n tokens ]
@@ -37,7 +37,7 @@ class PublishedRun(Protocol):
 
 
 class KVCacheSpec(Protocol):
-    """The questions that the manager asks of every kind of cache."""
+    """The methods of every kind of cache."""
 
     @property
     def block_size(self) -> int:
@@ -51,14 +51,14 @@ class KVCacheSpec(Protocol):
         """Return the length of the block table that holds `num_tokens` tokens, null entries included."""
 
     def first_live_token(self, num_tokens: int) -> int:
-        """Return the first token that is still read when `num_tokens` tokens are computed; never falls."""
+        """Return the first token that is still read when `num_tokens` tokens are computed; it never decreases."""
 
     def freed_after(self, block_idx: int) -> int:
-        """Return how many tokens must be computed for a block to be dead; `NEVER_FREED` when none suffice."""
+        """Return the number of computed tokens from which on a block is dead; `NEVER_FREED` if it never is."""
 
     @property
     def period(self) -> int:
-        """Blocks after which the way in which live tokens lie in blocks repeats."""
+        """Number of blocks after which the alignment of live tokens to blocks repeats."""
 
     def peak_blocks(self, num_tokens: int, step_tokens: int) -> int:
         """Return the most blocks held at once on the way to `num_tokens` tokens, `step_tokens` a step at most."""
@@ -68,20 +68,20 @@ class KVCacheSpec(Protocol):
 
     @property
     def is_recurrent(self) -> bool:
-        """True for a state: the last block is all there is, every step writes it, and growth takes it along."""
+        """True for a recurrent state: one block, the table's last entry, which every step overwrites."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSpec:
-    """The part that all caches of tokens share.
+    """The base of all caches that store keys and values of tokens.
 
     Args:
         block_size: tokens of a block.
         num_layers: layers that share the block table.
         num_kv_heads: KV heads of a layer (the real ones of a grouped-query model).
-        head_dim: values of a head.
-        element_bytes: bytes of one value.
-        scale_bytes: bytes of the scale of each token's keys, and of its values, of a head; 0 without one.
+        head_dim: number of elements of a head.
+        element_bytes: bytes of one element.
+        scale_bytes: bytes of the quantization scale of a token's K, and of its V, in one head; 0 without scales.
     """
 
     block_size: int
@@ -104,7 +104,7 @@ class TokenSpec:
 
     @property
     def period(self) -> int:
-        """1: a block later, the live tokens begin one block further."""
+        """1: live tokens are aligned to blocks in the same way after each block."""
         return 1
 
     def num_blocks(self, num_tokens: int) -> int:
@@ -148,14 +148,14 @@ class SlidingWindow(TokenSpec):
         return max(0, num_tokens - self.window + 1)
 
     def freed_after(self, block_idx: int) -> int:
-        """Return the length at which the next query's window lies right of the block."""
+        """Return the number of tokens at which the next query's window begins after the block."""
         return (block_idx + 1) * self.block_size + self.window - 1
 
     def peak_blocks(self, num_tokens: int, step_tokens: int) -> int:
-        """Return the blocks that `window - 1` tokens and a step touch at most, wherever they lie.
+        """Return the most blocks that `window - 1` tokens and a step touch, in any alignment to blocks.
 
-        A run of `L` tokens touches at most `ceil((L - 1) / block_size) + 1` blocks; it does as soon as that many
-        blocks exist.
+        A run of `L` tokens touches at most `ceil((L - 1) / block_size) + 1` blocks; the maximum is reached as soon as
+        that many blocks exist.
         """
         run = self.window - 1 + step_tokens
         return min(self.num_blocks(num_tokens), -(-(run - 1) // self.block_size) + 1)
@@ -177,7 +177,7 @@ class ChunkedLocal(TokenSpec):
 
     @property
     def period(self) -> int:
-        """Number of blocks up to the next chunk that starts with a block."""
+        """Number of blocks from one chunk that starts at a block boundary to the next such chunk."""
         return math.lcm(self.chunk, self.block_size) // self.block_size
 
     def first_live_token(self, num_tokens: int) -> int:
@@ -185,14 +185,14 @@ class ChunkedLocal(TokenSpec):
         return num_tokens // self.chunk * self.chunk
 
     def freed_after(self, block_idx: int) -> int:
-        """Return the first start of a chunk that lies right of the block."""
+        """Return the first start of a chunk at or after the end of the block."""
         return -(-(block_idx + 1) * self.block_size // self.chunk) * self.chunk
 
     def peak_blocks(self, num_tokens: int, step_tokens: int) -> int:
-        """Return the blocks that a chunk touches whose last token brings a whole step along: the most of any chunk.
+        """Return the most blocks that any chunk touches, together with a whole step that begins at its last token.
 
-        Chunks lie in blocks in the same way again and again, and of those that `num_tokens` cuts short the first is
-        the longest: so a few chunks stand for all.
+        The alignment of chunks to blocks repeats, and of the chunks that `num_tokens` cuts short the first is the
+        longest: so only a few chunks are checked.
         """
         size = self.block_size
         run = self.chunk - 1 + step_tokens
@@ -202,7 +202,7 @@ class ChunkedLocal(TokenSpec):
         return max(self.num_blocks(min(num_tokens, i * self.chunk + run)) - i * self.chunk // size for i in chunks)
 
     def longest_hit(self, published: PublishedRun, limit: int) -> int:
-        """Return the longest prefix whose last chunk, as far as it goes, is published."""
+        """Return the longest prefix whose last chunk, which may be incomplete, is published."""
         return _longest_live_hit(self, published, limit)
 
 
@@ -211,7 +211,7 @@ class RecurrentState:
     """A query reads the state after all tokens before it, and nothing else; one block is one state.
 
     Args:
-        block_size: tokens between two places where a state may be published, as long as other groups' blocks.
+        block_size: number of tokens between two lengths at which a state may be published; that of all groups.
         num_layers: layers whose states lie in one block.
         layer_bytes: bytes of one layer's state.
     """
@@ -226,11 +226,11 @@ class RecurrentState:
         return self.num_layers * self.layer_bytes
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Return the length of the block table after so many tokens: all entries but the last are null."""
+        """Return the length of the block table after `num_tokens` tokens: all entries but the last are null."""
         return -(-num_tokens // self.block_size)
 
     def first_live_token(self, num_tokens: int) -> int:
-        """Return the first token of the last block, in whose place of the table the state is."""
+        """Return the first token of the last block, whose block table entry is the state."""
         return max(0, num_tokens - 1) // self.block_size * self.block_size
 
     @property
@@ -239,11 +239,11 @@ class RecurrentState:
         return 1
 
     def freed_after(self, block_idx: int) -> int:  # noqa: ARG002
-        """Return `NEVER_FREED`: a state does not die as tokens are computed, it moves on."""
+        """Return `NEVER_FREED`: a state is never out of the window, its block moves along the table."""
         return NEVER_FREED
 
     def peak_blocks(self, num_tokens: int, step_tokens: int) -> int:  # noqa: ARG002
-        """Return 1 where there are tokens: where a snapshot would need a second block, memory can do without it."""
+        """Return 1, or 0 without tokens: a snapshot's second block is optional, so it does not count."""
         return min(num_tokens, 1)
 
     def longest_hit(self, published: PublishedRun, limit: int) -> int:
@@ -257,7 +257,7 @@ class RecurrentState:
 
 
 def _longest_live_hit(spec: KVCacheSpec, published: PublishedRun, limit: int) -> int:
-    """Return the longest prefix whose live blocks are published: each gap found is where to try next."""
+    """Return the longest prefix whose live blocks are published: each gap found is the next length to try."""
     size = spec.block_size
     end = limit
     while end:

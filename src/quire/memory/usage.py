@@ -43,7 +43,7 @@ class HostUsage(NamedTuple):
         num_swap_ins: number of blocks that swapping in copied to the device.
         num_demotions: number of published blocks that were copied from the device when it evicted them.
         num_promotions: number of blocks that were copied to the device for hits.
-        num_bytes: bytes of all blocks and slabs.
+        num_bytes: bytes of all slabs, without the null block.
         used_bytes: bytes of blocks with holders.
         groups: counts of each cache group.
     """
@@ -69,21 +69,21 @@ class Usage(NamedTuple):
     With one group, or groups of equal blocks, `num_blocks` is fixed. Otherwise it depends on the groups' slabs.
 
     Args:
-        num_blocks: number of usable blocks without the null block; a slab of no group counts as one.
+        num_blocks: number of usable blocks without the null block; a free slab counts as one.
         used: number of blocks with holders.
         idle: number of published blocks without holders, which can be hit or evicted.
-        free: number of other blocks, slabs of no group included.
+        free: number of other blocks, free slabs included.
         num_sequences: number of live sequences, swapped ones included.
         num_tokens: number of tokens with slots on the device, those of a shared block counted for each holder.
         num_evictions: number of published blocks that were evicted.
-        num_copies: number of blocks copied on write.
+        num_copies: number of copy-on-write copies.
         num_merges: number of duplicate blocks that were released when they filled.
-        num_bytes: bytes of all blocks and slabs without the null block.
+        num_bytes: bytes of all slabs, without the null block.
         used_bytes: bytes of blocks with holders.
-        lost_bytes: bytes at the ends of slabs that are too short for another block of the group.
-        saved_bytes: bytes that sequences and pins would hold more if they shared no block.
+        lost_bytes: bytes of the groups' slabs that belong to no block of the group (alignment loss).
+        saved_bytes: further bytes that sequences and pins would hold if they shared no block.
         groups: counts of each cache group.
-        host: the host tier; None without one.
+        host: usage of the host tier; None without a host tier.
     """
 
     num_blocks: int
@@ -192,6 +192,6 @@ def _measure_groups(arena: Arena) -> tuple[GroupUsage, ...]:
 
 
 def _count_blocks(arena: Arena, groups: Sequence[GroupUsage]) -> tuple[int, int, int]:
-    """Return the numbers of used, idle and free blocks of all groups; a slab of no group counts as a free block."""
+    """Return the numbers of used, idle and free blocks of all groups; a free slab counts as a free block."""
     used, idle, free = (sum(counts) for counts in zip(*(group[:3] for group in groups), strict=True))
     return used, idle, free + len(arena.free_slabs)

@@ -1,4 +1,4 @@
-"""Admission: new and preempted sequences join the running ones, in order."""
+"""Admission: waiting and swapped sequences become running ones, in order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StepBudget:
     """Tokens, slots and blocks that are left for admissions in a step.
 
     Args:
-        scheduled: scheduled sequences with their numbers of tokens.
+        scheduled: sequence -> number of its tokens in this step.
         num_tokens: number of tokens left in the budget.
         num_slots: number of `max_num_seqs` slots left.
         reserved: number of blocks of each group that running sequences still need.
@@ -36,10 +36,10 @@ class StepBudget:
 
 
 def check_can_ever_fit(memory: KVCacheManager, request: Request) -> None:
-    """Refuse a request that an empty cache could not hold; the beams of a search are assumed to share the prompt only.
+    """Refuse a request that could not fit into an empty cache; beams are assumed to share only the prompt.
 
     Raises:
-        PromptTooLong: the request can never fit; the error has the length of the longest prompt that would fit.
+        PromptTooLong: the request can never fit; the error gives the length of the longest prompt that would.
     """
     num_output = request.max_total_tokens - request.num_prompt
     width = request.params.beam_width or 1
@@ -49,8 +49,8 @@ def check_can_ever_fit(memory: KVCacheManager, request: Request) -> None:
 
     if not is_too_long(request.num_prompt):
         return
-    # Among prompts that end one token before a block boundary, fitting is monotonic, so they can be bisected. All
-    # prompts shorter than the longest fitting one of these fit too.
+    # Among prompts that end one token before a block boundary, fitting is monotonic in length: bisect these. All
+    # prompts shorter than the longest such prompt that fits also fit.
     size = memory.block_size
     ends = range(size - 1, request.num_prompt + size, size)
     limit = max(0, ends[0] + size * (bisect_left(ends, True, key=is_too_long) - 1))
@@ -66,16 +66,16 @@ class Admission:
         memory: manager of the KV cache.
         queues: queues of the scheduler.
         stats: counters of the scheduler.
-        preemption: preemption, also of swapped samples of a request that no longer fit together.
+        preemption: preempts running sequences, and swapped samples of a request that no longer fit together.
         max_num_seqs: maximum number of running sequences.
         max_num_batched_tokens: token budget of a step.
         prefetch: function called for each sequence before its prefix is matched; the sequence waits while it returns
             False.
         order: order of the requests, which decides about preemptions by priority.
-        whole_prompts: True where a sequence waits for a step that has the budget for all its tokens.
+        whole_prompts: True without chunked prefill: a sequence waits for a step with the budget for all its tokens.
 
     Attributes:
-        limit: number of sequences of a step, up to which more are admitted to it; 0 for none.
+        limit: number of a step's `max_num_seqs` slots up to which sequences are admitted to it; 0 admits none.
     """
 
     def __init__(
@@ -104,23 +104,23 @@ class Admission:
 
     @property
     def _has_running(self) -> bool:
-        """True while sequences run whose end may free memory."""
+        """True while there are running sequences, which free memory when they end."""
         return bool(self._queues.running or self._queues.held)
 
     @property
     def outranks_running(self) -> bool:
-        """True while the first sequence that does not run could preempt running ones by its priority."""
+        """True while the first waiting or swapped sequence could preempt running ones by its priority."""
         first = self._queues.first_not_running() if self._order.has_priorities else None
         return first is not None and any(self._order.outranks(first.request, s.request) for s in self._queues.running)
 
     def preempt_lower_priority(self) -> bool:
-        """Preempt running sequences of a lower priority where the first sequence that does not run lacks memory.
+        """Preempt running sequences of a lower priority if the first waiting or swapped sequence lacks memory.
 
-        None is preempted where the memory of all of them would not be enough.
+        No sequence is preempted if the memory of all of them would not be enough.
 
         Returns:
-            True where some were preempted. A step with a token of the budget left, in which running sequences get no
-            more blocks than those for the tokens that they have, then admits the first sequence.
+            True where some were preempted. The next step then admits the first sequence, if at least one token of the
+            budget is left and running sequences get no more blocks than they need for their present tokens.
         """
         first = self._queues.first_not_running() if self._order.has_priorities and self.limit else None
         has_preempted = False
@@ -133,11 +133,11 @@ class Admission:
         return has_preempted
 
     def _is_prefetched(self, sequence: Sequence) -> bool:
-        """Return whether the prefix of a sequence may be matched; a swapped sequence needs no match."""
+        """Return whether the prefix of a sequence may be matched now; a swapped sequence needs no match."""
         return self._prefetch is None or sequence.status is SequenceStatus.SWAPPED or self._prefetch(sequence)
 
     def _needs_memory_of(self, first: Sequence, lower: list[Sequence]) -> bool:
-        """Return whether a sequence that does not run lacks memory that others would give it if all were preempted."""
+        """Return whether `first` lacks memory (or slots), and preempting all sequences in `lower` would free enough."""
         memory, is_swapped = self._memory, first.status is SequenceStatus.SWAPPED
         coming = self._swapped_siblings(first) if is_swapped else [first]
         budget, num_slots = self._budget_left({}, 1, min_pending=1), sum(map(slots_needed, coming))
@@ -149,7 +149,7 @@ class Admission:
             status = self._allocate_status(first, memory.match_prefix(first.chain, first.request.hit_limit), budget)
         if status.verdict is Verdict.OK:
             return num_slots > budget.num_slots
-        # An upper bound, in bytes of the group that lacks most: other sequences may hold some of the blocks too.
+        # An upper bound, in bytes of the limiting group: other sequences may hold some of the blocks too.
         num_lacking = status.needed - status.available - sum(self._missing(s)[status.group_idx] for s in lower)
         lacking_bytes = num_lacking * memory.groups[status.group_idx].spec.bytes_per_block
         return memory.capacity.would_release([s.seq_id for s in lower]).freed_bytes >= lacking_bytes
@@ -158,7 +158,7 @@ class Admission:
         """Admit waiting and swapped sequences, in order, until tokens, slots or memory run out.
 
         Args:
-            scheduled: scheduled sequences with their numbers of tokens; admitted sequences are added.
+            scheduled: sequence -> number of its tokens in this step; admitted sequences are added.
             num_tokens: number of tokens left in the budget, at least one.
         """
         budget = self._budget_left(scheduled, num_tokens)
@@ -173,12 +173,12 @@ class Admission:
                 break
 
     def _budget_left(self, scheduled: dict[Sequence, int], num_tokens: int, min_pending: int = 2) -> StepBudget:
-        """Return the part of the budget and of memory that running sequences leave for admissions.
+        """Return the tokens, slots and blocks that running sequences leave for admissions.
 
         Args:
             scheduled, num_tokens: see `admit_waiting`.
-            min_pending: number of pending tokens from which on a running sequence still needs blocks: 2 once all
-                decoding sequences have their slots, 1 before.
+            min_pending: least number of pending tokens of a running sequence that still needs blocks: 2 after all
+                decoding sequences got their slots, 1 before.
         """
         running = [*self._queues.running, *self._queues.held]
         num_slots = self._max_num_seqs - sum(map(slots_needed, running))
@@ -189,7 +189,7 @@ class Admission:
         return budget
 
     def _admit(self, sequence: Sequence, budget: StepBudget) -> bool:
-        """Admit a waiting sequence with its longest prefix hit, and schedule its first tokens, if all of them fit."""
+        """Admit a waiting sequence on its longest prefix hit and schedule its first tokens, if all its tokens fit."""
         memory, num_tokens = self._memory, len(sequence.tokens)
         if slots_needed(sequence) > budget.num_slots or not self._is_prefetched(sequence):
             return False
@@ -199,7 +199,7 @@ class Admission:
         step = self._max_num_batched_tokens
         status = self._allocate_status(sequence, hit, budget)
         if status.verdict is Verdict.LATER and not self._has_running:
-            # Without running sequences, the memory of the shortest possible steps suffices.
+            # Without running sequences, it is enough if the sequence fits one token a step.
             step = 1
             status = memory.capacity.can_allocate(num_tokens, hit, step)
         if status.verdict is Verdict.LATER:
@@ -220,9 +220,9 @@ class Admission:
     def _swap_in(self, first: Sequence, budget: StepBudget) -> bool:
         """Swap in the samples of a request, if all their tokens fit; samples that get slots are scheduled.
 
-        While no sequence runs, samples that do not fit together (they shared more blocks before they had tokens of
-        their own) are recomputed, from the last one on, until the rest fits. So some sample, or the prompt of a search,
-        is always resumed.
+        While no sequence runs, samples that do not fit together (they shared more blocks before they diverged) are
+        preempted by recompute, the last one first, until the rest fits. So some sample, or the prompt of a search, is
+        always resumed.
         """
         memory = self._memory
         siblings = self._swapped_siblings(first)
@@ -251,19 +251,19 @@ class Admission:
 
     def _allocate_status(self, sequence: Sequence, hit: PrefixHit, budget: StepBudget) -> AllocStatus:
         """Return whether a waiting sequence fits together with the running ones."""
-        # Beams that lack memory right after their fork would have to be recomputed.
+        # Blocks for the first writes after a fork: beams that lacked them would have to be recomputed.
         num_beams = sequence.request.params.beam_width or 0
         reserved = [count + num_beams for count in budget.reserved]
         return self._memory.capacity.can_allocate(len(sequence.tokens), hit, self._max_num_batched_tokens, reserved)
 
     def _swap_in_status(self, siblings: list[Sequence], budget: StepBudget) -> AllocStatus:
-        """Return whether siblings fit together with the running sequences; without any, with their shortest steps."""
+        """Return whether siblings fit together with the running sequences; if none runs, alone and one token a step."""
         seq_ids, lengths = [sequence.seq_id for sequence in siblings], [len(sequence.tokens) for sequence in siblings]
         step = self._max_num_batched_tokens if self._has_running else 1
         return self._memory.capacity.can_swap_in(seq_ids, lengths, step, budget.reserved)
 
     def _enter(self, sequence: Sequence, count: int, budget: StepBudget) -> None:
-        """Move a sequence to the running ones, with `count` tokens in this step; 0 without slots."""
+        """Move a sequence to the running queue, with `count` tokens in this step; 0 if it got no slots."""
         budget.num_slots -= slots_needed(sequence)
         budget.num_tokens -= count
         self._reserve(budget, sequence)
@@ -272,12 +272,12 @@ class Admission:
             budget.scheduled[sequence] = count
 
     def _reserve(self, budget: StepBudget, sequence: Sequence) -> None:
-        """Reserve the blocks that a sequence still needs for the tokens that it has."""
+        """Reserve the blocks that a sequence still needs for its present tokens."""
         for idx, count in enumerate(self._missing(sequence)):
             budget.reserved[idx] += count
 
     def _missing(self, sequence: Sequence) -> tuple[int, ...]:
-        """Return the number of blocks of each group that a running sequence lacks for the tokens that it has."""
+        """Return the number of blocks of each group that a running sequence lacks for its present tokens."""
         capacity, step = self._memory.capacity, self._max_num_batched_tokens
         return capacity.blocks_missing(sequence.seq_id, len(sequence.tokens), step)
 

@@ -1,4 +1,4 @@
-"""Groups of sequences that advance in lockstep: in a step all sequences of a group get their slots, or none does.
+"""Lockstep groups: in a step, either all sequences of a group get their slots, or none does.
 
 The beams of a search are such a group. Any other sequence, the prompt of a search included, is a group by itself. The
 beams of a search are always adjacent in the same queue.
@@ -31,7 +31,7 @@ def lockstep_groups(queue: list[Sequence]) -> Iterator[list[Sequence]]:
 
 
 def append_to_group(memory: KVCacheManager, group: Seq[Sequence], num_tokens: int) -> bool:
-    """Append slots to each sequence of a group; return False, without any slots, where blocks are lacking."""
+    """Append slots to each sequence of a group; return False, with nothing changed, where blocks are lacking."""
     seq_ids = [sequence.seq_id for sequence in group]
     return memory.append_slots(seq_ids, num_tokens, atomic=len(group) > 1) > 0
 

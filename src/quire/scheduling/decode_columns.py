@@ -1,7 +1,7 @@
-"""Items and results of steps that only decode, in columns.
+"""Items and results of decode-only steps in columns (a structure of arrays).
 
-A step of many sequences that decode has hundreds of items that differ in two numbers, and as many results of one token.
-What is done for all of them takes a column, and makes no item: that is most of a host's work beside a GPU.
+A decode step of many sequences has hundreds of items that differ in two values, and as many results of one token. Code
+that handles all of them takes a column, and creates no item: item creation would be most of the host's time per step.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from quire.decoding.drafting import UNKNOWN
 from quire.memory.results import TableDelta
 from quire.scheduling.plan import ItemResult, ScheduledSequence
 
-# The tokens of an item whose token the step before draws.
+# The tokens of an item whose token the previous step samples.
 _PLACEHOLDER: Final = (UNKNOWN,)
 
 
 class DecodeItems(Seq[ScheduledSequence]):
-    """Items of a plan that was made ahead and only decodes, in columns; the items are made where they are asked for.
+    """Items of a decode-only plan that was made ahead, in columns; `ScheduledSequence` items are created on demand.
 
-    Each is one token, drawn by the step before, of a sequence that the data plane knows. While `seq_ids` is the same
-    object as in the plan before, so are the sequences.
+    Each item is one token, sampled by the previous step, of a sequence that the data plane knows. As long as `seq_ids`
+    is the same object as in the previous plan, the sequences are the same.
 
     Args:
-        seq_ids: id of each sequence, in a list that nobody changes.
+        seq_ids: id of each sequence, in a list that is never changed.
         starts: `start` of each item.
         deltas: `table_deltas` of each item.
 
     Attributes:
-        changed: indices of the items with changes of block tables, rising.
+        changed: indices of the items with block table changes, in rising order.
     """
 
     __slots__ = ("_deltas", "_items", "changed", "seq_ids", "starts")
@@ -43,7 +43,7 @@ class DecodeItems(Seq[ScheduledSequence]):
 
     @property
     def items(self) -> tuple[ScheduledSequence, ...]:
-        """The items."""
+        """The items, created once."""
         if self._items is None:
             fixed = repeat(1), repeat(None), repeat(0)
             columns = zip(self.seq_ids, self.starts, repeat(_PLACEHOLDER), self._deltas, *fixed, strict=False)
@@ -68,17 +68,17 @@ class DecodeItems(Seq[ScheduledSequence]):
         return self.items == (other.items if isinstance(other, DecodeItems) else other)
 
     def changes(self) -> Iterator[tuple[int, tuple[TableDelta, ...]]]:
-        """Yield the sequences whose block tables change, with the changes."""
+        """Yield the id of each sequence whose block tables change, with the changes."""
         for idx in self.changed:
             yield self.seq_ids[idx], self._deltas[idx]
 
 
 class DecodeResults(Seq[ItemResult]):
-    """Results that have one token each and nothing else, in columns; an `ItemResult` is made where it is asked for.
+    """Results that have one token each and nothing else, in columns; an `ItemResult` is created on demand.
 
     Args:
         seq_ids: id of each sequence.
-        token_ids: its token.
+        token_ids: token of each sequence.
     """
 
     __slots__ = ("seq_ids", "token_ids")
@@ -103,12 +103,12 @@ class DecodeResults(Seq[ItemResult]):
 
 
 def seq_ids_of(items: Seq[ScheduledSequence]) -> list[int]:
-    """Return the id of each item's sequence: of `DecodeItems`, the list itself."""
+    """Return the id of each item's sequence; for `DecodeItems`, the list itself, not a copy."""
     return items.seq_ids if isinstance(items, DecodeItems) else [item.seq_id for item in items]
 
 
 def row_starts_of(items: Seq[ScheduledSequence]) -> list[int]:
-    """Return the first row of each item in the batch of all, and the number of rows."""
+    """Return the first row of each item in the flattened batch, and last the number of rows."""
     return list(accumulate((len(item.token_ids) for item in items), initial=0))
 
 

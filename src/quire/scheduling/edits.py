@@ -32,7 +32,7 @@ class SequenceEdits:
     def apply(
         self, idx: int, sequence: Sequence, token_ids: Seq[int], edits: Iterable[Edit | BeamEdit]
     ) -> list[SequenceEvent]:
-        """Apply edits to a request's sequences, each before the next is taken; return the events in order.
+        """Apply edits to a request's sequences one by one (`edits` may be lazy); return the events in order.
 
         Args:
             idx: index of the item, or of the beam group, in the step.

@@ -1,6 +1,6 @@
-"""The form in which the commands of `command_log` travel: a list in JSON, and a shorter form for most steps.
+"""The wire format of the commands of `command_log`: a JSON list, and a shorter binary format for most steps.
 
-The messages of most steps are a plan alone, and one token for each item. Their own form takes less time:
+Most steps have a plan without other commands, and one token for each item. Their binary format takes less time:
 
 ```
  "p" | TICK, 8 bytes                           ["plan", TICK]
@@ -24,9 +24,9 @@ from quire.scheduling.plan import ItemResult
 
 Command = list[Any]
 
-# `json.dumps` with separators makes an encoder for each call, a third of the time of a step's tokens.
+# `json.dumps` with separators makes an encoder for each call: a third of the time to encode a step's tokens.
 _ENCODER: Final = json.JSONEncoder(separators=(",", ":"))
-# Tag and number of a short message; its first byte is none of a list in JSON.
+# Tag and number of a short message; no JSON list begins with one of the tags.
 _SHORT: Final = Struct("<1sq")
 _TAGS: Final = {"plan": b"p", "ahead": b"a", "results": b"r"}
 _NAMES: Final = {tag: name for name, tag in _TAGS.items()}
@@ -34,20 +34,20 @@ _TOKEN_IDS, _DRAFT = (itemgetter(ItemResult._fields.index(name)) for name in ("t
 
 
 def encode(commands: list[Command]) -> bytes:
-    """Return the message of any commands."""
+    """Return the JSON message of any commands."""
     return _ENCODER.encode(commands).encode()
 
 
 def encode_short(name: str, number: int) -> bytes:
-    """Return the message of a plan, or the beginning of that of results, whose single tokens follow."""
+    """Return the short message of a plan, or the head of a results message, which the tokens follow."""
     return _SHORT.pack(_TAGS[name], number)
 
 
 def single_tokens(results: Sequence[ItemResult]) -> bytes | None:
-    """Return the tokens of results that have one token each and nothing else that travels; None for others."""
+    """Return the encoded tokens of results that have only one token each to send; None for other results."""
     if isinstance(results, DecodeResults):
         return array("i", results.token_ids).tobytes()
-    # Without a call of Python for each: all of this is between the tokens of a step and the next step.
+    # No Python-level call for each result: this code delays the next step.
     token_ids = list(map(_TOKEN_IDS, results))
     if set(map(len, token_ids)) != {1} or any(map(_DRAFT, results)):
         return None
@@ -67,7 +67,7 @@ def decode(message: bytes) -> list[Command]:
 
 
 def tokens_of(result: ItemResult) -> int | list[Any] | None:
-    """Return what travels of a result, as a JSON value; see `command_log`."""
+    """Return the part of a result that is sent, as a JSON value; see `command_log`."""
     if result.draft:
         return [list(result.token_ids), list(result.draft)]
     if len(result.token_ids) == 1:
@@ -76,7 +76,7 @@ def tokens_of(result: ItemResult) -> int | list[Any] | None:
 
 
 def result_of(seq_id: int, tokens: int | list[Any] | None) -> ItemResult:
-    """Return the result of a sequence, of a value of `tokens_of`."""
+    """Return the result of a sequence from a value of `tokens_of`."""
     if tokens is None:
         return ItemResult(seq_id, (), pooled=(0.0,))
     if isinstance(tokens, list) and tokens and isinstance(tokens[0], list):

@@ -1,4 +1,4 @@
-"""The commands of a memory manager that no scheduler gives it, for the log of `quire.scheduling.command_log`."""
+"""Pin commands of a memory manager, which no scheduler issues, for the log of `quire.scheduling.command_log`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from quire.memory.prefix.token_chain import Namespace, TokenChain
 
 
 class LoggedMemory:
-    """A memory manager whose pins are written down; all else is the manager's.
+    """A proxy of a memory manager that logs pins; all other attributes are the manager's.
 
     Args:
         inner: the manager.
-        log: function that takes a command.
+        log: function that is called with each command.
     """
 
     def __init__(self, inner: KVCacheManager, log: Callable[[list[Any]], object]) -> None:
@@ -48,10 +48,10 @@ class LoggedMemory:
 
 
 def repeat_pin(memory: KVCacheManager, name: str, tokens: list[int], namespace: list[str | None]) -> None:
-    """Pin a prefix that is pinned elsewhere.
+    """Pin a prefix that rank 0 has pinned.
 
     Raises:
-        LockstepDrift: not all of it is in the prefix cache here.
+        LockstepDrift: not all of the prefix is in this rank's prefix cache.
     """
     model, *others = namespace
     assert model is not None, "a namespace has a model"

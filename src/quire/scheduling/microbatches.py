@@ -1,16 +1,16 @@
 """Microbatches: plans of different requests that are in the stages of a pipeline at the same time.
 
 ```
- stage 0    A   B   A'  B'  ...        A' is planned when the results of A are there
+ stage 0    A   B   A'  B'  ...        A' is planned when the results of A have arrived
  stage 1        A   B   A'  B' ...
 ```
 
-Every rank executes plans in the order in which they were made, so what a later plan does with blocks happens after what
-an earlier one does. Only the results of an earlier one may not be there yet. A request with a sequence in a plan whose
-results are not there is *in flight*: it is in no other plan, keeps its memory, and counts for the limits.
+Every rank executes plans in the order in which they were made, so a later plan's block operations happen after an
+earlier one's; only the earlier plan's results may be missing. A request with a sequence in a plan without results is
+*in flight*: it is in no other plan, keeps its memory, and counts for the limits.
 
-The requests that run are divided evenly: a plan takes no more sequences than there are for each microbatch. It passes
-over those that are in flight, and otherwise keeps to the order of the policy. With one microbatch it is a `Scheduler`.
+The running requests are divided evenly: a plan takes at most an equal share of the sequences. It skips requests in
+flight, and otherwise keeps to the order of the policy. With one microbatch this is a plain `Scheduler`.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class MicrobatchScheduler(Scheduler):
         self._num_planned = 0
 
     def plan(self, tick: int) -> StepPlan:
-        """Fill the pipeline, and return the oldest plan in flight: its results are to be applied before the next call.
+        """Fill the pipeline; return the oldest plan in flight, whose results are to be applied before the next call.
 
-        The ids of sequences in it may be those of sequences that have ended since it was made.
+        Some of its sequences may have ended since it was made.
 
         Args:
             tick: number that the plan is returned with.
@@ -67,31 +67,31 @@ class MicrobatchScheduler(Scheduler):
         return self._in_flight.popleft()._replace(tick=tick)
 
     def take_ops(self) -> MemoryOps:
-        """See `Scheduler.take_ops`: those of the plans in flight, whose items are dropped, come first."""
+        """See `Scheduler.take_ops`; the ops of the plans in flight, whose items are dropped, come first."""
         ops = [plan.ops for plan in self._in_flight]
         self._in_flight.clear()
         return joined([*ops, super().take_ops()])
 
     def _plan_next(self) -> StepPlan:
-        """Plan a microbatch of requests that are not in flight; it may be empty while others are."""
+        """Plan a microbatch of requests that are not in flight; it may be empty while other plans are in flight."""
         in_flight = self._requests_in_flight()
         if self._num_microbatches > 1:
-            # Sequences that wait may not fit: those that run are divided by their own number.
+            # Waiting sequences may not fit, so the running ones are divided by their own number.
             running = self._share(self.running)
             plan = self._plan_within(in_flight, running, self._share(chain(self.running, self.swapped, self.waiting)))
             if plan.items or self._in_flight:
                 return plan
-        # Alone, the first in order can always go on: it may take the memory of all others.
+        # With no plan in flight, the first sequence in order always advances: it may preempt all others.
         return self._plan_within(in_flight, self.max_num_seqs, self.max_num_seqs)
 
     def _plan_within(self, in_flight: set[Request], num_running: int, num_admitted: int) -> StepPlan:
-        """Plan a step of other requests than those in flight; at least one whole request.
+        """Plan a step of requests that are not in flight; at least one whole request.
 
         Args:
             in_flight: requests in flight.
-            num_running: number of running sequences that the step takes at most.
-            num_admitted: number of sequences up to which more are admitted, the first of which may exceed it; none are
-                while running ones are left out.
+            num_running: greatest number of running sequences of the step.
+            num_admitted: number of sequences up to which more are admitted, the first of which may exceed it; no
+                sequence is admitted while running ones are left out.
         """
         queues, running = self._queues, self.running
         free = [sequence for sequence in running if sequence.request not in in_flight]
@@ -107,7 +107,7 @@ class MicrobatchScheduler(Scheduler):
             queues.release_held()
 
     def _slots_of_first(self) -> int:
-        """Return the slots that the first sequence that does not run needs, with those that are swapped in with it."""
+        """Return the slots that the first waiting or swapped sequence needs, with its swapped siblings."""
         first = self._queues.first_not_running()
         if first is None:
             return 0
@@ -115,12 +115,12 @@ class MicrobatchScheduler(Scheduler):
         return sum(map(slots_needed, siblings)) or slots_needed(first)
 
     def _requests_in_flight(self) -> set[Request]:
-        """Return the requests that have sequences in plans whose results are not there."""
+        """Return the requests that have sequences in plans in flight."""
         seq_ids = (item.seq_id for plan in self._in_flight for item in plan.items)
         return {self.sequences[seq_id].request for seq_id in seq_ids if seq_id in self.sequences}
 
     def _share(self, sequences: Iterable[Sequence]) -> int:
-        """Return the number of sequences of a microbatch where these are divided evenly."""
+        """Return a microbatch's equal share of sequences, at least 1, counted in `max_num_seqs` slots."""
         count = 0
         for sequence in sequences:
             count += slots_needed(sequence)
@@ -131,7 +131,7 @@ class MicrobatchScheduler(Scheduler):
 
 
 def _end_of_requests(sequences: list[Sequence], limit: int) -> int:
-    """Return the number of leading sequences that are at most `limit` and those of whole requests, of one at least."""
+    """Return the greatest number of leading sequences, at most `limit`, of whole requests; at least one request."""
     end = 0
     for idx, sequence in enumerate(sequences, 1):
         if idx == len(sequences) or sequences[idx].request is not sequence.request:

@@ -1,7 +1,7 @@
 """The immutable values that cross the torch line: `StepPlan` goes to the data plane, `StepResult` comes back.
 
-They are named tuples: immutable, comparable, picklable, and cheap to construct. Most steps of many sequences have items
-and results in columns instead: see `quire.scheduling.decode_columns`.
+They are named tuples: immutable, comparable, picklable, and cheap to construct. Steps of many decoding sequences have
+items and results in columns instead: see `quire.scheduling.decode_columns`.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class NewSequence(NamedTuple):
         media: embeddings that replace those of some tokens, in the order of their positions.
         bad_words: token sequences that the output may not contain.
         dry_breakers: tokens that end a repetition for the DRY penalty.
-        pooling: result to return at the last token of the prompt, in place of tokens; None to sample.
-        adapter: slot of the adapter that its tokens go through; None for the model alone.
+        pooling: result to return at the last token of the prompt, instead of tokens; None to sample.
+        adapter: slot of the sequence's LoRA adapter; None for the base model.
     """
 
     params: SamplingParams
@@ -79,16 +79,16 @@ class ScheduledSequence(NamedTuple):
     Args:
         seq_id: id of the sequence.
         start: number of tokens whose KV is stored already; the position of `token_ids[0]`.
-        token_ids: tokens to compute in this step, at positions `start, start + 1, ...`; never empty. Of a step that was
-            planned ahead, `UNKNOWN` alone stands for the token that the step before it draws for the sequence.
+        token_ids: tokens to compute in this step, at positions `start, start + 1, ...`; never empty. In a step that was
+            planned ahead, a single `UNKNOWN` stands for the token that the previous step samples for the sequence.
         table_deltas: changes of the block tables since the last plan that contained the sequence; from block 0 when
             `new_sequence` is given. The updated tables have slots for at least `start + len(token_ids)` tokens.
         num_samples: number of tokens to draw from the logits of the last token; 0 in a prefill chunk that is not the
             last. Draw `i` uses `sample_idx + i`.
         new_sequence: given when the data plane does not know the sequence (new, forked or resumed).
-        num_draft: number of drafts at the end of `token_ids`; each is `UNKNOWN` where the data plane has a draft model.
-            A token is drawn at the token before the drafts and at each draft; the first that differs from the next
-            draft ends the run. `num_samples` is 1 then.
+        num_draft: number of draft tokens at the end of `token_ids`; each is `UNKNOWN` where the data plane has a draft
+            model. A token is sampled at the position before the drafts and at each draft; the first sampled token that
+            differs from the next draft ends the run. `num_samples` is 1 then.
     """
 
     seq_id: int
@@ -101,7 +101,7 @@ class ScheduledSequence(NamedTuple):
 
 
 class BeamGroup(NamedTuple):
-    """The beams of one search in a step: the result has candidates of the group in place of tokens of its items.
+    """The beams of one search in a step: the result has candidates of the group instead of tokens of its items.
 
     Args:
         seq_ids: ids of the beams' sequences; the prompt's sequence alone in its last prefill step.
@@ -145,7 +145,7 @@ class ItemResult(NamedTuple):
             `[start + 1, min(start + len + 1, num_prompt))`, the log probabilities of the prompt's token at `p`.
         error: reason why this item alone failed (for example non-finite logits), else None; the other fields are empty
             then.
-        draft: verified drafts, where the data plane computed them.
+        draft: draft tokens that were verified, where the data plane has the draft model.
         is_own_fault: True when the parameters of the request caused the error.
         pooled: result of a pooled sequence, whose last item has no tokens: its hidden state, or logits; see `Pooling`.
     """
@@ -166,7 +166,7 @@ class StepResult(NamedTuple):
     Args:
         tick: number of the plan.
         items: result of each item, in the plan's order, a tuple or `DecodeResults`.
-        beams: candidates of each beam group, best first: only possible ones, and none where an item of the group
+        beams: candidates of each beam group, best first, without impossible ones; empty where an item of the group
             failed.
     """
 

@@ -1,4 +1,4 @@
-"""The plans whose results are not there yet, as those who follow a scheduler know them."""
+"""The plans in flight (without results yet), as the followers of a scheduler track them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from quire.scheduling.plan import StepPlan
 
 
 class PlansInFlight:
-    """Up to two plans whose results are not there; see `AsyncScheduler`.
+    """Up to two plans in flight; see `AsyncScheduler`.
 
     Attributes:
         newest: plan that was made last.
-        oldest: plan whose results come next.
-        read: plan whose results came last.
+        oldest: plan whose results arrive next.
+        read: plan whose results arrived last.
     """
 
     newest: StepPlan
@@ -23,11 +23,11 @@ class PlansInFlight:
         self.newest = self.oldest = self.read = plan
 
     def add(self, plan: StepPlan) -> None:
-        """Add the plan of a step that is launched behind the newest one, the only one in flight."""
+        """Add the plan of a step that is launched after `newest`, which is the only plan in flight."""
         self.newest = plan
 
     def take(self, end: int) -> None:
-        """Note that the results of the oldest plan's items before `end` are there."""
+        """Record that the results of the oldest plan's items before `end` have arrived."""
         self.read = self.oldest
         if end == len(self.oldest.items):
             self.oldest = self.newest

@@ -12,7 +12,7 @@ FLOW_STRIDE = 16
 # Maximum distance between a request's arrival and its turn.
 MAX_FLOW_DELAY = 4096
 
-# Chooses one of the candidates, given in order; the second argument returns the waste of preempting one.
+# Chooses a victim among the candidates, given in order; the second argument returns the waste of preempting one.
 PreemptionPolicy = Callable[[Seq[Sequence], Callable[[Sequence], float]], Sequence]
 
 
@@ -21,8 +21,8 @@ class Order:
 
     A request's *turn* is its arrival, counted in requests. Requests of one flow (a tenant's, or the prompts of one HTTP
     body) have turns `FLOW_STRIDE` apart, but at most `MAX_FLOW_DELAY` after their arrival. Under the policy "priority",
-    a level of priority counts as `aging` turns. So at most `aging` later requests overtake a request for each level by
-    which their priority value is lower, and no request starves.
+    one priority level counts as `aging` turns. So for each level by which their priority value is lower, at most
+    `aging` later requests overtake a request, and no request starves.
 
     Args:
         policy: "fcfs" or "priority".
@@ -62,12 +62,12 @@ class Order:
 
 
 def last_in_order(candidates: Seq[Sequence], waste: Callable[[Sequence], float]) -> Sequence:  # noqa: ARG001
-    """Preempt the last sequence in order, which has waited and computed least."""
+    """Choose the last sequence in order, which has waited and computed least."""
     return candidates[-1]
 
 
 def least_waste(candidates: Seq[Sequence], waste: Callable[[Sequence], float]) -> Sequence:
-    """Preempt the sequence with the least cost for each freed byte; of equals, the last in order."""
+    """Choose the sequence with the least cost per freed byte; of equals, the last in order."""
     return min(reversed(candidates), key=waste)
 
 

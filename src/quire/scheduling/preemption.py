@@ -5,9 +5,9 @@ moved to the host and back (*swap*), together with those of all running samples 
 share the same blocks afterwards (M8).
 
 Under every policy, only sequences after the one that needs memory are candidates, and sequences are resumed in order.
-So the first sequence in order always advances. The running sequences before a victim finish, none after it is admitted
-meanwhile, and finally it is the first itself. No sequence starves, and a victim is preempted again only for an earlier
-sequence.
+So the first sequence in order always advances. The running sequences before a victim finish, no sequence after it is
+admitted meanwhile, and finally the victim is the first. No sequence starves, and a victim is preempted again only for
+an earlier sequence.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from quire.sequences.status import SequenceStatus
 
 @dataclass(frozen=True, slots=True)
 class TransferRates:
-    """Rates of swapping and of recomputing: defaults, until the engine has measured them.
+    """Rates of swapping and recomputing: defaults until the engine has measured them.
 
     Args:
         copy_bytes_per_s: bytes copied between the tiers per second.
@@ -70,8 +70,8 @@ class Preemption:
         registry: registry of the sequences, which restarts searches.
         stats: counters of the scheduler.
         policy: name in `PREEMPTION_POLICIES`.
-        mode: "recompute"; "swap", where the siblings and the host tier allow it; or "auto", the cheaper one. Without a
-            host tier every mode is "recompute".
+        mode: "recompute"; "swap", where the siblings and the host tier allow it; or "auto", the cheaper of both.
+            Without a host tier every mode is "recompute".
 
     Attributes:
         rates: rates from which "auto" and the policies estimate costs.
@@ -115,9 +115,9 @@ class Preemption:
             self.preempt_by_recompute(victim)
 
     def preempt_by_recompute(self, sequence: Sequence, *, is_sound: bool = True) -> None:
-        """Free the blocks of a sequence on either tier; it waits in its old position and computes its tokens again.
+        """Free a sequence's blocks on either tier; it waits at its old position and computes its tokens again.
 
-        With a beam, all beams of its search are freed, and the search waits to start again from its prompt.
+        For a beam, all beams of its search are freed, and the search waits to start again from its prompt.
 
         Args:
             sequence: running or swapped sequence.
@@ -132,7 +132,7 @@ class Preemption:
         self._queues.move(sequence, SequenceStatus.WAITING)
 
     def recover(self, ops: MemoryOps) -> tuple[str, ...]:
-        """Recompute the sequences that hold destination blocks of copies which failed; no hit finds these blocks.
+        """Recompute the sequences that hold target blocks of failed copies, and unpublish these blocks.
 
         Args:
             ops: memory operations of a failed step; the sequences of the step have ended.

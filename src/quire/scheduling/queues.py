@@ -18,9 +18,9 @@ class Queues:
         waiting: sequences without memory, new or preempted.
         running: sequences with memory on the device.
         swapped: sequences with memory on the host; the data plane still knows them.
-        held: running sequences that the present plan leaves alone, which are not in `running` meanwhile; see
+        held: running sequences that the present plan leaves out, which are not in `running` meanwhile; see
             `MicrobatchScheduler`. Empty between plans.
-        finished_ids: ids of the sequences that the data plane forgets with the next executed plan.
+        finished_ids: ids of the sequences that the next executed plan tells the data plane to forget.
 
     Invariants: S1 (one queue), S5 (legal changes), S6 (each queue in order).
     """
@@ -56,7 +56,7 @@ class Queues:
             self.enter(sequence)
 
     def release_held(self) -> None:
-        """Return the held sequences to the running ones."""
+        """Put the held sequences back into the running queue."""
         for sequence in self.held:
             self.enter(sequence)
         self.held = []

@@ -50,7 +50,7 @@ class SequenceRegistry:
             self.num_searches -= request.params.beam_width is not None
 
     def restart(self, request: Request) -> None:
-        """Restart a beam search from its prompt, which waits; none of its output has been emitted yet."""
+        """Restart a beam search from its prompt, which waits again; a search has emitted no output yet."""
         for beam in request.unfinished:
             self.end(beam, FinishReason.DROPPED)
         request.sequences.clear()
@@ -64,7 +64,7 @@ class SequenceRegistry:
         self._queues.enter(child)
 
     def end(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
-        """Finish a sequence and release all that it holds (S4)."""
+        """Finish a sequence and free its memory (S4)."""
         if sequence.status is not SequenceStatus.WAITING:
             is_sound = reason not in _WITHOUT_TAIL
             self._memory.free(sequence.seq_id, retain=sequence.request.retain_cache, is_sound=is_sound)

@@ -13,7 +13,7 @@ from quire.memory.results import NO_TOKENS, TokenAccount
 class Metric(NamedTuple):
     """Description of a field that counts or measures, given in its annotation: `Annotated[int, Metric(...)]`.
 
-    The Prometheus exposition, the numbers of a step, `LLM.stats` and `GET /kv` are derived from these annotations.
+    The Prometheus exposition, the statistics of a step, `LLM.stats` and `GET /kv` are derived from these annotations.
 
     Args:
         help: meaning of the field.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Prefill tokens that a step computes at least, however slow it is: prompts must make progress.
+# Least number of prefill tokens of a step, however slow it is: prompts must make progress.
 MIN_CHUNK_TOKENS = 16
 # Chunk size before the first measurement.
 INITIAL_CHUNK_TOKENS = 64

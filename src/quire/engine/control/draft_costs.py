@@ -1,4 +1,4 @@
-"""Measures how much longer a decode step takes with drafts than without, by drafts per sequence."""
+"""Measures the added duration of a decode step with draft tokens, by drafts per sequence."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from quire.decoding.speculation import FIRST_ROW_COST
 from quire.engine.control.chunk_size import moving_average
 
-# Weights of a new measurement that is shorter or longer than the average: other load of the machine only adds time.
+# Weights of a new measurement below or above the average: other load of the machine only adds time.
 FASTER_WEIGHT = 0.5
 SLOWER_WEIGHT = 0.1
 # Outliers are clipped to this multiple of the expected duration.
@@ -20,7 +20,7 @@ DEPTH_RESOLUTION = 0.25
 
 
 class DraftCosts:
-    """Measures decode steps with and without drafts, and predicts the relative duration for any depth.
+    """Measures decode steps with and without draft tokens, and predicts the relative duration for any depth.
 
     A step of `S` sequences is compared with recent steps of `S` sequences without drafts (the baseline). The added cost
     is stored for each measured depth, by the bit length of `S`; between measured depths it is interpolated linearly,
@@ -63,7 +63,7 @@ class DraftCosts:
         self.needs_baseline = self._num_drafting >= MAX_STEPS_WITH_DRAFTS or num_seqs not in self._baseline_s
 
     def by_depth(self, num_seqs: int) -> Sequence[float]:
-        """Return the predicted duration with 0, 1, 2, ... drafts for each sequence, relative to that with none."""
+        """Return the predicted duration with 0, 1, 2, ... drafts per sequence, relative to a step without drafts."""
         return [1.0 + self._added_at(num_seqs.bit_length(), float(depth)) for depth in range(self._num_tokens + 1)]
 
     def _record_added(self, num_seqs: int, depth: float, added: float) -> None:

@@ -1,4 +1,4 @@
-"""Records the duration of each step for everything that adapts to it: swapping, chunk sizes, speculation."""
+"""Records the duration of each step for the components that adapt to it: swapping, chunk sizes, speculation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RATE_MEMORY_TOKENS = 20_000
 
 
 class StepRecorder:
-    """Is called once per step with the scheduled sequences and the duration, and updates the scheduler's settings.
+    """Takes the scheduled sequences and the duration of each step, and updates the scheduler's settings.
 
     It maintains `scheduler.preemption.rates` (recompute or swap), `scheduler.chunk_tokens` (inter-token latency) and
     the draft costs of `speculation`.
@@ -78,7 +78,7 @@ class StepRecorder:
         return num_tokens + num_drafts
 
     def record_prefill(self, num_tokens: int, num_seqs: int, elapsed_s: float) -> None:
-        """Update the prefill rate, unless the step mostly decoded: such a step does not show it.
+        """Update the prefill rate, except after a mostly decoding step, whose rate is not that of a prefill.
 
         Args:
             num_tokens: tokens that the step computed, without drafts.

@@ -1,4 +1,4 @@
-"""Report of a running engine: its health, its memory and its totals, for one answer of a server."""
+"""Report of a running engine: health, memory and totals, read together for one server response."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class EngineReport(NamedTuple):
         stats: totals since the start.
         kv: pinned and retained blocks, and the lifetimes of blocks.
         swapped_requests: ids of the requests with a sequence whose blocks are on the host.
-        kv_event_source: where the engine publishes its KV events, and in which form; None where it does not.
+        kv_event_source: address and format of the engine's KV events; None where it publishes none.
     """
 
     health: Health

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from quire.engine.kv.pinning import PinReport
 from quire.engine.metrics.block_lifetimes import TimeSummary
 
-if TYPE_CHECKING:  # a process that only shows reports does without torch
+if TYPE_CHECKING:  # a process that only shows reports does not import torch
     from quire.engine.engine import Engine
 
 

@@ -1,4 +1,4 @@
-"""The Prometheus metric of the adapters in use, as routers of requests read it."""
+"""The Prometheus metric of the LoRA adapters in use, for request routers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from quire.engine.engine import Engine
 from quire.sequences.status import SequenceStatus
 
-# Names of a label's value. More adapters than that in one scrape are left out, the last ones in alphabetical order.
+# Greatest number of adapter names in a label value; the last ones in alphabetical order are left out.
 MAX_NAMES = 64
 LABELS = ("running_lora_adapters", "waiting_lora_adapters", "max_lora")
 
@@ -36,7 +36,7 @@ class LoraMetrics(Collector):
         adapters = self._engine.adapters
         if adapters is None:
             return
-        # Where contents have several names, the first one that was loaded is shown.
+        # Where one adapter has several names, the first name that was loaded is shown.
         names = {each.slot: each.name for each in reversed(adapters.loaded)}
         running, waiting = set[str](), set[str]()
         for request in tuple(self._engine.scheduler.requests.values()):

@@ -129,7 +129,7 @@ class Metrics:
     def on_outputs(self, deltas: Iterable[RequestOutput]) -> None:
         """Update the metrics with deltas of requests; called in order, when they are made."""
         now_s = self._clock()
-        # Most deltas are further tokens of a sequence, as many as others have that had their last one at the same time.
+        # Most deltas have further tokens of one sequence; those with equal times and counts are observed together.
         waits: dict[tuple[float, int], int] = {}
         for delta in deltas:
             live = self._live.get(delta.request_id)
@@ -184,16 +184,16 @@ class Metrics:
         last_s = live.last_token_s.get(idx)
         if last_s is not None:
             self._note_gaps(now_s - last_s, num_tokens)
-        elif num_tokens > 1:  # several in the first delta, which came with the last of them
+        elif num_tokens > 1:  # the first delta has several tokens, and was made at the last of them
             self._note_gaps(now_s - first_s, num_tokens - 1)
         live.last_token_s[idx] = now_s
         live.num_generated += num_tokens
         live.num_of_sample[idx] = live.num_of_sample.get(idx, 0) + num_tokens
 
     def _note_gaps(self, wait_s: float, num_tokens: int, num_deltas: int = 1) -> None:
-        """Observe the waits for the tokens of deltas, which share the wait for their delta.
+        """Observe the inter-token latencies of deltas; the tokens of a delta share its wait evenly.
 
-        So the sum is the time, and the count is the number of tokens.
+        So the histogram's sum is the total time, and its count is the number of tokens.
         """
         self._token_gaps.add(max(0.0, wait_s) / num_tokens, num_tokens * num_deltas)
 
@@ -279,7 +279,7 @@ class Metrics:
         )
 
     def _make_length_metrics(self) -> None:
-        """Make the metrics of requests that are numbers, and the counter of HTTP requests."""
+        """Make the histograms of request lengths and parameters, and the counter of HTTP requests."""
         self._longest_sample_tokens = self._histogram(
             "request_max_num_generation_tokens", "Tokens of a request's longest output.", "tokens"
         )
@@ -289,7 +289,7 @@ class Metrics:
         )
         self._params_n = self._histogram("request_params_n", "Requested number of outputs.", "tokens")
         self._params_max_tokens = self._histogram("request_params_max_tokens", "Requested length limits.", "tokens")
-        # The name is that of the usual middleware for Prometheus, which has no prefix.
+        # The name is that of the usual Prometheus middleware for HTTP servers, without a prefix.
         labels = ["handler", "method", "status"]
         self._http_requests = Counter("http_requests", "HTTP requests by route.", labels, registry=self.registry)
 
@@ -337,7 +337,7 @@ class _TimeCollector(Collector):
 
 
 class _Exposition(Collector):
-    """A registry as it is rendered: with the label `engine`, as vLLM has it, and without the times of creation.
+    """A registry for rendering: adds the label `engine`, as vLLM has it, and drops the `_created` samples.
 
     Args:
         registry: the registry.

@@ -1,4 +1,4 @@
-"""Media of a prompt: embeddings that replace those of its tokens, and their offsets."""
+"""Media of a prompt: embeddings that replace those of placeholder tokens, and their offsets."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class EmbeddingsReader:
     Args:
         width: E of the hidden states.
         dtype: dtype of the hidden states.
-        key: secret of at most 64 bytes, constant as long as the cache is kept: without it, clients cannot construct
-            media with the digest of other media.
+        key: secret of at most 64 bytes, constant as long as the cache is kept: clients, who do not know it, cannot
+            construct media with the digest of other media.
     """
 
     def __init__(self, width: int, dtype: torch.dtype, key: bytes) -> None:

@@ -11,7 +11,7 @@ from quire.sequences.media import Media
 from quire.text.long_texts import TooManyTokens
 from quire.text.tokenizer import Tokenizer
 
-if TYPE_CHECKING:  # a process that only reads prompts does without torch
+if TYPE_CHECKING:  # a process that only reads prompts does not import torch
     from quire.engine.inputs.embeddings import EmbeddingsReader
 
 Prompt = str | Sequence[int] | Mapping[str, object]
@@ -99,7 +99,7 @@ class PromptReader(NamedTuple):
         return read
 
     def truncate(self, prompt: object, num_tokens: int, *, add_special_tokens: bool = True) -> Any:
-        """Return the first tokens of a prompt; of a text, its special tokens stay.
+        """Return the first tokens of a prompt; a text keeps its special tokens.
 
         Args:
             prompt: see `read`; a prompt that `read` refuses, or one with media, is returned unchanged.

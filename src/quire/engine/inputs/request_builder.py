@@ -25,14 +25,14 @@ MAX_TENANT_BYTES = 256
 def read_namespace(cache_name: str, cache_salt: object, tenant: object, adapter: str | None = None) -> Namespace:
     """Return the namespace of a request.
 
-    It holds a digest of the salt, not the salt: memory, drafts and the disk keep namespaces for long, and only compare
-    them.
+    It has a digest of the salt, not the salt itself: memory, drafters and the disk keep namespaces for long, and only
+    compare them.
 
     Args:
         cache_name: identity of the model for the prefix cache.
         cache_salt: the client's own secret, or None.
         tenant: operator's name of the client; None where clients are not distinguished.
-        adapter: digest of the adapter's content; None for the model alone.
+        adapter: digest of the adapter's content; None for the base model.
 
     Raises:
         InvalidParameter: the salt or the tenant is neither None nor a non-empty string, or is too long.
@@ -62,7 +62,7 @@ class PreparedRequest(NamedTuple):
     Args:
         prompt: the prompt as tokens.
         words: the strings as tokens.
-        pooling: result that the request ends with, in place of an output; None to generate.
+        pooling: result of a pooled request, instead of generated tokens; None to generate.
     """
 
     prompt: TokenPrompt
@@ -127,7 +127,7 @@ class RequestBuilder:
         *,
         add_special_tokens: bool = True,
     ) -> PreparedRequest:
-        """Convert the prompt of a pooled request to tokens; thread-safe. `NO_SAMPLING` are its parameters.
+        """Convert the prompt of a pooled request to tokens; thread-safe. Its sampling parameters are `NO_SAMPLING`.
 
         Args:
             prompt: see `PromptReader.read`; or two texts, which always have the tokenizer's special tokens.
@@ -167,7 +167,7 @@ class RequestBuilder:
         Args:
             arrival: number of requests before this one.
             can_guess: True where the engine has a drafter.
-            adapter: adapter of the request; None for the model alone.
+            adapter: adapter of the request; None for the base model.
 
         The other arguments are those of `Engine.add_request`.
 
@@ -229,7 +229,7 @@ class RequestBuilder:
             raise InvalidParameter("priority", priority, f"0 under the scheduling policy {policy!r}")
 
     def _max_total_tokens(self, num_prompt: int, params: SamplingParams) -> int:
-        # An encoder ends with the prompt, which may fill the context: the one token more is never computed.
+        # A request of an encoder ends with its prompt, which may fill the context: the token after it is not computed.
         limit = self._config.max_prompt_len + 1
         return limit if params.max_tokens is None else min(limit, num_prompt + params.max_tokens)
 

@@ -19,8 +19,8 @@ class TokenizedParams(NamedTuple):
 def tokenize_params(params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int) -> TokenizedParams:
     """Convert the strings of a request's parameters to tokens.
 
-    A bad word gives two token sequences: within a text, and after a space. A breaker gives its last token, tokenized
-    after other text.
+    A bad word gives two token sequences, without and with a leading space. A breaker gives its last token, when
+    tokenized after other text.
 
     Args:
         params: parameters of the request.

@@ -33,8 +33,8 @@ R = TypeVar("R")
 class TokenizerPool:
     """Tokenizes texts and renders chats for event loops.
 
-    Texts up to `MANY_CHARS` have threads of their own; longer ones share one thread, so that they take one core and the
-    memory of one such text.
+    Texts up to `MANY_CHARS` have a pool of threads; longer ones share one thread, so that they take only one core and
+    the memory of one such text.
 
     Args:
         reader: request builder of the engine.
@@ -47,7 +47,7 @@ class TokenizerPool:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         if tokenizer is not None:
-            # The vocabulary is read in one call; at this time no request waits for it.
+            # This reads the vocabulary in one long call, now that no request waits for it.
             tokenizer.prepare_long_texts()
         self._short = WorkerThreads(SHORT_THREADS, "quire-texts")
         self._long = WorkerThreads(1, "quire-long-texts")

@@ -1,7 +1,7 @@
-"""Disk prefetch: a waiting prompt's blocks on disk, or from afar, are in host memory before its prefix is matched.
+"""Disk prefetch: loads a waiting prompt's blocks from disk or a remote source into host memory, before it is matched.
 
-The scheduler calls it for the next sequence to be admitted only. A step loads at most the number of tokens that it
-could compute; a sequence with more blocks on disk waits until all are loaded.
+The scheduler calls it only for the next sequence to be admitted. A step loads at most as many tokens as it could
+compute; a sequence with more blocks on disk waits until all are loaded.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from quire.sequences.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
-# Number of loads that are skipped as slower than computing before one is made, to measure again.
+# Number of loads estimated slower than computing after which one is made anyway, to measure the rate again.
 REFUSALS = 16
-# Limits of saving at the shutdown: seconds, and bytes of one part, between two checks of the time.
+# Limits of saving at shutdown: total seconds, and bytes of one part; the time is checked between parts.
 SAVE_S = 20.0
 PART_BYTES = 16 << 20
-# Longest wait of a step without work, in which no command is heard.
+# Longest wait in a step without work, during which the engine handles no command.
 WAIT_S = 0.005
 
 
@@ -42,7 +42,7 @@ class DiskPrefetcher:
         block_size: number of tokens of a block.
         block_bytes: bytes of a block of each cache group.
         step_tokens: largest number of tokens of a step.
-        sources: loads from a remote store and from other engines; None without any.
+        sources: loads from a remote store and from other engines; None without such sources.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class DiskPrefetcher:
         num_blocks, loads = self._disk_tier.find_loads(sequence.chain, self._disk.holds, sequence.request.hit_limit)
         part: list[DiskLoad] | None = None
         if loads and (sequence.staged or self._is_worth_it(loads)):
-            # The first missing block indices of the chain, each with the blocks of all groups.
+            # The first missing block indices of the chain; each stands for the blocks of all groups.
             indices = sorted({load.block_idx for load in loads})[: self._free_blocks]
             self._free_blocks -= len(indices)
             # Blocks that were evicted again meanwhile are not loaded twice: the host tier is too small for them.
@@ -95,13 +95,13 @@ class DiskPrefetcher:
         return self._stage(sequence, num_blocks, part, is_last=part is None or len(part) == len(loads))
 
     def _stage(self, sequence: Sequence, num_blocks: int, part: Seq[DiskLoad] | None, *, is_last: bool) -> bool:
-        """Load some blocks of a sequence, None for nothing; return False while more must be loaded.
+        """Load some blocks of a sequence, if any; return False while more must be loaded.
 
         Args:
             sequence: sequence to be admitted next.
             num_blocks: length of the hit in blocks.
-            part: blocks to load; empty where a later step loads some.
-            is_last: True where no others are to follow.
+            part: blocks to load, empty where only a later step may load some; None to load no blocks at all.
+            is_last: True where no further part follows.
         """
         if part is not None and self._load(sequence, num_blocks, part) and not is_last:
             return False
@@ -111,12 +111,12 @@ class DiskPrefetcher:
         return True
 
     def wait(self) -> None:
-        """Wait a moment for what the next sequence needs, after a step without work."""
+        """Wait briefly for the blocks of the next sequence, after a step without work."""
         if self._sources is not None:
             self._sources.wait(WAIT_S)
 
     def take_failed(self) -> list[tuple[str, str]]:
-        """Return the requests whose blocks must be had and have not arrived, with the reasons, once."""
+        """Return, and forget, the requests whose required blocks have not arrived, with the reasons."""
         if self._sources is None:
             return []
         failed, self._sources.failed = self._sources.failed, []
@@ -140,14 +140,14 @@ class DiskPrefetcher:
         *,
         exports: bool = False,
     ) -> Seq[StoredBlock]:
-        """Copy published blocks of a chain to the stores, or for other engines only; nothing waits for a store.
+        """Copy published blocks of a chain to the stores, or for other engines only; the stores write asynchronously.
 
         Args:
             executor: executor of the copies.
             chain: chain of computed tokens.
             num_blocks: number of its full blocks.
             wants: returns whether to copy a block.
-            exports: True to give them to other engines only.
+            exports: True to keep them for other engines only.
 
         Returns:
             The blocks that were copied.
@@ -250,12 +250,12 @@ class DiskPrefetcher:
         return tickets
 
     def _is_worth_it(self, loads: Seq[DiskLoad]) -> bool:
-        """Return True where loading is faster than computing, or one of them has not been measured."""
+        """Return True where loading is faster than computing, or either rate is unknown."""
         store = self._disk.store
         rate = None if store.disk is None else store.disk.load_rate
         if self._tokens_per_s is None or rate is None:
             return True
-        # Blocks that have arrived from afar are in memory already.
+        # Blocks that have arrived from a remote source are in memory already.
         num_bytes = sum(self._block_bytes[load.block.group_idx] for load in loads if not store.has_arrived(load.block))
         num_tokens = len({load.block_idx for load in loads}) * self._block_size
         if num_bytes / rate < num_tokens / self._tokens_per_s:

@@ -1,9 +1,9 @@
-"""The hand-over of a prompt's blocks between engines: computed by one (prefill), continued by another (decode).
+"""Disaggregated prefill: hand-over of a prompt's blocks from the engine that prefills to the engine that decodes.
 
 ```
  request with do_remote_decode  -> computed -> its published blocks are copied out and kept
                                 -> the answer names this engine: do_remote_prefill, remote_host, remote_port, ...
- request with do_remote_prefill -> waits -> blocks are asked of the engine that it names -> checked like those of a disk
+ request with do_remote_prefill -> waits -> blocks are fetched from the engine that it names -> checked like disk blocks
 ```
 """
 
@@ -24,21 +24,21 @@ from quire.memory.manager import KVCacheManager
 from quire.sequences.kv_transfer import KVTransferParams
 from quire.sequences.sequence import Request
 
-# Names of requests that ended without an answer are looked for once there are so many.
+# Number of open requests from which on those that ended without an answer are removed.
 MOST_OPEN = 1024
 
 
 class HandOver:
-    """Gives blocks of finished prompts away, and names the engine that has those of a waiting one.
+    """Exports the blocks of finished prompts, and finds the engine with the blocks of a waiting prompt.
 
     Args:
         config: roles, address and limits.
-        exports: blocks that are kept for others; None for a consumer.
+        exports: blocks that are kept for other engines; None for a consumer, which exports nothing.
         identity: fingerprint of the engine's model and layout.
         block_bytes: bytes of the largest block.
 
     Raises:
-        ConfigError: the address cannot be listened at.
+        ConfigError: the address cannot be bound.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class HandOver:
         self._open: dict[str, Request] = {}
 
     def add(self, request: Request, running: Iterable[str]) -> None:
-        """Note a request whose blocks are to be given away.
+        """Register a request, if its blocks are to be exported.
 
         Args:
             request: a new request.
@@ -69,7 +69,7 @@ class HandOver:
     def finish(
         self, outputs: Iterable[RequestOutput], memory: KVCacheManager, prefetch: DiskPrefetcher, executor: Executor
     ) -> None:
-        """Keep the blocks of the prompts that ended in a step, and name this engine in their outputs."""
+        """Export the blocks of the prompts that ended in a step, and put this engine's address into their outputs."""
         if not self._open:
             return
         for output in outputs:
@@ -86,7 +86,7 @@ class HandOver:
             output.kv_transfer_params = self._answer(request.request_id, ids).as_json()
 
     def source_of(self, request: Request) -> PeerSource | None:
-        """Return the engine that has the blocks of a request; None where it names none."""
+        """Return the engine that has the blocks of a request; None where the request names no engine."""
         asked = request.params.kv_transfer
         if asked is None or not asked.do_remote_prefill:
             return None

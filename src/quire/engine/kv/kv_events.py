@@ -1,4 +1,4 @@
-"""The KV events of an engine: those of its memory, and of the blocks that it writes to disk, in one numbered stream."""
+"""The KV events of an engine, of its memory and of its blocks on disk, in one numbered stream."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from quire.memory.results import Tier
 class KVEventSource:
     """Publishes the events of an engine, one batch a step.
 
-    Blocks that earlier runs have left on disk are announced once they are loaded, or would be saved again: what is on
-    disk does not say which namespace it is of.
+    Blocks that earlier runs left on disk are announced once they are loaded, or would be saved again: a record on disk
+    does not name its namespace.
 
     Args:
         memory: memory manager of the engine.
         publisher: publisher of the batches; closed with this.
         adapter_name: name of the adapter with a digest.
-        form: form of the events, for `describe`.
+        form: format of the events, for `describe`.
         store: store of the blocks on disk; None without one.
 
     Attributes:
-        wake: function that has the engine's thread call `publish_step`, from any thread; None where the next step does.
+        wake: thread-safe function that makes the engine's thread call `publish_step`; None to await the next step.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class KVEventSource:
             self._publish(self._collector.take_events())
 
     def describe(self) -> dict[str, Any]:
-        """Return what a subscriber needs to know, as `GET /kv_event_sources` shows it."""
+        """Return the subscription data that `GET /kv_event_sources` shows."""
         return {
             "publisher": "zmq",
             "endpoint": self._publisher.endpoint,
@@ -99,7 +99,7 @@ class KVEventSource:
     # ---- any thread ----
 
     def request_all(self) -> None:
-        """Have all blocks published, for a subscriber that has lost events."""
+        """Request that all blocks are published, for a subscriber that has lost events."""
         self._wants_all = True
         if self.wake is not None:
             self.wake()
@@ -117,7 +117,7 @@ class KVEventSource:
                 self._publisher.publish(events)
 
     def on_deleted(self, blocks: Sequence[tuple[int, bytes]]) -> None:
-        """Publish that blocks are on disk no more."""
+        """Publish that blocks were deleted from disk."""
         with self._lock:
             medium = MEDIA[Tier.DISK]
             known = [block for block in blocks if self._on_disk.pop(block, None) is not None]
@@ -128,7 +128,7 @@ class KVEventSource:
     # ---- parts ----
 
     def _publish_all(self) -> None:
-        """Publish all blocks in place of the events since the last call."""
+        """Publish all blocks instead of the events since the last call."""
         events = self._collector.take_events()
         with self._lock:
             self._forget_disk(events)

@@ -22,7 +22,7 @@ class PinReport(NamedTuple):
 
     Args:
         limit: limit of the slabs (with one cache group: blocks) that pins fill.
-        filled: number of slabs that they fill.
+        filled: number of slabs (with one cache group: blocks) that pins fill.
         tokens: number of tokens of each pin, by name; a tenant's pin is listed as `tenant/name`.
     """
 
@@ -73,10 +73,10 @@ class PrefixPins:
             name: not in use by this tenant; at most `MAX_NAME_LEN` characters.
             prompt: text, token ids, or a mapping with one of them; at least a block long.
             cache_salt, tenant: values of the requests that can hit the prefix.
-            adapter: digest of their adapter; None for the model alone.
+            adapter: digest of the adapter of these requests; None for the base model.
 
         Returns:
-            The number of pinned tokens; 0 where some must be computed first, and nothing is pinned.
+            The number of pinned tokens; 0, with nothing pinned, where some tokens must be computed first.
 
         Raises:
             InvalidParameter: a name that is in use; a prompt shorter than a block.
@@ -93,7 +93,7 @@ class PrefixPins:
         whole, spans = tokens[: len(tokens) // block_size * block_size], [each.span for each in media]
         if not whole:
             raise InvalidParameter("prompt", f"{len(tokens)} tokens", f"at least a block of {block_size} tokens long")
-        # A hit leaves the last token to compute; the appended token is the one.
+        # A hit leaves the last token to compute, so one is appended.
         hit = self._memory.match_prefix(self._memory.chain([*whole, 0], namespace, spans))
         if hit.num_tokens < len(whole):
             return 0

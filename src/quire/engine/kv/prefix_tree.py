@@ -6,7 +6,7 @@
                                         +--- [ x ][ y ]                             +-- x y
 ```
 
-The segments with the most holders come first, so a bounded part of the tree is the one that is shared most.
+The segments with the most holders come first, so a bounded part of the tree has the most shared prefixes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from quire.memory.prefix.token_chain import TOKEN_BYTES, Namespace
 from quire.scheduling.scheduler import Scheduler
 
 MAX_SEGMENTS = 160
-# Nodes whose holders are counted in one scan, which bounds its time where thousands branch off at one position.
+# Greatest number of nodes visited in one scan: bounds its time where thousands branch off at one position.
 MAX_VISITED = 1_000
 NUM_LABEL_TOKENS = 12
 
@@ -36,10 +36,10 @@ class Segment(NamedTuple):
     Args:
         parent: index of the segment before it; None at the beginning of a prompt.
         first_token, end_token: positions of its tokens in a prompt, `[first_token, end_token)`.
-        holders: holders of its first block, over all cache groups and tiers.
+        holders: reference count of its first block, the greatest over all cache groups and tiers.
         pool: index in `BlockScan.pools` of the first pool with its first block; None where that was evicted.
         block: id of that block; 0 where it was evicted.
-        num_children: number of segments that follow it, of which some may be left out.
+        num_children: number of segments that follow it, some of which may not be in the scan.
         label_ids: its first tokens; None where the viewer may not see them.
     """
 
@@ -54,7 +54,7 @@ class Segment(NamedTuple):
 
 
 class TreeScan(NamedTuple):
-    """A part of the prefix tree, each segment behind its parent.
+    """A part of the prefix tree, each segment after its parent.
 
     Args:
         segments: the segments.
@@ -70,8 +70,8 @@ def scan_tree(scheduler: Scheduler, viewer: Namespace) -> TreeScan:
 
     Args:
         scheduler: scheduler with the tree.
-        viewer: namespace of the viewer. One with a tenant sees the tenant's prefixes only; tokens are shown of the
-            viewer's namespace itself, and not of namespaces with a salt.
+        viewer: namespace of the viewer. A viewer with a tenant sees the tenant's prefixes only; tokens are shown only
+            for the viewer's own namespace, not for namespaces with a salt.
     """
     return _TreeScanner(scheduler.memory, viewer).scan()
 
@@ -133,7 +133,7 @@ class _TreeScanner:
                 start = end
 
     def _holders(self, node: RadixNode, position: int) -> tuple[int, int | None, int]:
-        """Return the holders of the block at a position, and the first pool with such a block."""
+        """Return the greatest reference count at a position, the first pool with a block there, and that block."""
         blocks = [pool.index.at((node, position)) for pool in self._pools]
         holders = max(pool.ref_counts[block_id] for pool, block_id in zip(self._pools, blocks, strict=True))
         found = next((idx for idx, block_id in enumerate(blocks) if block_id != NULL_BLOCK), None)

@@ -1,13 +1,13 @@
-"""The prefix cache on disk of a model that ranks share: each has its part of every block in a folder of its own.
+"""The disk prefix cache of a model sharded over ranks: each rank has its shard of every block in its own folder.
 
 ```
  rank 0   which blocks? worth it? -- verdict --> read --+
- rank 1                              the same    read --+--> the blocks before the first that a rank has not read
- ...                                                    |    are published, on every rank
+ rank 1                              the same    read --+--> all blocks before the first that some rank could not
+ ...                                                    |    read are published, on every rank
 ```
 
-What depends on time or on one rank's disk is decided once, and blocks are read while steps are planned. So the results
-are there in the same step on every rank, and a block that one rank lacks is a miss for all.
+Decisions that depend on time or on one rank's disk are made once, and blocks are read while steps are planned. So every
+rank has the results in the same step, and a block that one rank lacks is a miss for all ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from quire.sequences.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
-# Time that ranks have to save the prefix cache and to end, which begins when rank 0 has saved its part.
+# Time limit for ranks to save the prefix cache and exit, from when rank 0 has saved its shard.
 END_TIMEOUT_S = 60.0
 
 
@@ -68,10 +68,10 @@ class RankedPrefetcher(DiskPrefetcher):
 
 
 class LeaderPrefetcher(RankedPrefetcher):
-    """The prefetcher of rank 0, which decides.
+    """The prefetcher of rank 0, which makes the decisions.
 
     Attributes:
-        log: function that writes down a command and sends it.
+        log: function that logs a command and sends it to the other ranks.
     """
 
     log: Callable[[str], None]
@@ -83,13 +83,13 @@ class LeaderPrefetcher(RankedPrefetcher):
         return super()._stage(sequence, num_blocks, part, is_last=is_last)
 
     def write_through(self, executor: Executor) -> None:
-        """See `DiskPrefetcher`; the others do the same."""
+        """See `DiskPrefetcher`; the other ranks do the same."""
         if self._disk_tier.ended:
             self.log("write_through")
             super().write_through(executor)
 
     def save_all(self, executor: Executor, pending: MemoryOps, clock: Callable[[], float]) -> None:
-        """See `DiskPrefetcher`; the others do the same meanwhile. Nothing is saved where a rank has failed."""
+        """See `DiskPrefetcher`; the other ranks do the same meanwhile. Nothing is saved after a rank has failed."""
         if self._ranks.failure is None:
             try:
                 self.log("save")
@@ -100,7 +100,7 @@ class LeaderPrefetcher(RankedPrefetcher):
 
 
 class FollowerPrefetcher(RankedPrefetcher):
-    """The prefetcher of another rank, which does what rank 0 has decided."""
+    """The prefetcher of another rank, which follows the decisions of rank 0."""
 
     def prepare(self, sequence: Sequence) -> bool:
         """See `DiskPrefetcher`.
@@ -108,7 +108,7 @@ class FollowerPrefetcher(RankedPrefetcher):
         Raises:
             LockstepDrift: rank 0 admits another sequence next.
         """
-        self._disk.save_arrived()  # its engine begins no steps, which would do so
+        self._disk.save_arrived()  # a follower never calls `begin_step`, which would do so
         if sequence.is_staged:
             return True
         seq_id, num_blocks, blocks, is_last = json.loads(self._ranks.group.receive_commands())
@@ -121,8 +121,8 @@ class FollowerPrefetcher(RankedPrefetcher):
         return self._stage(sequence, num_blocks, part, is_last=is_last)
 
     def save_all(self, executor: Executor, pending: MemoryOps, clock: Callable[[], float]) -> None:
-        """Do nothing: rank 0 says when; see `repeat_save`."""
+        """Do nothing: a command of rank 0 calls `repeat_save`."""
 
     def repeat_save(self, executor: Executor, pending: MemoryOps, clock: Callable[[], float]) -> None:
-        """Save what `save_all` of `DiskPrefetcher` does."""
+        """Save the prefix cache, as `DiskPrefetcher.save_all` does."""
         super().save_all(executor, pending, clock)

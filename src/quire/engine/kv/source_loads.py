@@ -1,11 +1,11 @@
-"""Blocks from afar: a waiting prompt's blocks in a remote store, or in another engine, are asked for and awaited.
+"""Remote loads: a waiting prompt's blocks are requested from a remote store, or from another engine, and awaited.
 
 ```
- is_ready?   which of the missing blocks are there?  -> the longest hit with them -> their records -> arrived
-             other sequences run on meanwhile; the prompt waits up to its patience for each answer
+ is_ready?   which missing blocks does it have?  -> the longest hit with them -> request their records -> arrived
+             other sequences run meanwhile; the prompt waits for each answer up to a timeout
 ```
 
-The patience for an answer is no longer than computing the tokens would take, so that a slow source costs a miss.
+The timeout of an answer is no longer than computing the tokens would take: a slow source counts as a miss.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ from quire.sequences.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
-# A first round trip takes some time, however few tokens there are to compute.
+# Least timeout: a first round trip takes some time, however few tokens there are to compute.
 LEAST_PATIENCE_S = 0.02
-# Sequences whose blocks are being asked for; normally one, the next to be admitted.
+# Greatest number of sequences with a search in progress; normally one, the next to be admitted.
 MOST_SEARCHES = 64
 MOST_READ_BYTES = 256 << 20
 
 
 class RecordSource(ArrivalCounts, Protocol):
-    """A place with blocks that are asked for off the step's path."""
+    """A source of blocks (a remote store or another engine) with asynchronous requests."""
 
     num_misses: int
     num_late: int
     load_s: float
 
     def ask(self, blocks: Seq[StoredBlock], *, with_records: bool) -> Inquiry | None:
-        """Ask which of some blocks there are, or for their records; None where the source is left alone now."""
+        """Ask which of the blocks it has, or for their records; None while the source cannot be used."""
 
     def abandon(self, inquiry: Inquiry) -> None:
         """Stop waiting for an answer."""
 
     def note(self, inquiry: Inquiry) -> None:
-        """Learn from an answer."""
+        """Update the source's state from an answer."""
 
 
 class PlannedSource(Protocol):
-    """A source, and how long to wait for it.
+    """A source, and the longest wait for it.
 
     Args:
         source: the source.
         timeout_s: longest wait for an answer.
-        must_have: True where computing the tokens is no substitute.
+        must_have: True where the request fails if its blocks do not arrive, instead of being computed here.
     """
 
     @property
@@ -75,8 +75,8 @@ class _Search:
     Args:
         sources: sources that were not asked yet.
         current: source that is being asked; None at the end.
-        inquiry: question to it.
-        asked_s, deadline_s: times of the question, and until which its answer is waited for.
+        inquiry: pending request to `current`.
+        asked_s, deadline_s: time of that request, and time at which it is given up.
         keys: keys of the records that have arrived.
     """
 
@@ -93,14 +93,14 @@ class SourceLoads:
 
     Args:
         disk_tier: the memory manager's disk tier.
-        store: stores of blocks, which take what arrives.
+        store: stores of blocks, which receive the records that arrive.
         sources_of: function that returns the sources of a sequence, the first to be asked first.
         block_bytes: bytes of a block of each cache group.
         block_size: number of tokens of a block.
         clock: clock in seconds.
 
     Attributes:
-        failed: sequences whose blocks must be had and have not arrived, with the reason; the engine ends them.
+        failed: (request id, reason) of requests whose required blocks have not arrived; the engine ends them.
     """
 
     def __init__(
@@ -124,16 +124,16 @@ class SourceLoads:
         self.failed: list[tuple[str, str]] = []
 
     def begin_step(self) -> None:
-        """Forget what the last step waited for."""
+        """Forget the request that the last step waited for."""
         self._waiting = None
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for the answer that a step without other work needs, for a moment."""
+        """Wait up to `timeout_s` for the answer that a step without other work needs."""
         if self._waiting is not None:
             self._waiting.done.wait(timeout_s)
 
     def is_ready(self, sequence: Sequence, tokens_per_s: float | None) -> bool:
-        """Return whether all that a sequence may wait for has arrived; else ask for it.
+        """Return whether the search for a sequence's blocks is complete; else start or continue it.
 
         Args:
             sequence: the sequence to be admitted next.
@@ -165,7 +165,7 @@ class SourceLoads:
         return True
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop what has arrived for a sequence and was not used."""
+        """Drop the records that arrived for a sequence and were not used."""
         search = self._searches.pop(sequence.seq_id, None)
         if search is not None:
             self._drop(sequence.seq_id, search)
@@ -173,10 +173,10 @@ class SourceLoads:
     # ---- parts ----
 
     def _ask_next(self, sequence: Sequence, search: _Search, tokens_per_s: float | None) -> bool:
-        """Ask the next source which blocks it has, if any is missing.
+        """Ask the next source which of the missing blocks it has, if any are missing.
 
         Returns:
-            False where a source did not give what must be had.
+            False where a source with `must_have` did not deliver the whole prompt.
         """
         last, search.inquiry = search.current, None
         while True:

@@ -14,7 +14,7 @@ BOUNDS_S = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0),
     *(1_000.0, 2_000.0, 5_000.0, 10_000.0, 20_000.0, 50_000.0, 100_000.0),
 )
-# Smallest number of sampled blocks of a pool: a small share of a small pool would be no block.
+# Least number of sampled blocks of a pool: a small share of a small pool could be less than one block.
 MIN_SAMPLED = 16
 
 

@@ -32,7 +32,7 @@ class EngineCounters(SchedulerStats):
 
 @dataclass(slots=True)
 class StepStats(EngineCounters):
-    """Numbers of one step: what it added to the counters, and the engine's state at its end."""
+    """Statistics of one step: the changes of the counters, and the engine's state at its end."""
 
     now_s: Annotated[float, Metric("End of the step, in seconds of a monotonic clock.")] = 0.0
     num_running: Annotated[int, Metric("Sequences that run.", "num_requests_running", "gauge")] = 0

@@ -1,4 +1,4 @@
-"""Reads the counters of an engine: their totals since the start, and what each step added to them."""
+"""Reads the counters of an engine: their totals since the start, and their changes in each step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.memory.usage import HostUsage, used_fraction
 from quire.scheduling.scheduler import Scheduler
 from quire.scheduling.stats import SchedulerStats
 
-# Names of the counters that are plain numbers: all of the scheduler's whose default is 0, and the engine's.
+# Names of the scalar counters: the fields of the scheduler's stats with default 0, and the engine's own.
 SCHEDULER_COUNTERS = tuple(field.name for field in fields(SchedulerStats) if field.default == 0)
 COUNTERS = (*SCHEDULER_COUNTERS, "prompt_tokens", "generation_tokens", "swap_out_blocks", "swap_in_blocks")
 read_scheduler_counters = attrgetter(*SCHEDULER_COUNTERS)

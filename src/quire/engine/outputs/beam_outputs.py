@@ -1,4 +1,4 @@
-"""The texts of a beam search: where a stop string ends a candidate, and what the best hypotheses say."""
+"""The texts of a beam search: stop strings that end candidates, and the texts of the best hypotheses."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class BeamTexts:
         return tuple(found)
 
     def choose(self, sample_idx: int, rank: int) -> None:
-        """Make a candidate of the last step the beam with a sample index."""
+        """Record that a candidate of the last step became the beam with a sample index."""
         if self._candidates:
             self._texts[sample_idx] = self._candidates[rank]
 
@@ -79,7 +79,7 @@ class BeamTexts:
         return outputs, search.num_dropped(best)
 
     def _text_of(self, beam: Beam) -> SampleText:
-        # A search that was preempted starts again from the prompt, without a beam's text.
+        # A preempted search starts again from the prompt, with no text.
         return self._texts[beam.sample_idx] if beam.num_output else SampleText(self._request, self._tokenizer)
 
     def _output(self, index: int, hypothesis: Hypothesis) -> CompletionOutput:

@@ -17,7 +17,7 @@ class AdvancedBeams(NamedTuple):
     """Result of the beam searches of a step.
 
     Args:
-        num_generated: number of tokens that beams were given.
+        num_generated: number of tokens appended to beams.
         exhausted: ids of the requests whose search ended without a hypothesis.
     """
 

@@ -1,4 +1,4 @@
-"""Early ends of requests: aborts, errors of a request's own, and steps that the data plane could not execute."""
+"""Early ends of requests: aborts, errors of single requests, and steps that the data plane could not execute."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class EarlyEnds:
         outputs: outputs of the requests.
 
     Attributes:
-        num_failed_steps: number of steps in a row that failed, up to the last one.
+        num_failed_steps: number of consecutive failed steps, the last step included.
     """
 
     def __init__(self, scheduler: Scheduler, outputs: OutputProcessor) -> None:
@@ -46,7 +46,7 @@ class EarlyEnds:
             error_code: code of that error.
 
         Returns:
-            The last output of the request; none for an unknown or finished one.
+            The last output of the request; empty for an unknown or finished one.
         """
         if request_id not in self._outputs:
             return []
@@ -57,7 +57,7 @@ class EarlyEnds:
         return [state.take_output(is_finished=True, error=error, error_code=error_code)]
 
     def end_without_blocks(self, failed: Iterable[tuple[str, str]]) -> list[RequestOutput]:
-        """End the requests whose blocks had to come from another engine, and did not.
+        """End the requests whose blocks were required from another engine, but did not arrive.
 
         Args:
             failed: their ids, each with the reason.
@@ -68,7 +68,7 @@ class EarlyEnds:
         return outputs
 
     def fail_item(self, item: ScheduledSequence, error: str, *, is_own_fault: bool = False) -> list[RequestOutput]:
-        """End the request of one item with an error; return its last output, if it had not ended yet."""
+        """End the request of one item with an error; return its last output, or nothing if it has ended already."""
         sequence = self._scheduler.sequences.get(item.seq_id)
         if sequence is None:
             return []
@@ -76,13 +76,13 @@ class EarlyEnds:
         return self.end(sequence.request.request_id, FinishReason.ERROR, error, code)
 
     def fail_step(self, plan: StepPlan, error: WorkerError) -> list[RequestOutput]:
-        """End every request of a step that the data plane could not execute, and discard the blocks it was to write.
+        """End every request of a step that the data plane could not execute, and discard the step's target blocks.
 
         Returns:
             The last outputs of the requests.
 
         Raises:
-            WorkerError: too many steps in a row have failed, or no later one can succeed.
+            WorkerError: too many consecutive steps have failed, or no later step can succeed.
         """
         if isinstance(error, DeviceFailed):
             raise error
@@ -94,7 +94,7 @@ class EarlyEnds:
         return outputs
 
     def withdraw_step(self, plan: StepPlan) -> None:
-        """Undo the plan of a step that was made ahead of a failed one; its requests go on."""
+        """Undo a plan that was made ahead, before an earlier step failed; its requests go on."""
         assert isinstance(self._scheduler, AsyncScheduler), "plans are made ahead by an asynchronous scheduler"
         _warn_of_pins(self._scheduler.withdraw(plan))
 

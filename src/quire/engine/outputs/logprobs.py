@@ -16,12 +16,12 @@ from quire.text.tokenizer import Tokenizer
 
 @dataclass(slots=True)
 class Logprob:
-    """The log probability of one token at one position, from the raw distribution.
+    """The log probability of one token at one position, from the raw model distribution.
 
     Args:
         logprob: natural logarithm, at most 0.
         rank: 1 for the likeliest token of the position.
-        decoded_token: the token's own text (may hold a replacement character where the token is part of one),
+        decoded_token: the token's own text (with a replacement character where the token is part of a character),
             or None when the engine has no tokenizer.
         decoded_bytes: the token's own bytes, or None when the engine has no tokenizer.
     """
@@ -40,7 +40,7 @@ class FlatLogprobs(Sequence[PositionLogprobs]):
     """The log probabilities of the tokens of an output, position by position.
 
     Args:
-        tokenizer: tokenizer for the texts of tokens; None leaves them out.
+        tokenizer: tokenizer for the texts of tokens; None leaves the texts out.
     """
 
     __slots__ = ("_ends", "_logprobs", "_ranks", "_token_ids", "_tokenizer")
@@ -77,13 +77,13 @@ class FlatLogprobs(Sequence[PositionLogprobs]):
         return copied
 
     def to_bytes(self) -> tuple[bytes, bytes, bytes, bytes]:
-        """Return the arrays as bytes, in the machine's order."""
+        """Return the arrays as bytes, in native byte order."""
         ids, logprobs, ends, ranks = self._token_ids, self._logprobs, self._ends, self._ranks
         return ids.tobytes(), logprobs.tobytes(), ends.tobytes(), ranks.tobytes()
 
     @classmethod
     def from_bytes(cls, data: tuple[bytes, bytes, bytes, bytes], tokenizer: Tokenizer | None) -> FlatLogprobs:
-        """Return the log probabilities of `to_bytes` of a process on this machine."""
+        """Return the log probabilities that `to_bytes` of a process on this machine wrote."""
         made = cls(tokenizer)
         ids, logprobs, ends, ranks = data
         made._token_ids.frombytes(ids)

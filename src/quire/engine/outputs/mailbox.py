@@ -1,4 +1,4 @@
-"""The unread deltas of one request, between what delivers them and the task that reads them."""
+"""A mailbox for the unread deltas of one request, between the engine and the task that reads them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class OutputMailbox:
     Deltas that were not read yet are merged, so a slow reader holds at most one output.
 
     Args:
-        take: function that is called with each delta that comes while none is unread; one for which it returns True is
-            not kept.
+        take: function that is called with each delta that arrives while none is unread; a delta for which it returns
+            True is not kept.
     """
 
     __slots__ = ("_delta", "_error", "_has_item", "_take")

@@ -19,7 +19,7 @@ from quire.text.tokenizer import Tokenizer
 
 
 class RequestState:
-    """Collects the output of one request since the last one that was taken.
+    """Collects the output of one request since the last `take_output`.
 
     Args:
         request: the request.
@@ -29,7 +29,7 @@ class RequestState:
         final_only: see `Engine.add_request`.
 
     Attributes:
-        reads_late: True where tokens are read when an output is made, as no step needs its own.
+        reads_late: True where tokens are detokenized only when an output is made, since no step needs them earlier.
         has_ended: True where a sample, or the beam search, has ended since the last output.
         beams: texts of the beams of a search; None for samples.
         pooled: result of a pooled request.
@@ -64,11 +64,11 @@ class RequestState:
             self._prompt_logprobs = PromptLogprobs(FlatLogprobs(tokenizer))
 
     def add_token(self, sequence: Sequence, num_tokens: int, logprobs: TokenLogprobs | None) -> str | None:
-        """Append a token to one of the samples; with `reads_late` all that were not read yet, if any.
+        """Append a token to one of the samples; with `reads_late`, all tokens that were not read yet, if any.
 
         Args:
             sequence: the sequence after the step, possibly with further tokens.
-            num_tokens: number of tokens of prompt and output up to this token, the last one with `reads_late`.
+            num_tokens: number of tokens of prompt and output up to and with this token; with `reads_late`, the last.
             logprobs: log probabilities of the token's position, None where they are not requested.
 
         Returns:
@@ -172,12 +172,12 @@ class OutputProcessor:
     """Keeps the texts and outputs of all unfinished requests.
 
     Args:
-        tokenizer: None gives token ids only.
+        tokenizer: the tokenizer; None gives token ids only.
         clock: seconds, monotonic.
 
     Attributes:
         states: unfinished requests by id.
-        updated: those with something new since `take_outputs`.
+        updated: unfinished requests with new tokens or an end since `take_outputs`.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, clock: Callable[[], float]) -> None:
@@ -211,21 +211,21 @@ class OutputProcessor:
         return True
 
     def add_prompt_logprobs(self, sequence: Sequence, item: ScheduledSequence, result: ItemResult) -> None:
-        """Take the log probabilities of the part of a prompt that an item computed."""
+        """Add the log probabilities of the part of a prompt that an item computed."""
         self.states[sequence.request.request_id].add_prompt_logprobs(item.start, result.prompt_logprobs)
 
     def add_tokens(
         self, events: Iterable[SequenceEvent], results: Seq[ItemResult]
     ) -> tuple[int, list[tuple[Sequence, str]], list[tuple[str, str]]]:
-        """Take the tokens of a step, which the scheduler has appended to their sequences.
+        """Add the tokens of a step, which the scheduler has appended to their sequences, to the outputs.
 
         Args:
             events: events of the sequences, in order, each with the index of the item's result.
             results: one for each item of the step.
 
         Returns:
-            The number of tokens that were added to outputs; the sequences whose text reached a stop string, each with
-            that string; the ids of requests whose own strategy failed, each with its error.
+            The number of tokens that were added to outputs; (sequence, stop string) of the sequences whose text reached
+            a stop string; (request id, error) of the requests whose strategy failed.
         """
         states, updated = self.states, self.updated
         num_generated = 0
@@ -265,13 +265,13 @@ class OutputProcessor:
 
         Args:
             may_hold: see `Engine.step`.
-            with_progress: True for requests with `final_only` too; else they have an output once they have finished.
+            with_progress: True to include unfinished requests with `final_only`; else they have one output, at the end.
         """
         if with_progress:
             begun = {name: each for name, each in self.states.items() if each.final_only and each.metrics.first_token_s}
             self.updated |= begun
         updated = self.updated
-        # The first output of a request, and one that ends a sample, wait for nothing.
+        # The first output of a request, and one that ends a sample, are never held back.
         is_due = (each.has_ended or each.metrics.first_token_s is None for each in updated.values())
         if may_hold is not None and may_hold() and not any(is_due):
             return []

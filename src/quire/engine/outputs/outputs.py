@@ -27,10 +27,10 @@ class CompletionOutput:
         finish_reason: None while running; then "stop", "length", "abort" or "error"; "tool_calls" where a chat with
             tools ended by itself with calls that were not forced.
         stop_reason: the stop string or stop token id that ended the output; None for the model's own end token.
-        num_draft_tokens: number of drafts that were verified for the output so far.
-        num_accepted_tokens: number of drafts that were accepted.
-        reasoning: text of the thinking in a chat with a model that thinks; else None.
-        content: text of the answer, outside calls, in a chat with such a model or with tools; else None.
+        num_draft_tokens: number of draft tokens that were verified for the output so far.
+        num_accepted_tokens: number of draft tokens that were accepted.
+        reasoning: reasoning text in a chat with a reasoning model; else None.
+        content: text of the answer, outside calls, in a chat with a reasoning model or with tools; else None.
         tool_calls: calls in a chat with tools; the last is incomplete where the length or a stop string cut it off.
     """
 
@@ -101,15 +101,15 @@ class RequestOutput:
         prompt_logprobs: log probabilities of the prompt's tokens, None for the first one; only in the first delta.
         num_cached_tokens: number of prompt tokens that came from the prefix cache (first admission).
         num_disk_tokens: number of cached tokens whose blocks were loaded from disk.
-        cache_hit_end: reason for the end of the hit, in words; None until the request was admitted.
+        cache_hit_end: reason for the end of the prefix hit, in words; None until the request was admitted.
         cache_differs_at: position of the first token that differs from the cached block that continues the hit, where
             the hit ended because no cached prefix continues with the prompt's tokens and there is such a block.
         prompt_account: the prompt's tokens by source, and computed ones by reason; None until it was admitted.
         num_pruned_tokens: number of tokens of samples that `best_of` left out, or of beams that a search dropped; in
             the last output.
         pooled: result of a pooled request, in the last output; see `Pooling`.
-        kv_transfer_params: where another engine finds the prompt's blocks, in the last output of a request with
-            `do_remote_decode`; else None.
+        kv_transfer_params: address at which another engine finds the prompt's blocks, in the last output of a request
+            with `do_remote_decode`; else None.
         error: error of the request when a sequence's `finish_reason` is "error".
         error_code: code of the error: "request_failed" where the request is the cause, else "engine_failed".
         metrics: times and preemptions.

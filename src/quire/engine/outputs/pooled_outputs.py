@@ -45,7 +45,7 @@ class ScoringOutput:
     """A score.
 
     Args:
-        score: 0 to 1 of a reranker, -1 to 1 of cosines; higher for a better match.
+        score: 0 to 1 from a reranker, -1 to 1 for a cosine similarity; higher for a better match.
     """
 
     score: float
@@ -56,7 +56,7 @@ class ScoringRequestOutput:
     """The score of one pair of texts.
 
     Args:
-        request_id: name of the request that has the document.
+        request_id: name of the request with the document.
         outputs: the score.
         prompt_token_ids: token ids of that request.
         num_cached_tokens: number of them that came from the prefix cache.
@@ -72,7 +72,7 @@ class ScoringRequestOutput:
 
 @dataclass(slots=True)
 class ClassificationOutput:
-    """The classes of a text.
+    """The class scores of a text.
 
     Args:
         probs: score of each class, in the order of the model's classes.
@@ -110,8 +110,8 @@ def embedding_of(values: Sequence[float], dimensions: int | None, *, normalize: 
 
     Args:
         values: the pooled hidden state after the last norm, E values.
-        dimensions: number of leading values to keep; None keeps all.
-        normalize: True to scale what is kept to length 1.
+        dimensions: number of leading values to keep (Matryoshka); None keeps all.
+        normalize: True to scale the kept values to L2 norm 1.
     """
     kept = list(values[:dimensions])
     if not normalize:

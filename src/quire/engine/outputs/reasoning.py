@@ -12,14 +12,14 @@ from quire.text.reasoning import ReasoningModel
 
 
 def with_reasoning(each: Sequence[SamplingParams], model: ReasoningModel | None) -> Sequence[SamplingParams]:
-    """Return sampling parameters under which thinking can be told from the answer.
+    """Return sampling parameters under which reasoning can be told from the answer.
 
     Args:
         each: parameters of each conversation.
-        model: the model's thinking; None changes nothing.
+        model: the reasoning model's format; None changes nothing.
 
     Raises:
-        InvalidParameter: not `SamplingParams`.
+        InvalidParameter: an item is not `SamplingParams`.
     """
     if model is None:
         return each
@@ -36,7 +36,7 @@ def with_reasoning(each: Sequence[SamplingParams], model: ReasoningModel | None)
 
 
 def add_reasoning(outputs: Iterable[RequestOutput], model: ReasoningModel | None) -> None:
-    """Write reasoning and content into whole outputs; nothing without a model's thinking."""
+    """Write reasoning and content into whole outputs; do nothing where `model` is None."""
     if model is not None:
         for output in outputs:
             for sample in output.outputs:

@@ -15,8 +15,8 @@ def with_calls(params: SamplingParams, use: ToolUse) -> SamplingParams:
     """Return sampling parameters under which an output is text, calls, or both.
 
     Raises:
-        UnsupportedFeature: the parameters have a grammar of their own, or no text to read calls from.
-        InvalidParameter: not `SamplingParams`; tools that are too large, or parameters that contradict their grammar.
+        UnsupportedFeature: the parameters have their own grammar, or disable the text that calls are parsed from.
+        InvalidParameter: not `SamplingParams`; the tools are too large, or the parameters contradict their grammar.
     """
     if not isinstance(params, SamplingParams):
         raise InvalidParameter("sampling_params", params, "SamplingParams")

@@ -1,4 +1,4 @@
-"""From a configuration to a running engine: checkpoint, weights, pools, disk tier, drafter.
+"""Construction of a running engine from a configuration: checkpoint, weights, pools, disk tier, drafter.
 
 `llm` and `async_llm` may import this package; nothing else in `engine` does.
 """

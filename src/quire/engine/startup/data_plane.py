@@ -1,4 +1,4 @@
-"""Builds the executor of a loaded model, which has the KV memory."""
+"""Builds the executor of a loaded model, which allocates the KV memory."""
 
 from __future__ import annotations
 

@@ -59,11 +59,11 @@ def open_stores(
         resolved: the resolved configuration.
         groups: the cache groups.
         dtype: dtype of the weights.
-        ranks: ranks that share the model, each of which has a folder in the folder; None for one process.
+        ranks: ranks that share the model, each with its own subfolder; None for one process.
 
     Raises:
-        ConfigError: the folder cannot be used, `prefix_cache_disk_bytes` is too small, the remote store refuses, or a
-            package is not installed.
+        ConfigError: the folder cannot be used, `prefix_cache_disk_bytes` is too small, the remote store refuses the
+            connection, or a package is not installed.
     """
     cache = config.cache
     block_bytes = [group.bytes_per_block for group in groups]
@@ -88,7 +88,7 @@ def open_stores(
         if cache.prefix_cache_url is not None:
             settings = RemoteSettings(cache.prefix_cache_url, cache.prefix_cache_timeout_s, cache.prefix_cache_ttl_s)
             remote = RemoteStore(settings, identity, max(block_bytes))
-        # Engines of several hosts must compute the same digests; what they share has no folder with a secret.
+        # Engines of several hosts must compute the same digests, so their key cannot be one folder's secret.
         is_alone = folder is not None and remote is None and cache.transfer is None
         key = folder.key if folder is not None and is_alone else shared_key(identity)
         stack.pop_all()
@@ -99,7 +99,7 @@ def open_stores(
 
 
 def _part_of(ranks: Ranks | None) -> str:
-    """Return a name of the part of each block that a rank has; "" for the whole."""
+    """Return a name of a rank's shard of each block; "" for whole blocks."""
     if ranks is None:
         return ""
     if isinstance(ranks.group, PipelineGroup):
@@ -109,7 +109,7 @@ def _part_of(ranks: Ranks | None) -> str:
 
 
 def shared_key(identity: bytes) -> bytes:
-    """Return the key of the digests of all engines that compute the same bytes."""
+    """Return the digest key shared by all engines that compute the same KV bytes."""
     return blake2b(b"quire: digests of shared blocks", key=identity, digest_size=32).digest()
 
 
@@ -121,7 +121,7 @@ def _identity(
     folder: Path | None,
     part: str,
 ) -> bytes:
-    """Return the digest of all that the bytes of a block depend on, besides its tokens."""
+    """Return the digest of everything that determines the bytes of a block, except its tokens."""
     # Other kernels, or another device, round differently, so their KV must not be hit.
     layout = [
         str(dtype),
@@ -136,7 +136,7 @@ def _identity(
     layout += [
         f"layers {spec.first}-{spec.first + len(spec.layers)}" for _, spec in models if isinstance(spec, StageSpec)
     ]
-    # The longest context that is served decides about them.
+    # Whether long-context RoPE factors are used depends on the longest context that is served.
     has_long_factors = [spec.has_long_factors for _, spec in models]
     layout += [str(has_long_factors)] * any(has_long_factors)
     model, *others = (checkpoint for checkpoint, _ in models)
@@ -154,19 +154,19 @@ def open_prefetch(
     stack: ExitStack,
     ranks: Ranks | None = None,
 ) -> tuple[DiskPrefetcher | None, HandOver | None]:
-    """Return the prefetcher of blocks outside memory, and the hand-over of blocks, which listens from then on.
+    """Return the prefetcher of blocks outside memory, and the hand-over of blocks, which is listening.
 
     Args:
         memory: the memory manager.
-        disk: blocks outside memory; None without any.
+        disk: blocks outside memory; None without such stores.
         cache: options of the cache.
         resolved: the resolved configuration.
         groups: the cache groups.
-        stack: closes the hand-over, as long as nobody else does.
+        stack: stack that closes the hand-over if a later part of the startup fails.
         ranks: ranks that share the model; None for one process.
 
     Raises:
-        ConfigError: the address of the hand-over cannot be listened at.
+        ConfigError: the address of the hand-over cannot be bound.
     """
     if disk is None:
         return None, None

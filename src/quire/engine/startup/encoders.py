@@ -1,4 +1,4 @@
-"""An encoder, and the configuration of its engine: a step that holds the longest prompt, and no KV cache."""
+"""Loading of an encoder, and the configuration of its engine: steps hold the longest prompt, no KV cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quire.models.loading import load_encoder
 from quire.models.pooling_config import read_max_length
 from quire.ops.interface import Ops
 
-# Options that an encoder cannot honour, and their values that ask for nothing.
+# Options that an encoder does not support, and their neutral values.
 NEUTRAL: dict[str, Any] = {
     "kv_cache_dtype": "auto",
     "num_kv_blocks": None,
@@ -91,7 +91,7 @@ def encoder_config(config: EngineConfig, checkpoint: Checkpoint, spec: EncoderSp
             field="max_num_batched_tokens",
         )
     longest = min(longest, budget)
-    # Slots for a full step; each sequence may leave a part of its last block unused, and has one slot more.
+    # Blocks for a full step; each sequence may leave a part of its last block unused, and gets one slot more.
     num_blocks = -(-budget // cache.block_size) + 2 * scheduler.max_num_seqs
     return replace(
         config,

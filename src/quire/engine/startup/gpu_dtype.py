@@ -1,4 +1,4 @@
-"""The dtype of a model on a GPU that may not have all of them."""
+"""The dtype of a model on a GPU that may not support bfloat16."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from quire.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-# Compute capability from which GPUs compute in bfloat16.
+# Least compute capability of GPUs that compute in bfloat16.
 BFLOAT16_CAPABILITY = (8, 0)
 
 
 def dtype_on(device: str, dtype: torch.dtype, option: str) -> torch.dtype:
-    """Return the dtype of the weights on a device: float16 where bfloat16 was not asked for and the GPU has none.
+    """Return the dtype of the weights on a device: float16 where the GPU has no bfloat16 and `option` is "auto".
 
     Args:
         device: "cpu" or "cuda".
-        dtype: dtype by the option and the checkpoint.
-        option: option `dtype`.
+        dtype: dtype that results from the option and the checkpoint.
+        option: value of the option `dtype`.
 
     Raises:
         ConfigError: see `dtype_for`.
@@ -32,7 +32,7 @@ def dtype_for(capability: tuple[int, int], dtype: torch.dtype, option: str) -> t
     """Return the dtype of the weights for a compute capability; see `dtype_on`.
 
     Raises:
-        ConfigError: bfloat16 was asked for, and such a GPU does not compute in it.
+        ConfigError: the option is "bfloat16", and the GPU does not compute in it.
     """
     if dtype != torch.bfloat16 or capability >= BFLOAT16_CAPABILITY:
         return dtype

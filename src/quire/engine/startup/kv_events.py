@@ -19,10 +19,10 @@ def open_kv_events(config: EngineConfig, engine: Engine, disk: DiskBlocks | None
     Args:
         config: configuration of the engine.
         engine: the engine, whose memory is empty.
-        disk: blocks on disk, None without them.
+        disk: blocks on disk; None without a disk cache.
 
     Raises:
-        ConfigError: the extra is not installed, or an endpoint cannot be used.
+        ConfigError: the optional package is not installed, or an endpoint cannot be used.
     """
     options = config.cache.kv_events
     if options is None:

@@ -1,4 +1,4 @@
-"""Builds an engine from a configuration: checkpoint, tokenizer, weights, then the KV memory that is left."""
+"""Builds an engine from a configuration: checkpoint, tokenizer, weights, then KV memory from the remaining bytes."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class LoadedModel:
         engine: engine of the model.
         default_params: sampling parameters from the model's generation config.
         pooling: pooling of its embeddings.
-        disk_prefetch: the engine's loader of blocks on disk; None without a prefix cache there.
+        disk_prefetch: the engine's prefetcher of blocks outside memory; None without a disk, remote or peer cache.
     """
 
     name: str
@@ -96,8 +96,8 @@ def load(config: EngineConfig, *, wrap: Wrappers | None = None, ranks: Ranks | N
     Args:
         config: configuration of the engine.
         wrap: wrappers of the engine's parts, for measurements.
-        ranks: ranks that share the model, of which this process is one; None starts those of the configuration. Where
-            torchrun has started this process as another rank than 0, it ends here when rank 0 closes.
+        ranks: ranks that share the model, of which this process is one; None starts those of the configuration. A
+            process that torchrun has started as a rank other than 0 exits in this call when rank 0 closes.
 
     Raises:
         ConfigError: an option or a checkpoint that cannot be honoured; the message names the fix.
@@ -106,12 +106,12 @@ def load(config: EngineConfig, *, wrap: Wrappers | None = None, ranks: Ranks | N
         if ranks is None:
             ranks = start(config)
             if ranks is not None and not ranks.is_leader:
-                # The same program runs on every rank; what comes after this call is rank 0's alone. That module
-                # imports this one.
+                # The same program runs on every rank, but only rank 0 returns from this call. The import is local,
+                # since that module imports this one.
                 from quire.engine.startup.rank_process import exit_now, run
 
                 exit_now(run(ranks, config))
-        if ranks is not None and ranks.is_leader:  # another rank says first why it cannot go on
+        if ranks is not None and ranks.is_leader:  # another rank first reports its error
             stack.callback(ranks.close)
         try:
             loaded = _load(config, wrap or Wrappers(), ranks)
@@ -191,7 +191,7 @@ def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None) -> LoadedMo
 
 
 def _open(options: ModelConfig) -> Checkpoint:
-    """Return the files of the model, whose weights are stored as the options say."""
+    """Return the model's checkpoint, after a check that its weights are stored as the options say."""
     checkpoint = Checkpoint.open(options.model, options.revision)
     is_gguf = checkpoint.gguf_fields is not None
     check_stored_method(options.stored_quantization, checkpoint.config, is_gguf=is_gguf)
@@ -199,10 +199,10 @@ def _open(options: ModelConfig) -> Checkpoint:
 
 
 def _with_kernels(config: EngineConfig) -> tuple[EngineConfig, str]:
-    """Return the configuration with the kernels that are taken on its device, and the device.
+    """Return the configuration with the kernels chosen for its device, and the device.
 
     Raises:
-        ConfigError: captured steps were asked for, which they do not have.
+        ConfigError: CUDA graphs are requested, which these kernels do not support.
     """
     device = pick_device(config.model.device)
     kernels = choose_kernels(torch.device(device), config.model.kernels)
@@ -264,10 +264,10 @@ def _resolve(
     device: str,
     ranks: Ranks | None,
 ) -> tuple[EngineConfig, ResolvedConfig]:
-    """Return the options, fitted to the memory that there is, and completed by what machine and model have.
+    """Return the options, fitted to the available memory, and resolved with the facts of machine and model.
 
     Raises:
-        ConfigError: the machine lacks what they ask for.
+        ConfigError: the machine lacks the resources that the options require.
     """
     limit = None
     if ranks is None:
@@ -286,7 +286,7 @@ def _resolve(
 
 
 def _media_reader(model: Decoder | Encoder, memory: KVCacheManager) -> EmbeddingsReader | None:
-    """Return the reader of prompts' embeddings; None for an encoder, which takes none."""
+    """Return the reader of prompts' embeddings; None for an encoder, which accepts no embeddings."""
     if isinstance(model, Encoder):
         return None
     return EmbeddingsReader(model.spec.width, model.dtype, memory.chain([], Namespace("media")).root[0])
@@ -356,7 +356,7 @@ def _scheduler(
         policy=resolved.scheduling_policy,
         priority_aging=resolved.priority_aging,
         preemption_policy=resolved.preemption_policy,
-        # A host tier that exists only for the disk has no space for preempted sequences.
+        # A host tier that exists only for the disk tier has no space for preempted sequences.
         preemption_mode=resolved.preemption_mode if resolved.swap_space else "recompute",
         prefetch=None if disk_prefetch is None else disk_prefetch.prepare,
         drafter=drafter,

@@ -13,7 +13,7 @@ from quire.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-# Fields of generation_config.json that are sampling parameters, under our names.
+# Fields of generation_config.json -> sampling parameters of this engine.
 GENERATION_FIELDS = {
     "temperature": "temperature",
     "top_p": "top_p",

@@ -120,7 +120,7 @@ def step_cost(
 
 
 def _graph_bytes(config: EngineConfig, model: Decoder, draft: Decoder | None, limits: StepLimits, stored: str) -> int:
-    """Return the GPU memory of captured steps, which no other step can use: of a model, and of a draft model."""
+    """Return the GPU memory of the CUDA graphs of a model and of a draft model, which no other step can use."""
     options = CaptureOptions(
         capture_sizes(config, "cuda"), limits.max_model_len, piece_sizes(config, "cuda"), limits.max_num_seqs
     )

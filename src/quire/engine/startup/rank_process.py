@@ -1,4 +1,4 @@
-"""The processes of ranks other than 0: each loads its part of the model, and repeats the commands of rank 0."""
+"""The processes of ranks other than 0: each loads its shard of the model, and replays the commands of rank 0."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from quire.scheduling.command_log import CommandReplay
 
 logger = logging.getLogger(__name__)
 
-# Options of what rank 0 alone does: it has the texts.
+# Options of work that only rank 0 does, since only it handles texts, with their values on other ranks.
 OF_LEADER: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "tokenizer": None,
@@ -30,7 +30,7 @@ OF_LEADER: dict[str, Any] = {
     "record_memory": None,
     "kv_events_config": None,
 }
-# Time that a rank has to end after another has failed.
+# Time limit for a rank to exit after another has failed.
 EXIT_TIMEOUT_S = 3.0
 
 
@@ -42,7 +42,7 @@ def main(rank: int, connection: int, memory: int) -> None:
 
 
 def exit_now(status: int) -> NoReturn:
-    """End the process of a rank: while an interpreter ends, threads of torch that go on would abort it."""
+    """End the process of a rank at once: torch threads that still run would abort a normal interpreter exit."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
@@ -50,7 +50,7 @@ def exit_now(status: int) -> NoReturn:
 
 def run(ranks: Ranks, config: EngineConfig) -> int:
     """Follow rank 0 until it closes; return the exit status of the process."""
-    # Threads of the model may wait for ever where the group has failed.
+    # Threads of the model may wait forever where the group has failed.
     ranks.on_failure(lambda _: exit_soon(EXIT_TIMEOUT_S, 1))
     try:
         parallel, place = config.parallel, torchrun_place(config.parallel)
@@ -70,7 +70,7 @@ def run(ranks: Ranks, config: EngineConfig) -> int:
 
 
 def follow(ranks: Ranks, config: EngineConfig) -> None:
-    """Load this rank's part of the model, and repeat the commands of rank 0 until the last.
+    """Load this rank's shard of the model, and replay the commands of rank 0 until the last.
 
     Raises:
         ConfigError: the model cannot be loaded.
@@ -89,7 +89,7 @@ def follow(ranks: Ranks, config: EngineConfig) -> None:
 
 
 class LoadedParts:
-    """The parts of this rank that follow rank 0 besides its scheduler.
+    """The components of this rank, other than the scheduler, that follow rank 0.
 
     Args:
         loaded: the model, with its engine.
@@ -119,7 +119,7 @@ class LoadedParts:
     def save(self) -> None:
         """See `FollowingParts`."""
         scheduler = self._engine.scheduler
-        # Plans in flight were executed where ranks run ahead.
+        # Where ranks run ahead, the plans in flight have been executed already.
         pending = scheduler.memory.take_ops() if self._runs_ahead else scheduler.take_ops()
         self._prefetch.repeat_save(self._engine.executor, pending, time.monotonic)
 

@@ -31,17 +31,17 @@ from quire.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
-# By name, since that module imports what loads a model.
+# By name, to avoid an import cycle: that module imports `loading`, which imports this one.
 PROGRAM: Final = "quire.engine.startup.rank_process:main"
 
 
 def start(config: EngineConfig) -> Ranks | None:
     """Start the other ranks of a model, of which this process is rank 0; None for a model of one process.
 
-    Where torchrun has started all ranks, they find each other. On GPUs, each takes its own.
+    Where torchrun has started all ranks, they connect to each other. On GPUs, each rank takes its own GPU.
 
     Raises:
-        ConfigError: the ranks cannot be had as the options say.
+        ConfigError: the ranks cannot be started as the options say.
         WorkerError: a rank does not start.
     """
     if config.parallel.num_ranks == 1:
@@ -53,7 +53,7 @@ def start(config: EngineConfig) -> Ranks | None:
         ranks = join_torchrun(parallel, place)
     else:
         ranks = start_ranks(parallel, {**config.to_options(), "device": device}, PROGRAM)
-    if ranks.is_leader:  # others do it where their errors are told
+    if ranks.is_leader:  # other ranks do it in `rank_process.run`, which reports their errors
         try:
             join_devices(ranks, parallel, device, place)
         except BaseException:
@@ -66,10 +66,10 @@ def check_shared(config: EngineConfig) -> None:
     """Check that the ranks can share the model, before any of them starts.
 
     Raises:
-        ConfigError: they cannot; the message names the layer, or what the model is.
+        ConfigError: the model cannot be divided; the message names the layer, or the reason.
     """
     checkpoint = Checkpoint.open(config.model.model, config.model.revision)
-    if find_encoder(checkpoint.config) is None:  # whose options are checked with it
+    if find_encoder(checkpoint.config) is None:  # `encoder_config` checks the options of encoders
         spec, _ = build(without_quantization(checkpoint.config))
         parallel = config.parallel
         shard_spec(spec, Share(0, parallel.tensor_parallel_size, parallel.enable_expert_parallel))
@@ -82,7 +82,7 @@ def check_shared(config: EngineConfig) -> None:
 
 
 def scheduler_type(parallel: ParallelConfig, resolved: ResolvedConfig) -> Callable[..., Scheduler]:
-    """Return the function that makes a rank's scheduler, or that of one process, of the arguments of `Scheduler`."""
+    """Return the class, or factory, of the scheduler; it takes the arguments of `Scheduler`."""
     if parallel.pipeline_parallel_size == 1:
         return AsyncScheduler if resolved.async_scheduling else Scheduler
     return partial(MicrobatchScheduler, num_microbatches=parallel.num_microbatches)
@@ -95,7 +95,7 @@ def lead(
     num_threads: int,
     prefetch: DiskPrefetcher | None = None,
 ) -> tuple[Scheduler, Executor]:
-    """Return scheduler and executor of a rank: on rank 0, those that other ranks follow."""
+    """Return a rank's scheduler and executor, wrapped for ranks; rank 0's scheduler sends its commands to others."""
     if ranks is None:
         return scheduler, executor
     cores = ranks.cores(num_threads)

@@ -83,9 +83,9 @@ def load_draft(
         checkpoint: files of the target.
         decoder: decoder of the target, with all its weights.
         tokenizer: tokenizer of the target, None where the engine works on token ids only.
-        load: function that loads the decoder of a checkpoint, whole or, given `ranks`, this rank's part.
-        ranks: ranks that share the target; None for one process. A draft model is divided as the target is, or where
-            it cannot be, every rank has it as a whole.
+        load: function that loads the decoder of a checkpoint: whole or, given `ranks`, this rank's shard.
+        ranks: ranks that share the target; None for one process. A draft model is sharded as the target is, or
+            replicated on every rank where that is impossible.
 
     Returns:
         The checkpoint of a draft model, and the decoder.
@@ -118,10 +118,10 @@ def is_divisible(checkpoint: Checkpoint, share: Share) -> bool:
 
 
 def _load_mtp_head(config: EngineConfig, checkpoint: Checkpoint, target: Decoder, ranks: Ranks | None) -> MTPHead:
-    # Configurations keep the field where the tensors were left out, as when transformers saves a model.
+    # A config may keep its MTP field without the tensors, for example when transformers saved the model.
     is_stored = any(name.startswith("mtp.") for name in checkpoint.tensors)
     spec, splits = mtp_spec(config.model.model, target.spec, is_stored=is_stored), None
-    if ranks is not None:  # the target's layers are this rank's parts, the one of the head is whole yet
+    if ranks is not None:  # the target's layers are sharded already, the head's layer is not
         share = share_of(ranks.group)
         splits = {f"mtp.{name}": split for name, split in splits_of(spec, share).items()}
         spec = shard_spec(spec, share)

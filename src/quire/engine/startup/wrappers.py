@@ -1,4 +1,4 @@
-"""Wrappers of an engine's parts, for measurements."""
+"""Wrappers of an engine's components, for measurements."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _unwrapped(part: Any) -> Any:
 
 
 class Wrappers(NamedTuple):
-    """Functions that return a part of the engine as it is used, given the one that was built.
+    """Functions from a component of the engine, as built, to the wrapped one that the engine uses.
 
     Args:
         ops: wrapper of the model's kernels.

@@ -1,4 +1,4 @@
-"""Whether a new sequence can be let in: what it needs of every group at the worst moment, against what there is."""
+"""Admission checks: the blocks that a new sequence needs of every group at its peak, against those available."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def check_admission(
     reserved: Sequence[int],
     num_kept_free: int,
 ) -> AllocStatus:
-    """Say whether a new sequence, for which memory is not too small, can be opened on a hit and grow to a length.
+    """Return OK or LATER for a new sequence that opens on a hit and grows to `num_tokens`; NEVER is excluded before.
 
     Args:
         arena: arena in its present state.
         groups: the cache groups.
-        num_tokens: tokens to hold, those of the hit included.
-        hit: the prefix to open on.
-        step_tokens: the most tokens that will be appended at once.
-        reserved: blocks of each group that others will ask for.
-        num_kept_free: slabs that must stay free.
+        num_tokens: number of tokens to hold, those of the hit included.
+        hit: prefix hit to open on.
+        step_tokens: greatest number of tokens that will be appended at once.
+        reserved: number of blocks of each group reserved for other sequences.
+        num_kept_free: number of slabs that must stay free (the watermark).
     """
-    # Idle blocks of the hit count twice: they are not available any more, and nothing new is needed for them.
+    # Idle blocks of the hit become used without an allocation: `needs` has them, the counts of `check_fit` do not.
     woken, loads = count_woken(groups, hit), count_loads(groups, hit)
     needs = []
     for group, shared, num_woken, num_loads, count in zip(groups, hit.block_ids, woken, loads, reserved, strict=True):
@@ -49,7 +49,7 @@ def check_admission(
 
 
 def count_woken(groups: Sequence[CacheGroup], hit: PrefixHit) -> list[int]:
-    """Return for each group the blocks of a hit that are idle."""
+    """Return for each group the number of a hit's idle blocks."""
     if not hit.num_tokens:
         return [0] * len(groups)
     return [
@@ -59,7 +59,7 @@ def count_woken(groups: Sequence[CacheGroup], hit: PrefixHit) -> list[int]:
 
 
 def count_loads(groups: Sequence[CacheGroup], hit: PrefixHit) -> list[int]:
-    """Return for each group the blocks of a hit that must be copied from the host."""
+    """Return for each group the number of a hit's blocks that must be loaded from the host."""
     counts = [0] * len(groups)
     for load in hit.loads:
         counts[load.group_idx] += 1
@@ -67,13 +67,13 @@ def count_loads(groups: Sequence[CacheGroup], hit: PrefixHit) -> list[int]:
 
 
 def check_fit(arena: Arena, needs: Sequence[int], woken: Sequence[int], num_kept_free: int = 0) -> AllocStatus:
-    """Say OK or LATER, with the numbers of the group that has least to spare.
+    """Return OK or LATER, with the counts of the group that has the fewest blocks to spare.
 
     Args:
         arena: arena in its present state.
-        needs: blocks of each group that are to have holders beyond those that have some now.
-        woken: those of them that are idle now, which neither number counts.
-        num_kept_free: slabs that must stay free, which no number counts.
+        needs: number of further blocks of each group that are to become used.
+        woken: number of those that are idle hit blocks, which neither returned count includes.
+        num_kept_free: number of slabs that must stay free, which no returned count includes.
     """
     available_blocks = arena.available_blocks(needs, num_kept_free)
     left = [room - need for room, need in zip(available_blocks, needs, strict=True)]
@@ -91,10 +91,10 @@ def never_fits(
     width: int = 1,
     num_shared: int = 0,
 ) -> AllocStatus | None:
-    """Return NEVER with its numbers when sequences alone, in steps of one token, could not reach a length.
+    """Return NEVER if `width` sequences could not reach `num_tokens` even alone, one token a step; else None.
 
     Args:
-        arena: has the layout.
+        arena: arena, of which only the layout is read.
         groups, num_tokens, num_slabs, width, num_shared: see `peak_blocks_per_group`.
     """
     specs = [group.spec for group in groups]
@@ -103,7 +103,7 @@ def never_fits(
 
 
 def refuse_blocks(arena: Arena, blocks: Sequence[int], num_slabs: int) -> AllocStatus | None:
-    """Return NEVER with its numbers when so many blocks of each group fill more than some slabs."""
+    """Return NEVER if the given number of blocks of each group fill more than `num_slabs` slabs; else None."""
     filled = arena.layout.filled(blocks)
     if sum(filled) <= num_slabs:
         return None
@@ -113,7 +113,7 @@ def refuse_blocks(arena: Arena, blocks: Sequence[int], num_slabs: int) -> AllocS
 
 
 class Release(NamedTuple):
-    """The memory that only some sequences hold, and the tokens that would be lost with it.
+    """The memory that a set of sequences holds exclusively, and the tokens that would be lost with it.
 
     Args:
         freed_bytes: bytes of the blocks without other holders.
@@ -144,7 +144,7 @@ def measure_release(groups: Sequence[CacheGroup], states: Sequence[SequenceBlock
         for state_idx, table in enumerate(tables):
             first = next((block_idx for block_idx, block_id in enumerate(table) if block_id in own), len(table))
             if group.spec.is_recurrent and first < len(table):
-                # The one state includes all tokens.
+                # Without its only state, all tokens of the sequence are lost.
                 first = 0
             num_left[state_idx] = min(num_left[state_idx], first * group.spec.block_size)
     return Release(freed_bytes, sum(state.num_computed for state in states) - sum(num_left))

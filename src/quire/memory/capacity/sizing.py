@@ -1,6 +1,6 @@
-"""The number and lengths of sequences that a byte range holds, before there is an engine: arithmetic only.
+"""The number and lengths of sequences that fit into a KV cache of given bytes, without an engine: arithmetic only.
 
-The same specs and slabs as the manager's, so that a plan and the engine that follows it agree to the byte:
+It uses the manager's specs and slab layout, so that a plan and the engine built from it agree to the byte:
 
 ```
  budget  ->  arena_bytes  ->  SlabLayout  ->  blocks of each group  ->  sequences at once, the longest sequence
@@ -21,12 +21,12 @@ from quire.memory.tables.snapshots import DEFAULT_SNAPSHOT_INTERVAL
 
 
 class Shortage(NamedTuple):
-    """Why a sequence never fits.
+    """The reason why a sequence never fits.
 
     Args:
-        group_idx: the cache group that takes most of the memory.
-        needed: slabs that all groups together need at the worst moment.
-        available: slabs that there are.
+        group_idx: cache group that takes most of the memory.
+        needed: number of slabs that all groups together need at the peak.
+        available: number of slabs of the arena.
     """
 
     group_idx: int
@@ -35,15 +35,15 @@ class Shortage(NamedTuple):
 
 
 def arena_bytes(specs: Sequence[KVCacheSpec], num_blocks: int) -> int:
-    """Return the bytes that all groups share: `num_blocks` blocks of each that keeps tokens, the null blocks besides.
+    """Return the bytes that all groups share: `num_blocks` blocks of each token group, and its null block.
 
-    States lie in the same bytes.
+    States of recurrent groups lie in the same bytes.
     """
     return (num_blocks + 1) * tokens_bytes(specs)
 
 
 def tokens_bytes(specs: Sequence[KVCacheSpec]) -> int:
-    """Return the bytes of one block of every group that keeps tokens."""
+    """Return the bytes of one block of every token group."""
     return sum(spec.bytes_per_block for spec in specs if not spec.is_recurrent)
 
 
@@ -56,20 +56,20 @@ def peak_blocks_per_group(
     width: int = 1,
     num_shared: int = 0,
 ) -> list[int] | None:
-    """Return the blocks of each group at the worst moment of a sequence alone, in steps of one token; None if it fits.
+    """Return each group's number of blocks at the peak of a sequence alone, one token a step; None if it fits.
 
-    Groups need most when a block has just begun. What is full only grows, what slides repeats: so the last moments of
-    that kind, one period of them, are all that need be looked at, and none when the peaks together fit. Of several
-    sequences that began alike, what slides leaves the blocks that they share: the last moments are the worst there too,
-    or that in which they part.
+    A peak is a length at which a new block has just begun. Full attention only grows; windows and chunks repeat with a
+    period: so the last period of such lengths is checked, and nothing where the sum of the groups' peaks fits. Several
+    sequences with a common prefix (beams) leave their shared blocks as windows slide: their peak is in the last period
+    too, or where they diverge.
 
     Args:
         specs: specs of the groups, with one block size.
-        num_tokens: the length that the sequence would reach.
+        num_tokens: length that the sequence would reach.
         layout: layout of the arena.
-        num_slabs: slabs that there are for it.
-        width: so many such sequences, side by side.
-        num_shared: tokens that all of those began with, and hold once where they fill blocks.
+        num_slabs: number of slabs available to the sequence.
+        width: number of such sequences at the same time.
+        num_shared: length of the common prefix of these sequences; its full blocks are held once.
     """
     if layout.num_filled([width * spec.peak_blocks(num_tokens, 1) for spec in specs]) <= num_slabs:
         return None
@@ -85,10 +85,10 @@ def peak_blocks_per_group(
 
 
 def _held_at(spec: KVCacheSpec, num_computed: int, width: int, num_shared: int) -> int:
-    """Return the blocks of a group that hold so many tokens and one more, of sequences that began alike."""
+    """Return the blocks of a group for `num_computed + 1` tokens of `width` sequences with a common prefix."""
     size = spec.block_size
     last = num_computed // size
-    # A recurrent state has left the last block when a new one begins.
+    # A recurrent state moves to the new block when one begins.
     first = spec.first_live_token(num_computed + spec.is_recurrent) // size
     if num_computed < num_shared:
         return last + 1 - first
@@ -102,15 +102,15 @@ def sequence_bytes(specs: Sequence[KVCacheSpec], num_tokens: int) -> int:
 
 
 def most_bytes(specs: Sequence[KVCacheSpec], num_tokens: int, num_seqs: int, interval: int | None = None) -> int | None:
-    """Return the bytes of an arena of which so many sequences of so many tokens leave nothing to others.
+    """Return the bytes of an arena that `num_seqs` sequences of `num_tokens` tokens fill completely.
 
-    Of states, each leaves its own, the snapshot close to the end of its prompt, and one every so often.
+    A sequence has its present state, the snapshot close to the end of its prompt, and the regular snapshots.
 
     Args:
-        interval: tokens between regular snapshots; None for the default.
+        interval: number of tokens between regular snapshots; None for the default.
 
     Returns:
-        None without groups of states: then the blocks of all tokens say it.
+        None without recurrent groups: then the blocks of all tokens determine the bytes.
     """
     if not any(spec.is_recurrent for spec in specs):
         return None
@@ -150,20 +150,20 @@ class ArenaSizing:
 
     @property
     def num_blocks(self) -> tuple[int, ...]:
-        """Blocks of each group, if it had every slab to itself."""
+        """Number of blocks of each group, if that group had all slabs."""
         return tuple(count * self.layout.num_slabs for count in self.layout.blocks_per_slab)
 
     def concurrency(self, num_tokens: int, *, step_tokens: int = 1, num_kept_free: int = 0) -> int:
-        """Return how many sequences of `num_tokens` tokens an admission lets run at once, none of them sharing a block.
+        """Return how many sequences of `num_tokens` tokens admission lets run at once, none of them sharing a block.
 
-        The last one's prompt is computed in steps of `step_tokens`, in which a group of windows holds more, beside the
-        others, which decode a token a step. One alone may take everything, in shorter steps. Where a window or chunk
-        begins with a block, sequences hold less, and more of them may run for a while.
+        The last one's prompt is computed in chunks of `step_tokens`, for which a windowed group holds more blocks; the
+        others decode a token a step. One alone may take all memory, in shorter steps. Where a window or chunk
+        begins at a block boundary, sequences hold less, and more of them may run for a while.
 
         Args:
-            num_tokens: the length that each reaches.
-            step_tokens: the most tokens of a step.
-            num_kept_free: slabs that an admission leaves free while other sequences live.
+            num_tokens: length that each sequence reaches.
+            step_tokens: greatest number of tokens of a step.
+            num_kept_free: number of slabs that an admission leaves free while other sequences live (the watermark).
         """
         if self.shortage(num_tokens) is not None:
             return 0
@@ -171,7 +171,7 @@ class ArenaSizing:
         peaks = [spec.peak_blocks(num_tokens, step_tokens) for spec in self.specs]
         num_slabs = self.layout.num_slabs - num_kept_free
         most = max(1, *self.num_blocks)
-        # Beside so many others there is no room for one more.
+        # The least number of other sequences with which one more does not fit.
         num_others = bisect_left(
             range(1, most + 1),
             True,
@@ -180,11 +180,11 @@ class ArenaSizing:
         return 1 + num_others
 
     def _num_filled_beside(self, num_others: int, held: Sequence[int], peaks: Sequence[int]) -> int:
-        """Return the slabs that a sequence at its peak fills together with others that hold what they hold."""
+        """Return the slabs that a sequence at its peak and `num_others` others, with `held` blocks each, fill."""
         return self.layout.num_filled([num_others * each + peak for each, peak in zip(held, peaks, strict=True)])
 
     def shortage(self, num_tokens: int) -> Shortage | None:
-        """Say why a sequence alone, in steps of one token, could not reach a length; None where it can."""
+        """Return why a sequence alone, one token a step, could not reach a length; None where it can."""
         worst = peak_blocks_per_group(self.specs, num_tokens, self.layout, self.layout.num_slabs)
         if worst is None:
             return None
@@ -192,7 +192,7 @@ class ArenaSizing:
         return Shortage(held.index(max(held)), self.layout.num_filled(worst), self.layout.num_slabs)
 
     def longest(self, limit: int) -> int:
-        """Return the longest sequence, of at most `limit` tokens, that fits alone; 0 when none does."""
+        """Return the length of the longest sequence, at most `limit`, that fits alone; 0 where none fits."""
         return bisect_left(range(1, limit + 1), True, key=lambda length: self.shortage(length) is not None)
 
     def bytes_for(self, num_tokens: int) -> int:

@@ -37,13 +37,13 @@ class CacheGroup:
 
 
 class PrefixRun(NamedTuple):
-    """Whole blocks from a chain's start whose live ones are published.
+    """A prefix of whole blocks, of which all live blocks are published.
 
     Args:
         num_blocks: number of blocks of the prefix.
         block_ids: blocks of each cache group; null where the group does not read them, and where they are on the host.
-        group_idx: the cache group that keeps it from being longer, None when nothing but the limit does.
-        loads: the blocks that are only on the host.
+        group_idx: cache group that limits the length of the prefix; None where only the given limit does.
+        loads: blocks that are only on the host.
     """
 
     num_blocks: int
@@ -59,13 +59,13 @@ def find_prefix(
 
     Each group in turn shortens the prefix to the longest that it can serve, until all agree: a shorter prefix may
     need blocks of a window that a longer one does not. Recurrent groups come last, so that the reason of the hit's
-    end can name them. Where no group needs any block, at the end of a chunk, its last block must be published.
+    end can name them. Where no group needs any block (at the end of a chunk), the last block must be published.
 
     Args:
         groups: cache groups with one block size.
         chain: chain of the tokens.
-        limit: the most blocks.
-        host_groups: the same groups with their blocks on the host; none to look at the device only.
+        limit: greatest number of blocks.
+        host_groups: the same groups with their blocks on the host; empty to search the device only.
     """
     size = groups[0].spec.block_size
     tiers = zip(groups, host_groups, strict=True) if host_groups else ()

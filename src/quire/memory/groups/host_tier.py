@@ -1,8 +1,8 @@
 """The host tier: blocks of swapped sequences, and published blocks that were evicted from the device.
 
 It has an arena of its own with the device's block sizes, so its blocks are held, published, hit and evicted by the
-same rules. A published device block is copied to it when it is evicted (*demoted*), if the host has room; the block
-that was demoted longest ago is evicted for it.
+same rules. A published device block is copied to the host when it is evicted (*demoted*), if the host has room for it
+after evicting idle blocks of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quire.memory.results import BlockCopy, Tier
 
 @dataclass(slots=True)
 class Traffic:
-    """Numbers of blocks that were copied between the tiers since the start.
+    """Counters of blocks copied between the tiers since the start.
 
     Args:
         num_swap_outs: blocks copied to the host by swapping out.
@@ -53,7 +53,7 @@ class HostTier:
         traffic: numbers of copied blocks.
 
     Raises:
-        ValueError: the bytes hold no slab.
+        ValueError: `num_bytes` is too small for one slab.
     """
 
     __slots__ = ("arena", "groups", "num_sequences", "traffic")
@@ -95,8 +95,8 @@ class HostSink:
     def keep(self, block_ids: Sequence[int]) -> None:
         """Copy published blocks that are about to be evicted to the host, as long as it has room.
 
-        A block that is published there already becomes the most recently used, and is not copied. Tails and blocks of
-        low retention priority are not copied.
+        A block that is published on the host already becomes the most recently used there, without a copy. Tails and
+        blocks of low retention priority are not copied.
         """
         arena, idx, low = self._host.arena, self._group_idx, self._pool.idle.queues[RetentionPriority.LOW]
         pool = arena.pools[idx]

@@ -20,10 +20,10 @@ def find_hit(
     *,
     keeps_all: bool = False,
 ) -> PrefixHit:
-    """Find the longest hit of whole blocks, and continue it in the published block that has most of the next tokens.
+    """Find the longest hit of whole blocks, and extend it into the published block with most of the next tokens.
 
     A longer hit never needs more of the earlier blocks than a shorter one, so every hit of whole blocks may be
-    continued.
+    extended.
 
     Args:
         groups: cache groups, all with one block size.
@@ -31,14 +31,14 @@ def find_hit(
         max_tokens: largest number of tokens of the hit; None for no limit.
         version: see `PrefixHit`.
         host_groups: see `find_prefix`.
-        keeps_all: True where no block of a live sequence ever dies, and there are no states.
+        keeps_all: True where no group has a window, chunks or recurrent states: a live sequence keeps all its blocks.
     """
     size, num_tokens = groups[0].spec.block_size, len(chain.tokens)
     most = max(0, num_tokens - 1)
     limit = most if max_tokens is None else max(0, min(most, max_tokens))
     run = find_prefix(groups, chain, limit // size, host_groups)
     start = run.num_blocks * size
-    # A state covers whole blocks only; with one, the groups of tokens still tell where the prompt differs.
+    # States exist for whole blocks only; with recurrent groups, the token groups still tell where the prompt differs.
     token_groups = [group for group in groups if not group.spec.is_recurrent]
     next_one = None
     if token_groups and start < limit:
@@ -55,7 +55,7 @@ def find_hit(
             for group, shared, last in zip(groups, run.block_ids, next_one.block_ids, strict=True)
         )
     if loads:
-        # Blocks that the longer hit does not read are not copied from the host for it.
+        # Blocks that the longer hit does not read are not loaded from the host.
         loads = tuple(load for load in loads if load.block_idx >= groups[load.group_idx].num_skipped(end))
     if end == limit or (not is_divisible and run.num_blocks == limit // size):
         reason = HitEnd.LAST_TOKEN if limit == most else HitEnd.LIMIT
@@ -74,14 +74,14 @@ def find_hit(
 
 
 def _diverged_at(groups: Sequence[CacheGroup], chain: TokenChain, most_blocks: int) -> int:
-    """Return the tokens of the first blocks that the tree knows, where it goes on otherwise behind them; else 0."""
+    """Return the number of tokens of the chain's blocks in the tree, if the tree continues differently; else 0."""
     cursor = groups[0].pool.index.tree.match(chain, most_blocks)
     num_known = cursor.num_known
     if not 0 < num_known < most_blocks:
         return 0
     node, position = cursor.position_after(num_known)
     content = chain.content(num_known)
-    # A tail that the prompt goes on from is no other way.
+    # A tail that is a prefix of the prompt's next block is no divergence.
     others = (branch for branch in node.branches.get(position, {}).values() if not content.startswith(branch.data))
     is_parting = position < node.length or next(others, None) is not None
     return num_known * groups[0].spec.block_size if is_parting else 0

@@ -7,12 +7,12 @@
                                          [ a b c ]     a tail, whose sequence ended there: all 3 can
 ```
 
-Nothing is copied when a sequence opens on such a block: the sequence holds it like any shared block, and a copy is made
-before the first token is written behind the used ones. Only a tail that is used whole and has no other holder is
-continued in place.
+Nothing is copied when a sequence opens on such a block: the sequence holds it like any shared block, and copies it on
+write, before the first token after the used ones. Only a tail that is used whole and has no other holder is continued
+in place.
 
-Tokens do not identify the media that they stand for. So a block with media is used, in part too, only where exactly
-that block is wanted; and tokens that stand for media are never published as a tail.
+Placeholder tokens do not identify their media. So a block with media is used, in part too, only where the prompt's
+block has the same content, media included; and placeholder tokens are never published as a tail.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from quire.memory.prefix.radix_node import NodePosition
 from quire.memory.prefix.token_chain import TOKEN_BYTES, TokenChain, num_common
 from quire.memory.sequence_blocks import SequenceBlocks
 
-# Number of candidates that are compared, the most recent: behind the first block of all prompts there may be thousands.
+# Greatest number of candidates compared, the most recent ones: after a common first block there may be thousands.
 MAX_CANDIDATES = 32
 
 
@@ -34,7 +34,7 @@ class PartialMatch(NamedTuple):
     """A block that continues a chain's whole blocks, in every group.
 
     Args:
-        num_tokens: number of its leading tokens that are wanted.
+        num_tokens: number of its leading tokens that equal the chain's next tokens.
         content: content of the block.
         block_ids: block of each group.
         position: position where the blocks are published; None where they are not yet.
@@ -49,16 +49,16 @@ class PartialMatch(NamedTuple):
 def longest_partial_match(
     groups: Sequence[CacheGroup], chain: TokenChain, num_blocks: int, content: bytes
 ) -> PartialMatch | None:
-    """Return the published block behind a chain's leading blocks that has most leading tokens in common with a content.
+    """Return the published block after a chain's leading blocks that has most leading tokens in common with a content.
 
-    The most recent one of several. Behind at least one block, also a block that has nothing in common. Tokens are
-    compared, and the position proves what comes before (M4).
+    Of several it is the most recent one. After at least one block it may have no token in common. Tokens are compared;
+    the tree position guarantees that the earlier blocks are equal (M4).
     """
     cursor = groups[0].pool.index.tree.match(chain, num_blocks)
     if not cursor.nodes or cursor.num_known < num_blocks:
         return None
     node, position = cursor.position_after(num_blocks)
-    # The entries of media make a content longer than a block's tokens.
+    # A content with media entries is longer than a block's tokens.
     size = TOKEN_BYTES * groups[0].spec.block_size
     if len(content) > size:
         children = node.children_at(position, MAX_CANDIDATES)
@@ -75,7 +75,7 @@ def longest_partial_match(
             if block_ids:
                 best = PartialMatch(count, theirs, block_ids, child)
     if best is not None or not num_blocks:
-        # Every prompt follows the root: a block there that has nothing in common is no continuation.
+        # Every prompt of the namespace follows the root: a first block without a common token is no continuation.
         return best
     for child in node.children_at(position, MAX_CANDIDATES):
         block_ids = _in_every_group(groups, child)
@@ -88,7 +88,7 @@ def publish_tail(groups: Sequence[CacheGroup], state: SequenceBlocks) -> NodePos
     """Publish the partly filled last block of a sequence that ends, if it is new; see `tail_of`.
 
     Returns:
-        The position where its tokens are published now; None where they are not.
+        The tree position where the block's tokens are published now; None where they are not.
     """
     tail = tail_of(groups, state)
     if tail is None or tail.position is not None:
@@ -104,8 +104,8 @@ def publish_tail(groups: Sequence[CacheGroup], state: SequenceBlocks) -> NodePos
 def tail_of(groups: Sequence[CacheGroup], state: SequenceBlocks) -> PartialMatch | None:
     """Return the block that will have the tokens of a sequence's partly filled last block once the sequence ends.
 
-    Either a published block that has them all, or the sequence's own, to be published. None where the last block is
-    full, has media, has other holders (which may write to it), or is published already.
+    It is a published block that has all of them, or else the sequence's own, to be published. None where the last block
+    is full, has media, has other holders (which may write to it), or is published already.
     """
     size = groups[0].spec.block_size
     block_idx, num_tokens = divmod(state.num_computed, size)

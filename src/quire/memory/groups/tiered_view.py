@@ -8,13 +8,13 @@ from quire.memory.prefix.token_chain import TokenChain
 
 
 class TieredView:
-    """One chain's published blocks in the indexes of two tiers; the host is asked for what the device has not.
+    """One chain's published blocks in the indexes of two tiers; the host serves blocks that the device lacks.
 
     Args:
-        device: the index of the device.
-        host: the index of the host.
+        device: index of the device pool.
+        host: index of the host pool.
         chain: the chain.
-        num_blocks: full blocks of the chain that may be asked about.
+        num_blocks: greatest number of full blocks of the chain that will be queried.
     """
 
     __slots__ = ("_chain", "_device", "_host", "_leading", "_num_blocks")
@@ -43,7 +43,7 @@ class TieredView:
         return tuple(self._device.published(self._chain, start, end)) if start < end else ()
 
     def host_blocks(self, start: int, end: int) -> list[tuple[int, int]]:
-        """Return the places in `[start, end)`, all known to be published, that are on the host only; and the blocks."""
+        """Return (block index, host block) of the blocks in `[start, end)`, all published, that only the host has."""
         if start >= end:
             return []
         here, there = (index.published(self._chain, start, end) for index in (self._device, self._host))

@@ -1,9 +1,9 @@
 """The arena: one range of bytes that all cache groups share, in slabs.
 
-A group that needs blocks gets, in this order: a slab of no group; the blocks that have been idle for longest, its own
-or, by the slab, another group's; and where free blocks lie scattered over the slabs of another group, that group
-compacts them and returns a slab. So only the number of slabs counts that blocks with holders fill when they are packed
-densely. `fits` adds these up: its answer is exact.
+A group that needs blocks gets, in this order: a free slab; the blocks that have been idle for longest, its own or, in
+whole slabs, another group's; and where another group's free blocks are scattered over its slabs (fragmentation), that
+group compacts them and returns a slab. So capacity depends only on the number of slabs that used blocks fill when they
+are packed densely. `fits` adds these up: its answer is exact.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from quire.memory.results import BlockCopy, Tier
 class Arena:
     """The pools of all groups, and the slabs that they share.
 
-    With one group a slab is a block, and the pool has all blocks from the start: it has no `source`, and none of the
-    classes of slabs is involved.
+    With one group a slab is a block, and the pool has all blocks from the start: it has no `source`, and the slab
+    classes are not used.
 
     Args:
         layout: layout of the bytes.
         pools: pools of the groups; where there are several, they have no blocks yet.
-        retention: blocks that are evicted last; None for none.
+        retention: blocks that are evicted last; None to retain no blocks.
         tier: tier of the bytes.
         clock: clock of the pools.
         moves: see `SlabSupply`; default: an empty list.
@@ -61,7 +61,7 @@ class Arena:
         self.tier = tier
         self.retention = retention or Retention(layout, 0)
         self.pools = tuple(pools)
-        # Each slab is a block, in every group.
+        # In every group a slab is one block.
         self._is_uniform = set(layout.blocks_per_slab) == {1}
         # A stack with the lowest slab on top.
         self.free_slabs = list(range(layout.num_slabs - 1, -1, -1)) if len(pools) > 1 else []
@@ -81,7 +81,7 @@ class Arena:
         return -(-num_blocks // self.layout.blocks_per_slab[group_idx])
 
     def fits(self, needs: Sequence[int]) -> bool:
-        """Return whether every group can have `needs` more blocks with holders than now."""
+        """Return whether every group can take `needs` more blocks."""
         # Free blocks in a group's own slabs need no further slab.
         for need, pool in zip(needs, self.pools, strict=True):
             if need > len(pool.free):
@@ -93,10 +93,10 @@ class Arena:
         return sum(self._filled(needs)) <= self.layout.num_slabs
 
     def available_blocks(self, needs: Sequence[int], num_kept_free: int = 0) -> list[int]:
-        """Return for each group the number of blocks beyond its used ones if all other groups got what they need.
+        """Return for each group the number of blocks that it could still take if all other groups took their needs.
 
-        `fits(needs)` is True exactly where no group needs more than that. The number is negative where no block is left
-        even without its own need.
+        `fits(needs)` is True exactly where no group needs more than that. The number is negative where the other
+        groups' needs alone exceed the memory.
 
         Args:
             needs: number of blocks that each group needs.
@@ -114,21 +114,21 @@ class Arena:
         ]
 
     def _filled(self, needs: Sequence[int]) -> list[int]:
-        """Return for each group the number of slabs that its used blocks and `needs` more fill."""
+        """Return for each group the number of slabs that its used blocks and `needs` more blocks fill."""
         return self.layout.filled([pool.num_used + need for pool, need in zip(self.pools, needs, strict=True)])
 
     def reclaim(self, own_idx: int, num_blocks: int) -> None:
-        """Evict idle blocks for a group that lacks some: its own, and those of idle slabs of other groups.
+        """Evict idle blocks for a group that lacks blocks: its own, and those of idle slabs of other groups.
 
         Blocks of the lowest retention priority are evicted first, of these the ones that have been idle for longest.
-        Where no block is idle, a slab is compacted whose used blocks fit into others.
+        Where no block is idle, another group compacts a slab: its used blocks move to other slabs.
 
         Args:
             own_idx: index of the group.
             num_blocks: number of blocks that it lacks.
         """
         own, per_slab = self.group_slabs[own_idx], self.layout.blocks_per_slab[own_idx]
-        # An eviction policy may have a younger block before an older one.
+        # An eviction policy may evict a younger block before an older one.
         ages = [
             list(accumulate(own.pool.idle.ages_of_victims(num_blocks), max))
             if slabs is own
@@ -151,7 +151,7 @@ class Arena:
                 self.group_slabs[idx].return_idle_slabs(count)
 
     def _first_of(self, ages: Sequence[Sequence[Age]], own_idx: int, num_blocks: int) -> list[int]:
-        """Return the groups of the first victims, in order, until a group gets the blocks that it lacks.
+        """Return the group of each victim, in order of eviction, until group `own_idx` has the blocks that it lacks.
 
         Args:
             ages: ages of the group's own blocks and of the other groups' slabs, each in order.
@@ -176,10 +176,10 @@ class Arena:
     def evict_last(self, tables: Sequence[Sequence[int]]) -> None:
         """Retain the published blocks of a sequence, so that they are evicted last.
 
-        Tails are added first, in all groups, so that they are dropped before the heads.
+        Tails are added first, in all groups, so that they lose the hint before the heads do.
 
         Args:
-            tables: block ids of the sequence in each group; they have holders.
+            tables: block table of the sequence in each group; the sequence still holds the blocks.
         """
         if not self.retention.limit:
             return
@@ -208,8 +208,8 @@ def build_arena(
         num_blocks: number of blocks of each group, where all blocks have the same bytes; or
         num_bytes: number of bytes of the arena.
         policy: makes the eviction policy of a group; None for LRU.
-        tree: prefix tree; the groups of the device have its first pools, those of the host the next.
-        retention_limit: greatest number of slabs that blocks which are evicted last fill.
+        tree: prefix tree; the device's groups have its first pools, the host's groups the next.
+        retention_limit: greatest number of slabs that retained blocks, which are evicted last, may fill.
         tier: tier of the bytes.
         moves: see `Arena`.
 

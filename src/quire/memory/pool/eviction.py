@@ -1,7 +1,7 @@
-"""Eviction policies: the order in which a pool's idle blocks are evicted, which a policy stores.
+"""Eviction policies: a policy stores the order in which a pool's idle blocks are evicted.
 
-Sequences give their blocks back tail first, so wherever a policy goes by the time at which blocks became idle, the
-tail of a chain goes before its head.
+Sequences release their blocks tail first, so under a policy that orders blocks by the time at which they became idle,
+the tail of a chain is evicted before its head.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ class EvictionPolicy(Protocol):
     """The idle blocks of one pool and retention priority, in the order in which they would be evicted."""
 
     def add(self, block_ids: Sequence[int]) -> None:
-        """Take in blocks that have just become idle, one after the other."""
+        """Add blocks that have just become idle, one after the other."""
 
     def discard(self, block_ids: Sequence[int]) -> None:
-        """Let go of blocks that were hit."""
+        """Remove blocks that were hit."""
 
     def forget(self, block_ids: Sequence[int]) -> None:
-        """Forget all about blocks: they are no longer published."""
+        """Remove blocks that are no longer published, with their history."""
 
     def victims(self, count: int) -> list[int]:
-        """Return the blocks that are next, in order; at most as many as are idle."""
+        """Return the next `count` blocks to evict, in order; `count` is at most the number of idle blocks."""
 
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[int]: ...
 
 
-# Makes a policy with nothing in it.
+# Makes an empty policy.
 PolicyMaker = Callable[[], EvictionPolicy]
 
 Rank = tuple[int, int]
 
 
 class LowestRank:
-    """Evicts the block of the lowest rank, which is given to it each time it becomes idle.
+    """Evicts the block of the lowest rank; a block gets its rank each time it becomes idle.
 
     Args:
         rank: function from (first tick as an idle block, number of hits, present tick) to the rank.
@@ -48,7 +48,7 @@ class LowestRank:
 
     __slots__ = ("_clock", "_first", "_heap", "_hits", "_idle", "_rank")
 
-    # Entries of the heap, besides four for each idle block, before those of blocks that left are dropped.
+    # Number of heap entries, beyond four for each idle block, from which on stale entries are dropped.
     MOST_STALE = 4096
 
     def __init__(self, rank: Callable[[int, int, int], Rank]) -> None:
@@ -57,7 +57,7 @@ class LowestRank:
         self._first: dict[int, int] = {}
         self._hits: dict[int, int] = {}
         self._idle: dict[int, Rank] = {}
-        # Ranks that are no longer so stay in the heap until they come up.
+        # Stale ranks stay in the heap until they reach its top.
         self._heap: list[tuple[Rank, int]] = []
 
     def add(self, block_ids: Sequence[int]) -> None:
@@ -67,7 +67,7 @@ class LowestRank:
             first = self._first.setdefault(block_id, self._clock)
             rank = self._idle[block_id] = self._rank(first, self._hits.get(block_id, 0), self._clock)
             heappush(self._heap, (rank, block_id))
-        # A block that is hit leaves its entry behind, which may never come to the top of the heap.
+        # A block that is hit leaves a stale entry, which may never reach the top of the heap.
         if len(self._heap) > 4 * len(self._idle) + self.MOST_STALE:
             self._heap = [(rank, block_id) for block_id, rank in self._idle.items()]
             heapify(self._heap)
@@ -90,7 +90,7 @@ class LowestRank:
         chosen: list[tuple[Rank, int]] = []
         while len(chosen) < count:
             entry = heappop(heap)
-            # The same rank may be there twice: a block that was hit may come to rest as it did before.
+            # The heap may have an entry twice: a block that was hit may become idle with its former rank.
             if idle.get(entry[1]) == entry[0] and entry not in chosen[-1:]:
                 chosen.append(entry)
         for entry in chosen:
@@ -105,7 +105,7 @@ class LowestRank:
 
 
 class SegmentedLru:
-    """Evicts blocks that were never hit before those that were; at most `PROTECTED_SHARE` of all are protected so."""
+    """Evicts blocks without a hit (probation) first; at most `PROTECTED_SHARE` of all idle blocks are protected."""
 
     __slots__ = ("_probation", "_protected", "_was_hit")
 
@@ -117,7 +117,7 @@ class SegmentedLru:
         self._was_hit: set[int] = set()
 
     def add(self, block_ids: Sequence[int]) -> None:
-        """Take in blocks that have just become idle; the oldest of too many protected ones is one no more."""
+        """Add blocks that have just become idle; beyond the limit, the oldest protected block goes to probation."""
         for block_id in block_ids:
             (self._protected if block_id in self._was_hit else self._probation)[block_id] = None
             if len(self._protected) > self.PROTECTED_SHARE * len(self):
@@ -160,7 +160,7 @@ def least_frequently_used() -> EvictionPolicy:
     return LowestRank(lambda _first, hits, now: (hits, now))
 
 
-# By name; None is least recently used: the order in which blocks became idle, which is known anyway.
+# By name; None is least recently used: `IdleQueue` has the order in which blocks became idle anyway.
 EVICTION_POLICIES: dict[str, PolicyMaker | None] = {
     "lru": None,
     "fifo": first_in_first_out,

@@ -6,8 +6,8 @@
  evicted last    HIGH     blocks of ended sequences with `retain_cache`
 ```
 
-Blocks of one retention priority go in the order of the eviction policy; those of `LOW` by age whatever the policy. All
-of them are hits while they are there. The arena, which compares blocks of several groups, goes by priority and age.
+Blocks of one retention priority are evicted in the order of the eviction policy; those of `LOW` by age under every
+policy. Until then all of them can be hit. The arena orders the blocks of several groups by priority, then by age.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class RetentionPriority(IntEnum):
 # Looking a member up in its enumeration takes as long as a call.
 _LOW, _DEFAULT, _HIGH = RetentionPriority
 
-# The retention priority of an idle block and the moment since when it is idle, in one number: the lowest goes first.
+# The retention priority of an idle block and the tick at which it became idle, in one int: the lowest is evicted first.
 Age = int
 _PRIORITY_STEP = 1 << 62
 
 
 def ages_of(priority: int, moments: Iterable[int]) -> list[Age]:
-    """Return the ages of blocks of one retention priority that became idle at some moments."""
+    """Return the ages of blocks of one retention priority that became idle at the ticks `moments`."""
     base = priority * _PRIORITY_STEP
     return [base + moment for moment in moments]
 
@@ -49,7 +49,7 @@ class Part(NamedTuple):
     Args:
         priority: retention priority of all blocks.
         block_ids: the blocks.
-        moments: when each became idle.
+        moments: tick at which each block became idle.
     """
 
     priority: RetentionPriority
@@ -61,9 +61,9 @@ class IdleBlocks:
     """The idle blocks of one pool.
 
     Args:
-        policy: makes an eviction policy; None evicts the block first that has been idle for longest (LRU).
+        policy: makes an eviction policy; None for LRU: the block that has been idle for longest is evicted first.
         clock: clock of the ticks at which blocks become idle.
-        retention: says which blocks have the hint to be evicted last; it changes only while they have holders.
+        retention: set of the retained blocks, which are evicted last; it changes only while they have holders.
         group_idx: the cache group of the blocks.
 
     Attributes:
@@ -81,12 +81,12 @@ class IdleBlocks:
         self._hints = retention.of_group[group_idx]
 
     def add(self, block_ids: Sequence[int], priority: RetentionPriority, moments: Sequence[int]) -> list[Part]:
-        """Take in blocks that have just become idle, one after the other.
+        """Add blocks that have just become idle, one after the other.
 
         Args:
             block_ids: the blocks.
             priority: priority of blocks that are not retained; `LOW` ends their retention.
-            moments: a later one for each.
+            moments: rising ticks, one for each block.
 
         Returns:
             The blocks by retention priority.
@@ -106,7 +106,7 @@ class IdleBlocks:
         return parts
 
     def discard(self, block_ids: Sequence[int]) -> list[Part]:
-        """Let go of blocks that were hit; return them by retention priority."""
+        """Remove blocks that were hit; return them by retention priority."""
         self._count -= len(block_ids)
         parts = self._split(block_ids)
         for part in parts:
@@ -117,7 +117,7 @@ class IdleBlocks:
         return parts
 
     def remove(self, block_ids: Sequence[int]) -> list[Part]:
-        """Let go of blocks that are no longer published; return them by retention priority."""
+        """Remove blocks that are no longer published; return them by retention priority."""
         self._count -= len(block_ids)
         parts = self._split(block_ids)
         for part in parts:
@@ -126,7 +126,7 @@ class IdleBlocks:
         return parts
 
     def forget(self, block_ids: Sequence[int]) -> None:
-        """Forget the hits and hints of blocks that are not here."""
+        """Forget the hit counts and retention hints of blocks that are not idle."""
         for order in self._orders:
             if order is not None:
                 order.forget(block_ids)

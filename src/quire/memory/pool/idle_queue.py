@@ -1,11 +1,11 @@
-"""Numbers in the order in which they came to rest: blocks without holders, slabs without used blocks.
+"""A queue of IDs in the order in which they became idle: blocks without holders, or slabs without used blocks.
 
 ```
- batches   | 9 8 7 6 |   5 .   | . . 2 |       numbers that came together lie together; what left is skipped
+ batches   | 9 8 7 6 |   5 .   | . . 2 |       IDs that were added together; removed ones are skipped
 ```
 
-They come in batches, as a sequence gives its blocks back, and mostly leave so. So a batch is a list, and a number only
-remembers its batch: that costs a tenth of a dictionary's entry.
+IDs are added in batches, as a sequence releases its blocks, and mostly removed in batches. So a batch is a list, and an
+ID only has the name of its batch: that costs a tenth of a dictionary's entry. IDs are `numbers` in this module.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import compress
 
-# Entries of numbers that left, besides four for each that is at rest, before batches are gone through.
+# Number of entries, beyond four for each ID in the queue, from which on entries of removed IDs are swept.
 MOST_STALE = 4096
 
 
 class Ticker:
-    """A counter of ticks, each greater than all before; it orders the events of all that share it."""
+    """A logical clock: each tick is greater than all before. Queues that share it have comparable ticks."""
 
     __slots__ = ("now",)
 
@@ -27,14 +27,14 @@ class Ticker:
         self.now = 0
 
     def ticks(self, count: int) -> range:
-        """Return the next moments."""
+        """Return the next `count` ticks."""
         start = self.now
         self.now += count
         return range(start, self.now)
 
 
 class _Batch:
-    """Numbers that came together, and their moments; `num_left` of them are still at rest."""
+    """IDs that were added together, and their ticks; `num_left` of them are still in the queue."""
 
     __slots__ = ("moments", "num_left", "numbers")
 
@@ -45,21 +45,21 @@ class _Batch:
 
 
 class IdleQueue:
-    """Numbers at rest, each with the moment at which it came.
+    """IDs of idle blocks or slabs, each with the tick at which it became idle.
 
-    Numbers are small: they index a list.
+    IDs are small: they index a list.
 
     Args:
-        clock: tells the moments; one of its own unless one is given.
+        clock: source of ticks; default: a new clock.
     """
 
     __slots__ = ("_batch_of", "_batches", "_clock", "_count", "_num_listed")
 
     def __init__(self, clock: Ticker | None = None) -> None:
         self._clock = clock or Ticker()
-        # By number: the name of its batch, 0 where it is not at rest.
+        # By ID: the name of its batch, 0 where it is not in the queue.
         self._batch_of: list[int] = []
-        # By name, the oldest first. The name is the first moment and 1.
+        # By name, the oldest first. The name is the first tick plus 1.
         self._batches: dict[int, _Batch] = {}
         self._count = 0
         self._num_listed = 0
@@ -74,7 +74,7 @@ class IdleQueue:
         return (number for number, _ in self.items())
 
     def items(self) -> Iterator[tuple[int, int]]:
-        """Yield each number and its moment, the oldest first."""
+        """Yield each ID and its tick, the oldest first."""
         batch_of = self._batch_of
         for name, batch in self._batches.items():
             for number, moment in zip(batch.numbers, batch.moments, strict=True):
@@ -82,11 +82,11 @@ class IdleQueue:
                     yield number, moment
 
     def add(self, numbers: Sequence[int], moments: Sequence[int] | None = None) -> None:
-        """Take in numbers that are not at rest, all different, one after the other.
+        """Add distinct IDs that are not in the queue, one after the other.
 
         Args:
-            numbers: numbers that become idle.
-            moments: rising ticks, later than any of the queue; default: the clock's next ones.
+            numbers: IDs of blocks or slabs that become idle.
+            moments: rising ticks, later than any in the queue; default: the clock's next ticks.
         """
         if not numbers:
             return
@@ -97,7 +97,7 @@ class IdleQueue:
             for number in numbers:
                 batch_of[number] = name
         except IndexError:
-            # Numbers come in rising order at first: room for twice as many, so that this is seldom.
+            # At first IDs are added in rising order: the list doubles, so that this is rare.
             batch_of += [0] * (max(max(numbers) + 1, 2 * len(batch_of)) - len(batch_of))
             for number in numbers:
                 batch_of[number] = name
@@ -106,11 +106,11 @@ class IdleQueue:
         self._num_listed += len(numbers)
 
     def discard(self, numbers: Sequence[int]) -> int:
-        """Let numbers go, those that are at rest; return how many are."""
+        """Remove those of the IDs that are in the queue; return their number."""
         batch_of, batches = self._batch_of, self._batches
         try:
             names = [batch_of[number] for number in numbers]
-        except IndexError:  # of a number that was never here
+        except IndexError:  # an ID that was never added
             names = [0]
         if 0 in names:
             numbers = [number for number in numbers if number in self]
@@ -132,11 +132,11 @@ class IdleQueue:
         return len(numbers)
 
     def members(self, numbers: Sequence[int]) -> Sequence[int]:
-        """Return those of some numbers that are at rest."""
+        """Return those of the IDs that are in the queue."""
         batch_of = self._batch_of
         try:
             names = [batch_of[number] for number in numbers]
-        except IndexError:  # of a number that was never here
+        except IndexError:  # an ID that was never added
             return [number for number in numbers if number in self]
         num_others = names.count(0)
         if num_others in (0, len(names)):
@@ -144,15 +144,15 @@ class IdleQueue:
         return [number for number, name in zip(numbers, names, strict=True) if name]
 
     def oldest(self, most: int) -> list[int]:
-        """Return the numbers that came first, at most so many."""
+        """Return the oldest IDs, at most `most`."""
         return [number for numbers, _ in self._first(most) for number in numbers]
 
     def oldest_moments(self, most: int) -> list[int]:
-        """Return the moments at which the numbers of `oldest` came."""
+        """Return the ticks of the IDs that `oldest` returns."""
         return [moment for _, moments in self._first(most) for moment in moments]
 
     def since(self, numbers: list[int]) -> list[int]:
-        """Return the moments of numbers that are at rest, of at least one."""
+        """Return the ticks of at least one ID, all in the queue."""
         batch_of, batches = self._batch_of, self._batches
         names = [batch_of[number] for number in numbers]
         if names.count(names[0]) == len(names):
@@ -164,13 +164,13 @@ class IdleQueue:
         return [known[name][number] for name, number in zip(names, numbers, strict=True)]
 
     def _first(self, most: int) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
-        """Yield numbers that came first and their moments, batch by batch, at most so many."""
+        """Yield the oldest IDs and their ticks, batch by batch, at most `most` IDs."""
         batch_of = self._batch_of
         for name, batch in self._batches.items():
             if most <= 0:
                 return
             if batch.num_left < len(batch.numbers):
-                # The next entries are taken from here, so all entries are checked at once.
+                # The entries of this batch are evicted next, so its stale entries are dropped all at once.
                 is_left = [batch_of[number] == name for number in batch.numbers]
                 self._num_listed -= len(is_left) - batch.num_left
                 batch.numbers = list(compress(batch.numbers, is_left))
@@ -182,7 +182,7 @@ class IdleQueue:
             yield numbers, moments
 
     def _sweep(self) -> None:
-        """Forget the entries of numbers that left."""
+        """Drop the entries of removed IDs."""
         for name, batch in self._batches.items():
             if batch.num_left < len(batch.numbers):
                 is_left = [self._batch_of[number] == name for number in batch.numbers]

@@ -1,4 +1,4 @@
-"""Slabs of a group with several blocks in each, with counts of the used and idle blocks of a slab."""
+"""Slabs with several blocks of a group each, with counts of the used and idle blocks of each slab."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class MultiBlockSlabs:
         supply: slabs of the arena.
         group_idx: index of the group.
         pool: pool of the group.
-        reclaim: evicts idle blocks for a group that lacks some.
+        reclaim: evicts idle blocks for a group that lacks blocks.
     """
 
     __slots__ = ("_idle", "_reclaim", "_supply", "group_idx", "idle_slabs", "pool", "used")
@@ -123,7 +123,7 @@ class MultiBlockSlabs:
         self.evict(self.pool.idle.victims(count))
 
     def compact_slab(self) -> None:
-        """Move the used blocks of the slab with the fewest to other slabs, and return it."""
+        """Move the used blocks of the least used slab to other slabs, and return the slab."""
         slab = min(self.used, key=lambda slab: (self.used[slab], slab))
         blocks = self._blocks_of(slab)
         self.evict([block_id for block_id in blocks if block_id in self.pool.idle])
@@ -141,18 +141,18 @@ class MultiBlockSlabs:
         return self._supply.layout.blocks_of(self.group_idx, slab)
 
     def _acquire(self, most: int) -> None:
-        """Take at most `most` slabs that no group has."""
+        """Take at most `most` free slabs."""
         stack = self._supply.free
         slabs = stack[-most:]
         del stack[-most:]
         for slab in slabs:
             self.used[slab], self._idle[slab] = 0, [0] * len(RetentionPriority)
-        # At the bottom of the stack: blocks that are left over then belong to a slab of which others are taken.
+        # At the bottom of the stack: blocks of slabs that are in use already are taken first.
         slabs.reverse()
         self.pool.free[:0] = reversed(self._supply.layout.blocks_in(self.group_idx, slabs))
 
     def evict(self, block_ids: Sequence[int]) -> None:
-        """Make idle blocks free, which stay the group's."""
+        """Evict idle blocks; they become free blocks of this group."""
         parts = self.pool.evict(block_ids)
         self.pool.free += block_ids
         self._uncount_idle(parts)
@@ -165,14 +165,14 @@ class MultiBlockSlabs:
                 self._settle(slab)
 
     def _settle(self, slab: int, moment: int | None = None) -> bool:
-        """Enter a slab in the queue of idle slabs that its counts say, or in none.
+        """Put a slab into the queue of idle slabs that its counts call for, or into no queue.
 
         Args:
             slab: slab with a block whose state has changed.
             moment: tick at which the slab becomes idle, if it does; default: the clock's next one.
 
         Returns:
-            True where none of its blocks is used or idle.
+            True where all blocks of the slab are free.
         """
         priority = None
         is_empty = not self.used[slab]
@@ -192,7 +192,7 @@ class MultiBlockSlabs:
                 queue.discard((slab,))
 
     def _move(self, block_id: int, slab: int) -> None:
-        """Move one used block out of a slab to a free block of another slab, or to one that is evicted for it."""
+        """Move a used block of a slab to a free block of another slab, evicting an idle block if there is none."""
         inside = self._blocks_of(slab)
         elsewhere = next((target for target in reversed(self.pool.free) if target not in inside), None)
         if elsewhere is None:

@@ -22,21 +22,21 @@ __all__ = ["NULL_BLOCK", "BlockPool"]
 class BlockPool:
     """The blocks of one group; block 0 is the null block, never handed out.
 
-    A block is *used* (it has holders), *idle* (none, but published) or *free*. A pool that shares an
-    arena with others gets further blocks from its `source` when it needs them.
+    A block is *used* (reference count above 0), *idle* (reference count 0, but published: an eviction candidate) or
+    *free*. A pool that shares an arena with others gets further blocks from its `source` when it needs them.
 
     Args:
         index: published blocks; it has as many ids as the group's view of the memory, the null block included.
-        idle: idle blocks of the group, none yet.
-        free: blocks to start with.
-        clock: clock of the ticks at which blocks become idle; that of `idle`.
+        idle: idle blocks of the group, empty.
+        free: initial free blocks.
+        clock: clock of the ticks at which blocks become idle; the same as that of `idle`.
 
     Attributes:
         index, idle: the arguments of these names.
-        ref_counts: number of holders of each block.
+        ref_counts: reference count of each block, its number of holders.
         free: free blocks, a stack.
         source: slabs of the group, if the pool shares an arena.
-        keeper: sink of evicted blocks, if there is a tier below.
+        keeper: sink of evicted blocks, if there is a lower tier.
         observer: receives block events, if set.
         recent: recorder of copied, merged and evicted blocks, if set.
 
@@ -64,7 +64,7 @@ class BlockPool:
         self.ref_counts = [0] * index.num_ids
         self.num_evictions = 0
         self.num_used = 0
-        # A stack, the next block to be handed out last.
+        # A stack: the last entry is handed out next.
         self.free = list(free)
         self.source: BlockSource | None = None
         self.keeper: EvictionSink | None = None
@@ -75,10 +75,10 @@ class BlockPool:
         """Hand out blocks with one holder each: free ones first, then evicted ones.
 
         Args:
-            count: number of blocks, at most the free and idle ones.
+            count: number of blocks, at most the number of free and idle ones.
 
         Raises:
-            InvariantViolation: M1, there are fewer.
+            InvariantViolation: M1, fewer blocks are free or idle.
         """
         if self.source is not None and count > len(self.free):
             self.source.reserve(count)
@@ -106,7 +106,7 @@ class BlockPool:
         return taken
 
     def retain(self, block_ids: Sequence[int]) -> None:
-        """Add one holder to each block, all different, none of them free; an idle block becomes used."""
+        """Increment the reference count of each block, all different, none of them free; idle blocks become used."""
         ref_counts = self.ref_counts
         counts = [ref_counts[block_id] for block_id in block_ids]
         num_woken = counts.count(0)
@@ -132,15 +132,15 @@ class BlockPool:
         priority: RetentionPriority = RetentionPriority.DEFAULT,
         moments: Sequence[int] | None = None,
     ) -> None:
-        """Remove one holder from each block, all different; without one it becomes idle if published, else free.
+        """Decrement the reference count of each block, all different; at 0 it becomes idle if published, else free.
 
         Args:
             block_ids: the blocks.
             priority: retention priority of the blocks that become idle, unless they are retained.
-            moments: rising ticks at which the blocks become idle; default: the clock's next ones.
+            moments: rising ticks at which the blocks become idle; default: the clock's next ticks.
 
         Raises:
-            InvariantViolation: M2, a block has no holder, or is named twice; nothing has changed then.
+            InvariantViolation: M2, a block has no holder or is listed twice; nothing has changed then.
         """
         ref_counts = self.ref_counts
         released = list(block_ids)
@@ -178,7 +178,7 @@ class BlockPool:
             self.observer.on_idle(rested)
 
     def set_priority(self, block_id: int, priority: RetentionPriority) -> None:
-        """Give a block, if it is idle, another retention priority, as if it had just become idle."""
+        """Change the retention priority of a block if it is idle, as if it had just become idle."""
         if block_id in self.idle:
             old = self.idle.remove((block_id,))
             new = self.idle.add((block_id,), priority, self._clock.ticks(1))
@@ -186,7 +186,7 @@ class BlockPool:
                 self.source.on_reprioritise(old, new)
 
     def evict(self, block_ids: Sequence[int]) -> list[Part]:
-        """Take idle blocks out of the index; return them by retention priority."""
+        """Remove idle blocks from the index; return them by retention priority. The caller reuses or frees them."""
         if self.observer is not None:
             self.observer.on_evict(block_ids)
         if self.recent is not None:
@@ -199,29 +199,29 @@ class BlockPool:
         return parts
 
     def withdraw(self, block_id: int) -> None:
-        """Take a used block that is about to be written out of the index."""
+        """Unpublish a used block, which is about to be written in place."""
         self.index.remove((block_id,))
         self.idle.forget((block_id,))
 
     def reset(self) -> None:
-        """Have nothing published: idle blocks are free, and used ones will be when they are released."""
+        """Unpublish all blocks: idle blocks are free at once, used ones when they are released."""
         self.index.clear()
         self._empty(list(self.idle))
 
     def discard(self, block_ids: Sequence[int]) -> None:
-        """Free idle blocks whose contents are not what they are published as."""
+        """Free idle blocks whose contents are not those of the tokens that they are published for."""
         self.index.remove(block_ids)
         self._empty(block_ids)
 
     def _empty(self, block_ids: Sequence[int]) -> None:
-        """Let idle blocks, which are published no more, be free."""
+        """Make idle blocks free, which are no longer published."""
         parts = self.idle.remove(block_ids)
         self.free += block_ids
         if self.source is not None and parts:
             self.source.on_empty(parts)
 
     def move(self, src_id: int, dst_id: int) -> None:
-        """Let a free block take the place of a used one: holders and identity."""
+        """Replace a used block by a free one, which takes over its reference count and its position in the index."""
         self.free.remove(dst_id)
         self.ref_counts[dst_id] = self.ref_counts[src_id]
         self.ref_counts[src_id] = 0

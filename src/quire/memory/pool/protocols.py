@@ -1,4 +1,4 @@
-"""The parts that a pool calls: a source of blocks, a sink of evicted blocks, an observer of block events."""
+"""Protocols of the objects that a pool calls: a block source, a sink of evicted blocks, a block observer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class BlockSource(Protocol):
 
 
 class EvictionSink(Protocol):
-    """The tier below, which may store evicted blocks."""
+    """The lower tier, which may store evicted blocks."""
 
     def keep(self, block_ids: Sequence[int]) -> None:
         """Store idle blocks that are about to be evicted, in this order."""
@@ -51,7 +51,7 @@ class BlockObserver(Protocol):
     def sample(self) -> frozenset[int]: ...
 
     def on_allocate(self, block_ids: Sequence[int]) -> None:
-        """Record that blocks, some of the sample, were handed out, with new contents to come."""
+        """Record that blocks, some of them in `sample`, were allocated for new contents."""
 
     def on_reuse(self, block_ids: Sequence[int]) -> None:
         """Record that idle blocks were hit."""
@@ -60,7 +60,7 @@ class BlockObserver(Protocol):
         """Record that published blocks lost their last holder."""
 
     def on_evict(self, block_ids: Sequence[int]) -> None:
-        """Record that idle blocks were taken back."""
+        """Record that idle blocks are evicted."""
 
     def on_move(self, src_id: int, dst_id: int) -> None:
-        """Record that a used block's contents are in another block now."""
+        """Record that a used block's contents moved to another block."""

@@ -1,4 +1,4 @@
-"""The blocks of a pool that were copied, merged or evicted of late, recorded only while somebody reads them."""
+"""The blocks of a pool that were copied, merged or evicted recently, recorded only while a reader wants them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class RecentChanges:
     """The latest changes of one pool, at most `MAX_RECENT` of each kind.
 
     Attributes:
-        copied: blocks that were the targets of copies on write.
-        merged: published blocks that took the place of a duplicate.
+        copied: blocks that were the targets of copy-on-write copies.
+        merged: published blocks that replaced a duplicate.
         evicted: blocks that were evicted.
     """
 

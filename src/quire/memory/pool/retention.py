@@ -1,6 +1,6 @@
-"""Retained blocks, those of requests with `retain_cache`, which are evicted last, within a limit.
+"""Retained blocks: blocks of requests with `retain_cache`, up to a limit, are evicted last.
 
-They are no reservation: a sequence that needs memory evicts them when no other idle blocks are left.
+Retention reserves nothing: a sequence that needs memory evicts retained blocks when no other idle blocks are left.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from quire.memory.pool.slab_layout import SlabLayout
 
 
 class Retention:
-    """The published blocks of all groups that carry the hint; where they are too many, the oldest hints go.
+    """The published blocks of all groups with the retention hint; beyond the limit, the oldest hints are dropped.
 
     Args:
         layout: layout of the arena.
@@ -20,7 +20,7 @@ class Retention:
 
     Attributes:
         of_group: retained blocks of each group.
-        num_bytes: bytes of all of them.
+        num_bytes: bytes of all retained blocks.
     """
 
     __slots__ = ("_layout", "_order", "limit", "num_bytes", "of_group")
@@ -49,10 +49,10 @@ class Retention:
         return iter(self._order)
 
     def add(self, group_idx: int, block_id: int) -> list[tuple[int, int]]:
-        """Give a block the hint, anew if it has it.
+        """Give a block the hint, or renew the hint that it has.
 
         Returns:
-            The (group, block) pairs that lost theirs for it.
+            The (group, block) pairs that lost the hint because of the limit.
         """
         if block_id in self.of_group[group_idx]:
             self._order.move_to_end((group_idx, block_id))
@@ -68,7 +68,7 @@ class Retention:
         return dropped
 
     def drop(self, group_idx: int, block_ids: Collection[int]) -> None:
-        """Take the hint from those of a group's blocks that have it."""
+        """Remove the hint from a group's blocks; blocks without the hint are ignored."""
         for block_id in self.of_group[group_idx].intersection(block_ids):
             self.of_group[group_idx].discard(block_id)
             del self._order[group_idx, block_id]

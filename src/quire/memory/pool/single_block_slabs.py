@@ -11,13 +11,13 @@ from quire.memory.pool.slab_supply import Reclaim, SlabSupply, oldest_idle
 
 
 class SingleBlockSlabs:
-    """`GroupSlabs` without counts.
+    """`GroupSlabs` without counts: a slab is one block.
 
     Args:
         supply: slabs of the arena.
         group_idx: index of the group.
         pool: pool of the group.
-        reclaim: evicts idle blocks for a group that lacks some.
+        reclaim: evicts idle blocks for a group that lacks blocks.
     """
 
     __slots__ = ("_reclaim", "_supply", "group_idx", "pool", "used")
@@ -45,7 +45,7 @@ class SingleBlockSlabs:
         return self._slabs_of([*used, *self.pool.idle, *self.pool.free])
 
     def is_scattered(self) -> bool:
-        """Return False."""
+        """Return False: a slab of one block cannot be fragmented."""
         return False
 
     # ---- called by the pool ----
@@ -62,7 +62,7 @@ class SingleBlockSlabs:
                 self._reclaim(self.group_idx, -num_missing)
 
     def on_allocate(self, block_ids: Sequence[int]) -> None:
-        """Do nothing, as in all that counts blocks of slabs."""
+        """Do nothing: the blocks of a slab need no counts."""
 
     def on_reuse(self, parts: Sequence[Part]) -> None:
         """Do nothing."""
@@ -100,7 +100,7 @@ class SingleBlockSlabs:
     # ---- steps ----
 
     def evict(self, block_ids: Sequence[int]) -> None:
-        """Make idle blocks free, which stay the group's."""
+        """Evict idle blocks; they become free blocks of this group."""
         self.pool.evict(block_ids)
         self.pool.free += block_ids
 

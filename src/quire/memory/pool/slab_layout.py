@@ -1,4 +1,4 @@
-"""Where slabs and blocks lie in the one byte range that all cache groups share: arithmetic, nothing else.
+"""Byte layout of slabs and blocks in the one range that all cache groups share: arithmetic, nothing else.
 
 ```
  bytes      | null |<----- slab 0 ----->|<----- slab 1 ----->|<----- slab 2 ----->| rest |
@@ -8,7 +8,7 @@
 
 Each group sees the whole range as an array of its own blocks: block `i` is the bytes `[i * b, (i + 1) * b)`. A slab is
 lent to one group at a time, and its blocks are those of the group's view that lie wholly inside it. So ids need no
-table, no group is padded to another's block, and what a group gives back another can use whatever its block size.
+table, no group is padded to another's block size, and a slab that a group returns is usable for any block size.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from itertools import count
 from math import gcd
 from typing import NamedTuple
 
-# Greatest share of a slab that is lost behind its last block.
+# Greatest share of a slab that may be lost to alignment, before its first block and after its last.
 MOST_ALIGNMENT_LOSS = 0.01
 
 
@@ -28,8 +28,8 @@ class SlabLayout(NamedTuple):
     Args:
         block_bytes: bytes of a block of each group.
         slab_bytes: a multiple of the largest block.
-        first_byte: where slab 0 starts; the null block of every group lies before it.
-        num_slabs: slabs in all.
+        first_byte: offset of slab 0; the null block of every group lies before it.
+        num_slabs: number of slabs.
         blocks_per_slab: number of blocks of each group in a slab.
     """
 
@@ -45,15 +45,15 @@ class SlabLayout(NamedTuple):
         return self.first_byte + self.num_slabs * self.slab_bytes
 
     def num_ids(self, group_idx: int) -> int:
-        """Return the blocks of a group's view, usable or not: the ids are `[0, num_ids)`."""
+        """Return the number of blocks of a group's view, usable or not: the ids are `[0, num_ids)`."""
         return self.num_bytes // self.block_bytes[group_idx]
 
     def filled(self, num_blocks: Sequence[int]) -> list[int]:
-        """Return the slabs that so many blocks of each group fill."""
+        """Return for each group the number of slabs that `num_blocks` blocks fill."""
         return [-(-count // per_slab) for count, per_slab in zip(num_blocks, self.blocks_per_slab, strict=True)]
 
     def num_filled(self, num_blocks: Sequence[int]) -> int:
-        """Return the slabs that so many blocks of each group fill together."""
+        """Return the number of slabs that `num_blocks` blocks of each group fill together."""
         return sum(self.filled(num_blocks))
 
     def first_block(self, group_idx: int, slab: int) -> int:
@@ -91,7 +91,7 @@ class SlabLayout(NamedTuple):
         return [(block_id * block_bytes - first_byte) // slab_bytes for block_id in block_ids]
 
     def alignment_loss(self, group_idx: int) -> float:
-        """Return the share of a slab that a group's blocks leave over."""
+        """Return the share of a slab that a group's blocks leave unused."""
         return 1 - self.blocks_per_slab[group_idx] * self.block_bytes[group_idx] / self.slab_bytes
 
 
@@ -121,7 +121,7 @@ def lay_out(block_bytes: Sequence[int], *, num_bytes: int | None = None, num_sla
 
 
 def _smallest_slab(block_bytes: Sequence[int]) -> tuple[int, int]:
-    """Return the bytes of the smallest slab that loses little, and where slab 0 then best starts.
+    """Return the bytes of the smallest slab within `MOST_ALIGNMENT_LOSS`, and the offset of slab 0.
 
     Both are multiples of the largest block. A slab loses less than two blocks of a group, so 200 of the largest are
     always enough.
@@ -137,10 +137,10 @@ def _smallest_slab(block_bytes: Sequence[int]) -> tuple[int, int]:
 
 
 def slab_loss(slab_bytes: int, first_byte: int, block_bytes: int) -> int:
-    """Return the bytes of a slab that blocks of a size leave over, at most: before the first and behind the last."""
+    """Return the most bytes of a slab that blocks of a size leave unused: before the first and after the last."""
     if slab_bytes % block_bytes == 0 and first_byte % block_bytes == 0:
         return 0
-    # Slabs start at multiples of this many bytes off a block's start.
+    # The offset of a slab from the start of a block is a multiple of `grain` bytes.
     grain = gcd(slab_bytes, first_byte, block_bytes)
     usable = (slab_bytes - (block_bytes - grain)) // block_bytes * block_bytes
     return slab_bytes - usable

@@ -1,4 +1,4 @@
-"""The slabs of an arena: those that no group has, and the protocol of those that a group has."""
+"""The slabs of an arena: the free slabs, and the protocol of the slabs that a group has."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class SlabSupply:
     Args:
         layout: layout of the arena's bytes.
         free: slabs that no group has, a stack.
-        moves: copies of blocks that were moved, which tables still name by their old ids, and of evicted blocks; the
-            manager empties it. Arenas of several tiers share one list, since the order counts.
+        moves: copies of moved blocks, whose old ids are still in block tables, and of evicted blocks; `BlockTables`
+            empties it. The arenas of all tiers share one list, since the order of the copies matters.
         tier: tier of the bytes.
         clock: clock of the pools.
     """
@@ -78,10 +78,10 @@ class GroupSlabs(BlockSource, Protocol):
         """Evict the blocks of the idle slabs that are first in order, and return the slabs to the arena."""
 
     def evict_oldest(self, count: int) -> None:
-        """Evict the pool's next victims, which stay the group's."""
+        """Evict the pool's next victims; they become free blocks of this group."""
 
     def compact_slab(self) -> None:
-        """Move the used blocks of the slab with the fewest to other slabs, and return it to the arena."""
+        """Move the used blocks of the least used slab to other slabs, and return the slab to the arena."""
 
 
 def ages_of_idle(queues: Sequence[IdleQueue], most: int) -> list[Age]:

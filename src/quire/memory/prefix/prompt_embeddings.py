@@ -1,4 +1,4 @@
-"""Media in a sequence: tokens that stand for an image, for example, on which their keys and values depend.
+"""Media in a sequence: placeholder tokens of an image, for example, whose keys and values depend on the image.
 
 ```
  tokens   | a b | m m m m m m m m | c d e |        m: any token id, of a span of 8 that starts at 2
@@ -14,14 +14,14 @@ from __future__ import annotations
 from struct import Struct
 from typing import NamedTuple
 
-# Tag and number of bytes of the digest; after the digest, start and end of the span in the block.
+# Tag and number of bytes of the digest. The digest follows, then start and end of the span in the block.
 _HEAD = Struct("<1sQ")
 _SPAN = Struct("<qq")
 _TAG = b"m"
 
 
 class MediaSpan(NamedTuple):
-    """A run of positions whose tokens stand for media, independent of the tokens there.
+    """A run of positions with placeholder tokens of media; the token ids there have no meaning.
 
     Args:
         start: first position.
@@ -35,7 +35,7 @@ class MediaSpan(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Position after the last one."""
+        """Position after the last one of the span."""
         return self.start + self.num_tokens
 
     def entry(self, start: int, end: int) -> bytes:

@@ -28,7 +28,7 @@ class PublicationObserver(Protocol):
 class PublishedBlocks:
     """The published blocks of one pool: at most one at each position of the tree, and each at one position.
 
-    The node at a position has the block; this class has the way back, from a block to its position.
+    The tree maps a position to its block; this class has the inverse map, from a block to its position.
 
     Args:
         tree: prefix tree that all pools of a manager share.
@@ -37,7 +37,7 @@ class PublishedBlocks:
 
     Attributes:
         tree: the prefix tree.
-        observer: receives what is published and withdrawn, if set.
+        observer: receives publications and withdrawals, if set.
 
     Invariants: M4.
     """
@@ -102,7 +102,7 @@ class PublishedBlocks:
         return ChainView(self, chain, num_blocks)
 
     def published(self, chain: TokenChain, start: int, end: int) -> list[int]:
-        """Return the published blocks of a chain's full blocks `[start, end)`; the null block where there is none."""
+        """Return the published blocks for a chain's full blocks `[start, end)`; the null block where none is."""
         found: list[int] = []
         for node, first, last in self.tree.match(chain, end).ranges(start, end):
             found += node.blocks[self._pool_idx][first:last]
@@ -134,7 +134,7 @@ class PublishedBlocks:
         """Publish consecutive blocks at positions where the pool has none.
 
         Args:
-            ranges: nodes, each with the first position and the end.
+            ranges: (node, first position, end position) each.
             block_ids: one block for each of these positions.
         """
         start = 0
@@ -157,7 +157,7 @@ class PublishedBlocks:
             self._remove(node, [position for _, position in run])
 
     def move(self, src_id: int, dst_id: int) -> None:
-        """Publish another block in place of one, if that is published."""
+        """Move a published block's position to block `dst_id`; an unpublished block is ignored."""
         node = self._nodes[src_id]
         if node is not None:
             position = self._positions[src_id]

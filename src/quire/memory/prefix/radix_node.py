@@ -17,7 +17,7 @@ class TreeLayout(NamedTuple):
     Args:
         block_bytes: bytes of one block's token ids.
         num_pools: number of pools that publish blocks in the tree.
-        child_index_pool: index of the pool whose children are indexed; None where no pool looks for children.
+        child_index_pool: index of the pool whose children are indexed; None where child look-ups are not needed.
     """
 
     block_bytes: int
@@ -26,19 +26,19 @@ class TreeLayout(NamedTuple):
 
 
 class RadixNode:
-    """A run of consecutive blocks, and the branches that part from it.
+    """A run of consecutive blocks, and the branches that diverge from it.
 
-    Only `publish`, `unpublish` and `replace` write which blocks are published here.
+    Only `publish`, `unpublish` and `replace` change the published blocks of a node.
 
     Args:
         layout: layout of the tree.
-        parent: node that this one branches off; None for a root, and once the node is removed.
+        parent: node that this one branches off; None for a root, and after the node was removed.
         first: index of the node's first block in a sequence.
         root_digest: digest of the namespace.
         name: key under which the node is found: the namespace of a root, else `name_of_branch` of its first block.
 
     Attributes:
-        namespace: encoded namespace, the name of the root above; it stays when the node is removed.
+        namespace: encoded namespace, which is the root's name; kept when the node is removed.
         length: number of blocks; 0 for a root.
         data: token ids of the blocks, as bytes.
         entries: position -> media entries of the block.
@@ -48,7 +48,7 @@ class RadixNode:
         children: position -> nodes (this one included) with a published block there, mapped to that block's first
             token; the most recently published last. Only positions with a branch and a published block.
         never_published: positions where no block was ever published.
-        version: rises when positions are dropped, and when the node is removed.
+        version: counter, incremented when positions are dropped and when the node is removed.
     """
 
     __slots__ = (
@@ -89,7 +89,7 @@ class RadixNode:
         self.children: dict[int, dict[RadixNode, bytes]] = {}
         self.never_published: set[int] = set()
         self.version = 0
-        # The digest before the first block, once it is asked for, and those of the first blocks.
+        # The digest before the first block, computed on demand, and the digests of the leading blocks.
         self._base = root_digest if parent is None else None
         self._digests: list[bytes] = []
 
@@ -111,7 +111,7 @@ class RadixNode:
         return self.digest_before(position + 1)
 
     def digest_before(self, position: int) -> bytes:
-        """Return the digest before a block."""
+        """Return the digest of the prefix before a block."""
         return self.digests(position)[position - 1] if position else self._digest_before_all()
 
     def digests(self, end: int) -> list[bytes]:
@@ -126,15 +126,15 @@ class RadixNode:
     def name_of_branch(self, content: bytes) -> bytes:
         """Return the name of a branch whose first block has this content.
 
-        All branches at a position follow the same blocks, so the name leaves these out: a sequence that ends need not
-        have all of its blocks hashed. It is keyed, as the digest of the namespace is.
+        All branches at a position follow the same prefix, so the name does not cover it: a sequence that ends need not
+        have all of its blocks hashed. The name is a keyed hash, since the namespace's digest is.
         """
         return block_digest(self.root_digest, content)
 
     def _digest_before_all(self) -> bytes:
         """Return the digest before the first block."""
         if self._base is None:
-            # A loop: the chain of nodes may be as long as a prompt has blocks.
+            # A loop, not recursion: the path may have as many nodes as a prompt has blocks.
             path = [self]
             while (parent := path[-1].parent) is not None and parent._base is None:
                 path.append(parent)
@@ -150,7 +150,7 @@ class RadixNode:
         return blocks[position] if position < len(blocks) else NULL_BLOCK
 
     def num_equal(self, chain: TokenChain, start: int, end: int) -> int:
-        """Return how many leading blocks of a chain's `[start, end)`, encoded already, equal the node's own."""
+        """Return how many leading blocks of a chain's encoded blocks `[start, end)` equal this node's blocks."""
         position, size = start - self.first, self.layout.block_bytes
         count = min(end - start, self.length - position)
         mine = self.data[position * size : (position + count) * size]
@@ -173,9 +173,9 @@ class RadixNode:
         """Return the blocks of the indexed pool that are published at a position, the most recent first.
 
         Args:
-            position: position behind a block, or 0 of a root.
-            limit: number of blocks to look at, at most.
-            first: token that the blocks must begin with, which leaves out those with media; None for any.
+            position: position after a block, or 0 of a root.
+            limit: greatest number of blocks to look at.
+            first: encoded token that the blocks must begin with, which excludes blocks with media; None for any.
         """
         children = self.children.get(position)
         if children is None:
@@ -187,7 +187,7 @@ class RadixNode:
         nodes = [node for node, token in latest if token == first or first is None]
         return [(node, position if node is self else 0) for node in nodes]
 
-    # ---- commands: which positions there are ----
+    # ---- commands: positions ----
 
     def add_branch(self, position: int, content: bytes) -> RadixNode | None:
         """Add a branch without blocks, for a first block with this content; None where its name is taken."""
@@ -211,7 +211,7 @@ class RadixNode:
         """Drop the last positions, as far as they have no published block and no branch.
 
         Returns:
-            Whether the node has nothing left and is to be removed; then no position is dropped.
+            True where the node has nothing left and is to be removed; then no position is dropped.
         """
         end = self.length
         if self.num_published:
@@ -231,7 +231,7 @@ class RadixNode:
             self.never_published = {position for position in self.never_published if position < end}
         return False
 
-    # ---- commands: which blocks are published ----
+    # ---- commands: published blocks ----
 
     def publish(self, pool_idx: int, start: int, block_ids: Sequence[int]) -> None:
         """Publish a pool's blocks at the positions from `start` on, where that pool has none."""
@@ -266,7 +266,7 @@ class RadixNode:
                 self.parent.drop_child(self.first - self.parent.first, self)
 
     def replace(self, pool_idx: int, position: int, block_id: int) -> None:
-        """Publish another block in place of the one at a position."""
+        """Replace the published block at a position by another one."""
         self.blocks[pool_idx][position] = block_id
 
     def add_child(self, position: int, node: RadixNode) -> None:
@@ -287,7 +287,7 @@ class RadixNode:
                 del self.children[position]
 
     def _first_token(self, position: int) -> bytes:
-        """Return the token that a block begins with; nothing for a block with media."""
+        """Return the first token of a block, encoded; empty for a block with media."""
         start = position * self.layout.block_bytes
         return b"" if position in self.entries else bytes(self.data[start : start + TOKEN_BYTES])
 

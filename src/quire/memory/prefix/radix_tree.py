@@ -1,20 +1,20 @@
-"""The prefix tree: a compressed radix tree of all published prefixes, and of some that were published.
+"""The prefix tree: a compressed radix tree of all published prefixes, and of some that have been evicted.
 
 ```
  root --- [ a ][ b ][ c ][ d ]            a node: consecutive blocks of the first sequence that published them
                     |
-                    +--- [ x ][ y ]       a branch: a prompt that parted after two blocks
+                    +--- [ x ][ y ]       a branch: a prompt that diverged after two blocks
                     +--- [ z              a tail: the last, partly filled block of a sequence that ended
 ```
 
 A node and a position in it identify a block: the pair stands for all content from the namespace on. To match a chain,
-contents are compared, a whole node at a time. Only where nodes part there is a look-up, by a keyed digest of the first
-block of a branch, and the content of that block is compared too. So long prompts take few steps, no digest of a whole
-prefix is computed for it, and a collision is a miss.
+contents are compared, a whole node at a time. Only at a branch there is a hash look-up, by a keyed digest of the
+branch's first block, and the content of that block is compared too. So long prompts take few steps, matching computes
+no digest of a whole prefix, and a collision is a miss.
 
-The tree knows blocks by number, and not their holders. All pools (of each cache group on each tier) share it: a node
-has, for each pool and position, the block that the pool has published there, or 0. Positions without any block stay
-as tombstones until enough others follow: a hit that ends there can name the reason, and what comes behind is found.
+The tree has block ids, but no reference counts. All pools (of each cache group on each tier) share it: a node has, for
+each pool and position, the block that the pool has published there, or 0. Positions without any block stay as
+tombstones until enough later ones exist: a hit that ends there is known to end by eviction, and later blocks are found.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class PrefixCursor:
         tree: the tree.
         nodes: nodes on the path, from the root on; empty where the namespace has none.
         num_known: number of matched blocks, published or not.
-        version: version of the last node; once it differs, the cursor is void.
+        version: version of the last node; once it differs, the cursor is invalid.
 
     Attributes:
-        generation: generation of the tree in which the match was complete; -1 where it may go on.
+        generation: generation of the tree in which the match ended early; -1 where the match may be continued.
     """
 
     __slots__ = ("generation", "nodes", "num_known", "tree", "version")
@@ -58,14 +58,14 @@ class PrefixCursor:
         return node, block_idx - node.first
 
     def position_after(self, num_blocks: int) -> NodePosition:
-        """Return the position behind some matched blocks; the namespace must have a root."""
+        """Return the position after the first `num_blocks` matched blocks; the namespace must have a root."""
         if not num_blocks:
             return self.nodes[0], 0
         node, position = self.position(num_blocks - 1)
         return node, position + 1
 
     def ranges(self, start: int, end: int) -> list[tuple[RadixNode, int, int]]:
-        """Return the nodes of the matched blocks `[start, end)`, each with its first position and the one behind."""
+        """Return (node, first position, end position) of each node of the matched blocks `[start, end)`."""
         nodes, end = self.nodes, min(end, self.num_known)
         if start >= end:
             return []
@@ -90,7 +90,7 @@ class RadixTree:
 
     Attributes:
         layout: layout of all nodes.
-        max_tombstones: number of blocks that are remembered after they were withdrawn.
+        max_tombstones: greatest number of withdrawn blocks whose positions stay as tombstones.
         generation: number of insertions.
         roots: root nodes by namespace.
 
@@ -109,7 +109,7 @@ class RadixTree:
         self._num_tombstones = 0
 
     def clear(self) -> None:
-        """Remove all prefixes; the cursors of all chains become void."""
+        """Remove all prefixes; the cursors of all chains become invalid."""
         for node in self.nodes():
             node.version += 1
         self.roots.clear()
@@ -119,7 +119,7 @@ class RadixTree:
     def match(self, chain: TokenChain, num_blocks: int) -> PrefixCursor:
         """Match a chain's leading blocks.
 
-        This question caches: it moves the chain's cursor on, and has the chain encode the tokens that it compares.
+        This query caches: it advances the chain's cursor, and has the chain encode the tokens that it compares.
 
         Returns:
             The chain's cursor, which covers the first `num_blocks` blocks as far as they are in the tree, or more.
@@ -154,7 +154,7 @@ class RadixTree:
         return cursor
 
     def partings(self, chain: TokenChain, start: int, end: int) -> list[int]:
-        """Return the numbers of blocks, of `[start, end)`, behind which a chain's path and another are known to part.
+        """Return the prefix lengths, in blocks and in `[start, end)`, at which another path diverges from a chain's.
 
         A tail is no path of its own: a sequence that continues it has the same path.
         """
@@ -188,10 +188,10 @@ class RadixTree:
         return num_blocks if cursor.num_known >= num_blocks else self.extend(cursor, chain, num_blocks, num_seen)
 
     def extend(self, cursor: PrefixCursor, chain: TokenChain, num_blocks: int, num_seen: int) -> int:
-        """Insert blocks of a chain of which `match` has found fewer; see `insert`.
+        """Insert the blocks of a chain after those that `match` has found; see `insert`.
 
         Args:
-            cursor: the chain's cursor, as `match` returned it; moved on.
+            cursor: the chain's cursor, as `match` returned it; advanced.
             chain, num_blocks, num_seen: see `insert`.
         """
         known = cursor.num_known
@@ -213,7 +213,7 @@ class RadixTree:
         return num_blocks
 
     def insert_partial(self, chain: TokenChain, num_blocks: int, content: bytes) -> RadixNode | None:
-        """Insert a tail behind a chain's leading blocks and return its node; None where a digest collides."""
+        """Insert a tail after a chain's leading blocks and return its node; None where a digest collides."""
         if self.insert(chain, num_blocks, num_blocks) < num_blocks:
             return None
         cursor = self.match(chain, num_blocks)
@@ -227,7 +227,7 @@ class RadixTree:
         return tail
 
     def add_tombstones(self, node: RadixNode, count: int) -> None:
-        """Remember blocks that were withdrawn from a node, and forget the oldest beyond `max_tombstones`."""
+        """Keep the positions of withdrawn blocks as tombstones; drop the oldest beyond `max_tombstones`."""
         if node.is_tail:
             if not node.num_published:
                 self.remove(node)
@@ -241,7 +241,7 @@ class RadixTree:
                 self.remove(oldest)
 
     def remove(self, node: RadixNode) -> None:
-        """Remove a node that has nothing left, and each node above it that has nothing left then."""
+        """Remove an empty node, and each ancestor that is empty then."""
         while node.parent is not None:
             node.version += 1
             parent, node.parent = node.parent, None
@@ -249,7 +249,7 @@ class RadixTree:
             del parent.branches[position][node.name]
             if not parent.branches[position]:
                 del parent.branches[position]
-            # A loop: the chain of nodes may be as long as a prompt has blocks.
+            # A loop, not recursion: the path may have as many nodes as a prompt has blocks.
             if parent.num_published or not parent.trim():
                 return
             node = parent
@@ -263,7 +263,7 @@ class RadixTree:
         cursor.version = node.version
 
     def nodes(self) -> list[RadixNode]:
-        """Return all nodes, each behind its parent."""
+        """Return all nodes, each after its parent."""
         nodes = list(self.roots.values())
         for node in nodes:
             for _, branches in sorted(node.branches.items()):

@@ -1,13 +1,13 @@
-"""The identity of a sequence's blocks: namespace, tokens and the media that some of the tokens stand for.
+"""The identity of a sequence's blocks: namespace, tokens, and the media that placeholder tokens stand for.
 
 ```
  namespace <--root-- [block 0] <--digest 0-- [block 1] <--digest 1-- [block 2] ...
 ```
 
-Two blocks are equal if all of that is equal, which `quire.memory.prefix.radix_tree` compares. A *digest* identifies a
-block where its content is not at hand, on disk and in logs, and is the key of the tree's branches. It is keyed, and
-covers the block's content and the digest before it. So equal digests mean equal prefixes, namespaces included, unless
-the hash collides; a look-up by digest compares contents, too.
+Two blocks are equal if all of these are equal, from the first block on; `quire.memory.prefix.radix_tree` compares them.
+A *digest* identifies a block where its content is not available, on disk and in logs. It is a keyed hash of the block's
+content and the digest before it. So equal digests mean equal prefixes, namespaces included, unless the hash collides; a
+look-up by digest compares contents, too.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Namespace(NamedTuple):
     tenant: str | None = None
 
     def serialise(self) -> bytes:
-        """Return a typed, length-prefixed encoding: no two namespaces encode alike."""
+        """Return a typed, length-prefixed encoding: different namespaces have different encodings."""
         parts = bytearray()
         for value in self:
             if value is None:
@@ -54,7 +54,7 @@ class Namespace(NamedTuple):
 
     @classmethod
     def deserialise(cls, content: bytes) -> Namespace:
-        """Return the namespace that an encoding stands for."""
+        """Return the namespace of an encoding; the inverse of `serialise`."""
         values: list[str | None] = []
         at = 0
         while at < len(content):
@@ -91,7 +91,7 @@ def root_of(namespace: Namespace, key: bytes) -> Root:
         key: secret of at most 64 bytes.
 
     Raises:
-        ValueError: the key is longer.
+        ValueError: the key is longer than 64 bytes.
     """
     content = namespace.serialise()
     return Root(blake2b(content, digest_size=DIGEST_BYTES, key=key).digest(), content)
@@ -112,12 +112,12 @@ class TokenChain:
             after `truncate`; it never changes a token in place.
         root: root of the namespace of the sequence.
         block_size: number of tokens of a block.
-        media: spans of tokens that stand for media, also beyond the present tokens.
+        media: spans of placeholder tokens of media, also beyond the present tokens.
 
     Attributes:
-        data: token ids of the first blocks, as far as they were encoded, as bytes.
+        data: token ids of the leading blocks that were encoded so far, 4 bytes each.
         entries: block index -> media entries of the block.
-        cursor: positions of the blocks in a prefix tree, as far as they were matched; only the tree reads and sets it.
+        cursor: positions in a prefix tree of the blocks that were matched so far; only the tree reads and sets it.
 
     Raises:
         ValueError: a span begins before the first token, or is empty.
@@ -141,7 +141,7 @@ class TokenChain:
         self._digests: list[bytes] = []
 
     def encode(self, num_blocks: int) -> None:
-        """Extend `data` and `entries` to the first blocks.
+        """Extend `data` and `entries` to the first `num_blocks` blocks.
 
         Args:
             num_blocks: number of full blocks, at most `len(tokens) // block_size`.
@@ -151,7 +151,7 @@ class TokenChain:
         if known < num_blocks:
             if known:
                 self.data += array("I", self.tokens[known * size : num_blocks * size])
-            else:  # mostly all of a prompt: no copy of the list
+            else:  # usually a whole prompt: the list is not sliced
                 self.data += memoryview(array("I", self.tokens))[: num_blocks * size]
             if self.media:
                 self.entries |= self._entries_of(known, num_blocks)
@@ -178,13 +178,13 @@ class TokenChain:
         return digests
 
     def digest_before(self, block_idx: int) -> bytes:
-        """Return the digest of the block before one, or of the root."""
+        """Return the digest of the block before `block_idx`, or of the root."""
         return self.digests(block_idx)[block_idx - 1] if block_idx else self.root.digest
 
     def part(self, start: int, end: int) -> bytes:
         """Return the tokens `[start, end)` at the beginning of one block, encoded as in `content`.
 
-        With media among them: the content of the block, or no bytes where it is not full.
+        With media among them, return the content of the block, or no bytes where it is not full.
         """
         if self.has_media(start, end):
             return self.content(start // self._block_size) if end - start == self._block_size else b""
@@ -201,7 +201,7 @@ class TokenChain:
     def truncate(self, num_tokens: int) -> None:
         """Drop the blocks that are not full at `num_tokens` tokens; the owner then shortens `tokens`.
 
-        Media belong to positions, and stay: tokens that are appended there again stand for them.
+        Media belong to positions, and stay: tokens that are appended there again are their placeholders.
         """
         num_blocks, size = num_tokens // self._block_size, self._block_size * TOKEN_BYTES
         if num_blocks * size < len(self.data):
@@ -238,7 +238,7 @@ def digests_of(
 ) -> list[bytes]:
     """Return the digests of the blocks `[start, end)` of encoded tokens and media, after the digest `parent`."""
     size = block_size * TOKEN_BYTES
-    # Slices of bytes cost a third of slices of a bytearray, which are copied twice.
+    # Slices of bytes cost a third of slices of a bytearray, which would be copied twice.
     encoded = bytes(data[start * size : end * size])
     if end - start == 1:  # a block that has filled while decoding
         contents = [encoded]
@@ -252,7 +252,7 @@ def digests_of(
 def num_common(one: bytes | bytearray, other: bytes | bytearray) -> int:
     """Return the number of leading tokens that two contents have in common."""
     size = min(len(one), len(other))
-    # The lowest bit that differs lies in the first token that does.
+    # The lowest differing bit lies in the first differing token.
     difference = int.from_bytes(one[:size], "little") ^ int.from_bytes(other[:size], "little")
     num_bytes = ((difference & -difference).bit_length() - 1) // 8 if difference else size
     return num_bytes // TOKEN_BYTES

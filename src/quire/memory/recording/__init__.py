@@ -1,4 +1,4 @@
-"""Recordings of the commands that a memory manager was given, and their replay.
+"""Recordings of the commands of a memory manager, and their replay.
 
 Nothing in `memory` imports this package; `engine` and `cli` do.
 """

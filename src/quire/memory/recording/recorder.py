@@ -1,40 +1,40 @@
-"""A log of every command that memory is given, one short line each, from which all block ids follow again (M10).
+"""A log of every command of a memory manager, one short line each; a replay gives the same block ids (M10).
 
-A line has what the command needs to be run again, and what came of it:
+A line has the command's arguments and its result:
 
 ```
  a SEQ PROMPT PARTED HIT [NAME ...]
-                             allocate: for PROMPT tokens, which part from others after PARTED, on a hit of HIT tokens,
+                             allocate: PROMPT tokens, diverging from others after PARTED, on a hit of HIT tokens,
                              whose last whole block has this name (all their blocks have these names, where the whole
                              blocks end with a window or chunk and none is needed); where HIT ends inside a block, a
                              last name is that of the block used in part
- s SEQ N LOOKAHEAD SLOTS     append_slots: the sequence has SLOTS slots now, as before if it was refused
- g GRANTED SEQ ...           append_slots, atomic: 1 where each of them has a slot more now, 0 where none has
+ s SEQ N LOOKAHEAD SLOTS     append_slots: the sequence has SLOTS slots now, unchanged if it was refused
+ g GRANTED SEQ ...           append_slots, atomic: GRANTED is 1 if each got one more slot, 0 if none did
  k PARENT CHILD SLOTS        fork
  t SEQ SLOTS                 truncate
  p SEQ COMPUTED [NAME ...]   publish: names of the blocks that were published, or merged, by this
  f SEQ SLOTS COMPUTED KEPT [NAME]
-                             free: how long the sequence was, 1 where its blocks are to be evicted last, and the name of
-                             its published tail, or of the block that has its tokens already
- > SEQ ...                   swap_out: of these sequences together
+                             free: the sequence's lengths, 1 where its blocks are retained (evicted last), and the name
+                             of its published tail, or of the block that has its tokens already
+ > SEQ ...                   swap_out: these sequences together
  < SEQ ...                   swap_in
  l TOKENS NAME ... GROUP:BLOCK:TICKET ...
-                             archive.adopt: for a hit of so many tokens, with the names of all its blocks
+                             archive.publish_loaded: for a hit of TOKENS tokens, with the names of all its blocks
  r                           reset_prefix_cache
- + PIN TOKENS NAME ...       pin: of so many tokens, with names like a hit; pins are numbered
+ + PIN TOKENS NAME ...       pin: TOKENS tokens, with names like a hit; pins are numbered
  - PIN                       unpin
- x [GROUP:SRC>DST ...]       discard_copies: of an earlier take_ops, written like that
- d SEQ [GROUP:START:ID,ID]   take_table_deltas: the block ids that the data plane is told
- o [GROUP:SRC>DST ...]       take_ops: the copies that it is told to make; an `h` follows the id of a host block, a `d`
-                             the number of one on disk
- = COUNT ...                 no command: how many there were, and the counts of `Usage`, those of the host tier, if
-                             there is one, behind them; with the first `o` after every 256 commands, and when the last
+ x [GROUP:SRC>DST ...]       lost_copies.discard: the copies of an earlier take_ops, in its format
+ d SEQ [GROUP:START:ID,ID]   take_table_deltas: the block ids that are sent to the data plane
+ o [GROUP:SRC>DST ...]       take_ops: the copies for the data plane; an `h` follows the id of a host block, a `d` the
+                             ticket or index of a disk block
+ = COUNT ...                 no command: the number of commands so far, and the counts of `Usage`, then those of the
+                             host tier, if there is one; with the first `o` after every 256 commands, and when the last
                              sequence is freed
 ```
 
-Tokens are not in it. To share a prefix, memory asks of blocks only whether they and all before them are equal; so a
-block's name, half of its keyed digest, stands for its tokens and media. A refused pin, an empty delta, and a command
-that raised changed nothing (M7), and are left out.
+The log has no tokens. Prefix sharing depends only on the equality of blocks and of all blocks before them; so a block's
+name, half of its keyed digest, stands for its tokens and media. A refused pin, an empty delta, and a command that
+raised an error changed nothing (M7), and are left out.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ def keyed_name(digest: bytes, _: bytes) -> str:
 
 
 class MemoryRecorder:
-    """Writes the commands that a manager is given down; a `CommandObserver`.
+    """Writes a manager's commands to a log; a `CommandObserver`.
 
     Args:
-        manager: new, and made of the settings; it reports its commands to the recorder from now on.
+        manager: new manager, built from the settings; it reports its commands to the recorder from now on.
         settings: content of the first line.
-        log: written to, and flushed once for each `take_ops`: with each step. Where that fails (a full disk, say), the
-            recording stops with a warning, and memory goes on: the command had its effect already.
-        name: name of a published block, made of its digest and its content; equal for equal blocks only.
+        log: file, flushed at each `take_ops`, once a step. If a write fails (a full disk, for example), the recording
+            stops with a warning, and the manager goes on: the command had its effect already.
+        name: returns the name of a published block from its digest and content; equal for equal blocks only.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class MemoryRecorder:
         if atomic:
             self._write(_joined("g", int(num_granted == len(seq_ids)), *seq_ids))
             return
-        # A refused sequence is recorded too: it was asked for.
+        # The first refused sequence is recorded too: a replay repeats the refusal.
         for seq_id in seq_ids[: num_granted + 1]:
             self._write(f"s {seq_id} {num_tokens} {lookahead} {self.manager.sequences[seq_id].num_slots}")
 
@@ -180,7 +180,7 @@ class MemoryRecorder:
         return [self._name(digests[idx], chain.content(idx)) for idx in range(start, end)]
 
     def _last_name(self, chain: TokenChain, num_tokens: int) -> str:
-        """Return the name of a prefix' last whole block, which is enough: who published it has named those before."""
+        """Return the name of a prefix's last whole block: the log has named the blocks before it already."""
         num_blocks = num_tokens // self.manager.block_size
         return "".join(f" {name}" for name in self._names(chain, max(0, num_blocks - 1), num_blocks))
 
@@ -199,7 +199,7 @@ class MemoryRecorder:
         self._put(" ".join(["=", *map(str, counts)]))
 
     def close(self) -> None:
-        """Write out what is left of the log, and close it; memory may go on, unrecorded."""
+        """Write the rest of the log, and close it; later commands are not recorded."""
         log, self._log = self._log, None
         if log is not None:
             try:
@@ -222,7 +222,7 @@ class MemoryRecorder:
                 self._stop(error)
 
     def _stop(self, error: OSError) -> None:
-        """Record no more: a log with a command missing could not be replayed past it."""
+        """Stop recording: a log that lacks a command could not be replayed past it."""
         log, self._log = self._log, None
         _warn(error)
         # The rest of the log's buffer cannot be written either; its file is closed all the same.

@@ -1,6 +1,6 @@
-"""Runs a log of memory commands again: the same ids must come out (M10), and every invariant must hold on the way.
+"""Replay of a log of memory commands: block ids must be the recorded ones (M10), and every invariant must hold.
 
-The replay records itself. Each line that it writes must be the line that it read.
+The replay records its own commands. Each line that it writes must equal the line that it read.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ UNKNOWN = "?"
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """The first thing that was wrong.
+    """The first fault of a replay.
 
     Args:
-        line: its number in the log, the first line's being 1.
+        line: line number in the log, from 1.
         detail: value that was found, and value that was expected.
     """
 
@@ -61,13 +61,13 @@ class Report:
     """The result of a replay.
 
     Args:
-        num_commands: that were run, by verb.
-        num_sequences: that were opened, on a hit or by a fork; one that was preempted counts again.
-        hit_tokens: tokens that `allocate` found computed.
+        num_commands: number of commands run, by verb.
+        num_sequences: number of sequences opened by `allocate` or `fork`; a resumed one counts again.
+        hit_tokens: number of tokens of all prefix hits.
         num_checks: times that all invariants were checked.
         is_truncated: True when the last line is cut off; it was not run.
         usage: usage at the end, or at the fault.
-        fault: None when the whole log ran as it was recorded.
+        fault: first fault; None where the whole log ran as it was recorded.
     """
 
     num_commands: dict[str, int]
@@ -96,7 +96,7 @@ def replay(lines: Iterable[str], check_every: int = 1) -> Report:
         run.take_all(lines, check_every)
     except InvariantViolation as error:
         fault = Fault(run.line_number, str(error))
-    except Exception as error:  # whatever a command ran into, its line is what was asked for
+    except Exception as error:  # any error of a command is reported with its line
         fault = Fault(run.line_number, f"{type(error).__name__}: {error}")
     return Report(
         dict(run.num_commands),
@@ -111,9 +111,9 @@ def replay(lines: Iterable[str], check_every: int = 1) -> Report:
 
 @dataclass(slots=True)
 class _Blocks:
-    """Tokens to stand for those of named blocks: every token of a block, or of a tail, is the number of its name.
+    """Substitute tokens for named blocks: every token of a block, or of a tail, is the number of the block's name.
 
-    So a block has tokens in common with another only where the log says so, with the number of that other.
+    So two blocks have tokens in common only where the log names one as the partial hit of the other.
 
     Args:
         names: names by number.
@@ -126,7 +126,7 @@ class _Blocks:
     numbers: dict[str, int] = field(default_factory=dict)
 
     def number(self, name: str, parent: int) -> int:
-        """Return a name's number, a new one where it is not known."""
+        """Return a name's number; an unknown name gets a new one."""
         number = self.numbers.setdefault(name, len(self.names))
         if number == len(self.names):
             self.names.append(name)
@@ -134,7 +134,7 @@ class _Blocks:
         return number
 
     def name(self, _: bytes, content: bytes) -> str:
-        """Return the name that a replayed block's tokens stand for."""
+        """Return the name of a replayed block from its substitute tokens."""
         return self.names[array("I", content)[0]]
 
     def prefix(self, name: str, block_size: int) -> list[int]:
@@ -151,7 +151,7 @@ class _Blocks:
 
 
 class _Replay:
-    """One replay: the memory, and what it writes about itself.
+    """One replay: a memory manager, and the log that it writes.
 
     Args:
         settings: settings of the memory.
@@ -190,10 +190,10 @@ class _Replay:
 
     @classmethod
     def of(cls, header: str) -> _Replay:
-        """Start a replay as a log's first line says.
+        """Start a replay with the settings of a log's first line.
 
         Raises:
-            LogError: it is not the first line of a log, or of another version.
+            LogError: the line is not the first line of a log, or has another version.
         """
         if not header.startswith(f"{TITLE} "):
             raise LogError(f"this is not a log of memory commands: its first line does not start with {TITLE!r}")
@@ -209,8 +209,8 @@ class _Replay:
         """Run the lines after the first; see `replay`.
 
         Raises:
-            InvariantViolation: M10, something else came out than is recorded; M1 to M6, see `check`.
-            ValueError: there is no such command, or it was refused.
+            InvariantViolation: M10, a result differs from the recorded one; M1 to M6, see `check`.
+            ValueError: the command is unknown, or was refused.
         """
         for line in lines:
             self.line_number += 1
@@ -224,7 +224,7 @@ class _Replay:
             self._check()
 
     def _take(self, line: str) -> None:
-        """Run a line's command and compare what is recorded of it; counts are only compared."""
+        """Run a line's command and compare its result with the line; lines of counts are only compared."""
         if not self._written and not line.startswith(COUNTS):
             self._command(line)
             self._written += self._new_lines()
@@ -254,7 +254,7 @@ class _Replay:
         return lines
 
     def _prefix(self, num_tokens: int, names: list[str]) -> TokenChain:
-        """Return a chain over the tokens of the whole blocks that a hit or a pin has."""
+        """Return a chain over the substitute tokens of the whole blocks of a hit or a pin."""
         size, parent = self.memory.block_size, 0
         if len(names) * size == num_tokens:
             for name in names:
@@ -270,7 +270,7 @@ class _Replay:
         last = names.pop() if num_copied else UNKNOWN
         chain = self._prefix(num_tokens - num_copied, names)
         chain.tokens.extend([self._blocks.numbers.get(last, 0)] * num_copied)
-        # A hit leaves a token to compute; which one is not known yet.
+        # A hit leaves a token to compute; its value is arbitrary here.
         chain.tokens.append(0)
         hit = self.memory.match_prefix(chain, num_tokens)._replace(diverged_at=diverged_at)
         chain.tokens[num_tokens:] = [0] * (num_prompt - num_tokens)
@@ -310,7 +310,7 @@ class _Replay:
         tokens += [0] * (num_computed - len(tokens))
         parent = tokens[start * size - 1] if start else 0
         for block_idx, name in enumerate(words[2:], start):
-            # The chain knows nothing of this block yet, so its tokens may still be set.
+            # The chain has not encoded this block yet, so its tokens may still be set.
             parent = self._blocks.number(name, parent)
             tokens[block_idx * size : (block_idx + 1) * size] = [parent] * size
         self.memory.publish(seq_id, num_computed)

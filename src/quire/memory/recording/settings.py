@@ -1,4 +1,4 @@
-"""The settings of a manager, as a value that can be written and read again."""
+"""The settings of a manager, as a value that can be serialised."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class MemorySettings:
         """Return the settings that `to_json` wrote.
 
         Raises:
-            ValueError: the text is something else.
+            ValueError: the text is not the settings of a manager.
         """
         try:
             values: dict[str, Any] = json.loads(text)

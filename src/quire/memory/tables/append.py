@@ -1,13 +1,13 @@
 """Appending of slots: to one sequence after the other, or to all of a lockstep group.
 
-Most sequences of a step decode, and for most of those a token changes one counter, which costs less than a call; here
-it is one iteration of a loop. Sequences whose last blocks are full get their next blocks together. All other cases are
-handled one sequence at a time.
+Most sequences of a step decode, and for most of those a token only increments `num_slots`, which costs less than a
+call: one iteration of a loop does it. Sequences whose last blocks are full get their next blocks together. All other
+cases are handled one sequence at a time.
 
-The beams of a search get a slot each or none:
+The beams of a search all get a slot, or none does:
 
 ```
- tail    [ a b c . ]  held by three beams: two get a copy, the last writes it in place
+ tail    [ a b c . ]  held by three beams: two copy it on write, the last writes it in place
  tail    [ a b c d ]  full: each holder needs a new block
 ```
 """
@@ -85,7 +85,7 @@ def append_one_to_each(tables: BlockTables, seq_ids: Sequence[int]) -> int:
         elif len(crossing) < num_available and state.host_tables is None:
             crossing.append(state)
             continue
-        # This sequence may take blocks, too, or lack them: the sequences before it get theirs first.
+        # This sequence may need blocks too, or fail: the sequences before it get their blocks first.
         _add_block_to_each(tables, crossing)
         crossing.clear()
         if not append_to_one(tables, seq_id, 1, 0):
@@ -101,7 +101,7 @@ def append_more_to_each(tables: BlockTables, seq_ids: Sequence[int], num_tokens:
     This has the effect of `append_to_one` for each in turn.
 
     Returns:
-        False, and nothing is changed, where another sequence is to be appended to in its own way, or blocks lack.
+        False, with nothing changed, where a sequence needs the general path (`append_to_one`), or blocks are lacking.
     """
     if len(tables.groups) > 1 or tables.recurrent_groups:
         return False
@@ -128,7 +128,7 @@ def append_more_to_each(tables: BlockTables, seq_ids: Sequence[int], num_tokens:
 
 
 def _num_plain_blocks(tables: BlockTables) -> int:
-    """Return the number of blocks that sequences can take in any order; 0 where several groups share the memory."""
+    """Return the number of free and idle blocks; 0 with several groups or recurrent ones, whose order matters."""
     if tables.recurrent_groups or len(tables.groups) > 1:
         return 0
     pool = tables.groups[0].pool
@@ -141,7 +141,7 @@ def _add_block_to_each(tables: BlockTables, states: Sequence[SequenceBlocks]) ->
         return
     tables.version += 1
     block_ids = tables.groups[0].pool.take(len(states))
-    if tables.arena.moves:  # evicted blocks go to the host tier
+    if tables.arena.moves:  # evicted blocks are copied to the host tier
         tables.apply_moves()
     for state, block_id in zip(states, block_ids, strict=True):
         table = state.tables[0]
@@ -156,7 +156,7 @@ def append_one_to_all(tables: BlockTables, seq_ids: Sequence[int]) -> bool:
 
     Args:
         tables: block tables of all sequences.
-        seq_ids: live sequences on the device, all different, none of which looks ahead.
+        seq_ids: live sequences on the device, all different, without lookahead slots.
 
     Returns:
         False when some group lacks the blocks.

@@ -36,7 +36,7 @@ class Publication:
         self.num_merges = 0
 
     def begin(self, state: SequenceBlocks, hit: PrefixHit) -> None:
-        """Set when a sequence that opens on a hit publishes for the first time; its tokens are its prompt."""
+        """Compute a new sequence's first publication point and its snapshot points; its tokens are its prompt."""
         tables = self._tables
         state.next_publish_at = next_publish_at(tables.groups, self._windowed_groups, state)
         size = tables.groups[0].spec.block_size
@@ -53,10 +53,10 @@ class Publication:
         return bool(self._tables.recurrent_groups) and state.is_publishing and self._snapshots.is_point(state)
 
     def add_computed(self, seq_ids: Sequence[int]) -> dict[int, int]:
-        """Count one more computed token of each sequence with nothing to publish, which is most of those that decode.
+        """Count one more computed token of each sequence that has nothing to publish: most decoding sequences.
 
         Returns:
-            The other sequences, for which nothing was done, with the numbers of computed tokens to come.
+            The other sequences, which are unchanged, with the new numbers of computed tokens.
         """
         sequences, is_observed = self._tables.sequences, self._tables.observer is not None
         others: dict[int, int] = {}
@@ -86,7 +86,7 @@ class Publication:
         """Publish the tail of a sequence that ends, and keep the blocks that its next turn will read.
 
         Returns:
-            The position where the tail's tokens are published now; None where they are not.
+            The tree position where the tail's tokens are published now; None where they are not.
         """
         tail = publish_tail(self._tables.groups, state)
         for idx in self._windowed_groups:

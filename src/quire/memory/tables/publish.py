@@ -28,7 +28,7 @@ def next_publish_at(groups: Sequence[CacheGroup], windowed_groups: Sequence[int]
 
 
 def publish_blocks(groups: Sequence[CacheGroup], state: SequenceBlocks, num_full: int) -> int:
-    """Publish the blocks `[num_published, num_full)` of a sequence, or merge them with published equals.
+    """Publish the blocks `[num_published, num_full)` of a sequence, or merge them with published duplicates.
 
     Recurrent groups are skipped; they publish snapshots only. Where all groups are recurrent, the tree gets no
     positions here: a position where no block is ever published is never trimmed. After a digest collision the sequence
@@ -57,7 +57,7 @@ def publish_blocks(groups: Sequence[CacheGroup], state: SequenceBlocks, num_full
 
 
 def _publish_or_merge(group: CacheGroup, state: SequenceBlocks, group_idx: int, start: int, end: int) -> int:
-    """Publish blocks one by one in a group that may have equal ones.
+    """Publish blocks one by one in a group that may have published the same tokens already.
 
     Returns:
         The number of duplicates that were released.
@@ -74,7 +74,7 @@ def _publish_or_merge(group: CacheGroup, state: SequenceBlocks, group_idx: int, 
 
 
 def merge(group: CacheGroup, state: SequenceBlocks, group_idx: int, block_idx: int, known: int) -> None:
-    """Replace a block of a table by the equal published one, and release it."""
+    """Replace a duplicate in a block table by the published block, and release the duplicate."""
     table = state.tables[group_idx]
     group.pool.retain((known,))
     group.pool.release((table[block_idx],))
@@ -85,7 +85,7 @@ def merge(group: CacheGroup, state: SequenceBlocks, group_idx: int, block_idx: i
 
 
 def retain_for_next_turn(group: CacheGroup, state: SequenceBlocks) -> None:
-    """Restore the priority of blocks that were freed after the last whole block: a hit of whole blocks reads them.
+    """Restore the default priority of out-of-window blocks that a hit on the sequence's whole blocks would read.
 
     Args:
         group: cache group with a window or chunks.
@@ -101,10 +101,10 @@ def retain_for_next_turn(group: CacheGroup, state: SequenceBlocks) -> None:
 
 
 def free_out_of_window(group: CacheGroup, state: SequenceBlocks, group_idx: int) -> None:
-    """Release the blocks of a group that left the window, and replace them by null entries.
+    """Release the blocks of a group that left the window, and replace them by null blocks.
 
     They are evicted before the blocks of ended sequences, since the next turn of a conversation reads none of them.
-    Blocks that are read at the end of the prompt, or where prompts are known to diverge, have the default priority: the
+    Blocks in the window at the end of the prompt, or where prompts are known to diverge, have the default priority: the
     next prompt may continue there.
     """
     table = state.tables[group_idx]

@@ -23,7 +23,7 @@ class Rollback:
     def limit(self, seq_id: int) -> int:
         """Return the least length to which a live sequence can be truncated: a shorter one would need freed blocks.
 
-        With recurrent groups it is the only one: the length before the lookahead slots, else the present one.
+        With recurrent groups it is the length before the lookahead slots, or the present length without them.
         """
         state = self._tables.sequences[seq_id]
         if self._tables.recurrent_groups:

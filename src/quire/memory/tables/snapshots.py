@@ -1,7 +1,7 @@
 """Snapshots of recurrent states: the lengths at which they are taken, and their publication.
 
-A state is one block, written by every step. A snapshot retains that block, and copy on write does the rest: the next
-step finds a shared or published block, and copies it before its write.
+A state is one block, which every step overwrites. A snapshot publishes that block; copy-on-write does the rest: the
+next step finds a published block, and copies it before the write.
 
 ```
  tokens   |<------ 512 ------>|<------ 512 ------>|<- prompt ->|<- decoded ...
@@ -51,12 +51,12 @@ class Snapshots(NamedTuple):
         return cls(tuple(idx for idx, group in enumerate(groups) if group.spec.is_recurrent), interval)
 
     def snapshot_points_of(self, chain: TokenChain, hit: PrefixHit, block_size: int) -> tuple[int, ...]:
-        """Return the lengths at which a new sequence takes snapshots besides the regular ones.
+        """Return the lengths at which a new sequence takes snapshots in addition to the regular ones.
 
         Args:
             chain: tokens of the sequence. Snapshot points are the last block boundary that leaves a token to compute,
                 and the length at which the prompt diverged from the tree.
-            hit: hit that the sequence opens on.
+            hit: prefix hit that the sequence starts from.
             block_size: number of tokens of a block.
         """
         if not self.recurrent_groups:
@@ -78,7 +78,7 @@ class Snapshots(NamedTuple):
         return state.num_slots % self.interval == 0 or state.num_slots in state.snapshot_points
 
     def publish(self, groups: Sequence[CacheGroup], state: SequenceBlocks) -> int:
-        """Publish a sequence's states, or merge them with published equals, and lower earlier snapshots' priority.
+        """Publish a sequence's states, or merge them with published duplicates; lower earlier snapshots' priority.
 
         Returns:
             The number of duplicates that were released.

@@ -21,18 +21,18 @@ class BlockTables:
     """Block tables of all live sequences, and the copies that `take_ops` has not returned yet.
 
     Args:
-        arena: arena of the device's blocks.
+        arena: arena of the device blocks.
         groups: cache groups, one for each pool of the arena.
         pins: pinned prefixes.
         host: host tier, if there is one.
 
     Attributes:
         sequences: live sequences by id.
-        pending_copies: copies, in order.
+        pending_copies: block copies to perform, in order.
         token_groups: indices of the groups that store tokens.
         recurrent_groups: indices of the groups that store recurrent states.
         version: counter of changes that could make a prefix hit stale.
-        num_copies: number of blocks copied on write.
+        num_copies: number of copy-on-write copies.
         observer: receives every command, if set.
     """
 
@@ -64,7 +64,7 @@ class BlockTables:
         self.observer: CommandObserver | None = None
 
     def share(self, state: SequenceBlocks, hit: PrefixHit) -> None:
-        """Give a new sequence the blocks of a hit and their slots, except for blocks on the host."""
+        """Give a new sequence the device blocks of a hit, and its slots; blocks on the host are loaded later."""
         for idx, (group, shared) in enumerate(zip(self.groups, hit.block_ids, strict=True)):
             num_skipped = state.num_skipped[idx] = group.num_skipped(hit.num_tokens)
             live = shared[num_skipped:]
@@ -77,7 +77,7 @@ class BlockTables:
         state.branch_points = ((len(state.chain.tokens) - 1) // size, hit.diverged_at // size)
 
     def unpublish_all(self) -> None:
-        """Remove all blocks from the prefix index, on both tiers; sequences keep theirs and publish no more."""
+        """Remove all blocks from the prefix index, on both tiers; live sequences keep theirs and stop publishing."""
         self.version += 1
         self.arena.retention.clear()
         for group in (*self.groups, *(self.host.groups if self.host is not None else ())):
@@ -94,7 +94,7 @@ class BlockTables:
             raise ValueError(f"sequence {parent_id} has {parent.num_slots - parent.num_computed} unwritten slots")
         self.version += 1
         child = parent.fork(parent.chain.fork(child_tokens))
-        # The parent's chain may be encoded past its computed tokens; the child's tokens part from there.
+        # The parent's chain may be encoded past its computed tokens, where the child's tokens may differ.
         child.chain.truncate(parent.num_computed)
         for group, table, num_skipped in zip(self.groups, parent.tables, parent.num_skipped, strict=True):
             group.pool.retain(table[num_skipped:])
@@ -106,15 +106,15 @@ class BlockTables:
     ) -> bool:
         """Give a sequence slots up to `end` in every group, or change nothing.
 
-        The last block is copied before a write (M3) if it is shared. A published state, and a published tail that the
-        sequence uses in part, are copied too if there is room. Otherwise, and for a published tail that the sequence
-        uses whole, the last holder unpublishes the block and writes it in place.
+        A shared last block is copied before a write (copy-on-write, M3). A published state, and a published tail that
+        the sequence uses in part, are copied too if there is room. Otherwise, and for a published tail that the
+        sequence uses whole, the last holder unpublishes the block and writes it in place.
 
         Args:
             state: the sequence.
             end: number of slots afterwards.
-            is_lookahead: True to hold the present states, so that `shrink` can restore them.
-            may_copy_published: True to copy published blocks that could also be written in place.
+            is_lookahead: True to keep a backup of the present states, which `shrink` can restore.
+            may_copy_published: True to copy published blocks, if there is room, rather than to unpublish them.
 
         Returns:
             False where some group lacks the blocks.
@@ -147,7 +147,7 @@ class BlockTables:
         if any(needs) and not self.arena.fits(needs):
             return False
         needs_more = [need + (idx in copied_to_preserve) for idx, need in enumerate(needs)]
-        # All groups or none: a block that one group lacks is no hit in the others either.
+        # All groups or none: a block that one group no longer has cannot be hit in the others either.
         if copied_to_preserve and may_copy_published and self.arena.fits(needs_more):
             needs, copied = needs_more, sorted(copied + copied_to_preserve)
         state.num_slots = end
@@ -186,8 +186,8 @@ class BlockTables:
     ) -> None:
         """Release all blocks that a sequence holds in a tier, its tail first; see `BlockPool.release` for the priority.
 
-        Blocks of several groups become idle in turn, block by block: a hit needs the same tokens in all groups, so that
-        the tails of all groups should be evicted first.
+        Blocks of several groups become idle in turn, block by block: a hit needs the same tokens in all groups, so the
+        tails of all groups should be evicted before any head.
         """
         groups, tables = self.groups_on(tier), state.tables_on(tier)
         if len(groups) == 1:
@@ -200,7 +200,7 @@ class BlockTables:
                 first = start + (length - len(table)) * stride + idx
                 held = table[state.num_skipped[idx] :][::-1]
                 moments: Sequence[int] = range(first, first + len(held) * stride, stride)
-                if tier is Tier.HOST and NULL_BLOCK in held:  # the table of a hit has host blocks in part only
+                if tier is Tier.HOST and NULL_BLOCK in held:  # the host table of a hit has some null entries
                     moments = list(compress(moments, held))
                     held = list(filter(None, held))
                 group.pool.release(held, priority, moments)
@@ -208,10 +208,10 @@ class BlockTables:
             self.drop_checkpoint(state)
 
     def commit_lookahead(self, state: SequenceBlocks, num_computed: int) -> None:
-        """Release the states from before the lookahead, all of whose tokens were accepted.
+        """Release the state backup from before the lookahead slots, since all draft tokens were accepted.
 
         Raises:
-            ValueError: some were not.
+            ValueError: some draft tokens were rejected.
         """
         if num_computed < state.num_slots:
             raise ValueError(f"num_computed must be {state.num_slots}, as states include all slots, got {num_computed}")
@@ -226,13 +226,13 @@ class BlockTables:
             state.checkpoint = None
 
     def take(self, group_idx: int, count: int, tier: Tier = Tier.DEVICE) -> list[int]:
-        """Take blocks of a group; where others had to move for them, update the tables of these."""
+        """Take blocks of a group; update the block tables for blocks that were moved to make room."""
         block_ids = self.groups_on(tier)[group_idx].pool.take(count)
         self.apply_moves()
         return block_ids
 
     def apply_moves(self) -> None:
-        """Update the tables for blocks that moved, since others were taken."""
+        """Update the block tables for blocks that were moved, and queue the copies."""
         for move in self.arena.moves:
             self.pending_copies.append(move)
             if move.src_tier is move.dst_tier:
@@ -265,7 +265,7 @@ class BlockTables:
         return self.host.groups
 
     def siblings(self, seq_ids: Sequence[int], tier: Tier) -> list[SequenceBlocks]:
-        """Return the block tables of sequences that leave a tier together.
+        """Return the block tables of sequences that are swapped out of a tier together.
 
         Raises:
             ValueError: a sequence is on the other tier, is named twice, or has slots that are not written yet.
@@ -308,7 +308,7 @@ class BlockTables:
         ]
 
     def _used_in_part(self, state: SequenceBlocks, offset: int) -> list[int]:
-        """Return the groups whose last block has no other holder, and is published with more tokens than it uses."""
+        """Return the groups whose last block has no other holder, and is published with more tokens than `offset`."""
         found = []
         for idx in self.token_groups:
             pool, block_id = self.groups[idx].pool, state.tables[idx][-1]
@@ -330,8 +330,8 @@ class BlockTables:
 
     def _copy_on_write(self, state: SequenceBlocks, group_idx: int) -> None:
         """Replace the last entry of a table by a private copy of its block."""
-        # Take before release: the target must not be the source. Once released, the source may be evicted and written
-        # by a later copy of the list, or by the step; both run after this copy has read it.
+        # Take before release: the target must not be the source. Once released, the source may be evicted and
+        # overwritten by a later pending copy, or by the step; both run after this copy has read it.
         (new,) = self.take(group_idx, 1)
         table = state.tables[group_idx]
         old, table[-1] = table[-1], new
@@ -347,7 +347,7 @@ class BlockTables:
     # ---- states ----
 
     def _move_state(self, state: SequenceBlocks, group_idx: int) -> None:
-        """Move a state to the last entry of a table that has grown."""
+        """Pad a recurrent group's table with null entries, so that the state's block is the last entry again."""
         table = state.tables[group_idx]
         num_new = self.groups[group_idx].spec.num_blocks(state.num_slots) - len(table)
         if num_new:
@@ -356,7 +356,7 @@ class BlockTables:
             state.num_skipped[group_idx] += num_new
 
     def _checkpoint(self, state: SequenceBlocks) -> StateBackup:
-        """Return a backup of the present states, which are not retained yet."""
+        """Return a backup of the present states, whose reference counts `_hold` increments."""
         num_tokens = state.num_computed
         return StateBackup(
             num_tokens, {idx: state.tables[idx][-1] for idx in self.recurrent_groups} if num_tokens else {}

@@ -1,4 +1,4 @@
-"""Movements between the tiers: swap to the host and back, blocks on disk, copies that a failed step has lost.
+"""Block transfers between tiers: swap to the host and back, blocks on disk, copies that a failed step lost.
 
 The manager and the capacity queries may import this package.
 """

@@ -1,8 +1,8 @@
 """The disk tier: blocks that are loaded from disk into host memory, and saved when the host evicts them.
 
-Memory reads no disk. The caller knows which blocks are stored; `find_loads` names those that a hit lacks. The caller
-reads and verifies them and passes each with a ticket to `publish_loaded`, which publishes it in a host block, where a
-hit finds it like any other.
+The memory manager does no disk I/O. The caller knows which blocks are stored; `find_loads` returns those that a hit
+lacks. The caller reads and verifies them and passes each with a ticket to `publish_loaded`, which publishes it in a
+host block, where it can be hit like any other.
 
 ```
  device, host   [ 0 ][ 1 ]          [ 4 ]
@@ -28,7 +28,7 @@ from quire.memory.tables.tables import BlockTables
 
 
 class DiskLoad(NamedTuple):
-    """A block of a chain that is on disk and on no tier above.
+    """A block of a chain that is on disk, and not on the device or the host.
 
     Args:
         block_idx: index of the block in the chain.
@@ -52,7 +52,7 @@ class LoadPlan(NamedTuple):
 
 
 class SaveObserver(Protocol):
-    """Listens to what is saved, and changes nothing."""
+    """Receives the blocks that are saved to disk, and changes nothing."""
 
     def on_save(self, group_idx: int, where: NodePosition) -> None:
         """Record that a published block is about to be saved."""
@@ -67,9 +67,9 @@ class DiskTier:
     Attributes:
         num_loads: number of loaded blocks that were published.
         num_saves: number of blocks that were saved when the host evicted them; some were on disk already.
-        ended: chains of the sequences that were freed, with their numbers of computed tokens; None where nobody takes
-            them.
-        observer: receives what is saved, if set.
+        ended: chains of the sequences that were freed, with their numbers of computed tokens; None unless a caller
+            collects them.
+        observer: receives the blocks that are saved, if set.
     """
 
     __slots__ = ("_saves", "_tables", "ended", "num_loads", "num_saves", "observer")
@@ -91,7 +91,7 @@ class DiskTier:
     def find_loads(
         self, chain: TokenChain, holds: Callable[[StoredBlock], bool], max_tokens: int | None = None
     ) -> LoadPlan:
-        """Return the blocks to load for the longest hit that all tiers and the disk serve together.
+        """Return the blocks to load from disk for the longest hit on blocks of all three tiers.
 
         The hit is shorter where the host has no room for its blocks.
 
@@ -119,7 +119,7 @@ class DiskTier:
             limit = length * 3 // 4
 
     def find_missing(self, chain: TokenChain, max_tokens: int | None = None) -> list[StoredBlock]:
-        """Return the whole blocks of a chain that are on no tier of memory, of all groups.
+        """Return a chain's whole blocks, of all groups, that are neither on the device nor on the host.
 
         Args:
             chain, max_tokens: see `find_loads`.
@@ -134,9 +134,9 @@ class DiskTier:
         return _describe(chain, group_idx, block_idx)
 
     def exporting_ops(self, chain: TokenChain, num_blocks: int, wants: Callable[[StoredBlock], bool]) -> MemoryOps:
-        """Return copies of a chain's published blocks on the device to disk, for the time between a step and a plan.
+        """Return device-to-disk copies of a chain's published blocks, to perform between a step and the next plan.
 
-        Blocks that a pending copy is to write are left out: their bytes are not there yet.
+        Blocks that a pending copy will write are left out: their contents are not there yet.
 
         Args:
             chain: a chain of tokens that were computed.
@@ -174,21 +174,21 @@ class DiskTier:
     # ---- commands ----
 
     def publish_loaded(self, chain: TokenChain, num_blocks: int, fetched: Sequence[FetchedBlock]) -> list[int]:
-        """Publish blocks on the host that were read from disk, until the host has no more room.
+        """Publish blocks that were read from disk in host blocks, until the host has no more room.
 
-        They evict no other host blocks that the hit of `num_blocks` blocks needs.
+        This evicts no host blocks that the hit of `num_blocks` blocks needs.
 
         Args:
             chain: chain of the blocks.
             num_blocks: see `LoadPlan`.
-            fetched: blocks that `find_loads` named.
+            fetched: blocks that `find_loads` returned.
 
         Returns:
-            The tickets that copies will name; the others are not needed.
+            The tickets that pending copies use; the caller can drop the others.
         """
         tables, groups = self._tables, self._tables.groups_on(Tier.HOST)
         tables.version += 1
-        # All are retained until the last is published, so that none of them evicts another.
+        # The hit's idle blocks and the loaded ones are held until the last is published, so that none evicts another.
         held = self._idle_blocks_needed(chain, num_blocks)
         for block_idx, group_idx in held:
             groups[group_idx].pool.retain(_published(groups[group_idx].pool, chain, block_idx))
@@ -217,12 +217,12 @@ class DiskTier:
         return published_tickets
 
     def note_end(self, state: SequenceBlocks) -> None:
-        """Note the chain of a sequence that is freed, where somebody takes them."""
+        """Record the chain of a sequence that is freed, if a caller collects them."""
         if self.ended is not None and state.is_publishing:
             self.ended.append((state.chain, state.num_computed))
 
     def take_saves(self) -> tuple[StoredBlock, ...]:
-        """Return the identities of the blocks that the copies so far save, once; see `MemoryOps.saves`."""
+        """Return, and forget, the identities of the blocks that the pending copies save; see `MemoryOps.saves`."""
         saves, self._saves = tuple(self._saves), []
         return saves
 
@@ -235,7 +235,7 @@ class DiskTier:
     # ---- called by the pools ----
 
     def save(self, group_idx: int, block_id: int, position: NodePosition | None) -> None:
-        """Save a host block before its next write."""
+        """Queue a copy of a host block to disk, before the block is overwritten."""
         self._tables.arena.moves.append(BlockCopy(group_idx, block_id, len(self._saves), Tier.HOST, Tier.DISK))
         self._saves.append(describe(group_idx, position))
         self.num_saves += 1
@@ -290,7 +290,7 @@ class DiskSink:
 
 
 class CombinedView:
-    """A chain's blocks of one group that are published on some tier or stored on disk, as a `PublishedRun`."""
+    """A chain's blocks of one group that are published on a tier or stored on disk; a `PublishedRun`."""
 
     __slots__ = ("_chain", "_group_idx", "_holds", "_indexes", "_known")
 

@@ -2,7 +2,7 @@
 
 The progress of a failed step is unknown. So the target of each of its copies is treated as garbage, on both tiers:
 blocks that were demoted, promoted, swapped, loaded from disk, copied on write or moved. All other blocks are unchanged:
-copies write to their targets only, and a step's kernels to blocks of its own sequences.
+copies write to their targets only, and a step's kernels only to blocks of its own sequences.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from quire.memory.tables.tables import BlockTables
 
 
 class Holders(NamedTuple):
-    """Holders of the targets of copies.
+    """The sequences and pins that hold target blocks of copies.
 
     Args:
         seq_ids: live sequences, on either tier.
@@ -68,7 +68,7 @@ class LostCopies:
         """Unpublish the targets of copies that may not have been made.
 
         Args:
-            ops: operations of the failed step, from `take_ops`, for which `holders_of` finds no holders any more.
+            ops: operations of the failed step, from `take_ops`, for which `holders_of` no longer finds holders.
 
         Raises:
             ValueError: a target has a holder.

@@ -1,4 +1,4 @@
-"""Swapping of sequences between tiers. A block that several sequences hold moves once.
+"""Swapping of sequences between tiers. A block that several sequences share is copied once.
 
 ```
  source       [ 3 ][ 7 ][ 4 ]      3 is published on the other tier as 5, which is shared
@@ -51,7 +51,7 @@ class TransferPlan(NamedTuple):
 
     @property
     def num_needed(self) -> int:
-        """Number of blocks of the other tier that will have holders and have none now."""
+        """Number of blocks of the other tier that become used."""
         return self.num_woken + len(self.missing)
 
 
@@ -70,7 +70,7 @@ def find_routes(tables: BlockTables, states: Sequence[SequenceBlocks], src: Tier
 
 
 def measure_swap(tables: BlockTables, states: Sequence[SequenceBlocks], src: Tier) -> SwapSize:
-    """Return the size of the copies if some sequences left a tier."""
+    """Return the size of the copies that swapping sequences out of a tier would take."""
     if tables.host is None:
         return SwapSize(0, 0)
     counts = [len(route.missing) for route in find_routes(tables, states, src)]
@@ -107,7 +107,7 @@ def check_swap_in(
         step_tokens: greatest number of tokens that one step appends to a sequence; None for all at once.
         reserved: number of blocks of each group that other sequences will ask for.
         num_kept_free: number of slabs that must stay free.
-        num_slabs: number of slabs that the siblings can use if they run alone.
+        num_slabs: number of slabs that these sequences can use if they run alone.
     """
     routes = find_routes(tables, states, Tier.HOST)
     growth = [_growth(tables, states, idx, route, num_tokens, step_tokens) for idx, route in enumerate(routes)]
@@ -140,7 +140,7 @@ def _growth(
             continue
         table = state.tables_on(Tier.HOST)[group_idx]
         if spec.is_recurrent:
-            # A sequence of any length writes to its one state.
+            # At any length, a sequence overwrites its only state.
             growers[table[-1] if table else NULL_BLOCK] += 1
             continue
         num_own = sum(block_id != NULL_BLOCK and holders[block_id] == 1 for block_id in table)
@@ -154,7 +154,7 @@ def _growth(
 
 
 def transfer(tables: BlockTables, states: Sequence[SequenceBlocks], src: Tier, routes: Sequence[TransferPlan]) -> int:
-    """Move all blocks of some sequences to the other tier; they share there what they share now.
+    """Move all blocks of some sequences to the other tier; shared blocks stay shared.
 
     Args:
         tables: block tables of all sequences; the copies are added to `pending_copies`.
@@ -238,7 +238,7 @@ def release_tier(
         state.tables = [[] for _ in state.tables]
         state.dirty_from = [0] * len(state.tables)
         state.is_dirty = False
-        # The next attempt to publish takes the slow path, which refuses it.
+        # The next publish of this sequence takes the slow path, which raises: it is swapped out.
         state.next_publish_at = 0
     state.tail_is_private = False
 
@@ -276,9 +276,9 @@ def swap_in(tables: BlockTables, seq_ids: Sequence[int], windowed_groups: Sequen
 
 
 def load_hit(tables: BlockTables, state: SequenceBlocks, loads: Sequence[BlockLoad]) -> None:
-    """Copy the blocks that a new sequence hit on the host to the device, and publish them there."""
+    """Copy the host blocks of a new sequence's hit to the device, and publish them there."""
     assert tables.host is not None
-    # All are retained first: blocks that the device evicts for them must not evict them from the host.
+    # All are retained first: demotions caused by the device's allocations must not evict them from the host.
     state.host_tables = [[NULL_BLOCK] * len(table) for table in state.tables]
     for load in loads:
         state.host_tables[load.group_idx][load.block_idx] = load.host_id
@@ -291,8 +291,8 @@ def load_hit(tables: BlockTables, state: SequenceBlocks, loads: Sequence[BlockLo
 def _priority_left(src: Tier) -> RetentionPriority:
     """Return the retention priority of published blocks in a tier whose copies are on the other tier now.
 
-    Those of the host are evicted first, since the device has them too; when the device evicts them, they are copied
-    back only if the host has lost them. So the two tiers together hold more blocks than one of them.
+    The host's blocks are evicted first, since the device has them too; when the device evicts them, they are copied
+    back only if the host has evicted them. So the two tiers together hold more distinct blocks.
     """
     return RetentionPriority.LOW if src is Tier.HOST else RetentionPriority.DEFAULT
 
