@@ -79,7 +79,7 @@ class TritonStaticTokens:
         self._lay_options = self._block_size, window or 0, chunk or 0, *pointers
 
     def batch(self, num_rows: int, shares: bool = False) -> StaticAttentionBatch:
-        """Return the batch of a step of some rows."""
+        """Return the batch of a step of `num_rows` rows."""
         return StaticAttentionBatch(
             self._slots.device[:num_rows],
             range(num_rows + 1),
