@@ -1,11 +1,11 @@
 """Check and measure the Triton backend on an NVIDIA GPU, in under nine minutes: `python -m benchmarks.gpu`.
 
-It needs a copy of the tree, torch and Triton; the part with an engine all that Quire depends on. Ceilings come first (a
-copy, a dense product), then each kernel is checked against the slow twin, and a wrong one ends it: figures of wrong
-results say nothing. Then attention, steps of two models of random weights, and an engine are measured. Every figure is
-printed when it is there; the table and the JSON come at the end. Without a GPU it says so, and exits with 2.
+It needs a copy of the tree, torch and Triton; the engine part needs all dependencies of Quire. First, ceilings are
+measured (a copy, a dense matmul), then each kernel is checked against the reference implementation. A wrong result ends
+the run, as its timings would be meaningless. Then attention, steps of two models with random weights, and an engine are
+measured. Figures are printed at once; the table and the JSON follow at the end. Without a GPU it exits with status 2.
 
-`--parts` runs some parts only, and `--despite-errors` measures what is right although something else is wrong.
+`--parts` runs some parts only, and `--despite-errors` measures the correct kernels although others are wrong.
 `--predict` prints the predicted times, on any machine. `--rehearse` runs everything on tiny shapes on a CPU, in
 Triton's interpreter (TRITON_INTERPRET=1): it shows that the benchmark runs, and its figures mean nothing.
 """
@@ -25,7 +25,7 @@ from benchmarks.gpu.predictions import table
 from benchmarks.gpu.shapes import LLAMA_8B, QWEN_06B, REHEARSED, STATED
 
 NO_GPU = 2
-# Seconds after which nothing new is begun, so that all ends within nine minutes.
+# Seconds after which no further measurement is begun, so that the run ends within nine minutes.
 LIMIT_S = 480.0
 PARTS = ("correctness", "attention", "states", "models", "engine")
 
@@ -51,7 +51,7 @@ def main() -> int:
 
 
 def missing(is_rehearsal: bool) -> str | None:
-    """Return why nothing can be run here, or None."""
+    """Return the reason why nothing can be run here, or None."""
     try:
         import triton
     except ImportError as error:

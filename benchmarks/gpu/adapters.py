@@ -1,4 +1,4 @@
-"""Low-rank adapters of linear layers: their products against the slow twin, and the time that they take."""
+"""LoRA adapters of linear layers: their results against the reference implementation, and their time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS: Final = (((0,), 1), (tuple(idx % 16 for idx in range(64)), 1), (tuple(ran
 
 
 def make_weight(num_columns: int, width: int, seed: int, dtype: torch.dtype, device: torch.device) -> LoraWeight:
-    """Return an adapter of two modules, as gates and ups are; ranks are 16 and 5 less by the seed."""
+    """Return an adapter of two modules, like gate and up; the ranks are 16, and for odd seeds 16 and 11."""
     generator = torch.Generator().manual_seed(seed)
     half, ranks = num_columns // 2, (RANK, RANK - seed % 2 * 5)
 
@@ -40,7 +40,7 @@ def fill(layer: LoraLayer, weights: Sequence[LoraWeight]) -> LoraLayer:
 
 
 def adapters_error(ops: TritonOps, device: torch.device, dtype: torch.dtype) -> float:
-    """Return the largest error of decodes and of prompts of several adapters, as a share of the largest number."""
+    """Return the largest error, for decodes and prompts with several adapters, relative to the largest magnitude."""
     num_columns, width, cpu = 520, 1100, torch.device("cpu")
     layers = [
         fill(layer, [make_weight(num_columns, width, seed, dtype, place) for seed in range(3)])
@@ -59,7 +59,7 @@ def adapters_error(ops: TritonOps, device: torch.device, dtype: torch.dtype) -> 
 
 
 def measure_adapters(bench: Bench, ops: TritonOps) -> None:
-    """Measure what adapters of gates and ups take, and how long the layer itself does."""
+    """Measure the time of adapters of gate and up, and of the linear layer itself."""
     shape = REHEARSED if bench.is_rehearsal else LLAMA_8B
     num_columns, width, dtype = 2 * shape.ffn_width, shape.width, torch.bfloat16
     most = 2 if bench.is_rehearsal else 64

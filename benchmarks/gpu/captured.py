@@ -1,4 +1,4 @@
-"""Captured steps: time on the device, and of the host, beside steps that are launched kernel by kernel."""
+"""Captured steps: time on the device and on the host, compared to eager steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from quire.execution.batch import BatchBuilder
     from quire.execution.captured_steps import CapturedSteps, CaptureOptions
 
-# Steps whose host time is measured, after as many that are not.
+# Number of steps whose host time is measured, after as many warm-up steps.
 STEPS = 30
 
 
@@ -43,7 +43,7 @@ class Captured(NamedTuple):
 
 
 def measure_captured(bench: Bench, decoder: Decoder, shape: Shape, batch: int, context: int) -> None:
-    """Measure a captured step of decodes; what fails is a figure that says so, and nothing else ends."""
+    """Measure a captured step of decodes; a failure is recorded as a figure, and does not end the run."""
     name = f"{shape.name}, captured decode, {batch} x {context}"
     try:
         captured = capture(bench, decoder, shape, batch, context)
@@ -64,7 +64,7 @@ def measure_captured(bench: Bench, decoder: Decoder, shape: Shape, batch: int, c
 
 
 def capture(bench: Bench, decoder: Decoder, shape: Shape, batch: int, context: int) -> Captured:
-    """Capture a step, and write one whose sequences lie in blocks of their own."""
+    """Capture a step, and write one whose sequences share no blocks."""
     from quire.execution.batch import BatchBuilder
     from quire.execution.captured_steps import CaptureOptions, capture_steps
 
@@ -100,9 +100,9 @@ def open_items(builder: Any, spans: Sequence[tuple[int, int]], num_blocks: int) 
 
 
 def measure_pieces(bench: Bench, decoder: Decoder, shape: Shape, decodes: int, context: int, prompt: int) -> None:
-    """Measure a step of decodes and a prompt, launched kernel by kernel and captured in pieces between attention.
+    """Measure a step of decodes and a prompt, run eagerly and captured in pieces between attention.
 
-    Both lay the step out and plan its attention; output heads are left out.
+    Both lay out the step and plan its attention; output heads are left out.
     """
     from quire.execution.captured_steps import CaptureOptions
 
@@ -118,9 +118,9 @@ def measure_pieces(bench: Bench, decoder: Decoder, shape: Shape, decodes: int, c
 
 
 def measure_drafts(bench: Bench, decoder: Decoder, shape: Shape, batch: int, context: int, num_drafts: int) -> None:
-    """Measure a step that verifies drafts, launched kernel by kernel and captured, where each draft is a row.
+    """Measure a step that verifies drafts, run eagerly and captured, where each draft is a row.
 
-    Both lay the step out and plan its attention; only the captured one has the output head.
+    Both lay out the step and plan its attention; only the captured one has the output head.
     """
     from quire.execution.captured_steps import CaptureOptions
     from quire.execution.decode_rows import few_rows_of
@@ -147,7 +147,7 @@ def measure_both(
     options: CaptureOptions,
     replay: Callable[[CapturedSteps, list[Any], BatchBuilder], torch.Tensor],
 ) -> None:
-    """Measure a step, launched kernel by kernel and captured; what fails is a figure that says so."""
+    """Measure a step, run eagerly and captured; a failure is recorded as a figure."""
     from quire.execution.batch import BatchBuilder
     from quire.execution.captured_steps import CapturedSteps, capture_steps
 
@@ -178,7 +178,7 @@ def measure_both(
 
 
 def host_seconds(bench: Bench, run: Callable[[], object]) -> float:
-    """Return the median time until a call returns, while the device has nothing to do."""
+    """Return the median host time of a call, made while the device is idle."""
     times = []
     for _ in range(1 if bench.is_rehearsal else 2 * STEPS):
         if not bench.is_rehearsal:
@@ -192,7 +192,7 @@ def host_seconds(bench: Bench, run: Callable[[], object]) -> float:
 def measure_sampler(
     bench: Bench, ops: Ops, captured: Captured, shape: Shape, kind: str, options: dict[str, Any]
 ) -> None:
-    """Measure the choice of tokens from the logits of a step, copies to the host included."""
+    """Measure the sampling of a step's tokens from logits, copies to the host included."""
     name = f"{shape.name}, {kind} tokens of {captured.batch}"
     try:
         from quire.execution.sampling.device_sampler import DeviceSampler

@@ -1,4 +1,4 @@
-"""Captured attention against attention that is launched as it comes: one capture serves other contexts."""
+"""Replayed attention against eager attention: one capture serves other contexts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from quire.execution.captured_steps import capture_on
 from quire.ops.static_steps import StaticLimits, StaticMemory
 from quire.ops.triton.triton_ops import TritonOps
 
-# Contexts of the step that is replayed; the one that was captured has rows of padding only.
+# Context lengths of the replayed step; the captured step has padding rows only.
 CONTEXTS = (700, 15, 1, 3000, 33)
-# Repetitions of these five where they begin alike: more than one tile has rows.
+# Repetitions of these five contexts where they share a prefix, so that more than one tile has rows.
 SHARED_TIMES = 4
 
 
@@ -24,9 +24,9 @@ def captured_attention_error(
     head_dim: int = 128,
     shared: int = 0,
 ) -> float:
-    """Return the largest difference of replayed decodes from those that are launched as they come.
+    """Return the largest difference between replayed and eager decodes.
 
-    With `shared` tokens all contexts begin alike, and the captured step must read these once.
+    All contexts share a prefix of `shared` tokens, which the captured step must read once.
     """
     spans = [(context - 1 + shared, 1) for context in CONTEXTS] * (SHARED_TIMES if shared else 1)
     num_rows, group = 8 * -(-len(spans) // 8), 4

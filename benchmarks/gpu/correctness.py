@@ -1,4 +1,4 @@
-"""Every kernel on the device against the slow twin; before any figure."""
+"""Checks of every kernel on the device against the reference implementation, before any measurement."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ FORMS: Final = {
 
 
 class CaseResult(NamedTuple):
-    """The largest error of a case, and the largest that is allowed."""
+    """The largest error of a case, and its tolerance."""
 
     error: float
     allowed: float
 
 
 def compare(found: Tensor, expected: Tensor, factor: float = 1.0) -> CaseResult:
-    """Return the largest difference, as a share of the largest number; NaN in one of the two is infinite."""
+    """Return the largest difference relative to the largest magnitude; infinity if only one of both has a NaN."""
     found, expected = found.float().cpu(), expected.float().cpu()
     if not torch.equal(found.isnan(), expected.isnan()):
         return CaseResult(float("inf"), 0.0)
@@ -70,7 +70,7 @@ def attention_case(
     spans: list[tuple[int, int]] = SPANS, window: int | None = None, chunk: int | None = None, extras: bool = False,
     shared: int = 0,
 ) -> CaseResult:  # fmt: skip
-    """Store and attend; `extras` are norms of heads and sinks, `shared` the tokens that all histories begin with."""
+    """Store keys and values, and attend; `extras`: QK norms and sinks; `shared`: prefix length of all histories."""
     num_kv, outputs = 2, []
     for backend, place in ((ReferenceOps(), CPU), (ops, device)):
         batch = make_batch(spans, place, window=window, chunk=chunk, shared=shared)
@@ -94,7 +94,7 @@ def attention_case(
 
 
 def rows_case(ops: Ops, device: torch.device, dtype: torch.dtype) -> CaseResult:
-    """Norms, gates, and masks of tokens."""
+    """Norms, gates, and token bitmasks."""
     x, weight = randn(5, 2048).to(dtype), randn(1024, seed=1).to(dtype)
     logits = randn(3, 1100)
     masks = [torch.randint(-(2**31), 2**31, (35,), dtype=torch.int32, generator=torch.Generator().manual_seed(1))]
@@ -131,7 +131,7 @@ def stored_weight(form: WeightForm, seed: int = 4) -> StoredWeight:
 
 
 def stored_case(ops: Ops, device: torch.device, form: WeightForm, num_rows: int) -> CaseResult:
-    """Multiply by a stored weight, in float32: what is left is the rounding of sums."""
+    """Multiply by a stored weight, in float32: the only error left is the rounding of sums."""
     weight = stored_weight(form)
     x, residual = randn(num_rows, 512), randn(num_rows, 300, seed=1)
     found = ops.pack_linear(weight)(x.to(device), residual.to(device))
@@ -166,17 +166,17 @@ def few_rows_case(ops: Ops, device: torch.device, dtype: torch.dtype, num_rows: 
 
 
 def adapters_case(ops: TritonOps, device: torch.device, dtype: torch.dtype) -> CaseResult:
-    """Add what adapters of several rows add."""
+    """Apply LoRA adapters of several rows."""
     return CaseResult(adapters_error(ops, device, dtype), TOLERANCE[dtype])
 
 
 def draws_case(ops: TritonOps, device: torch.device, vocab_size: int) -> CaseResult:
-    """Choose the tokens of rows of all kinds."""
+    """Sample the tokens of rows of all kinds."""
     return CaseResult(share_of_other_tokens(ops, device, vocab_size), 0.1)
 
 
 def captured_case(ops: TritonOps, device: torch.device, **options: int) -> CaseResult:
-    """Replayed attention is that which is launched as it comes, bit for bit."""
+    """Replayed attention equals eager attention, bit for bit."""
     return CaseResult(captured_attention_error(ops, device, **options), 0.0)
 
 
@@ -245,7 +245,7 @@ def cases(ops: TritonOps, device: torch.device, is_rehearsal: bool) -> dict[str,
         found[f"attention, heads of {head_dim}"] = partial(attention, bf16, bf16, head_dim)
     for group in (1, 7, 8, 16):
         found[f"attention, groups of {group}"] = partial(attention, bf16, bf16, group=group)
-    # 36 sequences save the bytes that a launch is worth, in several tiles.
+    # 36 sequences save more than `launch_bytes`, and take several tiles.
     spans = [(1024 + 7 * seq, 1 + seq % 3) for seq in range(36)]
     for stored in (bf16, int8, fp8):
         found[f"shared tokens in {stored}"] = partial(attention, bf16, stored, spans=spans, shared=1024)

@@ -1,4 +1,4 @@
-"""The choice of tokens by kernels against that by stock operators on the same device."""
+"""Sampling by kernels against sampling by torch's operators on the same device."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from quire.ops.triton.triton_ops import TritonOps
 
 
 def share_of_other_tokens(ops: TritonOps, device: torch.device, vocab_size: int) -> float:
-    """Return the share of rows whose token is another one; infinity where a row's state is.
+    """Return the share of rows whose token differs; infinity where a row's state differs.
 
-    Rows of all kinds, one of which has no finite logits. A token is another one where the drawn number is within
-    rounding of its edge.
+    Rows are of all kinds, and one has no finite logits. A token may differ where the random number is within rounding
+    errors of its boundary in the cumulative distribution.
     """
     generator = torch.Generator().manual_seed(1)
     kinds = torch.tensor([GREEDY, WHOLE, FEW, MANY] * 10)

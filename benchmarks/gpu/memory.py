@@ -1,4 +1,4 @@
-"""A paged cache and batches over it, made without an engine: torch and Triton are all that this needs."""
+"""A paged cache and batches over it, made without an engine: this needs torch and Triton only."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def make_memory(
     stored: torch.dtype = torch.bfloat16,
     dtype: torch.dtype = torch.bfloat16,
 ) -> KVMemory:
-    """Make a cache of random bytes that are numbers in every dtype."""
+    """Make a cache of random bytes that are finite values in every dtype."""
     width = head_dim + (4 if stored == torch.int8 else 0)
     shape = num_blocks, num_layers, 2, num_kv_heads, BLOCK_SIZE, width * stored.itemsize
     # Exponents in the middle of each format: 0x3C and 0x3D.
@@ -61,7 +61,7 @@ def make_batch(
 ) -> AttentionBatch:
     """Lay sequences out, each with its history and its rows, on shuffled blocks from `first_block` on.
 
-    The first `shared` tokens of all histories, whole blocks, lie in the blocks of the first sequence.
+    The first `shared` tokens of all histories, whole blocks, are in the blocks of the first sequence.
     """
     counts = [-(-(history + rows) // BLOCK_SIZE) for history, rows in spans]
     generator = torch.Generator().manual_seed(1)

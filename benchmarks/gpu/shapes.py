@@ -1,4 +1,4 @@
-"""The shapes that are measured, and what a perfect GPU would take for them: bytes and operations."""
+"""The shapes that are measured, and their roofline: bytes and operations, and the least time for them."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ REHEARSED: Final = Shape("rehearsal", 2, 64, 96, 4, 2, 16, 199, is_qwen3=True)
 
 
 class Ceilings(NamedTuple):
-    """The most that a GPU can do.
+    """The ceilings of a GPU.
 
     Args:
         name: name of the GPU.
-        bytes_per_s: bytes that a copy reads and writes in a second.
-        flops_per_s: operations of a dense product of bfloat16 in a second.
+        bytes_per_s: bytes per second that a copy reads and writes.
+        flops_per_s: operations per second of a dense bfloat16 matmul.
     """
 
     name: str
@@ -75,8 +75,8 @@ class Ceilings(NamedTuple):
     flops_per_s: float
 
 
-# Ceilings for predictions where nothing can be measured: nine tenths of what the makers state for memory, and four
-# fifths of what they state for products.
+# Ceilings for predictions where nothing can be measured: nine tenths of the vendor's memory bandwidth, and four fifths
+# of the vendor's matmul throughput.
 STATED: Final = (
     Ceilings("A100 80GB", 1.83e12, 2.5e14),
     Ceilings("H100 SXM", 3.0e12, 7.9e14),
@@ -85,7 +85,7 @@ STATED: Final = (
 
 
 def decode_floor(shape: Shape, batch: int, context: int, rates: Ceilings) -> float:
-    """Return the least seconds of a decode step: weights are read once, or multiplied with, and then the cache read."""
+    """Return the least seconds of a decode step: the weights' traffic or matmuls, plus the reads of the KV cache."""
     products = max(2 * shape.params_read / rates.bytes_per_s, 2 * batch * shape.params_read / rates.flops_per_s)
     return products + batch * context * shape.kv_bytes / rates.bytes_per_s
 

@@ -1,4 +1,4 @@
-"""Speed of attention by itself, of the steps of a model, and of an engine, as shares of what the GPU can do."""
+"""Speed of attention alone, of whole model steps, and of an engine, as shares of the GPU's ceilings."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ BATCHES = (1, 8, 64, 256)
 CONTEXTS = (128, 1024, 8192, 32768)
 PROMPTS = (2048, 8192, 32768)
 DRAFTS = 4
-# Bytes of the cache that measurements go round in: more than any cache of a GPU holds.
+# Bytes of KV cache that measurements rotate through: more than the L2 cache of any GPU.
 ROTATED = 1 << 28
 
 
 def measure_attention(bench: Bench, ops: TritonOps) -> None:
-    """Measure one layer of Llama-3.1-8B's shape: decodes by bandwidth, prompts by their products, beside torch's."""
+    """Measure one layer of Llama-3.1-8B's shape: decodes by bandwidth, prompts by FLOPs, compared to torch's SDPA."""
     shape = REHEARSED if bench.is_rehearsal else LLAMA_8B
     kv_bytes = shape.kv_bytes // shape.num_layers
     for batch, context in [(b, c) for c in CONTEXTS for b in BATCHES] if not bench.is_rehearsal else [(2, 40)]:
@@ -89,9 +89,9 @@ def measure_attention(bench: Bench, ops: TritonOps) -> None:
 
 
 def measure_shared(bench: Bench, ops: TritonOps, shape: Shape) -> None:
-    """Measure decodes of sequences that begin alike: as they are served, and with each reading all for itself.
+    """Measure decodes of sequences with a shared prefix: as they are served, and without sharing.
 
-    Without sharing, the same blocks are read by many programs, and what of that the L2 cache serves is not known.
+    Without sharing, many programs read the same blocks, and the share of L2 hits among these reads is not known.
     """
     batch, shared, behind = (64, 8192, 128) if not bench.is_rehearsal else (2, 256, 16)
     kv_bytes = shape.kv_bytes // shape.num_layers
@@ -111,12 +111,12 @@ def measure_shared(bench: Bench, ops: TritonOps, shape: Shape) -> None:
 
 
 def attend(steps: Sequence[StepAttention], q: Tensor, idx: int) -> Tensor:
-    """Attend in the memory of one of several steps, by turns."""
+    """Attend over the memory of one of several steps, in rotation."""
     return steps[idx % len(steps)].attend(0, q, 0.1)
 
 
 def attend_in_turn(step: StepAttention, q: Tensor, idx: int) -> Tensor:
-    """Attend by the kernel whose products are not computed beside the next softmax; it is chosen at the first call."""
+    """Attend by the kernel that is not pipelined (no overlap of PV and softmax); it is chosen at the first call."""
 
     def tile(*args: Any) -> Tile:
         return prefill_tile(*args)._replace(is_pipelined=False)
@@ -126,7 +126,7 @@ def attend_in_turn(step: StepAttention, q: Tensor, idx: int) -> Tensor:
 
 
 def attend_by_torch(q: Tensor, shape: Shape, _idx: int) -> Tensor:
-    """Attend to a prompt's own keys and values, which are not paged, by what torch has for that."""
+    """Attend to a prompt's own keys and values, which are not paged, by torch's SDPA."""
     heads = q.transpose(0, 1)[None]
     keys = heads[:, : shape.num_kv_heads]
     return scaled_dot_product_attention(heads, keys, keys, is_causal=True, scale=0.1, enable_gqa=True)
@@ -148,9 +148,9 @@ def load_random(decoder: Decoder, bench: Bench) -> None:
 
 
 def measure_model(bench: Bench, ops: TritonOps, shape: Shape) -> None:
-    """Measure whole steps: decodes at 1,024 tokens and steps with prompts, launched and captured; a prompt of 8,192.
+    """Measure whole steps: decodes at 1,024 tokens and steps with prompts, eager and captured; a prompt of 8,192.
 
-    Logits are included, and the likeliest tokens of steps that are launched one by one.
+    Logits are included, and for eager steps the argmax.
     """
     decoder = make_decoder(shape, bench, ops)
     context, prompt = (1024, 8192) if not bench.is_rehearsal else (20, 24)
@@ -182,7 +182,7 @@ def measure_model(bench: Bench, ops: TritonOps, shape: Shape) -> None:
         )
         if bench.left_s() > 45:
             measure_captured(bench, decoder, shape, batch, context)
-    # A prompt beside decodes, as most steps of a server have them, and one that came alone.
+    # A prompt together with decodes, as in most steps of a server, and one alone.
     for decodes, length in ((64, 192), (0, 2048)) if not bench.is_rehearsal else ((2, 20),):
         if bench.left_s() > 45:
             measure_pieces(bench, decoder, shape, decodes, context, length)
@@ -199,13 +199,13 @@ def measure_model(bench: Bench, ops: TritonOps, shape: Shape) -> None:
 def run_step(
     decoder: Decoder, ids: Tensor, positions: Tensor, batch: AttentionBatch, memory: KVMemory, ends: Tensor
 ) -> Tensor:
-    """Run a step of a model, and choose a token of each sequence."""
+    """Run a step of a model, and sample a token of each sequence greedily."""
     hidden = decoder(ids, positions, [batch], [memory])
     return decoder.logits(hidden[ends]).argmax(-1)
 
 
 def measure_engine(bench: Bench) -> None:
-    """Measure the benchmark of nano-vllm: 256 requests of 100 to 1,024 tokens in and out; then the prompts' hits."""
+    """Measure the benchmark of nano-vllm: 256 requests of 100 to 1,024 tokens in and out; then with prefix hits."""
     shape = REHEARSED if bench.is_rehearsal else QWEN_06B
     if bench.left_s() < 120:
         return bench.add("engine", skipped="no time is left")

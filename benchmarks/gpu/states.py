@@ -1,4 +1,4 @@
-"""Speed of recurrences over states by themselves: decodes, and prompts in chunks and row by row."""
+"""Speed of recurrences alone: decodes, and prompts in chunks and row by row."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ REHEARSED: Final = HeadShape(2, 16, 16, 2)
 
 
 def measure_states(bench: Bench, ops: TritonOps) -> None:
-    """Measure one layer of each kind; prompts in both ways: from how many rows on are chunks faster?"""
+    """Measure one layer of each kind; prompts both ways, to find the number of rows from which chunks are faster."""
     single_rows = ops.device.single_rows
     for rows in STEPS if not bench.is_rehearsal else ((1,), (40,)):
         ways = {"row by row": max(rows)} | ({"in chunks": 1} if max(rows) > 1 else {})

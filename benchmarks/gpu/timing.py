@@ -1,4 +1,4 @@
-"""Times on a device, and how long the benchmark may still take."""
+"""Timing on a device, and the benchmark's time budget."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Bench:
         print(f"{name:<56} {shown}", flush=True)
 
     def seconds(self, run: Callable[[int], object], repeats: int = 20) -> float:
-        """Return the median time of a call, which is given its number: others use other memory than the one before."""
+        """Return the median time of a call, which gets its index, so that calls can use different memory in turn."""
         if self.is_rehearsal:
             started = time.perf_counter()
             run(0)
@@ -78,12 +78,12 @@ class Bench:
         return self.seconds(lambda _idx: graph.replay(), repeats) / calls
 
     def memory_left(self) -> int:
-        """Return the bytes that may still be taken on the device."""
+        """Return the bytes that may still be allocated on the device."""
         return 1 << 26 if self.is_rehearsal else int(torch.cuda.mem_get_info(self.device)[0] * 0.9)
 
 
 def measure_ceilings(bench: Bench) -> None:
-    """Measure what a copy moves and what a dense product computes in a second."""
+    """Measure the bandwidth of a copy and the throughput of a dense matmul."""
     size, width = (1 << 20, 128) if bench.is_rehearsal else (1 << 30, 8192)
     source = torch.zeros(size, dtype=torch.uint8, device=bench.device)
     target = torch.empty_like(source)

@@ -1,4 +1,4 @@
-"""The rows of a step that go through an adapter."""
+"""The rows of a step that have a LoRA adapter."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.scheduling.plan import ScheduledSequence, StepPlan
 
 
 class AdapterRows:
-    """Keeps the adapter of each sequence from its opening until it is closed.
+    """Keeps the adapter of each open sequence.
 
     Attributes:
         by_sequence: adapter slot of the open sequences that have one, by sequence id.
@@ -20,7 +20,7 @@ class AdapterRows:
         self.by_sequence: dict[int, int] = {}
 
     def apply_plan(self, plan: StepPlan) -> None:
-        """Forget the closed sequences, and meet those opened that have an adapter."""
+        """Drop the finished sequences, and add new ones that have an adapter."""
         for seq_id in plan.finished_ids:
             self.by_sequence.pop(seq_id, None)
         for item in plan.items:
@@ -28,7 +28,7 @@ class AdapterRows:
                 self.by_sequence[item.seq_id] = item.new_sequence.adapter
 
     def rows_of_decodes(self, items: Sequence[ScheduledSequence]) -> LoraRows | None:
-        """Return the rows with an adapter of items of one token each; None where no row has one."""
+        """Return the rows with an adapter, for items of one token each; None where no row has one."""
         return LoraRows.of(self._slots(items), [1] * len(items))
 
     def rows(

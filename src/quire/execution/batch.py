@@ -1,4 +1,4 @@
-"""From a plan to tensors: block tables are kept here and changed by the plan's differences only."""
+"""From a plan to tensors: block tables are kept here and updated by the deltas in each plan."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Batch:
     Args:
         input_ids: [T] of int64, the items' tokens, concatenated.
         positions: [T] of int64.
-        groups: one for each cache group, as what it keeps asks for.
-        row_starts: S + 1 numbers; item `s` owns rows `[row_starts[s], row_starts[s + 1])`.
+        groups: one batch per cache group: an `AttentionBatch` or a `StateBatch`.
+        row_starts: S + 1 row indices; item `s` owns rows `[row_starts[s], row_starts[s + 1])`.
     """
 
     input_ids: Tensor
@@ -42,8 +42,8 @@ class BlockTable:
     """One sequence's blocks in one cache group: an array that grows, and is cut or overwritten in place.
 
     Attributes:
-        ids: the blocks; only `change` changes them.
-        stamp: a number that no other table ever has. While it is the same, the table has only grown.
+        ids: block ids; only `change` changes them.
+        stamp: a globally unique version. As long as it is the same, the table has only been appended to.
     """
 
     __slots__ = ("ids", "stamp")
@@ -67,12 +67,12 @@ class BatchBuilder:
 
     Args:
         block_size: N.
-        device: where the tensors go; they are made on the CPU.
-        cache: cache of the layers of each group. Entries of tokens out of the window, or in an earlier chunk, are not
-            read and may be the null block. Of a group of states only the last entry is read.
+        device: device of the batches' tensors, which are built on the CPU.
+        cache: cache shape of each group. Table entries of tokens outside the window, or in an earlier chunk, are not
+            read and may be the null block. For a group of states only the last entry is read.
 
     Attributes:
-        use: use of the cache so far.
+        use: use of the cache so far; see `CacheUse`.
         tables: block tables of the open sequences, one for each cache group.
     """
 
@@ -87,12 +87,12 @@ class BatchBuilder:
         self.use = CacheUse(len(self._caches))
 
     def build(self, plan: StepPlan) -> Batch:
-        """Follow a plan, and lay its items out as one batch."""
+        """Apply a plan, and lay its items out as one batch."""
         self.apply_plan(plan)
         return self.lay_out(plan.items)
 
     def apply_plan(self, plan: StepPlan) -> None:
-        """Forget what the plan closes, and apply its table changes."""
+        """Drop the tables of finished sequences, and apply the plan's table deltas."""
         for seq_id in plan.finished_ids:
             self.tables.pop(seq_id, None)
         for item in plan.items:
@@ -107,14 +107,14 @@ class BatchBuilder:
         Args:
             items: items of open sequences, whose tables hold slots for all their tokens; without items the batch is
             empty.
-            groups_of: the cache groups that the batch is for, by number; None for all.
+            groups_of: indices of the cache groups that the batch is for; None for all.
         """
         counts = [len(item.token_ids) for item in items]
         row_starts = list(accumulate(counts, initial=0))
         input_ids = self._placed(chain.from_iterable([item.token_ids for item in items]))
         starts = [item.start for item in items]
         context_lens = list(map(add, starts, counts))
-        # A decode is one row, for which loops are as fast.
+        # Where every item is a decode (one row), plain loops are as fast as the compiled kernels.
         kernels = layout_kernels() if row_starts[-1] > len(items) else None
         layout = None if kernels is None else RowLayout(starts, context_lens, kernels)
         groups: list[AttentionBatch | StateBatch] = []
@@ -132,7 +132,7 @@ class BatchBuilder:
     def lay_out_ends(
         self, items: Sequence[ScheduledSequence], counts: Sequence[int], groups_of: range | None = None
     ) -> OutputRows | None:
-        """Lay the last tokens of items out by themselves, as rows of the items' batch.
+        """Lay out the last tokens of items only, as a subset of the rows of the items' batch.
 
         Args:
             items: items that `lay_out` was given.
@@ -140,7 +140,7 @@ class BatchBuilder:
             groups_of: see `lay_out`.
 
         Returns:
-            None where these are all tokens.
+            None where these are all tokens of the batch.
         """
         rows = end_rows(items, counts)
         if len(rows) == sum(len(item.token_ids) for item in items):
@@ -150,11 +150,11 @@ class BatchBuilder:
             for item, count in zip(items, counts, strict=True)
             if count
         ]
-        batch = BatchBuilder.lay_out(self, ends, groups_of)  # their tokens are not read, so none are filled in
+        batch = BatchBuilder.lay_out(self, ends, groups_of)  # token ids are not read, so placeholders may stay
         return OutputRows(self._placed(rows), batch.positions, batch.groups)
 
     def put_drawn(self, input_ids: Tensor, items: Sequence[ScheduledSequence]) -> None:
-        """Replace placeholders among the tokens of decodes, int64 [R] on the device; here there are none."""
+        """Replace placeholders among the token ids of decodes, int64 [R] on the device; this class has none."""
 
     def _change_tables(self, seq_id: int, deltas: tuple[TableDelta, ...]) -> None:
         tables, highest = self.tables[seq_id], self.use.highest_blocks
@@ -207,7 +207,7 @@ class BatchBuilder:
         return StateBatch([table.ids[-1] for table in tables], row_starts, [item.start > 0 for item in items])
 
     def _placed(self, numbers: Tensor | Iterable[int]) -> Tensor:
-        """Return numbers as int64 on the device; the shortest way there is through an array."""
+        """Return integers as an int64 tensor on the device; building it from an `array` is fastest."""
         if not isinstance(numbers, Tensor):
             values = numbers if isinstance(numbers, array) else array("q", numbers)
             if not values:

@@ -1,4 +1,4 @@
-"""Blocks in host memory, and the movements of blocks within and between the tiers."""
+"""Blocks in host memory, and copies of blocks within and between the tiers."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from quire.kvstore.arriving import ArrivingBytes
 from quire.kvstore.disk_blocks import DiskBlocks
 from quire.memory.results import BlockCopy, StoredBlock, Tier
 
-# Large enough that caches do not inflate the rate, small enough that loading is not slower.
+# Large enough that CPU caches do not inflate the measured rate, small enough that it does not delay loading.
 CALIBRATION_BYTES = 32 << 20
 
 
 class BlockCopier:
-    """Every block of every tier as a row of bytes, so that one form of copy serves all pairs of tiers.
+    """Copies blocks; a block of any tier is a row of bytes, so that one kind of copy serves all pairs of tiers.
 
-    Host memory has no shapes: a block is the bytes `[id * b, (id + 1) * b)` of its group there as it is on the
-    device. A plain allocation is not touched before a block is moved to it; with a GPU it is pinned, and then it is
-    taken at once.
+    Host memory has no shapes: as on the device, a block is the bytes `[id * b, (id + 1) * b)` of its group. Pageable
+    memory becomes resident when a block is copied to it; with a GPU the memory is pinned, and so resident at once.
 
     Args:
         storages: storages of the device, one for each cache group.
@@ -36,13 +35,13 @@ class BlockCopier:
         device_rows = [storage.data.view(torch.uint8).view(len(storage.data), -1) for storage in storages]
         self._device = device_rows[0].device
         self._disk = disk
-        # Held for as long as its rows are: what is pinned ends with this tensor.
+        # Must live as long as its rows: the memory is unpinned when this tensor is freed.
         self._memory = pinned_bytes(host_bytes) if self._is_cuda else torch.empty(host_bytes, dtype=torch.uint8)
         self._rows = {
             Tier.DEVICE: device_rows,
             Tier.HOST: [_rows_of(self._memory, rows.shape[1]) for rows in device_rows],
         }
-        # Behind the last copies between a GPU and the host that were queued; and whether others were since.
+        # Event after the last queued copies between a GPU and the host; and whether more have been queued since.
         self._queued: torch.cuda.Event | None = None
         self._has_queued = False
 
@@ -51,12 +50,12 @@ class BlockCopier:
         return self._device.type == "cuda"
 
     def apply(self, copies: Sequence[BlockCopy], saves: Sequence[StoredBlock] = (), *, wait: bool = False) -> None:
-        """Copy whole blocks, in order: a later copy may read what an earlier one wrote, or take bytes that it gave up.
+        """Copy whole blocks, in order: a later copy may read or overwrite blocks that an earlier one wrote or read.
 
-        On a GPU the copies are queued on the stream that the kernels run on, so that the order holds for kernels too
-        and nobody waits. Only a copy within the host, or between it and the disk, is made by the processor itself, once
-        the queued ones from and to the host are done: those of earlier steps mostly are. A block of a GPU that goes to
-        disk is copied to the host in the order of the queue, and written once it has arrived there.
+        On a GPU the copies are queued on the stream of the kernels, so that they are ordered with kernels too, and the
+        host does not wait. Only a copy within the host, or between host and disk, is made by the CPU, after the queued
+        copies from and to the host are done: those of earlier steps usually are. A GPU block that goes to disk is
+        copied to the host on the stream, and written to disk once that copy is done.
 
         Args:
             copies: copies of all groups.
@@ -76,14 +75,14 @@ class BlockCopier:
         self._mark_queued()
 
     def _mark_queued(self) -> None:
-        """Note where the copies between a GPU and the host that were queued end."""
+        """Record an event after the queued copies between a GPU and the host."""
         if self._has_queued and self._is_cuda:
             self._queued = self._queued or torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._queued.record(torch.cuda.current_stream(self._device))
         self._has_queued = False
 
     def _wait_for_queued(self) -> None:
-        """Wait until the copies between a GPU and the host that were queued are made."""
+        """Wait for the queued copies between a GPU and the host."""
         self._mark_queued()
         if self._queued is not None:
             self._queued.synchronize()
@@ -98,9 +97,9 @@ class BlockCopier:
             disk.save(saves[copy.dst_id], bytes_to_save(row, copy.src_tier), wait=wait)
 
     def measure_copies(self) -> float | None:
-        """Return the bytes that move between the tiers in a second, None without a host tier.
+        """Return the bandwidth between device and host tier in bytes per second; None without a host tier.
 
-        Blocks are moved to the host and back, so it is for the time before any block is held.
+        Blocks are copied to the host and back, which overwrites them: call it before any block is in use.
         """
         device, host = self._rows[Tier.DEVICE][0], self._rows[Tier.HOST][0]
         block_bytes = device.shape[1]
@@ -109,7 +108,7 @@ class BlockCopier:
             return None
         away = [BlockCopy(0, block_id, block_id, Tier.DEVICE, Tier.HOST) for block_id in range(count)]
         back = [BlockCopy(0, block_id, block_id, Tier.HOST, Tier.DEVICE) for block_id in range(count)]
-        # The first round takes the pages, or wakes the GPU.
+        # The first round faults pages in, or wakes the GPU up.
         for _ in range(2):
             started = time.perf_counter()
             self.apply(away + back)
@@ -120,7 +119,7 @@ class BlockCopier:
 
 
 def bytes_to_save(row: Tensor, tier: Tier) -> Tensor | Callable[[], ArrivingBytes]:
-    """Return what saves a block: of a GPU a function that queues a copy; else its row, until the next copy."""
+    """Return the source to save a block from: on a GPU a function that queues a copy; else its row, for the moment."""
     return partial(HostCopy, row) if tier is Tier.DEVICE and row.is_cuda else row
 
 

@@ -1,4 +1,4 @@
-"""The captured steps of a model, where its device and its kernels have them."""
+"""The captured steps of a model, where its device and its kernels support capture."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class CaptureOptions(NamedTuple):
     """Steps to capture.
 
     Args:
-        sizes: numbers of rows of decode steps, rising: of sequences, and of drafts that are verified.
+        sizes: numbers of rows of decode steps, ascending; a row is a sequence, or a draft token to verify.
         max_model_len: maximum number of tokens of a sequence.
-        piece_sizes: numbers of tokens of other steps, whose pieces between attention are captured, rising.
+        piece_sizes: numbers of tokens of other steps, whose pieces between attention are captured, ascending.
         max_num_seqs: maximum number of sequences of a step; None where no draft model runs.
-        makes_drafts: the steps are passes of a draft model, which end with tokens in place of logits.
+        makes_drafts: the steps are passes of a draft model, which return tokens instead of logits.
     """
 
     sizes: Sequence[int]
@@ -43,7 +43,7 @@ class CaptureOptions(NamedTuple):
     makes_drafts: bool = False
 
     def of_draft(self) -> CaptureOptions:
-        """Return the steps of a draft model or an MTP head, whose passes have a row for each sequence."""
+        """Return the options for a draft model or an MTP head, whose passes have one row per sequence."""
         num_sizes = len(self.sizes) if self.max_num_seqs is None else bisect_left(self.sizes, self.max_num_seqs) + 1
         return CaptureOptions(self.sizes[:num_sizes], self.max_model_len, makes_drafts=True)
 
@@ -52,8 +52,8 @@ class CapturedSteps(NamedTuple):
     """The captured steps of a model.
 
     Args:
-        ladder: decode steps, or passes that make drafts; None for none.
-        pieces: pieces of other steps; None for none.
+        ladder: decode steps, or draft passes; None if none are captured.
+        pieces: pieces of other steps; None if none are captured.
     """
 
     ladder: GraphLadder | None = None
@@ -61,7 +61,7 @@ class CapturedSteps(NamedTuple):
 
 
 def has_captured_passes(draft: Decoder) -> bool:
-    """Say whether the passes of a draft model or an MTP head are captured: not where ranks choose its tokens."""
+    """Say whether the passes of a draft model or an MTP head are captured: not where it runs on several ranks."""
     return draft.ranks is None and draft.replicas is None
 
 
@@ -74,18 +74,18 @@ def capture_steps(
     options: CaptureOptions,
     first_group: int = 0,
 ) -> CapturedSteps:
-    """Capture steps; the null blocks are written.
+    """Capture steps; this writes to the null blocks.
 
     Args:
-        decoder: the model; of an MTP head, the passes that make drafts are captured.
+        decoder: the model; for an MTP head, its draft passes are captured.
         storages: memory of its cache groups.
         num_blocks: B of each of them.
         block_size: N.
         options: steps to capture.
-        first_group: number of the first of its cache groups among those of the block tables.
+        first_group: index of the first of its cache groups in the block tables.
 
     Returns:
-        None in place of what cannot be captured, which is logged: such steps are launched as they come.
+        The captured steps, with None for those that cannot be captured, which is logged: they run eagerly.
     """
     if not isinstance(decoder.ops, MakesStaticSteps):
         return CapturedSteps()
@@ -113,11 +113,11 @@ def _kind_of_ladder(decoder: Decoder, options: CaptureOptions) -> type[GraphLadd
 
 
 def capture_on(device: torch.device, ranks: RankGroup | None = None) -> StepCapture:
-    """Return what captures calls on a device: CUDA graphs, or their twin where Triton interprets its kernels.
+    """Return the capture for a device: CUDA graphs, or a tape of launches where Triton interprets its kernels.
 
     Args:
         device: the device.
-        ranks: ranks that make the same calls, in which they sum; None for one process.
+        ranks: ranks that make the same calls, with all-reduces in them; None for a single process.
     """
     if device.type == "cuda":
         capture: StepCapture = CudaCapture(device)

@@ -1,4 +1,4 @@
-"""Items with several tokens as decodes of one token each, for steps that are captured row by row."""
+"""Items with several tokens as decodes of one token each, for captured steps, which have one token per row."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Final
 
 from quire.scheduling.plan import ScheduledSequence
 
-# Tokens of a sequence that are computed as decodes: the most drafts, and tokens that go before them.
+# Maximum number of tokens of a sequence that are computed as decodes: the most drafts, and tokens before them.
 MOST_ROWS: Final = 64
 
 
 def rows_of(items: Sequence[ScheduledSequence]) -> list[ScheduledSequence]:
-    """Return a decode of one token for each token of items, whose block tables have changed already.
+    """Return a decode of one token for each token of items, whose block tables have been updated already.
 
-    It sees the tokens before it that are in the same step, as all their keys and values are stored before attention
-    reads any.
+    A decode sees earlier tokens of the same step, as all keys and values of the step are stored before attention reads
+    any.
     """
     return [
         ScheduledSequence(item.seq_id, item.start + idx, (token_id,), (), item.num_samples, None)
@@ -25,10 +25,10 @@ def rows_of(items: Sequence[ScheduledSequence]) -> list[ScheduledSequence]:
 
 
 def few_rows_of(items: Sequence[ScheduledSequence]) -> tuple[Sequence[ScheduledSequence], list[int] | None] | None:
-    """Return items of one token each, and how many of them are of one sequence, one after the other.
+    """Return items as decodes of one token each, and the number of consecutive decodes of each sequence.
 
     Returns:
-        None in place of the numbers where each is of another sequence; None where a sequence has too many tokens.
+        None in place of the numbers if each sequence has one decode; None if a sequence has too many tokens.
     """
     counts = [len(item.token_ids) for item in items]
     most = max(counts)
@@ -38,7 +38,7 @@ def few_rows_of(items: Sequence[ScheduledSequence]) -> tuple[Sequence[ScheduledS
 
 
 def drawn_rows_of(items: Sequence[ScheduledSequence]) -> list[ScheduledSequence]:
-    """Return a decode for the token in front of the drafts of each item, and for each draft: a token is drawn there."""
+    """Return the decodes whose logits are sampled: of each item the last token before its drafts, and each draft."""
     ends = []
     for item in items:
         num_before = len(item.token_ids) - 1 - item.num_draft

@@ -1,4 +1,4 @@
-"""Tokens that a step has drawn and the host has not read: the next step takes them where they are, on the device."""
+"""Tokens that a step has sampled and the host has not read: the next step reads them on the device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quire.scheduling.plan import ItemResult, ScheduledSequence, StepPlan
 
 
 class DeferredTokens:
-    """The tokens of the last two steps: those that were drawn before the present one, and its own.
+    """The sampled tokens of the previous step and of the present one.
 
     Args:
         device: device of the tokens.
@@ -31,11 +31,11 @@ class DeferredTokens:
         self._before: list[tuple[list[int], Tensor]] = []
         self._own: list[tuple[list[int], Tensor]] = []
         self._reads: list[Callable[[], Sequence[ItemResult]]] = []
-        # The sequences of the tokens of the step before, and these, int64 [n]; once they are asked for.
+        # The previous step's sequences and tokens, int64 [n], concatenated at their first use.
         self._drawn: tuple[list[int], Tensor] | None = None
 
     def begin_step(self) -> None:
-        """Begin a step: what the one before it has drawn is what its placeholders stand for."""
+        """Begin a step: its placeholders stand for the tokens that the previous step has sampled."""
         self._before, self._own, self._reads, self._drawn = self._own, [], [], None
 
     def add(
@@ -44,23 +44,23 @@ class DeferredTokens:
         """Keep tokens of the present step.
 
         Args:
-            items: items that they were drawn for.
-            token_ids: int64 [n] on the device; nothing writes to it afterwards.
+            items: items that they were sampled for.
+            token_ids: int64 [n] on the device; nothing may write to it afterwards.
             read: returns the results of the items; it waits for the device.
         """
         self._own.append((seq_ids_of(items), token_ids))
         self._reads.append(read)
 
     def add_read(self, read: Callable[[], Sequence[ItemResult]]) -> None:
-        """Keep what reads results of the present step, for whose tokens the next one has no placeholders; see `add`."""
+        """Keep a reader of the present step's results whose tokens the next step has no placeholders for; see `add`."""
         self._reads.append(read)
 
     def add_failed(self, seq_ids: Sequence[int]) -> None:
-        """Keep a token of no meaning for sequences that the present step has drawn none for: their requests end."""
+        """Keep a dummy token for sequences that the present step failed to sample: their requests end."""
         self._own.append((list(seq_ids), torch.zeros(len(seq_ids), dtype=torch.int64, device=self._device)))
 
     def take_reads(self) -> list[Callable[[], Sequence[ItemResult]]]:
-        """Hand over what reads the results of the present step."""
+        """Return the readers of the present step's results, and forget them."""
         reads, self._reads = self._reads, []
         return reads
 
@@ -86,7 +86,7 @@ class DeferredTokens:
                 self._drawn = list(chain.from_iterable(known)), torch.cat(parts)
         seq_ids, drawn = self._drawn
         last = len(wanted) - 1
-        # Mostly placeholders are the first rows: they are, if the last of them is where it is then.
+        # Usually the placeholders are the first rows, which is so if the last placeholder is at index `last`.
         are_first = isinstance(items, DecodeItems) or (items[last].seq_id == wanted[last] and rows[last] == last)
         if are_first and wanted == seq_ids:
             input_ids[: len(wanted)].copy_(drawn)
@@ -102,11 +102,11 @@ class DeferredTokens:
 
 
 class AheadBatchBuilder(BatchBuilder):
-    """A builder of batches whose placeholders are replaced, and for which the host does not wait.
+    """A builder of batches that replaces placeholders on the device; the host does not wait.
 
     Args:
         block_size, device, cache: see `BatchBuilder`.
-        deferred: has the tokens that placeholders stand for; of ranks, on rank 0, which draws them.
+        deferred: has the tokens that placeholders stand for; with ranks, only on rank 0, which samples them.
         ranks: the ranks, which all lay out the same items; None for one process.
     """
 
@@ -122,7 +122,7 @@ class AheadBatchBuilder(BatchBuilder):
         self._deferred, self._ranks = deferred, ranks
 
     def apply_plan(self, plan: StepPlan) -> None:
-        """See `BatchBuilder`: a plan of decodes says which tables change."""
+        """See `BatchBuilder`; a plan of decodes lists the tables that change."""
         items = plan.items
         if not isinstance(items, DecodeItems):
             super().apply_plan(plan)
@@ -143,7 +143,7 @@ class AheadBatchBuilder(BatchBuilder):
         self._fill(input_ids, items, range(len(items)))
 
     def _fill(self, input_ids: Tensor, items: Sequence[ScheduledSequence], rows: Sequence[int]) -> None:
-        """Replace placeholders; other ranks get the tokens from rank 0, in the memory of devices where they are there.
+        """Replace placeholders; other ranks get the tokens from rank 0 by `RankGroup.of_first`.
 
         Args:
             input_ids, items, rows: see `DeferredTokens.fill`.

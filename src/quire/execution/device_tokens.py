@@ -1,4 +1,4 @@
-"""Token ids on the device that the host does not know yet: it launches what reads them, and does not wait."""
+"""Token ids on the device that the host does not know yet: it launches kernels that read them, and does not wait."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class DeviceTokens(NamedTuple):
     rows: Tensor | None = None
 
     def put(self, input_ids: Tensor) -> None:
-        """Put them into the token ids of the batch, int64 [T] on the device."""
+        """Write the tokens to the token ids of the batch, int64 [T] on the device."""
         if self.rows is None:
             input_ids[: len(self.token_ids)].copy_(self.token_ids)
         else:
@@ -36,11 +36,11 @@ class DeviceTokens(NamedTuple):
 
 
 class DeviceDrafts:
-    """The drafts that a model makes in a step: the target reads them on the device, and the host while the target runs.
+    """The drafts of a step: the target reads them on the device, and the host reads them while the target runs.
 
     Args:
-        passes: one for each pass of the model, at least one: indices of the items that it made a draft of, and these
-            drafts, int64 [n] on the device, to which nothing writes afterwards.
+        passes: one for each pass of the draft model, at least one: indices of the items that it made a draft for, and
+            these drafts, int64 [n] on the device; nothing may write to them afterwards.
     """
 
     __slots__ = ("_copy", "_passes", "_token_ids")
@@ -51,7 +51,7 @@ class DeviceDrafts:
         self._copy = HostCopy(self._token_ids)
 
     def of_rows(self, items: Sequence[ScheduledSequence]) -> DeviceTokens:
-        """Return them as tokens of the items' batch.
+        """Return the drafts as tokens of the items' batch.
 
         Args:
             items: items of the step, with placeholders for drafts at their ends.
@@ -65,7 +65,7 @@ class DeviceDrafts:
         return DeviceTokens(self._token_ids, placed(vector(rows), self._token_ids.device))
 
     def read(self, items: Sequence[ScheduledSequence]) -> list[ScheduledSequence]:
-        """Return the items with drafts in place of their placeholders; the host waits for the passes, and no more."""
+        """Return the items with drafts in place of their placeholders; the host waits for the draft passes only."""
         drafts: dict[int, list[int]] = {}
         token_ids = iter(self._copy.tolist())
         for indices in self._passes:
@@ -79,15 +79,15 @@ class DeviceDrafts:
 
 
 def num_wanted(items: Sequence[ScheduledSequence]) -> list[int]:
-    """Return how many drafts each item leaves to the data plane."""
+    """Return the number of drafts of each item that the data plane has to make."""
     return [item.num_draft if UNKNOWN in item.token_ids else 0 for item in items]
 
 
 class DraftingBatchBuilder(BatchBuilder):
-    """A builder of batches in which drafts are tokens that the host does not know; see `BatchBuilder`.
+    """A builder of batches whose drafts are known only on the device; see `BatchBuilder`.
 
     Attributes:
-        known: tokens for the placeholders of the items that are laid out next; None where they have none.
+        known: tokens for the placeholders of the items that are laid out next; None without placeholders.
     """
 
     known: DeviceTokens | None = None
@@ -95,7 +95,7 @@ class DraftingBatchBuilder(BatchBuilder):
     def take_drafts(
         self, items: Sequence[ScheduledSequence], passes: Sequence[tuple[Sequence[int], Tensor]]
     ) -> DeviceDrafts | None:
-        """Return the drafts of a step, which are known from now on for its items; None without passes.
+        """Return the drafts of a step, and keep them as `known` for its items; None without passes.
 
         Args:
             items: see `DeviceDrafts.of_rows`.

@@ -1,4 +1,4 @@
-"""Captured passes in which a draft model or an MTP head makes drafts."""
+"""Captured draft passes of a draft model or an MTP head."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quire.scheduling.plan import ScheduledSequence
 class DraftLadder(GraphLadder):
     """The captured passes of a draft model over its KV memory; see `GraphLadder` for its arguments.
 
-    A pass ends with the likeliest token behind each row, in place of logits.
+    A pass returns the likeliest next token of each row, in place of logits.
     """
 
     def _make_outputs(self, num_rows: int) -> Tensor:
@@ -45,10 +45,10 @@ class MTPLadder(DraftLadder):
                      hidden states, one for each row    -> captured   -> hidden states of the head, in their place
     ```
 
-    A pass leaves its hidden states where the next one reads its own: nothing is copied between them while the same
-    sequences want drafts. Rows of padding read what is left there; no other row reads theirs.
+    A pass writes its hidden states to the buffer that the next pass reads: nothing is copied between passes as long as
+    the same sequences want drafts. Padding rows read stale values there, which affect no other row.
 
-    Of its cache groups, the last one has hidden states of the target, which no captured pass reads.
+    The last one of its cache groups has hidden states of the target, which no captured pass reads.
     """
 
     _decoder: MTPHead
@@ -74,12 +74,12 @@ class MTPLadder(DraftLadder):
         Args:
             items: n items of one token each, which it takes; see `takes`.
             builder: has their block tables, with a slot for the token of each.
-            hidden: [n, E], for each item the normed hidden state of the token before it; may be what the last pass
-                returned.
+            hidden: [n, E], for each item the normed hidden state of the token before it; may be the result of the last
+                pass.
 
         Returns:
-            Normed hidden states of the head [n, E], in static memory until the next pass; and the likeliest tokens
-            behind them [n].
+            Normed hidden states of the head [n, E], in static memory that the next pass overwrites; and the likeliest
+            next tokens [n].
         """
         count = len(items)
         if hidden.data_ptr() != self._hidden.data_ptr():

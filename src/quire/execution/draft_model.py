@@ -1,4 +1,4 @@
-"""A second, smaller model that guesses how sequences go on, one token after the other."""
+"""A draft model: a second, smaller model that proposes the next tokens of sequences, one after the other."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from quire.scheduling.plan import ItemResult, ScheduledSequence
 
 
 class DraftModel:
-    """Runs a draft model in cache groups of its own, which follow the target's and get slots with them.
+    """Runs a draft model in cache groups of its own, which come after the target's and get slots with them.
 
-    In each step it computes what the target does: prompts, tokens and drafts alike, so that a block that is shared,
-    published, swapped or rolled back has the keys and values of both. So a draft is computed here too, the last one
-    included: it may turn out to be right, and then its block may be others' before the next step.
+    In each step it computes all tokens that the target does, prompts, decodes and drafts, so that a block that is
+    shared, published, swapped or rolled back has the keys and values of both. Therefore even the last draft is computed
+    here: if it is accepted, its block may be shared before the next step.
 
     ```
      pass 0   tokens of the step that are certain, of all sequences    -> draft 1
@@ -33,17 +33,17 @@ class DraftModel:
      ...      draft k                                                  -> nothing
     ```
 
-    Ranks that share the target make the same drafts: all of them run this. The host launches all passes, and the target
-    behind them, before it knows a draft.
+    Ranks that share the target make the same drafts: all of them run this. The host launches all passes, and then the
+    target, before it knows a draft.
 
     Args:
         decoder: decoder with the target's vocabulary.
         builder: follows the plans, for the groups of both.
         storages: memory of its groups.
-        groups: its groups among all.
+        groups: indices of its cache groups among all.
 
     Attributes:
-        ladder: its captured steps; None for none.
+        ladder: its captured steps; None if none were captured.
 
     Source: speculative sampling, arXiv 2211.17192 and 2302.01318.
     """

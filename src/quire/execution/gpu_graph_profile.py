@@ -17,8 +17,8 @@ class GraphMemory(NamedTuple):
     """Memory of a GPU before a capture and after it.
 
     Args:
-        free: bytes that nobody has.
-        reserved: bytes that torch has from the driver.
+        free: free bytes.
+        reserved: bytes that torch's allocator has reserved.
     """
 
     free: int
@@ -26,7 +26,7 @@ class GraphMemory(NamedTuple):
 
     @classmethod
     def now(cls) -> GraphMemory:
-        """Return the memory as it is."""
+        """Return the present state, after the allocator's cache was emptied."""
         gc.collect()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -37,8 +37,8 @@ class GraphBytes(NamedTuple):
     """Memory that a capture took.
 
     Args:
-        reserved: bytes that torch has more from the driver: other captures find room there.
-        driver: bytes that the driver has beside them for each captured step.
+        reserved: bytes by which torch's reserved memory grew; other captures reuse them.
+        driver: other bytes, which the driver allocated for the captured steps.
     """
 
     reserved: int = 0
@@ -46,7 +46,7 @@ class GraphBytes(NamedTuple):
 
     @classmethod
     def between(cls, before: GraphMemory, after: GraphMemory) -> GraphBytes:
-        """Return what a capture took between two moments."""
+        """Return the memory that was taken between two moments."""
         reserved = max(0, after.reserved - before.reserved)
         return cls(reserved, max(0, before.free - after.free - reserved))
 
@@ -68,7 +68,7 @@ class NumGraphs(NamedTuple):
 def measure_graph_bytes(
     decoder: Decoder, options: CaptureOptions, block_size: int, dtype: torch.dtype, stored: str | None = None
 ) -> int:
-    """Capture the largest steps on a GPU, and return what the captured steps of all sizes take; 0 without sizes.
+    """Capture the largest steps on a GPU, and return the bytes that captured steps of all sizes take; 0 without sizes.
 
     Args:
         decoder: decoder on a GPU, with all its weights.
@@ -82,7 +82,7 @@ def measure_graph_bytes(
 
     def measure(largest: CaptureOptions) -> GraphBytes:
         taken = GraphBytes()
-        # The first capture also loads kernels, which stay.
+        # The first capture also loads kernels, which stay in memory: the second one is measured.
         for _ in range(2):
             before = GraphMemory.now()
             captured = capture_steps(decoder, storages, num_blocks, block_size, largest)
@@ -97,7 +97,7 @@ def measure_graph_bytes(
         len(each) + len(sharing_sizes(each)) + len(adapted_sizes(decoder, each)) for each in (sizes, sizes[-1:])
     )
     decodes = measure(options._replace(sizes=sizes[-1:], piece_sizes=())) if sizes else GraphBytes()
-    # Together, since pieces find room in the memory of decodes.
+    # Captured together, since pieces reuse the memory pool of decodes.
     both = decodes
     if piece_sizes:
         both = measure(options._replace(sizes=sizes[-1:], piece_sizes=piece_sizes[-1:]))
@@ -109,7 +109,7 @@ def measure_graph_bytes(
 
 
 def graph_bytes(decodes: GraphBytes, both: GraphBytes, num_graphs: NumGraphs) -> int:
-    """Return the memory of captured steps from what the largest took: smaller ones lie in its memory.
+    """Return the bytes of all captured steps, given those of the largest: smaller ones reuse its memory pool.
 
     Args:
         decodes: memory of decode steps.

@@ -19,11 +19,11 @@ from quire.models.decoder import Decoder
 from quire.scheduling.plan import NewSequence, ScheduledSequence, StepPlan, TableDelta
 from quire.sequences.params import SamplingParams
 
-# Everything that takes memory for each sampled row: filters that sort the vocabulary, penalties, log probabilities.
+# All options that take memory per sampled row: filters that sort the vocabulary, penalties, log probabilities.
 HUNGRY = SamplingParams(top_p=0.9, top_k=50, typical_p=0.9, presence_penalty=0.1, logprobs=5, seed=0)
-# The same of rows whose tokens the host does not wait for: they sort the vocabulary, and count tokens on the GPU.
+# The same for rows that are sampled on the GPU only: they sort the vocabulary, and count tokens on the GPU.
 SORTING = replace(HUNGRY, top_k=0, typical_p=1.0)
-# Tokens in the caches of decoding sequences, all together, of the two steps that are compared.
+# Total number of cached tokens in each of the two decode steps that are compared.
 CONTEXTS = (1 << 13, 1 << 15)
 
 
@@ -31,9 +31,9 @@ class StepLimits(NamedTuple):
     """The largest step.
 
     Args:
-        max_num_seqs: sequences.
-        max_num_batched_tokens: tokens computed.
-        max_model_len: tokens of a sequence.
+        max_num_seqs: maximum number of sequences.
+        max_num_batched_tokens: maximum number of computed tokens.
+        max_model_len: maximum number of tokens of a sequence.
         block_size: N.
         num_draft_tokens: number of drafts of a sequence.
     """
@@ -56,7 +56,7 @@ def measure_step_cost(
     stored: str | None = None,
     draft: Decoder | None = None,
 ) -> StepCost:
-    """Run the largest steps on a GPU, and return what they took besides weights and KV.
+    """Run the largest steps on a GPU, and return their peak memory in addition to weights and KV cache.
 
     Args:
         decoder: decoder on a GPU, with all its weights.
@@ -73,11 +73,11 @@ def measure_step_cost(
 
 
 def step_cost(limits: StepLimits, peak_bytes: Callable[[Items], int]) -> StepCost:
-    """Return what the largest steps take, as a part that grows with what is cached and one that does not.
+    """Return the memory of the largest steps: bytes per cached token, and a fixed part.
 
     Args:
         limits: limits of steps.
-        peak_bytes: runs a step, and says what it took.
+        peak_bytes: runs a step, and returns its peak memory.
     """
     prefill = peak_bytes(prefill_items(limits))
     few, many = (decode_items(limits, count) for count in CONTEXTS)
@@ -97,7 +97,7 @@ def prefill_items(limits: StepLimits) -> Items:
 def decode_items(limits: StepLimits, num_cached: int) -> Items:
     """Return (start, tokens) of each sequence in a step of decodes with about a given number of cached tokens.
 
-    Where there are drafts, each has a token and as many of them as there may be.
+    With drafts, each sequence has one token and as many drafts as the limits allow.
     """
     most = limits.max_num_batched_tokens // limits.max_num_seqs - 1
     count = 1 + max(0, min(limits.num_draft_tokens, most, limits.max_model_len - 2))
@@ -120,7 +120,7 @@ def _plan_items(
     for seq_id, (start, count) in enumerate(items):
         table = (1,) * -(-(start + count) // limits.block_size)
         deltas = tuple(TableDelta(group_idx, 0, table) for group_idx in range(num_groups))
-        # Rows that look at the tokens before them are drawn in turn, which takes less.
+        # Rows that depend on the tokens before them are sampled one after the other, which takes less memory.
         num_draft = count - 1 if start else 0
         own = replace(params, presence_penalty=0.0) if num_draft else params
         new_sequence = NewSequence(own, 0, 0, start + count, (0,) * (start + count), ())
@@ -144,7 +144,7 @@ def _peak_bytes(
     items: Items,
     params: SamplingParams,
 ) -> int:
-    """Run one step over two blocks of KV memory, and return the most memory that it had at any moment beyond that."""
+    """Run one step over two blocks of KV memory, and return its peak memory beyond these."""
     device = torch.device("cuda")
     num_groups = sum(len(each.cache_groups) for each in (decoder, draft) if each)
     num_blocks = [2] * num_groups

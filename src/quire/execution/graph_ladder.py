@@ -1,4 +1,4 @@
-"""Captured decode steps for a ladder of batch sizes: a step of any number of rows replays the next larger one."""
+"""Captured decode steps for a ladder of batch sizes: a step is padded to, and replays, the next larger size."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from quire.scheduling.plan import ScheduledSequence
 
 logger = logging.getLogger(__name__)
 
-# Block tables have room for this many times the blocks of a pool: what sequences share is in the tables of all.
+# Block tables have room for this many times the blocks of a pool: a shared block is an entry in several tables.
 TABLES_PER_POOL: Final = 4
 
 
 class CapturedStep:
-    """A captured decode step of one size: from token ids and block tables to logits, all in static memory.
+    """A captured decode step of one size, from token ids and block tables to logits; all tensors are static.
 
     Args:
         size: number of rows.
@@ -52,17 +52,17 @@ class CapturedStep:
         self.size, self._call = size, call
 
     def replay(self) -> None:
-        """Compute the step that lies in static memory."""
+        """Replay the captured step on the inputs in static memory."""
         self._call.replay()
 
 
 class ReplayedStep(NamedTuple):
-    """Results of a replayed step of n rows, in static memory: until the next one.
+    """Results of a replayed step of n rows: views of static memory, which the next step overwrites.
 
     Args:
-        hidden: hidden states before the last norm, [n, E]; of an MTP head, behind it.
-        outputs: logits, float32 [n, V], of ranks [n, 0]; of passes that make drafts, the likeliest tokens, int64 [n].
-        next_positions: position of the token that each row draws, int64 [n] on the device.
+        hidden: hidden states before the last norm, [n, E]; those of an MTP head are normed.
+        outputs: logits, float32 [n, V], with ranks [n, 0]; for draft passes, the likeliest tokens, int64 [n].
+        next_positions: position of the token that is sampled for each row, int64 [n] on the device.
     """
 
     hidden: Tensor
@@ -77,21 +77,21 @@ class GraphLadder:
      rows   | a step's sequences, n of them | padding: token 0 at position 0, in the null block |   n <= size
     ```
 
-    A sequence whose drafts are verified has a row for each token: decodes of one sequence, which read once what they
-    share, as sequences do. A state is carried through the rows of its sequence.
+    A sequence whose drafts are verified has a row for each token; these rows can share a prefix like rows of different
+    sequences. A recurrent state is carried through the rows of its sequence.
 
-    Steps that read once what sequences share have launches more, which cost others something. So they are captured by
-    themselves, of fewer sizes: padding costs little beside what they save. So are steps in which rows have adapters,
-    which have two launches more for each linear layer; those read by themselves what sequences share.
+    Steps that read shared prefixes once need additional launches, which would slow down other steps. So they are
+    captured separately, for fewer sizes: padding costs little compared to what they save. Steps with adapters, with
+    two more launches per linear layer, are separate too; in these each row reads its shared prefix by itself.
 
     Args:
         decoder: the model, whose backend makes static steps.
-        storages: memory of its cache groups; of an MTP head, of those that its layers read, which are the first ones.
-        sizes: numbers of rows to capture, rising.
+        storages: memory of its cache groups; of an MTP head, only of the first groups, those that its layers read.
+        sizes: numbers of rows to capture, ascending.
         limits: the largest step.
         block_size: N.
         capture: captures calls.
-        first_group: number of the first of its cache groups among those of the block tables.
+        first_group: index of the first of its cache groups in the block tables.
 
     Raises:
         RuntimeError: a step cannot be captured.
@@ -116,18 +116,18 @@ class GraphLadder:
             _static_group(decoder, shape.cache, storage, memory, limits)
             for shape, storage in zip(decoder.cache_groups[: len(storages)], storages, strict=True)
         ]
-        # By their numbers: to ask for the protocol in each step costs more than the step's own loops.
+        # By group index, sorted once: a runtime protocol check per step would cost more than the step's own loops.
         self._states = {idx: group for idx, group in enumerate(self._groups) if isinstance(group, StaticStates)}
         self._tokens = {idx: group for idx, group in enumerate(self._groups) if not isinstance(group, StaticStates)}
         self._tables = {idx: LaidTables(group.block_ids, block_size) for idx, group in self._tokens.items()}
-        # `seq_ids` of the `DecodeItems` that were run last, and the block tables of these sequences, by groups.
+        # `seq_ids` of the last run's `DecodeItems`, and the block tables of these sequences, by group.
         self._known: tuple[list[int], list[list[BlockTable]]] | None = None
         self._hidden = torch.zeros(num_rows, decoder.spec.width, dtype=decoder.dtype, device=decoder.device)
         self._outputs = self._make_outputs(num_rows)
         self._limits = limits
         self._sizes = list(sizes)
         self._adapters: StaticAdapters | None = None
-        # The largest comes first: the others find room in its memory.
+        # The largest graph is captured first: the others reuse its memory pool.
         self._sharing_steps = self._capture(sharing_sizes(sizes) if self._tokens else (), capture, shares=True)
         self._steps = self._capture(sizes, capture)
         self._adapted_steps: list[CapturedStep] = []
@@ -138,7 +138,7 @@ class GraphLadder:
         logger.info("Captured decode steps of %s rows", ", ".join(map(str, self._sizes)))
 
     def _capture(self, sizes: Sequence[int], capture: StepCapture, *, shares: bool = False) -> list[CapturedStep]:
-        """Capture steps of padding: its work is for no more rows than they have."""
+        """Capture a step of each size with padding rows as its input."""
         steps = []
         for size in reversed(sizes):
             self._write(self._lay_out((), None), size, shares)
@@ -149,13 +149,13 @@ class GraphLadder:
         return steps[::-1]
 
     def _make_outputs(self, num_rows: int) -> Tensor:
-        """Return static memory for what a step ends with: logits, float32 [n, V]."""
-        # Ranks have parts of the logits, which are asked for when a step was replayed.
+        """Return static memory for the outputs of a step: logits, float32 [n, V]."""
+        # Ranks have slices of the logits, which are computed and gathered after the replay.
         num_logits = 0 if self._decoder.ranks else self._decoder.spec.vocab_size
         return torch.zeros(num_rows, num_logits, device=self._decoder.device)
 
     def _compute(self, size: int, shares: bool) -> None:
-        """Compute the step that lies in static memory, as one of `size` rows."""
+        """Compute the step whose inputs are in static memory, as one of `size` rows."""
         batches = [
             group.batch(size) if isinstance(group, StaticStates) else group.batch(size, shares)
             for group in self._groups
@@ -170,7 +170,7 @@ class GraphLadder:
         batches: Sequence[AttentionBatch | StateBatch],
         adapters: tuple[LoraRows, None] | None,
     ) -> None:
-        """Run the model over all rows of a step, [n] each, and put its results into static memory."""
+        """Run the model over all rows of a step, [n] each, and copy its results to static memory."""
         size = len(ids)
         hidden = self._decoder(ids, positions, batches, self._storages, adapters=adapters)
         self._hidden[:size].copy_(hidden)
@@ -178,7 +178,7 @@ class GraphLadder:
             self._outputs[:size].copy_(self._decoder.logits(hidden))
 
     def takes(self, items: Sequence[ScheduledSequence]) -> bool:
-        """Say whether items, of one token each, fit into a captured step; those of a sequence are in its order."""
+        """Say whether items of one token each fit into a captured step; items of one sequence are in token order."""
         if not 0 < len(items) <= self._sizes[-1]:
             return False
         starts = starts_of(items)
@@ -201,10 +201,10 @@ class GraphLadder:
         """Compute a step.
 
         Args:
-            items: items that it takes; see `takes`.
+            items: items that `takes` accepted.
             builder: has their block tables, with a slot for the token of each.
-            adapted: rows with adapters, which it takes; see `takes_adapters`. None for no such row.
-            counts: numbers of items that are of one sequence, one after the other; None where each is of another.
+            adapted: rows with adapters that `takes_adapters` accepted; None if no row has an adapter.
+            counts: number of consecutive items of each sequence; None if each sequence has one item.
         """
         count, laid = len(items), self._lay_out(items, builder, counts)
         shares = adapted is None and bool(self._sharing_steps) and self._share(laid)
@@ -219,12 +219,12 @@ class GraphLadder:
         return ReplayedStep(self._hidden[:count], self._outputs[:count], self._next_positions.device[:count])
 
     def _share(self, laid: LaidOut) -> bool:
-        """Let each group find what sequences share; say whether it pays for one of them."""
+        """Let each group look for shared prefixes; say whether reading them once pays for any group."""
         found = [group.share(laid.positions, *laid.tables[idx]) for idx, group in self._tokens.items()]
         return any(found)
 
     def _write(self, laid: LaidOut, size: int, shares: bool) -> None:
-        """Write a step and its padding into static memory, on the host's side."""
+        """Write a step and its padding to the host side of static memory."""
         count = laid.positions.numel()
         if laid.input_ids is not None:
             self._ids.host[:count] = laid.input_ids
@@ -245,7 +245,7 @@ class GraphLadder:
         builder: BatchBuilder | None,
         counts: Sequence[int] | None = None,
     ) -> LaidOut:
-        """Lay items out, one row each, their block tables in static memory; without a builder there are none."""
+        """Lay items out, one row each, with their block tables in static memory; items need a builder."""
         self._memory.wait()
         starts, changed = starts_of(items), None
         known, self._known = self._known, None
@@ -268,13 +268,13 @@ class GraphLadder:
         return LaidOut(ids, vector(starts), laid, counts)
 
     def _tables_of(self, seq_ids: Sequence[int], builder: BatchBuilder | None) -> list[list[BlockTable]]:
-        """Return the block tables of sequences, by groups."""
+        """Return the block tables of sequences, by group."""
         rows = [] if builder is None else [builder.tables[seq_id] for seq_id in seq_ids]
         first = self._first_group
         return [[tables[idx] for tables in rows] for idx in range(first, first + len(self._groups))]
 
     def forget_rows(self) -> None:
-        """Note that a step was run in another way, which may have changed block tables."""
+        """Forget the last step's block tables: a step that was not replayed may have changed them."""
         self._known = None
 
 
@@ -282,10 +282,10 @@ class LaidOut(NamedTuple):
     """A step on the host.
 
     Args:
-        input_ids: int64 [n], token of each row; None where the step before has drawn all.
-        positions: int64 [n], its position.
-        tables: block tables of each group, as `PlacedTables`; of a group of states, the blocks of these and which are
-            there, see `write_states`.
+        input_ids: int64 [n], token of each row; None where all were sampled by the previous step, on the device.
+        positions: int64 [n], position of each row.
+        tables: block tables of each group as `PlacedTables`; for a group of states, their blocks and `has_state`; see
+            `write_states`.
         counts: see `GraphLadder.run`.
     """
 
@@ -296,14 +296,14 @@ class LaidOut(NamedTuple):
 
 
 def sharing_sizes(sizes: Sequence[int]) -> list[int]:
-    """Return the sizes of captured steps that read once what sequences share: powers of 2, and the largest."""
+    """Return the sizes of captured steps that read shared prefixes once: powers of 2, and the largest."""
     return [size for size in _few_sizes(sizes) if size > 1]
 
 
 def adapted_sizes(decoder: Decoder, sizes: Sequence[int]) -> list[int]:
     """Return the sizes of captured steps in which rows have adapters: powers of 2, and the largest.
 
-    None where adapters are of experts.
+    Adapters of experts cannot be captured: no sizes are returned for them.
     """
     return _few_sizes(sizes) if decoder.step_adapters.can_be_static else []
 
@@ -319,7 +319,7 @@ def _static_group(
     """Return the static buffers of a cache group.
 
     Raises:
-        RuntimeError: the backend has none for it.
+        RuntimeError: the backend has no static buffers for such a cache.
     """
     ops = decoder.ops
     assert isinstance(ops, MakesStaticSteps), "the backend has no static steps"
@@ -333,6 +333,6 @@ def _static_group(
 
 
 def limits_of(sizes: Sequence[int], num_blocks: Sequence[int], max_model_len: int, block_size: int) -> StaticLimits:
-    """Return the largest step: all rows at full length, if the tables of a full pool are not smaller."""
+    """Return the limits of the largest step: all rows at full length, or the tables of a full pool if smaller."""
     longest = sizes[-1] * -(-max_model_len // block_size)
     return StaticLimits(sizes[-1], min(longest, TABLES_PER_POOL * max(num_blocks) + sizes[-1]))

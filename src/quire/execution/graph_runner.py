@@ -1,4 +1,4 @@
-"""A model runner that replays captured steps: of few tokens as a whole, others in pieces; and runs the rest."""
+"""A model runner that replays captured steps: of few tokens per sequence as a whole, others in pieces; or is eager."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ logger = logging.getLogger(__name__)
 
 
 class GraphRunner(ModelRunner):
-    """Replays steps in which every sequence has few tokens, as where drafts are verified, all of them known ones.
+    """Replays steps in which every sequence is known and has few tokens: decodes, and drafts to verify.
 
     See `ModelRunner`. Of other steps, such as those with prompts, it replays the pieces between attention.
 
     Attributes:
-        ladder: captured steps of decodes; None for none.
-        pieces: captured pieces of other steps; None for none.
-        num_replayed: number of steps of decodes that were replayed, as a whole.
-        num_replayed_in_pieces: number of other steps that were.
+        ladder: captured decode steps; None if none were captured.
+        pieces: captured pieces of other steps; None if none were captured.
+        num_replayed: number of decode steps that were replayed as a whole.
+        num_replayed_in_pieces: number of other steps that were replayed in pieces.
     """
 
     ladder: GraphLadder | None = None
@@ -78,11 +78,11 @@ class GraphRunner(ModelRunner):
         return StepResult(plan.tick, tuple(results), found)
 
     def _can_replay(self, items: Sequence[ScheduledSequence], *, has_few: bool = False) -> bool:
-        """Say whether items are of known sequences, draw tokens, and need nothing but the model and adapters.
+        """Say whether items are of known sequences, sample tokens, and need nothing but the model and adapters.
 
         Args:
             items: the items.
-            has_few: they may have more than a token each.
+            has_few: items may have more than one token each.
         """
         if not items:
             return False
@@ -98,7 +98,7 @@ class GraphRunner(ModelRunner):
         return not self._sampler.measures_prompts(items)
 
     def _replay_few(self, items: Sequence[ScheduledSequence]) -> ReplayedStep | None:
-        """Compute items with few tokens by a captured step; None where none takes them."""
+        """Replay a captured step for items with few tokens; return None where no captured step takes them."""
         ladder = self.ladder
         found = few_rows_of(items) if ladder is not None and self._can_replay(items, has_few=True) else None
         if ladder is None or found is None:
@@ -111,7 +111,7 @@ class GraphRunner(ModelRunner):
         return ladder.run(rows, self._builder, adapted, counts)
 
     def _compute(self, items: Sequence[ScheduledSequence], counts: Sequence[int] | None, given: Any) -> Tensor:
-        """See `ModelRunner`: rows of adapters have products of their own."""
+        """Compute as `ModelRunner` does, by a captured step or captured pieces where these take the items."""
         step = self._replay_few(items) if given is None else None
         if step is not None:
             return self._take_rows(step, items, reads_all=counts is None)
@@ -128,7 +128,7 @@ class GraphRunner(ModelRunner):
         return hidden.index_select(0, rows)
 
     def _take_rows(self, step: ReplayedStep, items: Sequence[ScheduledSequence], *, reads_all: bool) -> Tensor:
-        """Keep what is drawn of a replayed step; return its hidden states, all of them or those of drawn rows."""
+        """Keep a replayed step's rows to sample from; return its hidden states, of all rows or of those rows."""
         counts = [1 + item.num_draft for item in items]
         drawn = step
         if sum(counts) < len(step.hidden):
@@ -140,11 +140,11 @@ class GraphRunner(ModelRunner):
     def _draw(
         self, sampled: Sequence[ScheduledSequence], hidden: Tensor, beams: Sequence[BeamGroup]
     ) -> tuple[list[ItemResult], tuple[tuple[Candidate, ...], ...]]:
-        """Draw from the logits that were replayed, if `hidden` was."""
+        """Sample from the replayed step's logits, if `hidden` is of a replayed step."""
         if self._replayed is None or beams:
             return super()._draw(sampled, hidden, beams)
         try:
-            # Where steps are captured, the sampler is one for devices.
+            # Where steps are captured, the sampler is a `DeviceSampler`.
             sampler, step = cast(DeviceSampler, self._sampler), self._replayed
             return sampler.sample(step.outputs, sampled, step.next_positions), ()
         except Exception:

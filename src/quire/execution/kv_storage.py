@@ -1,4 +1,4 @@
-"""The bytes that all cache groups share, and each group's view of them."""
+"""The KV cache memory that all cache groups share, and each group's view of it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class KVStorage:
     """The keys and values of one cache group.
 
     A block holds all layers contiguously, so that copy-on-write, swap and disk move one range of bytes. The memory is
-    not touched here: a page costs nothing before a token is stored in it, and unwritten slots hold anything.
+    not initialised: a page is not resident before a token is stored in it, and unwritten slots have arbitrary contents.
 
     Args:
         num_blocks: B, the null block (id 0) included.
@@ -32,8 +32,8 @@ class KVStorage:
         num_kv_heads: K.
         head_dim: D.
         dtype: dtype of keys and values.
-        memory: bytes to lie in, from the first on: what the groups of an arena share. None takes memory of its own.
-        stored: stored form, a name in `STORED`; None for values as they are.
+        memory: bytes that the groups of an arena share; the view starts at the first. None allocates memory.
+        stored: KV cache dtype, a name in `STORED`; None for `dtype`.
 
     Attributes:
         data, block_rows, slot_rows, head_dim, dtype: see `quire.ops.interface.PagedKV`.
@@ -63,7 +63,7 @@ class KVStorage:
         self.data = memory[:num_bytes].view(element).view(shape)
         rows = self.data.view(-1, block_size * width)
         slots = self.data.view(-1, width)
-        # A layer is an offset: with it in the view, the row ids of a step serve all layers.
+        # Each layer's view starts at the layer's offset, so that the same row ids serve all layers of a step.
         layer_rows = 2 * num_kv_heads
         self.block_rows: tuple[Tensor, ...] = tuple(rows[layer * layer_rows :] for layer in range(num_layers))
         self.slot_rows: tuple[Tensor, ...] = tuple(
@@ -127,11 +127,11 @@ def make_storages(
     device: torch.device | str,
     stored: str | None = None,
 ) -> tuple[Storage, ...]:
-    """Give all cache groups of a model one range of bytes.
+    """Allocate one range of bytes that all cache groups of a model share.
 
     Args:
         groups: layer groups of the model.
-        num_blocks: B for each of them, the null block included: all that its view of the shared bytes has.
+        num_blocks: B of each of them, the null block included: the size of its view of the shared bytes.
         block_size: N.
         dtype: dtype of keys, values and the inputs of convolutions.
         stored: see `KVStorage`; states stay as they are.

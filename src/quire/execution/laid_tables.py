@@ -4,9 +4,9 @@
  | table | room | table | room | (a table of an earlier step) | table | room | ... | 0, the null block |
 ```
 
-A table stays where it is while it has room, whatever rows there are: a step writes entries that are new, and tables
-that have changed otherwise. A table that is new comes behind all others. Where there is no room left, or most of what
-lies there is of earlier steps, all tables are written again, each with room for blocks to come if the memory has it.
+A table keeps its place while it has room to grow, whichever rows a step has: a step writes appended entries only, and
+whole tables that were changed otherwise. A new table is placed after all others. Where the memory is full, or mostly
+holds tables of earlier steps, it is compacted: all tables are written again, with room to grow if the memory has it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class PlacedTables(NamedTuple):
     """Block tables of a step, on the host.
 
     Args:
-        block_ids: int64, tables at any places, and 0 for the null block at the end; until the next step.
-        block_starts: int64 [n], where each table starts.
-        stamps: see `BlockTable`, one for each row; nobody changes the list.
+        block_ids: int64, tables at any offsets, then a 0, the null block; valid until the next step.
+        block_starts: int64 [n], offset of each row's table.
+        stamps: stamp of each row's `BlockTable`; the list is never changed.
     """
 
     block_ids: Tensor
@@ -40,14 +40,14 @@ class PlacedTables(NamedTuple):
 
 
 class TablePlace:
-    """Where a table lies.
+    """The place of a table in static memory.
 
     Args:
-        start, end: its part of the static memory, with the room behind it.
+        start, end: its range of the static memory, including the room to grow.
 
     Attributes:
-        num_known: number of its entries that were written.
-        stamp: its stamp then.
+        num_known: number of its entries that have been written.
+        stamp: stamp of the table when they were written.
     """
 
     __slots__ = ("end", "num_known", "stamp", "start")
@@ -58,10 +58,10 @@ class TablePlace:
 
 
 class LaidTables:
-    """Lays the block tables of one cache group out, and remembers them.
+    """Lays out the block tables of one cache group, and remembers their places.
 
     Args:
-        table: static memory for them; nobody else writes there.
+        table: static memory for the tables; nobody else writes to it.
         block_size: N.
     """
 
@@ -73,21 +73,21 @@ class LaidTables:
         # Places of the rows of the last step; with None, the next step writes all tables again.
         self._rows: list[TablePlace] | None = None
         self._placed = PlacedTables(self._host[:1], vector(()), [])
-        # Where the null block is, and what there was when all tables were written last: rows, and entries with room.
+        # Offset of the null block; and the numbers of rows and of entries (with room) at the last compaction.
         self._end = self._num_rows = self._num_entries = 0
 
     def lay(
         self, tables: Sequence[BlockTable], positions: Sequence[int], changed: Sequence[int] | None = None
     ) -> PlacedTables:
-        """Lay tables out; nothing reads the static memory meanwhile.
+        """Lay tables out; nothing may read the static memory during the call.
 
         Args:
             tables: table of each row; rows of one sequence have the same.
-            positions: position of each row in its sequence: what lies behind the block of that is not read.
-            changed: rows, rising; tables and entries of all others are those of the last call. None where any may
-                differ.
+            positions: position of each row in its sequence: table entries after that position's block are not read.
+            changed: rows whose tables may differ from the last call's, ascending; all others are unchanged. None where
+                any may differ.
         """
-        rows, self._rows = self._rows, None  # if writing fails, the next step writes all
+        rows, self._rows = self._rows, None  # if writing fails, the next step writes all tables
         if rows is None or (changed is None and 2 * len(tables) < self._num_rows):
             return self._lay_all(tables, positions)
         are_same = changed is not None
@@ -95,7 +95,7 @@ class LaidTables:
             rows, changed = list(map(self._place_of, tables)), range(len(tables))
         for row in changed:
             table = tables[row]
-            # Another row of the sequence may have moved it.
+            # Another row of the same sequence may have moved the table.
             place = rows[row] = self._places[table]
             if len(table.ids) == place.num_known and table.stamp == place.stamp:
                 continue
@@ -119,32 +119,32 @@ class LaidTables:
         return self._make_place(table, len(table.ids) + ROOM) if place is None else place
 
     def _make_place(self, table: BlockTable, num_entries: int) -> TablePlace:
-        """Return a place for entries of a table behind all others, where there need not be so much memory."""
+        """Return a place for a table after all others; it may exceed the memory, which callers check."""
         start, self._end = self._end, self._end + num_entries
         place = self._places[table] = TablePlace(start, self._end)
         return place
 
     def _write(self, table: BlockTable, place: TablePlace, num_blocks: int) -> None:
-        """Write the entries of a table that are new."""
+        """Write the entries of a table that have not been written yet."""
         start, known = place.start, place.num_known
         self._numbers[start + known : start + num_blocks] = table.ids[known:num_blocks]
         place.num_known, place.stamp = num_blocks, table.stamp
 
     def _put_rows(self, tables: Sequence[BlockTable], rows: Sequence[TablePlace]) -> None:
-        """Note where the tables of rows lie."""
+        """Terminate the tables by the null block, and keep the offsets and stamps of the rows' tables."""
         self._numbers[self._end] = 0
         starts, stamps = vector([place.start for place in rows]), [table.stamp for table in tables]
         self._placed = PlacedTables(self._host[: self._end + 1], starts, stamps)
 
     def _lay_all(self, tables: Sequence[BlockTable], positions: Sequence[int]) -> PlacedTables:
-        """Write all tables, and nothing else."""
+        """Compact: write the tables of a step from the start of the memory, without those of earlier steps."""
         self._places.clear()
         self._end = 0
         num_blocks = {table: len(table.ids) for table in tables}
         total = sum(num_blocks.values())
         room = ROOM if total + ROOM * len(num_blocks) < len(self._host) else 0
         if total >= len(self._host):
-            # Only what the step reads; there is room for that, as the step was taken. The next one writes all again.
+            # Write only the entries that the step reads: they fit, or it would not have been taken. The next compacts.
             for table, position in sorted(zip(tables, positions, strict=True), key=itemgetter(1)):
                 num_blocks[table] = position // self._block_size + 1
         for table, number in num_blocks.items():

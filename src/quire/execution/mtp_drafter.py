@@ -1,4 +1,4 @@
-"""The target's own head for multi-token prediction, which guesses how sequences go on."""
+"""The target's own head for multi-token prediction (MTP), which proposes the next tokens of sequences."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from quire.scheduling.plan import ScheduledSequence
 class MTPDrafter:
     """Runs an MTP head in cache groups of its own: keys and values, and a state with the last hidden state.
 
-    The state is what recurrent layers have: snapshots of it are published with the blocks, and it goes back with them
-    after rejected drafts. So the hidden state before a step's first token is always there, also behind a prefix hit.
+    The state is handled like a recurrent layer's: snapshots of it are published with blocks, and rejected drafts roll
+    it back. So the hidden state before a step's first token always exists, also after a prefix cache hit.
 
     ```
      guess    before the target    last token, state              -> draft 1, hidden state of the head
@@ -31,16 +31,16 @@ class MTPDrafter:
      follow   after the target     all tokens, target's hidden    -> keys and values, of drafts too; state
     ```
 
-    What a guess stores, `follow` overwrites: what lies in blocks depends on no drafts.
+    `follow` overwrites the keys and values that `guess` stored: the contents of blocks do not depend on drafts.
 
     Args:
         head: head of the model that the steps run.
         builder: follows the plans, for the groups of both.
         storages: memory of the head's groups.
-        groups: its groups among all.
+        groups: indices of the head's cache groups among all.
 
     Attributes:
-        ladder: captured passes of `guess`; None for none.
+        ladder: captured passes of `guess`; None if none were captured.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class MTPDrafter:
     ) -> None:
         *self._storages, states = storages
         assert isinstance(states, StateStorage)
-        # [B, E]: the last hidden state of the sequence that owns a block.
+        # [B, E]: for each block, the last hidden state of the sequence that owns it.
         self._states = states.conv_states[0][:, 0]
         self._head = head
         self._builder = builder
@@ -80,14 +80,14 @@ class MTPDrafter:
         return builder.take_drafts(items, passes)
 
     def _run(self, items: Sequence[ScheduledSequence], hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Run a pass of `guess`, by a captured one if it can be.
+        """Run a pass of `guess`, by replaying a captured one where possible.
 
         Args:
             items: n items of one token each.
             hidden: [n, E], normed hidden state of the token before each.
 
         Returns:
-            Normed hidden states of the head [n, E], which may change with the next pass, and the likeliest tokens [n].
+            Normed hidden states of the head [n, E], which the next pass may overwrite, and the likeliest tokens [n].
         """
         ladder = self.ladder
         if ladder is not None and ladder.takes(items):

@@ -1,4 +1,4 @@
-"""Steps with prompts whose layers are captured in pieces, for a ladder of numbers of rows."""
+"""Piecewise captured steps with prompts (the layers between attention), for a ladder of numbers of rows."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class PiecewiseStep(NamedTuple):
 
     Args:
         size: number of rows.
-        pieces: captured calls, one more than splitting operations.
-        split_ops: the operations between them, each with the number of its cache group.
+        pieces: captured calls, one more than `split_ops`.
+        split_ops: the operations between the pieces, run eagerly, each with the index of its cache group.
     """
 
     size: int
@@ -37,7 +37,7 @@ class PiecewiseStep(NamedTuple):
 
 
 class PiecewiseLadder:
-    """The captured steps of a model over its KV memory: any step of fewer rows replays the next larger one.
+    """The captured steps of a model over its KV memory: a step is padded to, and replays, the next larger size.
 
     ```
      rows   | a step's rows, n of them: prompts, decodes | padding: token 0 at position 0, in the null block |
@@ -46,7 +46,7 @@ class PiecewiseLadder:
     Args:
         decoder: the model.
         storages: memory of its cache groups.
-        sizes: numbers of rows to capture, rising.
+        sizes: numbers of rows to capture, ascending.
         capture: captures calls.
 
     Raises:
@@ -63,7 +63,7 @@ class PiecewiseLadder:
         self._numbers = torch.zeros(2 + self._is_state.count(False), most, dtype=torch.int64, device=device)
         self._seams = SeamMemory(most, device)
         self._hidden = torch.zeros(most, decoder.spec.width, dtype=decoder.dtype, device=device)
-        # The largest comes first: the others find room in its memory.
+        # The largest graph is captured first: the others reuse its memory pool.
         self._steps = [self._capture(size, capture) for size in reversed(sizes)][::-1]
         self._sizes = list(sizes)
         logger.info("Captured steps with prompts, in pieces, of %s tokens", ", ".join(map(str, sizes)))
@@ -83,7 +83,7 @@ class PiecewiseLadder:
         return PiecewiseStep(size, capture.capture_pieces(run), split_ops)
 
     def _compute(self, size: int, split_at: Callable[[int, SplitOp], None]) -> None:
-        """Compute the step that lies in static memory, as one of `size` rows, without its splitting operations."""
+        """Compute the step in static memory, as one of `size` rows, without the operations that split it."""
         ids, positions, *slots = self._numbers[:, :size]
         groups: list[Any] = []
         for group_idx, is_state in enumerate(self._is_state):
@@ -98,11 +98,11 @@ class PiecewiseLadder:
         self._hidden[:size].copy_(self._decoder(ids, positions, groups, self._storages))
 
     def takes(self, num_rows: int) -> bool:
-        """Say whether a step of some rows fits into a captured one."""
+        """Say whether a step of `num_rows` rows fits into a captured one."""
         return 0 < num_rows <= self._sizes[-1]
 
     def run(self, batch: Batch) -> Tensor:
-        """Compute a step that it takes; return the hidden states of all rows before the last norm, [T, E]."""
+        """Compute a step that `takes` accepted; return the hidden states of all rows before the last norm, [T, E]."""
         num_rows, ops = len(batch.input_ids), self._decoder.ops
         size, pieces, split_ops = self._steps[bisect_left(self._sizes, num_rows)]
         slots = [group.slot_mapping for group in batch.groups if not isinstance(group, StateBatch)]
@@ -117,5 +117,5 @@ class PiecewiseLadder:
             piece.replay()
             split_op(steps[group_idx], num_rows)
         pieces[-1].replay()
-        # The next step writes there, while rows of prompts may be read once more.
+        # A copy: the next step overwrites the static memory, while rows of prompts may still be read.
         return self._hidden[:num_rows].clone()

@@ -1,4 +1,4 @@
-"""Copies between the host and a GPU that the host does not wait for."""
+"""Asynchronous copies between the host and a GPU, through pinned memory."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ logger = logging.getLogger(__name__)
 
 
 def placed(numbers: Tensor, device: torch.device) -> Tensor:
-    """Return numbers of the host on a device: one copy, which the host does not wait for."""
+    """Copy a tensor of the host to a device, asynchronously from pinned memory."""
     return numbers if device.type == "cpu" else numbers.pin_memory().to(device, non_blocking=True)
 
 
 def pinned_bytes(num_bytes: int) -> Tensor:
-    """Return memory of the host that a GPU copies from and to by itself, uint8 [num_bytes], and no more than that.
+    """Return pinned (page-locked) memory of exactly this size, uint8 [num_bytes].
 
-    The allocator of torch rounds pinned memory up to a power of two, so 65 GiB would take 128.
+    The pinned allocator of torch rounds up to a power of two, so 65 GiB would take 128.
     """
     memory = torch.empty(num_bytes, dtype=torch.uint8)
     if not num_bytes:
@@ -30,16 +30,16 @@ def pinned_bytes(num_bytes: int) -> Tensor:
     if error:
         logger.warning("%d bytes of the host cannot be registered (CUDA error %d): torch pins them", num_bytes, error)
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-    # Not at the end of the process, which frees all of it.
+    # Not at exit: the end of the process unpins all memory.
     weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
     return memory
 
 
 class HostCopy:
-    """A copy of a tensor for the host, which is made when the device gets there; the host waits once it reads it.
+    """An asynchronous copy of a tensor to the host: queued on the stream; the host waits only when it reads the copy.
 
     Args:
-        tensor: tensor on any device; nothing writes to it afterwards.
+        tensor: tensor on any device; nothing may write to it afterwards.
     """
 
     __slots__ = ("_event", "_tensor")
@@ -48,7 +48,7 @@ class HostCopy:
         self._event: torch.cuda.Event | None = None
         self._tensor = tensor
         if tensor.is_cuda:
-            # The copy is queued here: behind it are the kernels of the next step, for which the host would wait too.
+            # Queued now: a copy queued at the time of reading would be behind the kernels of the next step.
             self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._tensor.copy_(tensor, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -56,15 +56,15 @@ class HostCopy:
 
     @property
     def is_ready(self) -> bool:
-        """True once the numbers are there."""
+        """True once the copy is done."""
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> Tensor:
-        """Return the copy; wait until the numbers are there."""
+        """Wait for the copy, and return it as a tensor."""
         if self._event is not None:
             self._event.synchronize()
         return self._tensor
 
     def tolist(self) -> Any:
-        """Return the numbers; wait until they are there."""
+        """Wait for the copy, and return it as a list."""
         return self.wait().tolist()

@@ -1,4 +1,4 @@
-"""Captured calls of ranks: all capture a call or none does, and on CPUs their sums are launches of the tape."""
+"""Captured calls of ranks: all ranks capture a call or none does; on CPUs, all-reduces are launches on the tape."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ T = TypeVar("T")
 class RankedCapture:
     """Captures calls that all ranks make, in the same order.
 
-    A replayed step has rows of padding, and one that is launched as it comes has none. So a call that one rank cannot
-    capture is captured by none: their sums would be of different shapes.
+    A replayed step has padding rows, and an eager one has none. So a call that one rank cannot capture is captured by
+    none: the shapes of their all-reduces would differ.
 
     Args:
         inner: captures the calls of this rank.
@@ -48,7 +48,7 @@ class RankedCapture:
         return self._agreed(lambda: self._inner.capture_pieces(run))
 
     def _agreed(self, capture: Callable[[], T]) -> T:
-        """Return what was captured, if all ranks could."""
+        """Return the captured call or pieces if all ranks could capture them."""
         error: RuntimeError | None = None
         try:
             found = capture()
@@ -66,13 +66,13 @@ class RankedCapture:
 def seen_sums(
     ranks: RankGroup, seen_launches: SeenLaunches, see: Callable[[Callable[[], None]], None]
 ) -> Iterator[None]:
-    """Give each launch of a kernel, and each sum of ranks, that is made in this context to a function.
+    """Pass each kernel launch and each all-reduce that is made in this context to a function.
 
-    On CPUs, a sum is no operator of torch, so that a tape would not have it. See `SeenLaunches`.
+    On CPUs, an all-reduce is not a torch operator, so that a tape would miss it. See `SeenLaunches`.
 
     Args:
         ranks: the ranks.
-        seen_launches: does so for kernels.
+        seen_launches: does so for kernel launches.
         see: function that is given a launch.
     """
     transport = ranks.transport
@@ -85,14 +85,14 @@ def seen_sums(
 
 
 class _SeenTransport:
-    """A transport whose sums are launches, from the memory of an operand to that of a result."""
+    """A transport whose all-reduces are launches, from the memory of the operand to that of the result."""
 
     def __init__(self, inner: Transport, see: Callable[[Callable[[], None]], None]) -> None:
         self.rank, self.size, self.name = inner.rank, inner.size, inner.name
         self._inner, self._see = inner, see
 
     def all_reduce(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """See `Transport`; `x` stays as it is, since the next replay does not write all of it again."""
+        """See `Transport`; `x` is not changed, since the next replay may not write all of it again."""
         total = torch.empty_like(x)
 
         def launch() -> None:

@@ -1,6 +1,6 @@
-"""Positions, slots and block tables of a step's rows, one behind the other, by compiled code.
+"""Positions, slot mapping and concatenated block tables of a step's rows, by compiled code.
 
-The loops over rows in `BatchBuilder` are the slow twin, and what is used without it.
+The loops over rows in `BatchBuilder` are the reference implementation, and used without it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from quire.ops.native_row_layout import RowLayoutKernels
 
 
 class LaidBlocks(NamedTuple):
-    """Where the tokens of a step are in one cache group.
+    """The block tables and slot mapping of a step in one cache group.
 
     Args:
-        block_ids: int64 on the host, blocks of the sequences up to their ends, one sequence behind the other.
+        block_ids: int64 on the host, concatenated block tables of the sequences, each up to the sequence's end.
         slots: int64 [T] on the host, slot of each row.
     """
 
@@ -52,8 +52,8 @@ class RowLayout:
         """Return the blocks and slots of a cache group.
 
         Args:
-            tables: block table of each sequence, which has all blocks up to its end.
-            num_blocks: number of these of each.
+            tables: block table of each sequence, with all blocks up to its end.
+            num_blocks: number of these blocks, for each sequence.
             block_size: N.
         """
         block_ids, slots = _zeros(sum(num_blocks)), _zeros(self._num_rows)
@@ -71,7 +71,7 @@ def layout_kernels() -> RowLayoutKernels | None:
 
 
 def _zeros(count: int) -> Tensor:
-    """Return zeros as int64 in memory of Python's, which is not counted as a device's."""
+    """Return int64 zeros in memory of a `bytearray`, which is not counted as device memory."""
     return torch.frombuffer(bytearray(8 * count), dtype=torch.int64) if count else torch.empty(0, dtype=torch.int64)
 
 

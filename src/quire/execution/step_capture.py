@@ -1,4 +1,4 @@
-"""Captured calls: launches that were recorded once, and are made again without the program that made them."""
+"""Captured calls: kernel launches that are recorded once and replayed without the Python code that made them."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ class CapturedCall(NamedTuple):
     """A captured call.
 
     Args:
-        replay: makes its launches again, on the same memory; the host does not wait for them.
+        replay: replays its launches, on the same memory; the host does not wait for them.
     """
 
     replay: Callable[[], None]
 
 
 class StepCapture(Protocol):
-    """Captures calls: CUDA graphs on a GPU, and on a CPU their twin."""
+    """Captures calls: as CUDA graphs on a GPU, as a tape of launches on a CPU (`TapeCapture`)."""
 
     def capture(self, run: Callable[[], object]) -> CapturedCall:
-        """Capture what a call launches.
+        """Capture the launches of a call.
 
         Args:
-            run: reads and writes static memory only, launches the same whatever is in it, and waits for nothing. It is
-                called more than once: what it launches for the first time is compiled.
+            run: reads and writes static memory only, makes the same launches whatever its contents, and does not
+                synchronise with the device. It is called more than once, as the first call compiles kernels.
 
         Raises:
             RuntimeError: the call waits for the device, or does something else that cannot be captured.
         """
 
     def capture_pieces(self, run: Callable[[Callable[[], None]], object]) -> list[CapturedCall]:
-        """Capture what a call launches in pieces, between which others may launch what they like.
+        """Capture the launches of a call in pieces; a caller may make other launches between their replays.
 
         Args:
-            run: see `capture`; it calls the function that it is given where one piece ends and the next one begins.
+            run: see `capture`; it calls its argument where one piece ends and the next one begins.
 
         Raises:
             RuntimeError: see `capture`.
@@ -45,7 +45,7 @@ class StepCapture(Protocol):
 
 
 class CudaCapture:
-    """Captures calls as CUDA graphs, which share their memory: replay them one after the other, on one stream.
+    """Captures calls as CUDA graphs, which share a memory pool: replay them one after the other, on one stream.
 
     Args:
         device: device of the graphs.
@@ -57,21 +57,21 @@ class CudaCapture:
         self._pool: Any = None
 
     def capture(self, run: Callable[[], object]) -> CapturedCall:
-        """Run the call twice, so that all it needs is compiled and allocated, then capture it."""
+        """Run the call twice as a warm-up, which compiles and allocates all it needs, then capture it."""
         (call,) = self.capture_pieces(lambda _: run())
         return call
 
     def capture_pieces(self, run: Callable[[Callable[[], None]], object]) -> list[CapturedCall]:
-        """Run the call twice, then capture it, with a graph for each piece."""
+        """Run the call twice as a warm-up, then capture it, with a graph for each piece."""
         self._warm_up(lambda: run(lambda: None))
-        # Graphs have memory of their own: the allocator's cache of the warm-up is of no use to them.
+        # Graphs have a memory pool of their own: they cannot reuse the blocks that the allocator cached in the warm-up.
         torch.cuda.empty_cache()
         graphs: list[torch.cuda.CUDAGraph] = []
 
         def begin() -> None:
             graph = torch.cuda.CUDAGraph()
-            # Not by the context of `torch.cuda.graph`, which leaves the stream of captures the current one where one
-            # fails. Other threads may allocate pinned memory meanwhile.
+            # The context manager `torch.cuda.graph` is not used: if a capture fails, it leaves the capture stream as
+            # the current one. "thread_local": other threads may allocate pinned memory during the capture.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             graphs.append(graph)
 
@@ -99,7 +99,7 @@ class CudaCapture:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             run()
-            # A call that waits is refused here: the allocator does not get over a capture that fails.
+            # A call that synchronises is refused here: the allocator does not recover from a failed capture.
             mode = torch.cuda.get_sync_debug_mode()
             torch.cuda.set_sync_debug_mode("error")
             try:

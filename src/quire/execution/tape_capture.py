@@ -1,9 +1,9 @@
-"""The twin of CUDA graphs on a CPU: a tape of operators and kernels, which replays exactly what was captured.
+"""A CPU stand-in for CUDA graphs: a tape of operators and kernel launches, which replays exactly what was captured.
 
-Like a graph it keeps the memory of every tensor, the sizes of every launch and every number of the host as they were,
-and does not run the program again. So what a program reads from the host at each step, and not from static memory,
-stays as it was at capture, and gives wrong results. What would make a capture fail on a GPU fails here too, as far as
-operators show it: waiting for a value, shapes that depend on one, and tensors made of the host's numbers.
+Like a graph, it fixes the address of every tensor, the grid of every launch and every host value, and does not run the
+Python code again. So a value that the code reads from the host at each step, and not from static memory, stays as it
+was at capture, and gives wrong results. Code that cannot be captured on a GPU fails here too, as far as operators show
+it: synchronisation, data-dependent shapes, and tensors made of host values.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_leaves
 
 from quire.execution.step_capture import CapturedCall
 
-# Context in which each launch of a kernel is given to a function; see `seen_launches`.
+# Context in which each kernel launch is passed to a function; see `seen_launches`.
 SeenLaunches = Callable[[Callable[[Callable[[], None]], None]], AbstractContextManager[None]]
 
-# Operators by which the host learns something from the device, or that need it for their shapes.
+# Operators that synchronise: they return a value to the host, or need one for their output shape.
 WAITING: Final = frozenset(
     {
         "_local_scalar_dense",
@@ -38,14 +38,14 @@ WAITING: Final = frozenset(
         "_assert_async",
     }
 )
-# Operators that give memory with anything in it.
+# Operators that return uninitialised memory.
 UNWRITTEN: Final = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
-# Operators that take numbers of the host to the device.
+# Operators that copy host values to the device.
 FROM_HOST: Final = frozenset({"lift_fresh", "lift_fresh_copy", "lift", "pin_memory", "_pin_memory"})
 
 
 class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs operators, and appends what makes each of them again to the last of some tapes."""
+    """Runs operators, and appends their replays to the last tape."""
 
     def __init__(self, tapes: list[list[Callable[[], None]]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -66,14 +66,14 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_by_mask(name: str, args: tuple[Any, ...]) -> bool:
-    """Say whether an operator looks up or stores by a mask, whose shape depends on it."""
+    """Say whether an operator indexes by a mask, which makes its shape data-dependent."""
     if name not in ("index", "index_put", "index_put_", "_index_put_impl_"):
         return False
     return any(isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8) for each in args[1])
 
 
 def _again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: Any) -> list[Callable[[], None]]:
-    """Return what makes an operator again: nothing for a view, and for memory that is not written yet."""
+    """Return the replay of an operator; none for a view, or for uninitialised memory."""
     given = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
     kept = [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor)]
     is_own = [leaf.untyped_storage().data_ptr() not in given for leaf in kept]
@@ -94,7 +94,7 @@ class TapeCapture:
     """Captures calls on a CPU.
 
     Args:
-        seen_launches: shows the launches of kernels that are no operators.
+        seen_launches: intercepts launches of kernels, which are not torch operators.
     """
 
     def __init__(self, seen_launches: SeenLaunches) -> None:

@@ -1,8 +1,8 @@
 """The experts of a layer with the adapters of a step's rows.
 
-Each pair of a row and an expert that it goes through is one row for the experts' products. Pairs are brought together
-by expert, and by adapter within an expert, so that what the adapters add to a layer of all experts is one call of the
-backend, for which a pair of an adapter and an expert is a slot.
+Each pair of a row and one of its experts is one row of the experts' matmuls. Pairs are sorted by expert, and by adapter
+within an expert, so that the adapters of a layer of all experts are one call of the backend, for which each combination
+of an adapter and an expert is a slot.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ExpertAdapters:
         return {idx: self.layer.pack(weight, memory) for idx, weight in sorted(weights.items())}
 
     def put(self, slot: int, packed: Mapping[int, Any] | None) -> None:
-        """Set the adapter of a slot, None for none; between two steps."""
+        """Set the adapter of a slot, or remove it (None); to be called between two steps."""
         if packed is None and slot not in self._slots:
             return
         for local_idx, idx in enumerate(range(*self.bounds)):
@@ -52,23 +52,23 @@ class ExpertAdapters:
             self._slots.add(slot)
 
     def rows(self, num_rows: int) -> LoraRows | None:
-        """Return the rows with an adapter, of so many of the step; None where none of the adapters has a part here."""
+        """Return the step's rows with an adapter; None where none of the adapters has a part in this layer."""
         rows = self.step.rows(num_rows)
         return None if rows is None or self._slots.isdisjoint(rows.slots) else rows
 
     def __call__(self, x: Tensor, pairs: LoraRows) -> Tensor | None:
-        """Return what the adapters add to the products of pairs, [P, in] to [P, out]; None where that is nothing."""
+        """Return the output of the adapters for pairs, [P, in] to [P, out]; None where no adapter has a part here."""
         slots = {slot // self._num_experts for slot in pairs.slots}
         return None if self._slots.isdisjoint(slots) else self.layer(x, pairs, None)
 
 
 class ExpertPairs(NamedTuple):
-    """The pairs of rows and experts of a step, in the order of the experts that are here.
+    """The pairs of rows and experts of a step, for the experts of this rank, sorted by expert.
 
     Args:
-        places: int64 [P], index of each pair among all: row * C + number of the choice.
-        spans: experts that a row goes through, each with the range of its pairs.
-        adapted: pairs with an adapter, by adapter and expert; None where there is none.
+        places: int64 [P], index of each pair among all T * C: row * C + index of the choice.
+        spans: experts with at least one row, each with the range of its pairs.
+        adapted: pairs with an adapter, by adapter and expert; None if there are none.
     """
 
     places: Tensor
@@ -83,7 +83,7 @@ def group_pairs(chosen: Tensor, bounds: tuple[int, int], num_experts: int, rows:
         chosen: int64 [T, C], experts of each row.
         bounds: first expert that is here, and the one after the last.
         num_experts: number of all experts.
-        rows: rows with an adapter; None for no such row.
+        rows: rows with an adapter; None if there are none.
     """
     first, end = bounds
     flat = chosen.flatten()
@@ -104,7 +104,7 @@ def group_pairs(chosen: Tensor, bounds: tuple[int, int], num_experts: int, rows:
 
 
 def _groups_of_rows(rows: LoraRows, device: torch.device) -> Tensor:
-    """Return the number of each row's group, [T]; the number of groups for rows without an adapter."""
+    """Return the index of each row's group, [T]; for rows without an adapter, the number of groups."""
     groups = torch.full((rows.num_rows,), len(rows.slots))
     for idx, (start, end) in enumerate(pairwise(rows.starts)):
         groups[torch.tensor(rows.rows[start:end])] = idx
@@ -115,7 +115,7 @@ def _adapted_pairs(keys: Tensor, rows: LoraRows, first: int, num_local: int) -> 
     """Return the pairs that have an adapter.
 
     Args:
-        keys: [P], rising: expert * (number of groups + 1) + number of the group.
+        keys: [P], ascending: expert * (number of groups + 1) + index of the group.
         rows: rows with an adapter.
         first: first expert that is here.
         num_local: number of experts that are here.

@@ -35,7 +35,7 @@ class PackedAttention(NamedTuple):
         num_heads: H.
         score_scale: factor of the scores before the softmax.
         sinks: attention sinks, [H] of float32; None for none.
-        gate: projection to gates, whose sigmoids multiply what attention gives; None for none.
+        gate: projection to gates, whose sigmoids multiply the output of attention; None without gates.
         soft_cap: see `StepAttention.attend`.
     """
 
@@ -53,9 +53,9 @@ class PackedRecurrence(NamedTuple):
     """A recurrent mixer whose result is added to the residual as it is.
 
     Args:
-        input: projection to what the mixer takes.
-        output: projection of what it gives.
-        weights: the other weights, which say its kind.
+        input: projection to the mixer's inputs.
+        output: projection of the mixer's output.
+        weights: the other weights; their type is the kind of mixer.
     """
 
     input: Linear
@@ -86,8 +86,8 @@ class RoutedExperts(NamedTuple):
         shared: layers of the expert that every row goes through, or None.
         shared_gate: projection to the gate of its output, [T, 1], or None.
         num_experts: X, those of other ranks included.
-        first_expert: index of the first expert that is here; what the others give is left out.
-        adapters: adapters of `gate_ups` and of `downs`; None where these take none.
+        first_expert: index of the first expert of this rank; the outputs of other ranks' experts are not included.
+        adapters: adapters of `gate_ups` and of `downs`; None where adapters are not supported.
     """
 
     router: Linear

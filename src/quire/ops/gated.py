@@ -10,7 +10,7 @@ from quire.ops.interface import Activation, Linear
 
 
 class GatedLinear:
-    """A gated product in two calls: a linear layer, and the gate of its halves.
+    """A gated linear layer in two calls: the linear layer, and the gate of its output's halves.
 
     Args:
         linear: gives [T, 2 F].

@@ -20,17 +20,17 @@ from quire.ops.recurrent_weights import GatedDeltaNetWeights, Mamba2Weights, Sho
 # Activations of a gate: x * sigmoid(x); gelu (arXiv 1606.08415) with tanh in place of the error function; and that of
 # gpt-oss, x * sigmoid(ALPHA * x) with x limited to LIMIT, beside which `up` is clamped to +-LIMIT and increased by 1.
 Activation = Literal["silu", "gelu_tanh", "swigluoai"]
-# Activations of each value by itself, in models without gates or beside them; "gelu" is that with the error function.
+# Elementwise activations, in models without gates or in addition to them; "gelu" is that with the error function.
 Elementwise = Literal["gelu", "gelu_tanh", "relu", "silu", "tanh"]
 SWIGLUOAI_ALPHA: Final = 1.702
 SWIGLUOAI_LIMIT: Final = 7.0
-# Vectors of int8 whose values are no larger are zeros: neither a scale nor a quotient is then ever subnormal.
+# Vectors whose magnitudes are at most this are stored as zeros in int8: so neither a scale nor a quotient is subnormal.
 LEAST_SCALED: Final = 1e-36
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """The rows and block tables of a step in one cache group. The rows of all sequences follow each other.
+    """The rows and block tables of a step in one cache group. The rows of all sequences are concatenated.
 
     ```
      rows        | sequence 0 | sequence 1 | ...          row_starts
@@ -39,14 +39,14 @@ class AttentionBatch:
     ```
 
     Args:
-        slot_mapping: [T] of int64; where each row's key and value are stored (block id * N + offset).
+        slot_mapping: [T] of int64; slot of each row's key and value (block id * N + offset).
         row_starts: S + 1 numbers; sequence `s` owns rows `[row_starts[s], row_starts[s + 1])`, never none.
-        context_lens: S numbers; tokens that the last row of each sequence sees, itself included.
-        block_ids: int64; each sequence's blocks, `ceil(context_len / N)` of them, in the order of its tokens.
+        context_lens: S numbers; length of each sequence, including its rows of this step.
+        block_ids: int64; concatenated block tables, `ceil(context_len / N)` entries of each sequence.
         block_starts: S + 1 numbers; sequence `s` owns `block_ids[block_starts[s]:block_starts[s + 1]]`.
-        window: tokens that a row sees, itself included; None for all before it. What no row sees is not read.
-        chunk: a row sees no further back than the start of its own chunk, a multiple of these tokens; None for no
-            chunks. There is no window beside it.
+        window: number of tokens that a row sees, itself included; None for all. Tokens that no row sees are not read.
+        chunk: a row sees no further back than the start of its chunk of this many tokens; None for no chunks. It is
+            not combined with a window.
         host_block_ids: `block_ids` on the host, for backends that plan there; None where those are on the host.
     """
 
@@ -60,14 +60,14 @@ class AttentionBatch:
     host_block_ids: Tensor | None = None
 
     def first_seen(self, position: int) -> int:
-        """Return the first token that a row at a position sees; never falls as positions grow."""
+        """Return the first token that a row at a position sees; it is monotonic in the position."""
         if self.chunk is not None:
             return position // self.chunk * self.chunk
         return 0 if self.window is None else max(0, position + 1 - self.window)
 
 
 class PagedKV(Protocol):
-    """The keys and values of one cache group, and views of them that are made once.
+    """The keys and values of one cache group, with views that are made once.
 
     A slot is a vector as it is stored, W elements of one of these dtypes:
 
@@ -101,12 +101,12 @@ class PagedKV(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StateBatch:
-    """The sequences of a step in one cache group of states. The rows of all sequences follow each other.
+    """The sequences of a step in one cache group of states. The rows of all sequences are concatenated.
 
     Args:
         block_ids: S numbers; the block with each sequence's state, before the step and after it.
         row_starts: S + 1 numbers; sequence `s` owns rows `[row_starts[s], row_starts[s + 1])`, never none.
-        has_state: S of them; where false, no token came before the rows, and the block may hold anything.
+        has_state: S flags; where false, the rows are the sequence's first, and the block's contents are undefined.
     """
 
     block_ids: Sequence[int]

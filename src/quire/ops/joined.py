@@ -1,4 +1,4 @@
-"""A linear layer whose columns come from several: some stored quantised, some plain."""
+"""A linear layer whose columns are of several weights: some stored quantised, some plain."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.ops.quantized_weight import PlainWeight, QuantizedWeight, StoredWeigh
 
 
 class JoinedLinear:
-    """The products of some layers, side by side.
+    """The outputs of some linear layers, concatenated along columns.
 
     Args:
         linears: layers.
@@ -36,7 +36,7 @@ class JoinedLinear:
 def pack_joined(
     pack: Callable[[Tensor | StoredWeight, Tensor | None], Linear], weight: StoredWeight, bias: Tensor | None
 ) -> JoinedLinear:
-    """Pack neighbouring quantised parts together, and plain ones each by itself.
+    """Pack adjacent quantised parts together, and each plain part separately.
 
     Args:
         pack: `Ops.pack_linear`.

@@ -1,7 +1,7 @@
-"""Low-rank adapters of a linear layer: what a backend is given, and the products by torch operators.
+"""LoRA adapters of a linear layer: the interface of backends, and an implementation by torch operators.
 
-What adapters add to a product is computed first and given to the layer as a residual, so that the layer's weight stays
-as it is packed, and its product stays one for the rows of all adapters.
+The output of adapters is computed first and passed to the layer as its residual, so that the layer's packed weight is
+not changed, and its matmul is one for the rows of all adapters.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 
 from quire.ops.weight_memory import WeightMemory
 
-# Slot of rows whose adapters only the device knows, as in captured steps: any layer may add to them.
+# Slot of rows whose adapters are known only on the device, as in captured steps: any layer may have a part in them.
 ANY_SLOT: Final = -1
 
 
 class LoraPart(NamedTuple):
-    """The second matrix of an adapter for some columns of a layer.
+    """The matrix B of an adapter for some columns of a layer.
 
     Args:
         b: [n, r], the adapter's scale included.
@@ -38,8 +38,8 @@ class LoraWeight(NamedTuple):
     """An adapter's matrices of a layer.
 
     Args:
-        a: [R, in], the first matrices of all parts, one after the other.
-        parts: second matrices; they share no columns.
+        a: [R, in], the matrices A of all parts, concatenated.
+        parts: matrices B; they share no columns.
     """
 
     a: Tensor
@@ -55,10 +55,10 @@ class LoraRows:
 
     Attributes:
         slots: adapter slot of each group.
-        starts: place of each group's first row in `rows`, and the end.
+        starts: index of each group's first row in `rows`, then the end.
         rows: rows of all groups.
         call: number of groups and the addresses of `slots`, `starts` and `rows` (`LoraRows` in lora.h).
-        placed: the rows as a backend has them on its device, once it has; None before.
+        placed: the rows in a backend's form on its device; None until the backend sets it.
     """
 
     __slots__ = ("call", "num_rows", "placed", "rows", "slots", "starts")
@@ -81,7 +81,7 @@ class LoraRows:
 
     @classmethod
     def of(cls, slots: Iterable[int | None], counts: Sequence[int]) -> LoraRows | None:
-        """Return the rows of sequences that follow each other; None where none of them has an adapter.
+        """Return the rows of consecutive sequences that have an adapter; None where none has one.
 
         Args:
             slots: adapter slot of each sequence, None for no adapter.
@@ -114,10 +114,10 @@ class LoraLayer(Protocol):
         """Return whether the adapter of any of the slots has a part in the layer."""
 
     def __call__(self, x: Tensor, rows: LoraRows, residual: Tensor | None) -> Tensor:
-        """Return what adapters add to the product of `x` [T, in], plus the residual: [T, out], contiguous.
+        """Return the output of adapters for `x` [T, in], plus the residual: [T, out], contiguous.
 
-        A row gets `B @ (A @ x)` of its adapter. Both products are summed in float32; the first is rounded, the second
-        once the residual is added. The sums do not depend on other rows.
+        A row gets `B @ (A @ x)` of its adapter. Both matmuls accumulate in float32; the first is rounded, the second
+        after the residual is added. The sums do not depend on other rows.
 
         Args:
             x: rows of the step.
@@ -152,7 +152,7 @@ class TorchLoraLayer:
         return not self._weights.keys().isdisjoint(slots)
 
     def __call__(self, x: Tensor, rows: LoraRows, residual: Tensor | None) -> Tensor:
-        """Multiply by the two matrices of each adapter in turn."""
+        """Multiply by the matrices A and B of one adapter after the other."""
         total = x.new_zeros((len(x), self._num_columns), dtype=torch.float32)
         if residual is not None:
             total += residual

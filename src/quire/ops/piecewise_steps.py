@@ -1,8 +1,8 @@
-"""Steps that are captured in pieces: all between two mixers of tokens is captured, and the mixers are launched.
+"""Piecewise captured steps: the layers between token mixers are captured, and the mixers are launched eagerly.
 
-Prompts and decodes of one step differ in the work of attention and of recurrent layers, which the host plans. All
-other operations depend on the number of rows alone. So these are captured for some numbers of rows, with static memory
-at the seams, as in vLLM's piecewise CUDA graphs:
+In a step with prompts, the work of attention and of recurrent layers is planned by the host and differs from step to
+step. All other operations depend only on the number of rows. So these are captured for some numbers of rows, with
+static memory at the seams, as in vLLM's piecewise CUDA graphs:
 
 ```
  captured piece | attend | captured piece | attend | ... | captured piece
@@ -23,15 +23,15 @@ from torch import Tensor
 from quire.ops.interface import AttentionBatch, HeadNorms, Rotation, StateBatch, StepAttention
 from quire.ops.recurrent_weights import GatedDeltaNetWeights, Mamba2Weights, ShortConvWeights
 
-# A splitting operation: launched with the attention, or the recurrence, of a step and the number of its rows.
+# A splitting operation: called with the step's attention, or recurrence, and its number of rows.
 SplitOp = Callable[[Any, int], None]
 
 
 class SeamMemory:
-    """Static memory at the seams of pieces; layers with tensors of one shape share it, as they run one by one.
+    """Static memory at the seams of pieces; layers with tensors of equal shape share it, as they run one by one.
 
     Args:
-        num_rows: most rows of a step.
+        num_rows: maximum number of rows of a step.
         device: device of the memory.
     """
 
@@ -40,7 +40,7 @@ class SeamMemory:
         self._tensors: dict[tuple[str, int, torch.dtype], Tensor] = {}
 
     def take(self, name: str, num_rows: int, num_columns: int, dtype: torch.dtype) -> Tensor:
-        """Return [num_rows, num_columns], the same memory for one name and number of columns; zeros at first."""
+        """Return [num_rows, num_columns], the same memory for equal name, columns and dtype; initially zeros."""
         key = name, num_columns, dtype
         if key not in self._tensors:
             self._tensors[key] = torch.zeros(self._num_rows, num_columns, dtype=dtype, device=self._device)
@@ -49,11 +49,11 @@ class SeamMemory:
 
 @dataclass(frozen=True, slots=True)
 class PiecewiseAttentionBatch(AttentionBatch):
-    """Rows of a captured piece: of the fields of the base class, `slot_mapping` alone has a meaning.
+    """Rows of a captured piece: of the fields of the base class, only `slot_mapping` has a meaning.
 
     Args:
         seams: memory at the seams.
-        split: ends a piece before a splitting operation, and begins the next one behind it.
+        split: ends a piece before a splitting operation, and begins the next one after it.
     """
 
     seams: SeamMemory | None = None
@@ -74,7 +74,7 @@ class PiecewiseStateBatch(StateBatch):
 
 @runtime_checkable
 class AttendsInto(Protocol):
-    """Attention of a step that writes where it is told to."""
+    """Attention of a step that writes to a given output."""
 
     def attend_into(
         self, output: Tensor, layer_idx: int, q: Tensor, scale: float, sinks: Tensor | None, soft_cap: float | None
@@ -106,7 +106,7 @@ class PiecewiseAttention:
     def attend(
         self, layer_idx: int, q: Tensor, scale: float, sinks: Tensor | None = None, soft_cap: float | None = None
     ) -> Tensor:
-        """Split here; return [T, H * D], of which the operation between the pieces writes the rows that there are."""
+        """Split here; return [T, H * D], whose real rows (without padding) the operation between the pieces writes."""
         num_rows, num_heads, head_dim = q.shape
         queries = self._seams.take("queries", num_rows, num_heads * head_dim, q.dtype).view(q.shape)
         queries.copy_(q)
@@ -151,7 +151,7 @@ class PiecewiseStates:
         return self._mix("mamba2", layer_idx, projected, weights, weights.taps.shape[1] - 2 * weights.written)
 
     def _mix(self, name: str, layer_idx: int, projected: Tensor, weights: Any, num_columns: int) -> Tensor:
-        """Return the results of a mixer, of which the operation between the pieces writes the rows that there are."""
+        """Return the results of a mixer, whose real rows the operation between the pieces writes."""
         inputs = self._seams.take("projected", len(projected), projected.shape[1], projected.dtype)
         inputs.copy_(projected)
         output = self._seams.take("mixed", len(projected), num_columns, projected.dtype)

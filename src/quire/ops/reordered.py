@@ -8,7 +8,7 @@ from quire.ops.interface import Linear
 
 
 class ReorderedLinear:
-    """A product whose weight has its columns in an order of their own, as GPTQ sorts them by importance.
+    """A linear layer whose weight has permuted input columns, as GPTQ sorts them by importance (act-order).
 
     Args:
         linear: layer for inputs in the order of the columns.

@@ -1,11 +1,11 @@
-"""Decode steps whose inputs lie in static buffers, for backends whose kernels can be captured and replayed.
+"""Decode steps with inputs in static (persistent) buffers, for backends whose kernels can be captured and replayed.
 
-All that differs between two decode steps of the same number of rows lies in buffers on the device, whose addresses stay
-the same, and what the host knows of a step is only written there. So the launches of one step, replayed, compute
+All values that differ between two decode steps of the same number of rows are in device buffers with fixed addresses;
+the host passes a step's values only by writing them there. So the captured launches of one step, replayed, compute
 another.
 
 ```
- StaticMemory   | ids | positions | slots | work items | ...   <- written on the host, copied together before a step
+ StaticMemory   | ids | positions | slots | work items | ...   <- written in pinned memory, one copy before a step
                 | block tables |
 ```
 """
@@ -24,16 +24,16 @@ from quire.ops.interface import AttentionBatch, PagedKV, StateBatch
 from quire.ops.lora import LoraRows
 
 CHUNK_BYTES: Final = 1 << 20
-# Addresses of vectors that kernels load together.
+# Alignment of buffers in bytes, for vector loads in kernels.
 ALIGNMENT: Final = 16
 
 
 class StaticNumbers(NamedTuple):
-    """Numbers that the host writes and kernels read; equal shapes.
+    """A buffer that the host writes and kernels read: two tensors of equal shape.
 
     Args:
-        host: numbers as they were written last.
-        device: numbers as of the last `StaticMemory.upload`.
+        host: values that the host wrote last.
+        device: values as of the last `StaticMemory.upload`.
     """
 
     host: Tensor
@@ -41,7 +41,7 @@ class StaticNumbers(NamedTuple):
 
 
 class _Chunk:
-    """Bytes on the host and on the device, taken from the front on."""
+    """Bytes on the host (pinned) and on the device, allocated from the front on."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         is_gpu = device.type == "cuda"
@@ -51,7 +51,7 @@ class _Chunk:
 
 
 class StaticMemory:
-    """Static buffers on a device, and what is to be copied to them; all that was taken is copied together.
+    """Static buffers on a device and their staging buffers on the host; an upload copies all of them.
 
     Args:
         device: device of the buffers.
@@ -64,7 +64,7 @@ class StaticMemory:
         self._uploaded: torch.cuda.Event | None = None
 
     def take(self, count: int, dtype: torch.dtype) -> StaticNumbers:
-        """Return zeros that are copied whole with each upload."""
+        """Return a zeroed buffer that each upload copies whole."""
         num_bytes = -(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         if not self._chunks or self._chunks[-1].used + num_bytes > len(self._chunks[-1].host):
             self._chunks.append(_Chunk(max(num_bytes, CHUNK_BYTES), self._device))
@@ -74,13 +74,13 @@ class StaticMemory:
         return StaticNumbers(chunk.host[part].view(dtype), chunk.device[part].view(dtype))
 
     def take_table(self, count: int, dtype: torch.dtype) -> StaticTable:
-        """Return zeros of which an upload copies as many as are used."""
+        """Return a zeroed buffer of which an upload copies only the used front."""
         chunk = _Chunk(count * dtype.itemsize, self._device)
         self._apart.append(chunk)
         return StaticTable(chunk, dtype)
 
     def upload(self) -> None:
-        """Copy to the device what the host has written; the host does not wait."""
+        """Copy the host's buffers to the device, asynchronously."""
         for chunk in (*self._chunks, *self._apart):
             if chunk.used:
                 chunk.device[: chunk.used].copy_(chunk.host[: chunk.used], non_blocking=True)
@@ -89,17 +89,17 @@ class StaticMemory:
             self._uploaded.record(torch.cuda.current_stream(self._device))
 
     def wait(self) -> None:
-        """Wait for the last upload: only then may the host write again, while the step before may still run."""
+        """Wait for the last upload: only then may the host write again; the previous step may still run."""
         if self._uploaded is not None:
             self._uploaded.synchronize()
 
 
 class StaticTable:
-    """Numbers of which only the first ones are used in a step.
+    """A buffer of which a step uses only the first elements.
 
     Attributes:
-        host: numbers as they were written last.
-        device: numbers as of the last upload.
+        host: values that the host wrote last.
+        device: values as of the last upload.
     """
 
     def __init__(self, chunk: _Chunk, dtype: torch.dtype) -> None:
@@ -110,60 +110,60 @@ class StaticTable:
         return len(self.host)
 
     def write(self, numbers: Tensor) -> None:
-        """Replace the numbers; they are copied with the next upload. The first ones of `host` lie there already."""
+        """Replace the contents, which the next upload copies. `numbers` may be a view of the front of `host`."""
         if numbers.data_ptr() != self.host.data_ptr():
-            # Not `len`, here and elsewhere in a step: of a tensor, that is a function of Python's.
+            # Not `len`, here and elsewhere in a step: `Tensor.__len__` is a Python function, and slower.
             self.host[: numbers.numel()] = numbers
         self.use(numbers.numel())
 
     def use(self, count: int) -> None:
-        """Have the first numbers of `host`, which were written there, copied with the next upload."""
+        """Mark the first `count` elements of `host`, which have been written, for the next upload."""
         self._chunk.used = count * self.host.itemsize
 
 
 def vector(numbers: Iterable[int]) -> Tensor:
-    """Return int64 [n]: a tensor over an array is made in a fraction of the time that one of a list takes."""
+    """Return integers as int64 [n]: building a tensor on an `array` takes a fraction of the time of one from a list."""
     values = array("q", numbers)
     return torch.frombuffer(values, dtype=torch.int64) if values else torch.zeros(0, dtype=torch.int64)
 
 
 class StaticTokens(Protocol):
-    """Decodes over one cache group of keys and values: one row a sequence.
+    """Decodes over one cache group of keys and values, one row per sequence.
 
     Attributes:
-        block_ids: where block tables are; those of a step may be laid out there before it is written.
+        block_ids: buffer of the block tables; a caller may lay out a step's tables in it before `write_tokens`.
     """
 
     block_ids: StaticTable
 
     def batch(self, num_rows: int, shares: bool = False) -> AttentionBatch:
-        """Return what `Ops.step_attention` takes for a step of some rows; its numbers are in static buffers.
+        """Return the batch that `Ops.step_attention` takes for a step of `num_rows` rows, on the static buffers.
 
         Args:
             num_rows: number of rows.
-            shares: the step can read once what sequences share; see `share`.
+            shares: the step can read shared prefixes once; see `share`.
         """
 
     def share(self, positions: Tensor, block_ids: Tensor, block_starts: Tensor, stamps: Sequence[int]) -> bool:
-        """Find what the sequences of a step share; say whether a step that reads it once pays.
+        """Find the prefixes that sequences of a step share; say whether reading them once pays.
 
         Args:
             positions, block_ids, block_starts: see `write_tokens`.
-            stamps: a number for each row, in a list that nobody changes. Where it is that of a row of an earlier step,
-                the table of that row has been the beginning of this one.
+            stamps: version of each row's block table, in a list that is never changed. If a row of an earlier step had
+                the same stamp, its table was a prefix of this one.
         """
 
     def write_tokens(
         self, positions: Tensor, block_ids: Tensor, block_starts: Tensor, num_rows: int, shares: bool = False
     ) -> None:
-        """Write a step of n rows, and rows after them that look at the null block only.
+        """Write a step of n rows, and padding rows after them that read the null block only.
 
         Args:
-            positions: int64 [n], position of each row in its sequence; on the host, as all here.
-            block_ids: int64, block tables of the sequences, at any places, and 0 for the null block at the end.
-            block_starts: int64 [n], where each table starts.
-            num_rows: number of rows with those after them.
-            shares: read once what `share` found for these rows; only for steps that can.
+            positions: int64 [n], position of each row in its sequence; on the host, as all arguments.
+            block_ids: int64, block tables of the sequences, at any offsets, then a 0, the null block.
+            block_starts: int64 [n], offset of each row's table.
+            num_rows: number of rows including padding.
+            shares: read the prefixes that `share` found for these rows once; only for steps that can.
         """
 
 
@@ -172,31 +172,31 @@ class StaticStates(Protocol):
     """Decodes over one cache group of states."""
 
     def batch(self, num_rows: int) -> StateBatch:
-        """Return what `Ops.step_states` takes for a step of some rows; its numbers are in static buffers."""
+        """Return the batch that `Ops.step_states` takes for a step of `num_rows` rows, on the static buffers."""
 
     def write_states(
         self, block_ids: Sequence[int], has_state: Sequence[bool], num_rows: int, counts: Sequence[int] | None = None
     ) -> None:
-        """Write a step of some sequences, and rows after theirs on the null block.
+        """Write a step of some sequences, and padding rows after theirs on the null block.
 
         Args:
             block_ids, has_state: see `StateBatch`.
-            num_rows: number of rows with those after them.
-            counts: number of rows of each sequence; None for one each.
+            num_rows: number of rows including padding.
+            counts: number of rows of each sequence; None if each has one.
         """
 
 
 class StaticAdapters(Protocol):
-    """Adapters of decodes: one row a sequence."""
+    """Adapters of decodes, one row per sequence."""
 
     def rows(self, num_rows: int) -> LoraRows:
-        """Return what a decoder takes for a step of some rows, whose adapters are in static buffers."""
+        """Return the adapter rows that a decoder takes for a step of `num_rows` rows, on the static buffers."""
 
     def takes(self, rows: LoraRows) -> bool:
-        """Say whether the rows of a step that have adapters fit into the buffers of such a step, or of a larger one."""
+        """Say whether the rows of a step that have adapters fit into the buffers of a step of that size or larger."""
 
     def write_adapters(self, rows: LoraRows | None, num_rows: int) -> None:
-        """Write the rows of a step that have an adapter, which it takes; None for no such row."""
+        """Write the rows of a step that have an adapter, which `takes` accepted; None if no row has one."""
 
 
 class StaticLimits(NamedTuple):
@@ -204,7 +204,7 @@ class StaticLimits(NamedTuple):
 
     Args:
         num_rows: number of rows.
-        num_blocks: entries of all block tables of a cache group together.
+        num_blocks: total number of entries of the block tables of a cache group.
     """
 
     num_rows: int
@@ -213,12 +213,12 @@ class StaticLimits(NamedTuple):
 
 @runtime_checkable
 class MakesStaticSteps(Protocol):
-    """A backend whose kernels take decodes from static buffers."""
+    """A backend whose kernels can read decode steps from static buffers."""
 
     def static_tokens(
         self, kv: PagedKV, window: int | None, chunk: int | None, memory: StaticMemory, limits: StaticLimits
     ) -> StaticTokens | None:
-        """Return buffers for a cache group of keys and values; None where its kernels cannot take them."""
+        """Return buffers for a cache group of keys and values; None where the backend's kernels do not support it."""
 
     def static_states(self, memory: StaticMemory, limits: StaticLimits) -> StaticStates:
         """Return buffers for a cache group of states."""
@@ -229,11 +229,11 @@ class MakesStaticSteps(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StaticAttentionBatch(AttentionBatch):
-    """Decodes in static buffers: the fields of the base class that are numbers of the host have no meaning.
+    """Decodes in static buffers: the host-side fields of the base class have no meaning.
 
     Args:
         source: buffers of the cache group.
-        shares: the step can read once what sequences share.
+        shares: the step can read shared prefixes once.
     """
 
     source: StaticTokens | None = None
@@ -242,7 +242,7 @@ class StaticAttentionBatch(AttentionBatch):
 
 @dataclass(frozen=True, slots=True)
 class StaticStateBatch(StateBatch):
-    """Decodes in static buffers: the fields of the base class that are numbers of the host have no meaning.
+    """Decodes in static buffers: the host-side fields of the base class have no meaning.
 
     Args:
         source: buffers of the cache group.

@@ -1,4 +1,4 @@
-"""The choice of a step's tokens by a backend: the parameters of rows, and what is found of each."""
+"""Sampling by a backend: the parameters of a step's rows, and their results."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
-# States of a row, beside its token.
+# States of a row, returned in addition to its token.
 FINE, NOTHING_LEFT, BROKEN = range(3)
-# Kinds of rows: the likeliest token is taken; one is drawn from all, from at most `NARROW` of them, from any number.
+# Kinds of rows: greedy; sampled from all tokens; from at most `NARROW` (top_k); from any number that filters keep.
 GREEDY, WHOLE, FEW, MANY = KINDS = range(4)
-# The greatest `top_k` of a row that draws from few tokens.
+# Maximum `top_k` of a row of kind FEW.
 NARROW: Final = 256
 
 
@@ -43,8 +43,8 @@ class RowParameters(NamedTuple):
         filters: filters of all rows.
         seeds: int64 [R], two's complement.
         sample_idxs: int64 [R].
-        most_few: greatest `top_k` of the rows that draw from few tokens; 0 for none.
-        cuts_many: True where a row that draws from many tokens has a `top_k`.
+        most_few: maximum `top_k` of the rows of kind FEW; 0 if there are none.
+        cuts_many: True where a row of kind MANY has a `top_k`.
     """
 
     kinds: Tensor
@@ -60,16 +60,16 @@ class RowParameters(NamedTuple):
 
     @property
     def draws(self) -> bool:
-        """Say whether a row draws."""
+        """Say whether any row is sampled, not greedy."""
         return not (self.whole is None and self.few is None and self.many is None)
 
 
 @runtime_checkable
 class DrawsTokens(Protocol):
-    """A backend that chooses tokens on a device; the host waits for nothing."""
+    """A backend that samples tokens on the device; the host does not wait."""
 
     def check_logits(self, logits: Tensor) -> Tensor:
-        """Return which rows can be drawn from, before requests change them.
+        """Return which rows can be sampled from, before requests change their logits.
 
         Args:
             logits: float32 [R, V], contiguous; rows that are `BROKEN` may be overwritten.
@@ -81,7 +81,7 @@ class DrawsTokens(Protocol):
     def draw_tokens(
         self, logits: Tensor, parameters: RowParameters | None, positions: Tensor | None, before: Tensor | None
     ) -> Tensor:
-        """Choose a token of each row.
+        """Sample a token for each row.
 
         Args:
             logits: float32 [R, V], contiguous, overwritten.
@@ -90,7 +90,7 @@ class DrawsTokens(Protocol):
             before: result of `check_logits` before requests changed the logits; None where none did.
 
         Returns:
-            int64 [2, R]: tokens, and the states of rows. What was `BROKEN` before stays so. Then a row without finite
-            logits is `NOTHING_LEFT`; it is `BROKEN` where `before` is None. The token of a row that is not `FINE` has
-            no meaning, and is one of the vocabulary.
+            int64 [2, R]: tokens, and the states of rows. A row that was `BROKEN` before stays so. Any other row without
+            finite logits is `NOTHING_LEFT`, or `BROKEN` if `before` is None. The token of a row that is not `FINE` has
+            no meaning, but is a valid id.
         """

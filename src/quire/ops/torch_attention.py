@@ -1,4 +1,4 @@
-"""Paged attention from stock operators, one sequence after the other."""
+"""Paged attention by torch operators, one sequence after the other."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from quire.ops.interface import AttentionBatch, HeadNorms, PagedKV, Rotation
 TILE_ROWS = 64
 # Tokens whose keys a single row scores at once: as many as stay in the CPU's cache.
 TILE_TOKENS = 256
-# Scores held at once where contexts are long; 16 MiB.
+# Maximum number of scores that are held at once, where contexts are long; 16 MiB.
 TILE_SCORES = 1 << 22
 
 
 class Scratch:
-    """Memory that one gather after the other lands in: it stays in the CPU's cache, and its pages are touched once."""
+    """A reused destination buffer of gathers: it stays in the CPU's cache, and its pages are faulted in only once."""
 
     __slots__ = ("_device", "_memory")
 
@@ -29,7 +29,7 @@ class Scratch:
         self._memory: dict[torch.dtype, Tensor] = {}
 
     def take(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """Return the flat memory of a dtype, grown by doubling; what was there before is lost."""
+        """Return the flat buffer of a dtype, grown by doubling; its contents are lost when it grows."""
         memory = self._memory.get(dtype)
         if memory is None or len(memory) < num_elements:
             size = num_elements if memory is None else max(num_elements, 2 * len(memory))
@@ -38,14 +38,14 @@ class Scratch:
 
 
 class Gather(NamedTuple):
-    """Some blocks of a sequence, and where they go.
+    """Some blocks of a sequence, and the destination of their gather.
 
     Args:
         row_ids: rows of the layer's blocks, head by head: keys, then, for more than one query row, values.
         gathered: [row ids, N * D].
-        keys: [K, tokens, D], a view of `gathered` without what nobody sees: the last block's tail, which may hold
-            anything, and what is out of sight at the start of the first block.
-        wide_keys: where the keys go as float32; `keys` itself where they are that.
+        keys: [K, tokens, D], a view of `gathered` without tokens that no row sees: the undefined tail of the last
+            block, and the start of the first block if it is out of the window.
+        wide_keys: destination of the keys in float32; `keys` itself if they are float32.
         values: [K, tokens, D] as `keys`, or empty for one query row.
     """
 
@@ -57,7 +57,7 @@ class Gather(NamedTuple):
 
 
 class Job(NamedTuple):
-    """One sequence: its query rows, and what they see in one gather, or for a single row in several.
+    """One sequence: its query rows, and the tokens that they see, in one gather, or for a single row in several.
 
     Args:
         first_seen: the first token of the gather that each row sees; None where all see it from its start.
@@ -75,9 +75,9 @@ class Bags(NamedTuple):
     Args:
         rows: the single rows, int64.
         slots: slot rows of the layer with values, one bag after the other.
-        starts: where in `slots` each bag starts.
+        starts: offset of each bag in `slots`.
         weights: float32, one for each of `slots`.
-        by_row: part of `weights` of each single row, as [K, G, context].
+        by_row: view of `weights` for each single row, as [K, G, context].
     """
 
     rows: Tensor
@@ -90,8 +90,8 @@ class Bags(NamedTuple):
 class TorchStepAttention:
     """Attention of one step over one cache group.
 
-    A sequence's blocks are gathered with one copy, straight into the layout that a matrix product reads, and each KV
-    head is read once for all query heads of its group. The values that single rows see are not even gathered: torch's
+    A sequence's blocks are gathered by one copy, directly into the layout that the matmul reads, and each KV head is
+    read once for all query heads of its group. The values that single rows (decodes) see are not gathered: torch's
     embedding bag sums weighted rows of the cache itself, for all sequences in one call. Nothing is padded.
     """
 

@@ -24,9 +24,9 @@ from quire.structured.mask_filler import GrammarStates
 
 
 class DeferredSampler(DeviceSampler):
-    """Chooses the tokens that `DeviceSampler` does. Those that it draws on the device are read later.
+    """Samples the same tokens as `DeviceSampler`, but those that are sampled on the device are read later.
 
-    Their results are empty when `sample` returns, and come from `DeferredTokens`; all others are complete.
+    Results of such rows are empty when `sample` returns, and come from `DeferredTokens`; all others are complete.
 
     Args:
         device, grammar_states, keep, draws: see `DeviceSampler`.
@@ -43,11 +43,11 @@ class DeferredSampler(DeviceSampler):
     ) -> None:
         super().__init__(device, grammar_states, keep, draws)
         self._deferred = deferred
-        # Empty results of the rows of the last step, by their sequences: mostly those of this step too.
+        # Empty results of the last step's rows, with their sequence ids: usually the next step has the same.
         self._empty: tuple[list[int], list[ItemResult]] = [], []
 
     def begin_step(self, plan: StepPlan) -> None:
-        """See `Sampler`: a plan of decodes opens no sequence."""
+        """See `Sampler`; a plan of decodes opens no sequence."""
         if not isinstance(plan.items, DecodeItems):
             super().begin_step(plan)
             return
@@ -100,7 +100,7 @@ class DeferredSampler(DeviceSampler):
     def _read(self, drawn: DrawnRows, histories: Sequence[TokenHistory | None]) -> Sequence[ItemResult]:
         """Read the tokens of rows, add them to the histories of their sequences, and return the results of the items.
 
-        The next step has begun meanwhile, and may have closed a sequence: then its history is read by nobody.
+        The next step has begun meanwhile, and may have closed a sequence: then its history is unused.
         """
         results = self._results(drawn)
         if not histories:

@@ -1,4 +1,4 @@
-"""The tokens that sequences have used, counted on the device, for penalties that need nothing of the host."""
+"""Token counts of sequences on the device, for penalties without synchronisation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.execution.pinned import placed
 from quire.execution.sampling.token_history import TokenHistory
 from quire.scheduling.plan import ScheduledSequence
 
-# Writes the tokens that placeholders of items stand for over those in int64 [n], one for each item.
+# Replaces placeholders in int64 [n], one for each item, by the tokens that they stand for.
 PutDrawn = Callable[[Tensor, Sequence[ScheduledSequence]], None]
 
 
@@ -22,7 +22,7 @@ class CountedRow(NamedTuple):
 
     Args:
         item: its item.
-        history: the tokens that the host knows: of the item too, but for a placeholder, and all before it.
+        history: tokens that the host knows: all up to the item's own, except a placeholder.
         num_prompt: length of the prompt.
     """
 
@@ -36,7 +36,7 @@ class RowPenalties(NamedTuple):
 
     Args:
         rows: int64 [n], rows of the logits.
-        slots: int64 [n], places of their sequences in `DeviceCounts`.
+        slots: int64 [n], table rows of their sequences in `DeviceCounts`.
         repetition, frequency, presence: float32 [n].
     """
 
@@ -48,10 +48,10 @@ class RowPenalties(NamedTuple):
 
 
 class DeviceCounts:
-    """The counts of each sequence's tokens, a row of a table for each.
+    """Token counts, one table row per sequence.
 
-    A step adds the token that it computes for a sequence, from the device where the host has not read it. The host
-    keeps how many tokens are counted; where a step does not go on from there, they are counted anew.
+    A step adds the token that it computes for a sequence, on the device if the host has not read it. The host keeps the
+    number of counted tokens; if a step does not continue from there, the tokens are counted anew.
 
     Args:
         device: device of the logits.
@@ -59,7 +59,7 @@ class DeviceCounts:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Tokens that are in the prompt, and counts of those in the output; [slots, V].
+        # Whether each token is in the prompt, and its count in the output; [slots, V].
         self._in_prompt = torch.empty(0, 0, dtype=torch.bool, device=device)
         self._output = torch.empty(0, 0, dtype=torch.int32, device=device)
         self._slots: dict[int, int] = {}

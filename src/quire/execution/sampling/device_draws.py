@@ -1,6 +1,6 @@
-"""Draws that the host waits for nowhere: the tokens of `quire.execution.sampling.sampling`, by stock operators that can
-be queued on a GPU one after the other, whatever the numbers are. Backends with kernels for draws have these as the slow
-twin.
+"""Sampling without synchronisation: the tokens of `quire.execution.sampling.sampling`, by torch operators with fixed
+shapes, which can be queued on a GPU whatever the values are. It is the reference implementation for backends with
+sampling kernels.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FIRST, _SECOND, _STEP = (
 
 
 def uniform_numbers(seeds: Tensor, sample_idxs: Tensor, positions: Tensor) -> Tensor:
-    """Return the numbers in [0, 1) that decide draws, float64 [R]: those of `sampling.uniform`, bit for bit.
+    """Return uniform numbers in [0, 1), float64 [R]: those of `sampling.uniform`, bit for bit.
 
     Args:
         seeds: int64 [R], seeds as two's complement.
@@ -41,14 +41,14 @@ def _mixed(value: Tensor) -> Tensor:
 
 
 def _shifted(value: Tensor, count: int) -> Tensor:
-    """Shift to the right as unsigned numbers are."""
+    """Shift right logically, without the sign."""
     return (value >> count) & ((1 << (64 - count)) - 1)
 
 
 def topk_in_order(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return what `sampling.stable_topk` does: the lower token id comes first among finite equals.
+    """Return the same as `sampling.stable_topk`: the lower token id comes first among finite equals.
 
-    A tie that reaches past the cut is cut by counting equals along the vocabulary.
+    A tie that crosses the cut is resolved by a cumulative count of equal logits along the vocabulary.
 
     Args:
         logits: float32 [R, V].
@@ -79,10 +79,10 @@ def cool(logits: Tensor, temperature: Tensor) -> Tensor:
 
 
 def draw_whole(logits: Tensor, points: Tensor) -> Tensor:
-    """Draw from all tokens.
+    """Sample from all tokens.
 
     Args:
-        logits: float32 [R, V], cooled, overwritten.
+        logits: float32 [R, V] after `cool`, overwritten.
         points: numbers in [0, 1), float64 [R].
 
     Returns:
@@ -92,13 +92,13 @@ def draw_whole(logits: Tensor, points: Tensor) -> Tensor:
 
 
 def draw_filtered(logits: Tensor, filters: RowFilters, points: Tensor, width: int) -> Tensor:
-    """Draw from what top_k, top_p and min_p keep, likeliest first.
+    """Sample from the tokens that top_k, top_p and min_p keep, likeliest first.
 
     Args:
-        logits: float32 [R, V], cooled.
+        logits: float32 [R, V] after `cool`.
         filters: filters of the rows.
         points: numbers in [0, 1), float64 [R].
-        width: number of the likeliest tokens that are looked at: V, or at least `top_k` of every row.
+        width: number of the likeliest tokens to consider: V, or at least `top_k` of every row.
 
     Returns:
         Token ids, int64 [R].
@@ -109,23 +109,23 @@ def draw_filtered(logits: Tensor, filters: RowFilters, points: Tensor, width: in
     is_dropped = (weights < filters.min_p[:, None]) | (ranks >= filters.top_k[:, None])
     weights = weights.masked_fill(is_dropped, 0.0)
     reached = weights.cumsum(-1, dtype=torch.float64)
-    # A token is kept while those before it fall short of top_p; so the likeliest always is.
+    # A token is kept if the mass of those before it is less than top_p; so the likeliest always is.
     last = torch.searchsorted(reached, filters.top_p[:, None] * reached[:, -1:])
     weights = weights.masked_fill(ranks > last, 0.0)
     return ids.gather(1, invert_cdf(weights, points[:, None]))[:, 0]
 
 
 class TorchDraws:
-    """Chooses tokens as `quire.ops.token_draws.DrawsTokens` says."""
+    """Implements `quire.ops.token_draws.DrawsTokens` by torch operators."""
 
     def check_logits(self, logits: Tensor) -> Tensor:
-        """Return which rows can be drawn from."""
+        """Return which rows can be sampled from."""
         return _mark(logits, None)
 
     def draw_tokens(
         self, logits: Tensor, parameters: RowParameters | None, positions: Tensor | None, before: Tensor | None
     ) -> Tensor:
-        """Choose a token of each row."""
+        """Sample a token for each row."""
         if parameters is None:
             greatest, chosen = logits.max(-1)
             return torch.stack((chosen, torch.where(greatest.isfinite(), FINE, BROKEN)))
@@ -134,11 +134,11 @@ class TorchDraws:
 
 
 def _mark(logits: Tensor, status: Tensor | None) -> Tensor:
-    """Return what is wrong with rows, int64 [R], and make those that are wrong harmless.
+    """Return the states of rows, int64 [R], and zero the logits of those that cannot be sampled from.
 
     Args:
         logits: float32 [R, V].
-        status: the result of the call before anything was forbidden; None in that call.
+        status: result of the call before requests changed the logits; None in that call.
     """
     greatest = logits.amax(-1)
     is_wrong = ~greatest.isfinite()
@@ -150,7 +150,7 @@ def _mark(logits: Tensor, status: Tensor | None) -> Tensor:
 
 
 def _choose(logits: Tensor, parameters: RowParameters, positions: Tensor | None) -> Tensor:
-    """Return a token of each row, int64 [R]."""
+    """Return the sampled token of each row, int64 [R]."""
     if not parameters.draws:
         return logits.argmax(-1)
     assert positions is not None, "a draw has a position"

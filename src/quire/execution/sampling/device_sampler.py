@@ -1,8 +1,8 @@
-"""A sampler for logits on a device: the host waits once a step, for the tokens and what is asked for beside them.
+"""A sampler for logits on a device: the host waits once per step, for the tokens and their log probabilities.
 
-Rows that ask for what only the host does are sampled as by `Sampler`: filters of whole distributions, bias, allowed
-tokens, suppressed ones, bad words, DRY, logits processors, several samples at once, and drafts whose rows look at the
-tokens before them.
+Rows with options that only the host implements are sampled as by `Sampler`: filters of whole distributions, bias,
+allowed tokens, suppressed ones, bad words, DRY, logits processors, several samples at once, and drafts whose rows
+depend on the tokens before them.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from quire.scheduling.plan import ItemResult, NewSequence, ScheduledSequence, To
 from quire.sequences.params import SamplingParams
 from quire.structured.mask_filler import GrammarStates
 
-# Fields of all items, without a Python call for each.
+# Getters for `map`, without a Python call per item.
 SEQ_ID: Final = attrgetter("seq_id")
 _NUM_SAMPLES: Final = attrgetter("num_samples")
-# Sets of rows that are known at a time: all items of a step, and those of them that are drawn on the device.
+# Maximum number of cached sets of rows: all items of a step, and those of them that are sampled on the device.
 _MOST_KNOWN: Final = 4
 
 
 class Readable(Protocol):
-    """Numbers that the host may have to wait for."""
+    """Values that the host may have to wait for."""
 
     def tolist(self) -> Any:
-        """Return them."""
+        """Return the values; wait for them if needed."""
 
 
 class DrawnRows(NamedTuple):
-    """Rows whose tokens are chosen on the device, with all that makes results of them.
+    """Rows that are sampled on the device, with all inputs of their results.
 
     Args:
         items: items of the rows.
         found: tokens and states of the rows, [2, R]; see `DrawsTokens`.
-        errors: why the grammar of a row failed, or None.
-        measured: rows with log probabilities, each with its number of likeliest tokens.
-        measures: their numbers, see `DeviceSampler._measure`; None without such rows.
+        errors: error of each row with a grammar, by row; None where it did not fail.
+        measured: rows with log probabilities, each with its number of top tokens.
+        measures: their log probabilities, see `DeviceSampler._measure`; None without such rows.
     """
 
     items: Sequence[ScheduledSequence]
@@ -66,13 +66,13 @@ class DrawnRows(NamedTuple):
 
 
 class DeviceSampler(Sampler):
-    """Chooses the tokens that `Sampler` does; see there.
+    """Samples the same tokens as `Sampler`, on the device; see there.
 
     Args:
         device: device of the logits.
         grammar_states: grammar states of constrained outputs.
         keep: applies their masks.
-        draws: chooses the tokens of rows; stock operators where it is None.
+        draws: the backend's sampling kernels; None for torch's operators.
     """
 
     def __init__(
@@ -85,11 +85,11 @@ class DeviceSampler(Sampler):
         super().__init__(device, grammar_states, keep)
         self._draws = TorchDraws() if draws is None else draws
         self._counts = DeviceCounts(device)
-        # Open sequences some or all of whose rows the host draws.
+        # Open sequences of which the host samples some or all rows.
         self._on_host: dict[int, SamplingState] = {}
-        # Requests of rows, by their sequences: mostly those of the next step too.
+        # Parameters of rows, by their sequence ids: usually the next step has the same sequences.
         self._known: dict[tuple[int, ...], KnownRows] = {}
-        # Those of the last `DecodeItems`, by their list.
+        # The `seq_ids` list of the last `DecodeItems`, and the parameters of its rows.
         self._last: tuple[list[int], KnownRows] | None = None
 
     def _close(self, seq_id: int) -> None:
@@ -108,11 +108,11 @@ class DeviceSampler(Sampler):
     def sample(
         self, logits: Tensor, items: Sequence[ScheduledSequence], positions: Tensor | None = None
     ) -> list[ItemResult]:
-        """Draw every item's tokens; see `Sampler`.
+        """Sample every item's tokens; see `Sampler`.
 
         Args:
             logits, items: see `Sampler`.
-            positions: position of the token that each row draws, int64 [R] on the device; None copies them there.
+            positions: position of the token that each row samples, int64 [R] on the device; None copies them there.
         """
         if len(logits) != len(items):
             return self._verify(logits, items, positions)
@@ -128,7 +128,7 @@ class DeviceSampler(Sampler):
         return [results[row] for row in range(len(items))]
 
     def _verify(self, logits: Tensor, items: Sequence[ScheduledSequence], positions: Tensor | None) -> list[ItemResult]:
-        """Draw runs of items, some of which have drafts: all rows at once, as `verify` does where none looks back."""
+        """Sample items, some with drafts: all rows at once, as `verify` does where no row depends on earlier ones."""
         rows = drawn_rows_of(items)
         looks_back = any(item.num_draft and self.states[item.seq_id].looks_back for item in items)
         if looks_back or not all(map(self._takes, rows)):
@@ -136,7 +136,7 @@ class DeviceSampler(Sampler):
         return self._take_runs(items, DrawnRows(rows, *self._draw(logits, rows, positions)))
 
     def _take_runs(self, items: Sequence[ScheduledSequence], drawn: DrawnRows) -> list[ItemResult]:
-        """Return the results of items from the rows of their drafts, and of the tokens before these."""
+        """Return the results of items, given the rows of their drafts and of the tokens before these."""
         return self._runs(items, drawn)
 
     def _runs(self, items: Sequence[ScheduledSequence], drawn: DrawnRows) -> list[ItemResult]:
@@ -146,7 +146,7 @@ class DeviceSampler(Sampler):
         return list(self._follow(items, runs, drawn))
 
     def _takes(self, item: ScheduledSequence) -> bool:
-        """Say whether an item's token can be drawn without the host; the item has no drafts."""
+        """Say whether an item, without drafts, can be sampled on the device."""
         if item.num_samples != 1:
             return False
         state = self._on_host.get(item.seq_id)
@@ -157,13 +157,13 @@ class DeviceSampler(Sampler):
     def _sample_own(
         self, logits: Tensor, items: Sequence[ScheduledSequence], positions: Tensor | None = None
     ) -> list[ItemResult]:
-        """Draw the tokens of items that it takes, from float32 [R, V], overwritten; see `sample`."""
+        """Sample items that `_takes` accepts, from float32 logits [R, V], overwritten; see `sample`."""
         return list(self._results(DrawnRows(items, *self._draw(logits, items, positions))))
 
     def _draw(
         self, logits: Tensor, items: Sequence[ScheduledSequence], positions: Tensor | None
     ) -> tuple[Tensor, dict[int, str | None], Sequence[tuple[int, int]], Tensor | None]:
-        """Choose the tokens of items, and return the other fields of `DrawnRows`; the host does not wait."""
+        """Sample items on the device; return the fields of `DrawnRows` after `items`; the host does not wait."""
         known, draws = self._rows(items, logits.shape[1]), self._draws
         if known.parameters is None:
             return draws.draw_tokens(logits, None, None, None), {}, (), None
@@ -186,7 +186,7 @@ class DeviceSampler(Sampler):
         return found, errors, known.measured, measures
 
     def _rows(self, items: Sequence[ScheduledSequence], vocab_size: int) -> KnownRows:
-        """Return what the rows of items ask for."""
+        """Return the sampling parameters of the items' rows."""
         own, last = items.seq_ids if isinstance(items, DecodeItems) else None, self._last
         if last is not None and own is last[0]:
             return last[1]
@@ -207,7 +207,7 @@ class DeviceSampler(Sampler):
     def _follow(
         self, items: Sequence[ScheduledSequence], results: Sequence[ItemResult], drawn: DrawnRows
     ) -> Sequence[ItemResult]:
-        """Let grammars follow the tokens of items, and append those that they force."""
+        """Advance grammars by the tokens of items, and append the tokens that they force."""
         if self._grammar_states is None or not drawn.errors:  # no row has a grammar
             return results
         return self._grammar_states.append(items, results)
@@ -231,11 +231,11 @@ class DeviceSampler(Sampler):
     def _put_drawn(self, token_ids: Tensor, items: Sequence[ScheduledSequence]) -> None:
         """Replace placeholders, in int64 [n], by the tokens that they stand for: in place, and the host does not wait.
 
-        The host has read all tokens when a step of this sampler begins, so there are none.
+        The host has read all tokens when a step of this sampler begins, so there are no placeholders here.
         """
 
     def _measure(self, raw: Tensor, chosen: Tensor, known: KnownRows) -> Tensor:
-        """Return what `_token_logprobs` reads, float64 [n, 3 + 2 * most], from logits [n, V] as the model gave them."""
+        """Return the input of `_token_logprobs`, float64 [n, 3 + 2 * most], from the model's raw logits [n, V]."""
         ids = chosen[known.measured_ids][:, None]
         normed = raw.log_softmax(-1)
         above = torch.count_nonzero(raw > raw.gather(1, ids), dim=-1)[:, None]
@@ -276,9 +276,9 @@ def _token_logprobs(
     """Return the log probabilities of some rows' tokens.
 
     Args:
-        measured: rows, each with its number of likeliest tokens.
-        numbers: token, rank and log probability of each; then the likeliest tokens, as many as the row with most of
-            them has, and their log probabilities.
+        measured: rows, each with its number of top tokens.
+        numbers: token, rank and log probability of each row; then its top tokens, as many as the row with the most
+            has, and their log probabilities.
     """
     measures = {}
     for (row, count), values in zip(measured, numbers, strict=True):
@@ -293,7 +293,7 @@ def _token_logprobs(
 
 
 def warm_up(draws: DrawsTokens, vocab_size: int, device: torch.device) -> None:
-    """Choose tokens in all ways: a backend that compiles kernels does so now, and not when a request needs them."""
+    """Sample in all ways, so that a backend compiles its kernels now, and not when a request needs them."""
     logits, positions = torch.zeros(4, vocab_size, device=device), whole_numbers(range(4), device)
     states = [
         SamplingState(NewSequence(SamplingParams(**options), 0, 0, 1, (0,), ()), device)

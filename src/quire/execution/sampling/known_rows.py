@@ -1,4 +1,4 @@
-"""Parameters of a step's rows that depend on sequences alone: looked up again only when the sequences change."""
+"""Sampling parameters of a step's rows, which depend on the sequences only: rebuilt only when these change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.execution.sampling.row_sampling import NARROW_PARAMETERS, WIDE_PARAME
 from quire.ops.static_steps import ALIGNMENT, vector
 from quire.ops.token_draws import FEW, KINDS, MANY, RowFilters, RowParameters
 
-# Columns of numbers of 8 and of 4 bytes, and what the length of a column is a multiple of.
+# Numbers of 8-byte and 4-byte columns; column lengths are a multiple of `_COLUMN`.
 _WIDE: Final = WIDE_PARAMETERS.size // 8
 _NARROW: Final = NARROW_PARAMETERS.size // 4
 _COLUMN: Final = ALIGNMENT // 4
@@ -38,11 +38,11 @@ class KnownRows(NamedTuple):
 
     Args:
         states: sampling states of the sequences.
-        parameters: their parameters; None where all take the likeliest token and ask for nothing else.
+        parameters: their parameters; None where all rows are plain greedy.
         constrained: rows with grammars.
-        penalties: rows with penalties; None for none.
-        measured: rows with log probabilities, each with its number of likeliest tokens.
-        measured_ids: those rows on the device, int64 [n]; None for none.
+        penalties: rows with penalties; None if there are none.
+        measured: rows with log probabilities, each with its number of top tokens.
+        measured_ids: those rows on the device, int64 [n]; None if there are none.
     """
 
     states: Sequence[SamplingState]
@@ -54,7 +54,7 @@ class KnownRows(NamedTuple):
 
 
 def know_rows(states: Sequence[SamplingState], vocab_size: int, device: torch.device) -> KnownRows:
-    """Return what rows ask for.
+    """Return the parameters of rows.
 
     Args:
         states: sampling states of the rows' sequences.
@@ -76,7 +76,7 @@ def know_rows(states: Sequence[SamplingState], vocab_size: int, device: torch.de
 
 
 def whole_numbers(values: Sequence[int], device: torch.device) -> Tensor:
-    """Return numbers as int64 on a device; the host does not wait."""
+    """Return integers as an int64 tensor on a device; the host does not wait."""
     return placed(vector(values), device)
 
 
@@ -92,8 +92,8 @@ def _penalties(states: Sequence[SamplingState], device: torch.device) -> KnownPe
 def _parameters(
     kinds: Sequence[int], wide: Sequence[bytes], narrow: Sequence[bytes], vocab_size: int, device: torch.device
 ) -> RowParameters:
-    """Return the parameters of rows, from the kinds and numbers of their `SequenceParameters`."""
-    # In columns, each of which kernels read as a vector, from a multiple of `ALIGNMENT` bytes on; copied together.
+    """Return the parameters of rows, from the kinds and packed bytes of their `SequenceParameters`."""
+    # As columns (structure of arrays), each a vector aligned to `ALIGNMENT` bytes; one copy to the device.
     count, length = len(kinds), -(-len(kinds) // _COLUMN) * _COLUMN
     numbers = torch.empty((2 * _WIDE + _NARROW) * length, dtype=torch.int32)
     on_host = _columns(numbers, count, length)
@@ -120,7 +120,7 @@ def _parameters(
 
 
 def _columns(numbers: Tensor, count: int, length: int) -> tuple[Tensor, Tensor]:
-    """Return the columns of rows in their numbers: wide ones, int64 [4, n], and narrow ones, int32 [3, n]."""
+    """Return views of the columns in a buffer: wide ones, int64 [4, n], and narrow ones, int32 [3, n]."""
     end = 2 * _WIDE * length
     wide = numbers[:end].view(torch.int64).view(_WIDE, length)
     return wide[:, :count], numbers[end:].view(_NARROW, length)[:, :count]

@@ -22,8 +22,8 @@ from quire.structured.grammar_state import GrammarState
 BAD_LOGITS = "the model gave logits that are not finite numbers"
 
 
-# Numbers of a sequence as bytes, as rows have them: so those of many rows are joined in one call. `top_k`, the greatest
-# number for none, the seed in two's complement, the index of the sample among those of its request, and `top_p`:
+# Parameters of a sequence packed as bytes, so that those of many rows are joined in one call. `top_k`, or the greatest
+# int64 for none; the seed in two's complement; the index of the sample in its request; and `top_p`:
 WIDE_PARAMETERS: Final = Struct("=qqqd")
 # Temperature, `min_p`, and the kind of rows:
 NARROW_PARAMETERS: Final = Struct("=ffi")
@@ -35,10 +35,10 @@ class SequenceParameters(NamedTuple):
     """The sampling parameters of a sequence, as the rows of a batch need them: the same in all steps.
 
     Args:
-        is_plain: the likeliest token is taken, and nothing else is asked for.
+        is_plain: greedy, without any other option.
         has_more: it has a grammar, penalties or log probabilities.
         kind: kind of its rows; see `RowParameters`.
-        wide, narrow: numbers as `WIDE_PARAMETERS` and `NARROW_PARAMETERS` have them.
+        wide, narrow: parameters packed as `WIDE_PARAMETERS` and `NARROW_PARAMETERS`.
     """
 
     is_plain: bool
@@ -71,7 +71,7 @@ class SamplingState:
         self.filter = Filter(
             params.temperature, params.top_k, params.top_p, params.min_p, params.typical_p, params.top_n_sigma
         )
-        # Whether its tokens are always drawn by the host's operators, also where the logits are on a device.
+        # Whether its tokens are always sampled by `Sampler`, also where there is a `DeviceSampler`.
         self.needs_host = bool(
             params.typical_p < 1.0
             or params.top_n_sigma
@@ -84,12 +84,12 @@ class SamplingState:
 
     @property
     def looks_back(self) -> bool:
-        """Say whether a row's logits are changed by the tokens before it, the drafts among them."""
+        """Say whether the processing of a row's logits depends on the tokens before it, including drafts."""
         return self.adjustments.history is not None
 
     @property
     def is_plain(self) -> bool:
-        """Say whether every token is the likeliest, and nothing else is asked of it."""
+        """Say whether sampling is greedy, without any other option."""
         params = self.params
         is_greedy = params.is_greedy and params.min_tokens == 0 and not params.measures_tokens
         return is_greedy and self.adjustments.is_none(0)
@@ -110,7 +110,7 @@ class SamplingState:
 
 
 class Row(NamedTuple):
-    """A row of logits: whose it is, the position of the token that it is for, and how many to draw from it."""
+    """A row of logits: its sequence's state, the position of the sampled token, and the number of samples."""
 
     state: SamplingState
     position: int
@@ -125,13 +125,13 @@ class SampledRow(NamedTuple):
     error: str | None = None
 
     def result_of(self, item: ScheduledSequence) -> ItemResult:
-        """Return it as the result of an item; only what the model computes is not the request's own fault."""
+        """Return the result of an item; an error is the request's own fault, except bad logits of the model."""
         is_own_fault = self.error not in (None, BAD_LOGITS)
         return ItemResult(item.seq_id, self.token_ids, self.logprobs, error=self.error, is_own_fault=is_own_fault)
 
 
 def sample_rows(logits: torch.Tensor, rows: Sequence[Row], keep: KeepTokens) -> list[SampledRow]:
-    """Draw the tokens of each row of logits, float32 [R, V], overwritten; no row's depend on the others."""
+    """Sample the tokens of each row of logits, float32 [R, V], overwritten; no row's tokens depend on other rows."""
     adjusted = [row_idx for row_idx, row in enumerate(rows) if not row.state.adjustments.is_none(row.position)]
     measured = [row_idx for row_idx, row in enumerate(rows) if row.state.params.measures_tokens]
     errors: dict[int, str] = {}
@@ -161,12 +161,12 @@ def sample_rows(logits: torch.Tensor, rows: Sequence[Row], keep: KeepTokens) -> 
 
 
 def refuse(logits: torch.Tensor, greatest: torch.Tensor, error: str) -> dict[int, str]:
-    """Return an error for each row whose greatest logit [R, 1] is not finite, and make it harmless to the others.
+    """Return an error for each row whose greatest logit [R, 1] is not finite, and zero its logits.
 
     Args:
         logits: float32 [R, V], changed.
-        greatest: the greatest of each row.
-        error: error of rows whose logits are all minus infinity.
+        greatest: maximum of each row.
+        error: error for rows whose logits are all minus infinity.
     """
     refused = {row: value for row, (value,) in enumerate(greatest.tolist()) if not isfinite(value)}
     for row in refused:
@@ -175,7 +175,7 @@ def refuse(logits: torch.Tensor, greatest: torch.Tensor, error: str) -> dict[int
 
 
 def _choose(logits: torch.Tensor, rows: Sequence[Row], *, is_sparse: bool) -> torch.Tensor:
-    """Return `num_samples` tokens of each row, int64 [R, n], n that of the greediest row for samples."""
+    """Return `num_samples` tokens of each row, int64 [R, n], where n is the maximum of the rows' `num_samples`."""
     num_draws = max(row.num_samples for row in rows)
     drawing = [row_idx for row_idx, row in enumerate(rows) if not row.state.params.is_greedy]
     filters = [rows[row_idx].state.filter for row_idx in drawing]
@@ -196,7 +196,7 @@ def _choose(logits: torch.Tensor, rows: Sequence[Row], *, is_sparse: bool) -> to
 def _measure_drawn(
     raw: torch.Tensor, token_ids: Sequence[Sequence[int]], counts: Sequence[int]
 ) -> list[tuple[TokenLogprobs, ...]]:
-    """Measure all tokens drawn from each row of `raw`, float32 [R, V], in tiles of bounded size."""
+    """Return log probabilities of tokens that were sampled from `raw`, float32 [R, V], in tiles of bounded size."""
     rows = [row for row, ids in enumerate(token_ids) for _ in ids]
     flat = [token_id for ids in token_ids for token_id in ids]
     measures: list[TokenLogprobs] = []

@@ -19,7 +19,7 @@ from quire.structured.mask_filler import GrammarStates
 
 
 class Sampler:
-    """Chooses tokens, and keeps what that takes of each open sequence.
+    """Samples tokens, and keeps the sampling state of each open sequence.
 
     Args:
         device: device of the logits.
@@ -38,20 +38,20 @@ class Sampler:
         self._grammar_states = grammar_states
         self.keep = keep
         self.states: dict[int, SamplingState] = {}
-        # Open sequences that need more than the greatest logit; and two kinds of them.
+        # Open sequences that are not plain greedy; those with a token history; those with prompt log probabilities.
         self._special: dict[int, SamplingState] = {}
         self._with_history: dict[int, TokenHistory] = {}
         self._with_prompt: dict[int, SamplingState] = {}
-        # True while sequences with a grammar are open, and for one more step: the last ones have to be let go.
+        # True while sequences with a grammar are open, and for one more step, which closes the last ones.
         self._has_grammars = False
 
     @property
     def num_open(self) -> int:
-        """Sequences that are open."""
+        """Number of open sequences."""
         return len(self.states)
 
     def begin_step(self, plan: StepPlan) -> None:
-        """Forget the closed sequences, meet the opened ones, and learn the tokens of this step."""
+        """Drop the finished sequences, add the new ones, and sync histories and grammars to this step's tokens."""
         for seq_id in plan.finished_ids:
             self._close(seq_id)
         for item in plan.items:
@@ -60,13 +60,13 @@ class Sampler:
         self.begin(plan.items)
 
     def begin(self, items: Sequence[ScheduledSequence]) -> None:
-        """Sync histories and grammar states to the tokens before those that are drawn."""
+        """Sync histories and grammar states to the tokens before those that are sampled."""
         if self._with_history:
             for item in items:
                 history = self._with_history.get(item.seq_id)
-                # The token of a placeholder is learnt when it is read.
+                # The token of a placeholder is added to the history when it is read.
                 if history is not None and item.token_ids[0] != UNKNOWN:
-                    # Drafts are learnt one by one, as they turn out to be right.
+                    # Drafts are added one by one, as they are accepted.
                     certain = item.token_ids[: len(item.token_ids) - item.num_draft]
                     history.sync(item.start, certain, is_end=item.num_samples > 0)
         if self._grammar_states is not None and self._has_grammars:
@@ -74,7 +74,7 @@ class Sampler:
             self._has_grammars = self._grammar_states.num_open > 0
 
     def masks_drafts(self, items: Iterable[ScheduledSequence]) -> bool:
-        """Say whether a grammar may mask rows of drafts: then these have to be known when the step begins."""
+        """Say whether a grammar may mask rows of drafts: then the drafts must be known when the step begins."""
         may_open = (item.num_draft and item.new_sequence is not None for item in items)
         return self._grammar_states is not None and (self._has_grammars or any(may_open))
 
@@ -98,9 +98,9 @@ class Sampler:
             self._special[seq_id] = state
 
     def sample(self, logits: torch.Tensor, items: Sequence[ScheduledSequence]) -> list[ItemResult]:
-        """Draw every item's tokens.
+        """Sample every item's tokens.
 
-        A row whose logits are not finite is an error of its item alone, where a run gets so far.
+        A row whose logits are not finite is an error of its item alone, unless a draft before it is rejected.
 
         Args:
             logits: float32 [R, V], overwritten: the rows of each item's last token, and of the `num_draft` before it.
@@ -125,12 +125,12 @@ class Sampler:
     def take_likeliest(
         self, greatest: torch.Tensor, chosen: torch.Tensor, items: Sequence[ScheduledSequence]
     ) -> list[ItemResult] | None:
-        """Return the likeliest token of each row, or None where the greatest logit of some row is not finite.
+        """Return the results of greedy sampling, or None where the greatest logit of some row is not finite.
 
         Args:
             greatest: greatest logits, [R] of float32.
             chosen: their tokens, [R] of int64.
-            items: see `sample`; nothing else is asked for.
+            items: see `sample`; all are plain greedy.
         """
         if not all(map(isfinite, greatest.tolist())):
             return None
@@ -144,7 +144,7 @@ class Sampler:
         )
 
     def is_greedy(self, items: Iterable[ScheduledSequence]) -> bool:
-        """Say whether each item's tokens are the likeliest of its rows, and nothing else is asked for."""
+        """Say whether all items are sampled greedily, without any other option."""
         special = self._special
         return not any(item.num_samples > 1 or item.seq_id in special for item in items)
 
@@ -160,7 +160,7 @@ class Sampler:
 
         Returns:
             The prompt's tokens at `[start + 1, min(start + len + 1, num_prompt))`, or none; and how many of the
-            likeliest tokens to list beside each.
+            likeliest tokens to list with each.
         """
         state = self.states[item.seq_id]
         end = item.start + len(item.token_ids) + 1

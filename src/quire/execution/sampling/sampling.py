@@ -1,7 +1,7 @@
-"""Random choice of tokens: which may be drawn, and which one is.
+"""Random sampling of tokens: filters, and draws by a counter-based random number generator.
 
 A draw is a function of the row's own logits, of the sequence's seed and sample index, and of the token's position.
-There is no generator whose state could depend on the batch, its order, or a preemption in between.
+The generator has no state, which could depend on the batch, its order, or a preemption in between.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MASK = (1 << 64) - 1
 
 
 class Filter(NamedTuple):
-    """The filters of a row's tokens; names as in `SamplingParams`."""
+    """The sampling filters of a row; names as in `SamplingParams`."""
 
     temperature: float
     top_k: int
@@ -61,16 +61,16 @@ def _mixed(value: int) -> int:
 def draw(
     logits: torch.Tensor, filters: Sequence[Filter], points: torch.Tensor, *, is_sparse: bool = False
 ) -> torch.Tensor:
-    """Draw tokens from the filtered distributions of a batch's rows.
+    """Sample tokens from the filtered distributions of a batch's rows.
 
-    Filters apply in the order temperature, top_n_sigma, typical_p, min_p, top_k, top_p; each sees what the one before
-    it left.
+    Filters apply in the order temperature, top_n_sigma, typical_p, min_p, top_k, top_p; each is applied to the tokens
+    that the previous one kept.
 
     Args:
         logits: float32 [R, V], overwritten; every row has a finite maximum.
         filters: one for each row.
-        points: numbers in [0, 1), float64 [R, n]: `n` draws from each row.
-        is_sparse: whether rows may have many tokens that are forbidden; it changes the time, not the result.
+        points: uniform numbers in [0, 1), float64 [R, n]: `n` draws from each row.
+        is_sparse: whether rows may have many logits of -inf; it changes the time, not the result.
 
     Returns:
         Token ids, int64 [R, n].
@@ -78,7 +78,7 @@ def draw(
     Source: top_p is nucleus sampling, arXiv 1904.09751; min_p is of arXiv 2407.01082.
     """
     temperature = logits.new_tensor([f.temperature for f in filters]).clamp_(min=torch.finfo(torch.float32).tiny)
-    # The maximum goes first: it is 0 then at any temperature, and no quotient overflows.
+    # The maximum is subtracted before the division: the greatest quotient is 0, so none overflows.
     logits.sub_(logits.amax(-1, keepdim=True)).div_(temperature[:, None])
     _truncate(logits, filters)
     whole = [row for row, f in enumerate(filters) if f.keeps_all]
@@ -98,12 +98,12 @@ def _weights(logits: torch.Tensor, is_sparse: bool) -> torch.Tensor:
     """Return the exponentials of logits whose maximum is 0, in place; those below 1e-37 may be 0."""
     if not is_sparse:
         return logits.exp_()
-    # Exponentials that vanish take the processor's libraries several times as long as others.
+    # Results that underflow make the CPU libraries' `exp` several times slower.
     return torch.threshold_(logits.clamp_(min=-87.0).exp_(), 1.7e-38, 0.0)
 
 
 def _truncate(logits: torch.Tensor, filters: Sequence[Filter]) -> None:
-    """Forbid, in place, what filters drop that look at all tokens; the likeliest is 0 again afterwards."""
+    """Apply top_n_sigma and typical_p, which need all tokens, in place; the greatest logit is 0 again afterwards."""
     near = [row for row, f in enumerate(filters) if f.top_n_sigma]
     if near:
         kept = logits[near]
@@ -117,24 +117,24 @@ def _truncate(logits: torch.Tensor, filters: Sequence[Filter]) -> None:
 
 
 def _float64(values: list[float], device: torch.device) -> torch.Tensor:
-    """Return parameters as Python has them: a share above 0 stays above 0, which float32 does not guarantee."""
+    """Return parameters in float64, as Python has them: in float32 a share above 0 could round to 0."""
     return torch.tensor(values, dtype=torch.float64, device=device)
 
 
 def _draw_filtered(
     logits: torch.Tensor, rows: torch.Tensor, filters: Sequence[Filter], points: torch.Tensor, drawn: torch.Tensor
 ) -> None:
-    """Draw for `rows` of the batch, from as few of the likeliest tokens as settle what is kept.
+    """Sample for `rows` of the batch, from a top-k of the logits that is just wide enough to hold all kept tokens.
 
-    Most nuclei close within the first few hundred tokens; only the rows whose nucleus does not are looked at again,
-    16 times wider, up to the whole vocabulary. What is kept, and its order, do not depend on the width.
+    Most nuclei fit into the first few hundred tokens; only rows whose nucleus does not are processed again, 16 times
+    wider, up to the whole vocabulary. The kept tokens and their order do not depend on the width.
 
     Args:
         logits: float32 [R, V], divided by temperature, the maximum at 0.
         rows: the rows to draw for, int64.
         filters: one for each of `rows`.
         points: uniform numbers, as for `draw`, for all R rows.
-        drawn: where the tokens are written, int64 [R, n].
+        drawn: output for the tokens, int64 [R, n].
     """
     vocab_size, device = logits.shape[1], logits.device
     top_k = torch.tensor([min(f.top_k or vocab_size, vocab_size) for f in filters], device=device)
@@ -147,7 +147,7 @@ def _draw_filtered(
         weights = values.exp_()
         ranks = torch.arange(width, device=device)
         kept = weights >= min_p[:, None]
-        # Settled by count: all that top_k and min_p keep is in sight.
+        # Settled by count: all tokens that top_k and min_p keep are within the width.
         is_settled = (top_k <= width) | ~kept[:, -1]
         weights.masked_fill_(~kept | (ranks >= top_k[:, None]), 0.0)
         reached = weights.cumsum(-1, dtype=torch.float64)
@@ -156,7 +156,7 @@ def _draw_filtered(
         if by_mass.any():
             mass[by_mass] = _mass(logits[rows[by_mass]], min_p[by_mass])
             is_settled |= by_mass & (reached[:, -1] >= top_p * mass)
-        # A token is kept while those before it fall short of top_p; so the likeliest always is.
+        # A token is kept if the mass of those before it is less than top_p; so the likeliest always is.
         last = torch.searchsorted(reached, (top_p * mass)[:, None])
         weights.masked_fill_(ranks > last, 0.0)
         chosen = ids.gather(1, invert_cdf(weights, points[rows]))
@@ -167,7 +167,7 @@ def _draw_filtered(
 
 
 def _mass(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """Return what the tokens that min_p keeps weigh together, float64 [R]; `logits` [R, V] are overwritten."""
+    """Return the total weight of the tokens that min_p keeps, float64 [R]; `logits` [R, V] are overwritten."""
     weights = logits.exp_()
     if min_p.any():
         weights.masked_fill_(weights < min_p[:, None], 0.0)
@@ -177,7 +177,7 @@ def _mass(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
 def stable_topk(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the `count` greatest logits of each row; among finite equals the lower token id comes first.
 
-    Logits that were computed in 16 bits are full of ties, and `torch.topk` orders and cuts those as it likes.
+    Logits that were computed in 16 bits have many ties, and `torch.topk` orders and cuts ties arbitrarily.
 
     Args:
         logits: float32 [R, V].
@@ -203,7 +203,7 @@ def stable_topk(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.T
 
 
 def _cut_tie(logits: torch.Tensor, values: torch.Tensor, ids: torch.Tensor) -> None:
-    """Put the lowest ids of a tie that reaches past the cut in front of the cut; `ids` [count + 1] is changed."""
+    """Keep the lowest ids of a tie that crosses the cut; `ids` [count + 1] is changed."""
     is_equal = values == values[-1]
     first = int(is_equal.nonzero()[0, 0])
     equal_ids = (logits == values[-1]).nonzero()[:, 0]
@@ -211,10 +211,10 @@ def _cut_tie(logits: torch.Tensor, values: torch.Tensor, ids: torch.Tensor) -> N
 
 
 def invert_cdf(weights: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
-    """Return where the cumulative weights first exceed each point's share of the row's total.
+    """Return the first column whose cumulative weight exceeds each point's share of the row's total.
 
-    Sums are taken in float64 and on two levels, chunks and then one chunk's own entries, so that no running sum over
-    a whole vocabulary is ever stored.
+    Sums are computed in float64 on two levels, by chunks and then within one chunk, so that no cumulative sum over a
+    whole vocabulary is ever stored.
 
     Args:
         weights: not negative, float32 [R, W]; each row has one above 0.
@@ -233,7 +233,7 @@ def invert_cdf(weights: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
     rows = torch.arange(len(weights), device=weights.device)[:, None, None]
     inner = weights[rows, columns.clamp(max=width - 1)].masked_fill_(columns >= width, 0.0)
     reached = inner.cumsum(-1, dtype=torch.float64)
-    # The two levels round differently: keep the target within what this chunk really holds.
+    # The two levels round differently: clamp the target to below the chunk's total.
     total = reached[:, :, -1]
     target = torch.minimum(target, total.nextafter(torch.zeros_like(total)))
     return chunk * CHUNK + torch.searchsorted(reached, target[:, :, None], right=True)[:, :, 0]

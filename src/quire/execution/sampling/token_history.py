@@ -1,4 +1,4 @@
-"""The tokens that a sequence has used, and how often, kept as they come."""
+"""The tokens that a sequence has used, with counts that are updated incrementally."""
 
 from __future__ import annotations
 

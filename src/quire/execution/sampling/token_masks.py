@@ -11,7 +11,7 @@ import torch
 RowIds = tuple[int, torch.Tensor]  # a row, and token ids of int64
 
 
-# Requests whose words are kept beside each other: all samples and prompts of one have the same.
+# Maximum number of requests whose words are cached: all samples and prompts of a request have the same words.
 NUM_KEPT = 8
 LAST: Final = None  # in a node, beside tokens
 

@@ -1,4 +1,4 @@
-"""The tokens of items with drafts: a run of drawn tokens up to the first that differs from its draft."""
+"""Verification of drafts: an item's result is a run of sampled tokens up to the first that differs from its draft."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.scheduling.plan import ItemResult, ScheduledSequence
 
 
 def run_of(item: ScheduledSequence, drawn: Sequence[int]) -> tuple[int, ...]:
-    """Return the drawn tokens up to the first that differs from its draft."""
+    """Return the sampled tokens up to and including the first that differs from its draft."""
     certain = len(item.token_ids) - item.num_draft
     for draft_idx, (token_id, draft) in enumerate(zip(drawn, item.token_ids[certain:], strict=False), 1):
         if token_id != draft:
@@ -24,14 +24,14 @@ def run_of(item: ScheduledSequence, drawn: Sequence[int]) -> tuple[int, ...]:
 def verify(
     logits: torch.Tensor, items: Sequence[ScheduledSequence], states: Sequence[SamplingState], keep: KeepTokens
 ) -> list[ItemResult]:
-    """Draw a run for each item.
+    """Sample a run for each item.
 
-    At each of its rows the token is drawn that would be drawn without drafts, from the same distribution with the same
-    random number; so as long as the drafts are those tokens, the rows after them are those that would have come. For a
-    draft that is certain, that is rejection sampling: it is accepted as often as it would have been drawn, and what
-    takes its place is distributed as what else would have been.
+    Each row samples the token that it would without drafts, from the same distribution with the same random number; as
+    long as the drafts equal these tokens, the following rows are valid too. For a deterministic draft (probability 1),
+    this is rejection sampling: it is accepted with its target probability, and a token that replaces it has the target
+    distribution of the other tokens.
 
-    Rows that look at the tokens before them are drawn in turn, all items' together; the others at once.
+    Rows that depend on the tokens before them are sampled in waves, one row of each item; the others all at once.
 
     Args:
         logits: see `Sampler.sample`.
@@ -65,7 +65,7 @@ def verify(
 
 
 def _learn_draft(item: ScheduledSequence, state: SamplingState, draft_idx: int, drawn: SampledRow) -> bool:
-    """Say whether a draft, the item's `draft_idx`-th from 1 on, was drawn; if so, the sequence's history has it."""
+    """Say whether the item's `draft_idx`-th draft, from 1 on, was sampled; if so, add it to the sequence's history."""
     offset = len(item.token_ids) - item.num_draft + draft_idx - 1
     draft = item.token_ids[offset : offset + 1]
     if drawn.token_ids != tuple(draft):
@@ -76,7 +76,7 @@ def _learn_draft(item: ScheduledSequence, state: SamplingState, draft_idx: int, 
 
 
 def run_result(item: ScheduledSequence, rows: Sequence[ItemResult]) -> ItemResult:
-    """Return what an item gave, up to the first error.
+    """Return the result of an item, up to the first error.
 
     Args:
         item: the item.
@@ -84,7 +84,7 @@ def run_result(item: ScheduledSequence, rows: Sequence[ItemResult]) -> ItemResul
     """
     if rows[0].error is not None or not item.num_draft:
         return rows[0]
-    # Where a later row has an error, the next step comes upon it; what was accepted before stands.
+    # An error of a later row is left to the next step, which meets it again; tokens accepted before it are kept.
     sound = next((row_idx for row_idx, drawn in enumerate(rows) if drawn.error is not None), len(rows))
     run = run_of(item, [drawn.token_ids[0] for drawn in rows[:sound]])
     logprobs = tuple(drawn.logprobs[0] for drawn in rows[: len(run)] if drawn.logprobs)

@@ -16,18 +16,18 @@ from quire.ops.triton.launches import Device
 from quire.ops.triton.tiles import power_of_2
 from quire.ops.weight_memory import WeightMemory
 
-# Rows of a tile: of decodes, whose adapters mostly differ, and of prompts.
+# Rows of a tile: for decodes, whose adapters usually differ, and for prompts.
 FEW_ROWS: Final = 16
 MANY_ROWS: Final = 64
-# Sizes of programs: ranks and inputs that are multiplied at a time, and columns of the output.
+# Tile sizes: ranks, inputs, and columns of the output.
 MOST_RANKS: Final = 64
 INPUTS: Final = 128
 COLUMNS: Final = 64
-# Inputs of a program of the first product. It depends on no row, so neither do sums.
+# Inputs of a split (split-K) of the shrink kernel. It is constant, so that sums do not depend on the batch.
 SPLIT_WIDTH: Final = 1024
-# Entries of a table, the first of which is for no adapter. It grows, but captured steps read where it was.
+# Initial length of a table, whose first entry means no adapter. Captured steps keep reading the table of this length.
 NUM_ENTRIES: Final = 1024
-# Adapters of a captured step, if all its rows are full tiles of them: each adds a tile that is not full.
+# Spare tiles of a captured step beyond full ones: each adapter may have one tile that is not full.
 STATIC_ADAPTERS: Final = 64
 
 
@@ -36,7 +36,7 @@ class PackedAdapter(NamedTuple):
 
     Args:
         a: [R, in].
-        b: [out, R], zero where a column is not of the part that a rank is of, with R padded to a multiple of 16.
+        b: [out, R], R padded to a multiple of 16; zero where a column and a rank are of different parts.
     """
 
     a: Tensor
@@ -47,9 +47,9 @@ class AdapterTiles(NamedTuple):
     """Rows of a step that have an adapter, as kernels take them; int32, on the device.
 
     Args:
-        entries: place of each tile's adapter in the tables of layers; 0 for a tile without rows.
-        firsts: place of each tile's first row in `rows`.
-        ends: place after its last one.
+        entries: index of each tile's adapter in the tables of layers; 0 for a tile without rows.
+        firsts: index of each tile's first row in `rows`.
+        ends: index after its last row.
         rows: rows of the step, grouped by adapter.
         num_rows: number of rows of a tile.
     """
@@ -62,7 +62,7 @@ class AdapterTiles(NamedTuple):
 
 
 def cut(rows: LoraRows, size: int) -> list[tuple[int, int, int]]:
-    """Cut the rows of each adapter into tiles of some rows: entry, first row and end of each."""
+    """Cut the rows of each adapter into tiles of `size` rows; return entry, first row and end of each tile."""
     groups = zip(rows.slots, pairwise(rows.starts), strict=True)
     return [
         (slot + 1, first, min(first + size, end)) for slot, (start, end) in groups for first in range(start, end, size)
@@ -90,11 +90,11 @@ class TritonLoraLayer:
         self._num_columns, self._device, self._max_rank = num_columns, device, max_rank
         self._adapters: dict[int, PackedAdapter] = {}
         self._table = torch.zeros(NUM_ENTRIES, kernels.ENTRY.value, dtype=torch.int64, device=device.torch_device)
-        # Captured steps read this one, also once there is a larger one.
+        # Captured steps keep reading this table after it was replaced by a larger one.
         self._captured_table = self._table
 
     def pack(self, weight: LoraWeight, memory: WeightMemory) -> PackedAdapter:  # noqa: ARG002 (of a CPU's layouts)
-        """Join the second matrices of all parts: kernels read zeros for ranks of other parts."""
+        """Join the B matrices of all parts into one; ranks of other parts are zeros."""
         a = weight.a.contiguous()
         padded = kernels.PADDED.value
         b = a.new_zeros(self._num_columns, -(-len(a) // padded) * padded)
@@ -127,7 +127,7 @@ class TritonLoraLayer:
         return ANY_SLOT in slots or not self._adapters.keys().isdisjoint(slots)
 
     def __call__(self, x: Tensor, rows: LoraRows, residual: Tensor | None) -> Tensor:
-        """Multiply by the two matrices of each row's adapter, and add."""
+        """Multiply by the matrices A and B of each row's adapter, and add the residual."""
         num_columns, width = self._num_columns, x.shape[1]
         output = x.new_zeros(len(x), num_columns) if residual is None else residual.clone()
         max_rank, table = self._max_rank, self._captured_table
@@ -168,19 +168,19 @@ class TritonStaticAdapters:
         self._rows = memory.take(limits.num_rows, torch.int32)
 
     def rows(self, num_rows: int) -> LoraRows:
-        """Return rows that read the buffers."""
+        """Return adapter rows on the static buffers."""
         rows = LoraRows(num_rows, {ANY_SLOT: []})
         entries, firsts, ends = (numbers.device[: num_static_tiles(num_rows)] for numbers in self._tiles)
         rows.placed = AdapterTiles(entries, firsts, ends, self._rows.device[:num_rows], FEW_ROWS)
         return rows
 
     def takes(self, rows: LoraRows) -> bool:
-        """Say whether there are tiles for all adapters, and entries that captured steps can read."""
+        """Say whether there are tiles for all rows, and entries of the first table for all adapters."""
         num_tiles = sum(-(-(end - start) // FEW_ROWS) for start, end in pairwise(rows.starts))
         return num_tiles <= num_static_tiles(rows.num_rows) and max(rows.slots) + 1 < NUM_ENTRIES
 
     def write_adapters(self, rows: LoraRows | None, num_rows: int) -> None:
-        """Write tiles, and tiles without rows after them."""
+        """Write tiles, and padding tiles without rows after them."""
         tiles = [] if rows is None else cut(rows, FEW_ROWS)
         tiles += [(0, 0, 0)] * (num_static_tiles(num_rows) - len(tiles))
         for numbers, values in zip(self._tiles, zip(*tiles, strict=True), strict=True):
@@ -190,5 +190,5 @@ class TritonStaticAdapters:
 
 
 def num_static_tiles(num_rows: int) -> int:
-    """Return the number of tiles of a captured step of some rows."""
+    """Return the number of tiles of a captured step of `num_rows` rows."""
     return min(num_rows, STATIC_ADAPTERS + num_rows // FEW_ROWS)

@@ -1,8 +1,7 @@
-"""Shared tokens of captured decodes, remembered from step to step: found again where a step could share others.
+"""Shared tokens of captured decodes, cached from step to step: searched again only where they may have changed.
 
-Between two steps tables grow, and hardly anything else happens to them; a stamp tells for each whether it has only
-grown. What is shared depends on no more of a table than its beginning, up to the first unit of tokens in which it
-differs from every other one:
+Between two steps, block tables usually only grow; a table's stamp is unchanged if it has only grown. The shared ranges
+depend only on the beginning of each table, up to the first unit of tokens in which it differs from every other table:
 
 ```
  table 0   |<-- shared by 0, 1, 2 -->|<-- differs -->|  anything
@@ -10,8 +9,8 @@ differs from every other one:
  table 2   |<-- shared by 0, 1, 2 -->|<-- shared by 1, 2 -->|<-- differs -->|  anything
 ```
 
-While the stamps are the same, and no row goes on into another whole unit of its beginning, the ranges are too.
-`find_shared` is the slow twin, which knows no stamps.
+While the stamps are the same, and no row has completed another unit of this beginning, the ranges are the same too.
+`find_shared` is the reference implementation, without stamps.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ from quire.ops.triton.step_numbers import sharing_call
 
 
 class DecodeSharing(NamedTuple):
-    """Tokens that decodes share, as numbers for all rows at once: `Sharing` without where tables and places begin.
+    """Shared tokens of decodes as tensors: `Sharing` without offsets of tables and of partial results.
 
     Args:
         rows: int64 [s], rows that share tokens.
-        ends: int64 [s], end of the tokens that each shares.
-        num_parts: int64 [s], number of parts in which these are.
+        ends: int64 [s], end of each row's shared tokens.
+        num_parts: int64 [s], number of splits of these.
         items: int32 [m, 8], see `SharedItem`; tables are 0.
         item_rows: int64 [m], row whose table each item reads.
-        item_members: int32 [r, 4], see `SharedRow`; places count from the first partial result of the row.
-        member_rows: int64 [r], row of each.
+        item_members: int32 [r, 4], see `SharedRow`; `place` is relative to the first partial result of the row.
+        member_rows: int64 [r], row of each member.
     """
 
     rows: Tensor
@@ -55,7 +54,7 @@ class DecodeSharing(NamedTuple):
 
     @classmethod
     def of(cls, sharing: Sharing) -> DecodeSharing:
-        """Return what some decodes share, of one row each; `Sharing.work` is the slow twin of the items."""
+        """Return the sharing of decodes of one row each; `Sharing.work` is the reference for the items."""
         items: list[int] = []
         item_rows: list[int] = []
         member_rows: list[int] = []
@@ -107,20 +106,20 @@ class DecodeSharing(NamedTuple):
 
 @cache
 def no_sharing() -> DecodeSharing:
-    """Return the sharing of decodes that share nothing: made at the first use, as imports make no tensor."""
+    """Return the sharing of decodes that share nothing; made at the first use, since imports must make no tensor."""
     return DecodeSharing.of(Sharing((), 0, {}, {}))
 
 
 class Seen(NamedTuple):
-    """All that ranges were found from.
+    """The inputs that determined the ranges found last: the key of the cache.
 
     Args:
-        stamps: stamp of the table of each row, in a list that nobody changes.
-        sees_all: bool [n], the row sees its first token.
-        rows: int64 [c], rows that see it, and begin with the same block as another one that does not differ in that.
-        deciding: int64 [c], whole units up to which the table of each decides what is shared.
-        compared: int64 [c], how many of these it had.
-        known: the stamps, where there are no such rows; else nothing.
+        stamps: stamp of the table of each row, in a list that is never changed.
+        sees_all: bool [n], True where the row sees its first token.
+        rows: int64 [c], candidates: rows that see it, and whose table has the same first block as another row's.
+        deciding: int64 [c], number of leading units of each candidate's table that determine the ranges.
+        compared: int64 [c], number of these units that the candidate had.
+        known: the stamps if there are no candidates, else empty.
     """
 
     stamps: Sequence[int]
@@ -131,22 +130,22 @@ class Seen(NamedTuple):
     known: frozenset[int]
 
     def knows(self, stamps: Sequence[int]) -> bool:
-        """Say whether rows are some of those that shared nothing, and no two of them are of one sequence."""
+        """Say whether rows are a subset of rows that shared nothing, each of a different sequence."""
         own = set(stamps)
         return len(own) == len(stamps) and self.known.issuperset(own)
 
 
 class SharedDecodes:
-    """Finds what the decodes of a cache group share, and remembers it for the next step.
+    """Finds the shared tokens of the decodes of a cache group, and caches them for the next step.
 
     Args:
-        rule: rule by which reading once pays.
+        rule: rule that decides which tokens are read once.
         num_kv_heads: K; each head has programs of its own.
         num_processors: number of processors of the GPU.
-        kernels: compiled code that finds it; None for the slow twin.
+        kernels: compiled code for the search; None for `find_shared`.
 
     Attributes:
-        sharing: tokens that were found last; they are those of a step that needed no search too.
+        sharing: shared tokens that were found last; they hold for the present step, even if it needed no search.
     """
 
     def __init__(
@@ -160,17 +159,17 @@ class SharedDecodes:
     def find(
         self, positions: Tensor, firsts: Tensor, block_ids: Tensor, block_starts: Tensor, stamps: Sequence[int]
     ) -> bool:
-        """Find what a step shares; say whether reading it once pays.
+        """Find the shared tokens of a step; say whether reading them once pays.
 
         Args:
-            positions: int64 [n], position of each row in its sequence; on the host, as all here.
+            positions: int64 [n], position of each row in its sequence; on the host, as all arguments.
             firsts: int64 [n], first token that each row sees.
             block_ids: int64, block tables of the sequences.
-            block_starts: int64 [n], where each table starts.
+            block_starts: int64 [n], offset of each row's table.
             stamps: see `StaticTokens.share`.
         """
         seen = self._seen
-        # Fewer rows share no more than all of them did, and neither do those that no longer see their first token.
+        # A subset of rows that shared nothing shares nothing, also if some no longer see their first token.
         if seen is not None and not seen.rows.numel() and (seen.stamps is stamps or seen.knows(stamps)):
             return False
         sees_all = firsts == 0
@@ -179,21 +178,21 @@ class SharedDecodes:
         return len(self.sharing.rows) > 0
 
     def _is_seen(self, seen: Seen, sees_all: Tensor, positions: Tensor, stamps: Sequence[int]) -> bool:
-        """Say whether the ranges that were found last are those of a step too."""
+        """Say whether the ranges that were found last hold for this step too."""
         if seen.stamps != stamps or not torch.equal(sees_all, seen.sees_all):
             return False
         return torch.equal(self._compared(seen.rows, seen.deciding, positions), seen.compared)
 
     def _compared(self, rows: Tensor, deciding: Tensor, positions: Tensor) -> Tensor:
-        """Return how many of the units that decide the table of each row has, int64 [c]."""
+        """Return how many of the deciding units the table of each row has, int64 [c]."""
         units = positions.index_select(0, rows).div_(self._rule.unit, rounding_mode="floor")
         return torch.minimum(units, deciding)
 
     def _find(
         self, sees_all: Tensor, positions: Tensor, block_ids: Tensor, block_starts: Tensor, stamps: Sequence[int]
     ) -> None:
-        """Find the ranges of a step, and keep what they were found from."""
-        self._seen = None  # if this fails, the next step does it again
+        """Search the ranges of a step, and keep the inputs that determine them."""
+        self._seen = None  # if this fails, the next step searches again
         search = self._search_by_torch if self._kernels is None else self._search
         rows, deciding, self.sharing = search(sees_all, positions, block_ids, block_starts)
         compared = self._compared(rows, deciding, positions)
@@ -203,7 +202,7 @@ class SharedDecodes:
     def _search(
         self, sees_all: Tensor, positions: Tensor, block_ids: Tensor, block_starts: Tensor
     ) -> tuple[Tensor, Tensor, DecodeSharing]:
-        """Return the candidates, int64 [c], how many units decide on each, int64 [c], and what is shared."""
+        """Return the candidates, int64 [c], the number of deciding units of each, int64 [c], and the shared tokens."""
         assert self._kernels is not None
         num_rows = positions.numel()
         most = MostShared.of(num_rows, self._rule.tile_rows, self._num_kv_heads, self._num_processors)
@@ -233,7 +232,7 @@ class SharedDecodes:
     def _search_by_torch(
         self, sees_all: Tensor, positions: Tensor, block_ids: Tensor, block_starts: Tensor
     ) -> tuple[Tensor, Tensor, DecodeSharing]:
-        # Where no two sequences begin with the same block, nothing else is looked at.
+        # Only rows whose first block occurs more than once are candidates.
         heads = block_ids.index_select(0, block_starts).tolist()
         counts = Counter(heads)
         of_all = zip(heads, sees_all.tolist(), block_starts.tolist(), positions.tolist(), strict=True)

@@ -1,6 +1,6 @@
-"""The work of attention in a step of decodes, planned for all rows at once, and the most of it that there can be.
+"""Work items of attention for a step of decodes, planned by vectorised operators, and upper bounds of their number.
 
-`work_items.py` has the same work row by row, for all kinds of steps: it is the slow twin.
+`work_items.py` plans the same items row by row, for all kinds of steps: it is the reference implementation.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from torch import Tensor
 from quire.ops.triton.shared_work import MostShared
 from quire.ops.triton.splits import MIN_SPLIT, most_splits
 
-# Numbers of an item and of a split row; see kernels/attention.py.
+# Number of fields of an item and of a split row; see kernels/attention.py.
 ITEM: Final = 8
 SPLIT_ROWS: Final = 4
 
 
 class MostWork(NamedTuple):
-    """The most work that decodes of a number of rows can be.
+    """Upper bounds of the work of decodes, for a number of rows.
 
     Args:
-        num_items: items.
-        num_places: partial results.
-        num_split: rows whose tokens are in several parts.
+        num_items: number of items.
+        num_places: number of partial results.
+        num_split: number of rows whose tokens are in several splits.
     """
 
     num_items: int
@@ -35,8 +35,8 @@ class MostWork(NamedTuple):
     def of(cls, num_rows: int, tile_tokens: int, num_kv_heads: int, num_processors: int) -> MostWork:
         """Return the bounds: no step of so many rows has more work, whatever its contexts are.
 
-        A split has at least a share of all tokens, and `MIN_SPLIT` of them; a first split may begin in the middle of a
-        tile, so that a row counts up to a tile more.
+        A split has at least its share of all tokens, and at least `MIN_SPLIT`; a first split may begin inside a tile,
+        so that a row counts for up to a tile more.
         """
         whole = most_splits(num_kv_heads, num_processors, num_rows)
         whole += -(-num_rows * max(0, tile_tokens - 1) // MIN_SPLIT)
@@ -44,7 +44,7 @@ class MostWork(NamedTuple):
         return cls(num_rows + whole, whole + num_split, num_split)
 
     def with_shared(self, num_rows: int, shared: MostShared) -> MostWork:
-        """Return the bounds of steps that share tokens: then every row may be in several parts."""
+        """Return the bounds of steps that share tokens: then every row may be split."""
         return MostWork(self.num_items, self.num_items + shared.num_places, num_rows)
 
 
@@ -54,9 +54,9 @@ class DecodeWork(NamedTuple):
     Args:
         items: int64 [M, 8]; see `WorkItem`, with a zero at the end.
         split_rows: int64 [S, 4]; see `SplitRows`.
-        places: int64 [n], index of the first partial result of each row that is split.
+        places: int64 [n], index of the first partial result of each split row.
         counts: int64 [n], number of items of each row.
-        parts: int64 [M], index of each item among those of its row.
+        parts: int64 [M], split index of each item in its row.
         owners: int64 [M], row of each item.
     """
 
@@ -72,7 +72,7 @@ def num_parts(lengths: Tensor, num_real: int, length: int) -> Tensor:
     """Return the number of items of each row, int64 [n].
 
     Args:
-        lengths: int64 [n], tokens of each row from the start of a tile on; changed.
+        lengths: int64 [n], number of tokens of each row, counted from the start of its first tile; changed.
         num_real: number of rows that may be split, from the first on.
         length: number of tokens of a split.
     """
@@ -86,9 +86,9 @@ def parts_of(starts: Tensor, firsts: Tensor, ends: Tensor, parts: Tensor, length
     """Return the first token and the end of items, int64 [M] each.
 
     Args:
-        starts: int64 [M], where the tile of each item's row starts.
+        starts: int64 [M], start of the first tile of each item's row.
         firsts, ends: int64 [M], first token and end of each item's row.
-        parts: int64 [M], index of each item among those of its row.
+        parts: int64 [M], split index of each item in its row.
         length: number of tokens of a split.
     """
     begin = torch.add(starts, parts, alpha=length)
@@ -104,16 +104,16 @@ def plan_decodes(
     length: int,
     num_shared: Tensor | None = None,
 ) -> DecodeWork:
-    """Cut decodes into items as `plan_work` does, by operations on all rows at once.
+    """Cut decodes into items as `plan_work` does, by vectorised operators.
 
     Args:
         positions: int64 [n], position of each row.
-        firsts: int64 [n], first token that each row sees, and shares with no other.
+        firsts: int64 [n], first token that each row sees and does not share.
         block_starts: int64 [n], index of each row's first block in the block tables.
         num_real: number of rows that may be split, from the first on.
         tile_tokens: number of tokens of a tile.
         length: number of tokens of a split.
-        num_shared: int64 [n], number of parts in which each row's shared tokens are; None for no shared tokens.
+        num_shared: int64 [n], number of splits of each row's shared tokens; None without shared tokens.
     """
     ends = positions + 1
     starts = firsts // tile_tokens * tile_tokens

@@ -1,6 +1,6 @@
-"""Writes the work of captured decodes to static buffers, by compiled code where there is some.
+"""Writes the work items of captured decodes to static buffers, by compiled code where it is installed.
 
-`plan_decodes` and `DecodeSharing.work` are the slow twin of the compiled code, and what is used without it.
+`plan_decodes` and `DecodeSharing.work` are the reference implementation of the compiled code, and used without it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from quire.ops.triton.decode_work import ITEM, SPLIT_ROWS, MostWork, plan_decode
 from quire.ops.triton.shared_work import SHARED_ITEM, SHARED_ROW
 from quire.ops.triton.splits import split_bounds, split_length
 
-# Numbers in front of the items: how many items and split rows there are, and behind two zeros, at a multiple of
-# `ALIGNMENT` bytes, how many items of shared tokens.
+# Length of the header before the items: the numbers of items and of split rows, two zeros, then, aligned to `ALIGNMENT`
+# bytes, the number of items of shared tokens.
 HEADER: Final = 8
 SHARED_COUNT: Final = 4
 
@@ -34,7 +34,7 @@ class DecodeRows(NamedTuple):
         positions: int64 [n], position of each row in its sequence.
         firsts: int64 [n], first token that each row sees.
         block_starts: int64 [n], index of each row's first block in the block tables.
-        num_real: number of rows that are no padding, from the first on.
+        num_real: number of rows that are not padding; these come first.
     """
 
     positions: Tensor
@@ -44,11 +44,11 @@ class DecodeRows(NamedTuple):
 
 
 class WorkBuffers(NamedTuple):
-    """Where the work of decodes is written.
+    """Static buffers for the work items of decodes.
 
     Args:
         numbers: int32: a header, then items, then split rows.
-        shared_items, shared_rows: int32, items of shared tokens, and the rows of these.
+        shared_items, shared_rows: int32, items of shared tokens, and their rows.
     """
 
     numbers: StaticNumbers
@@ -64,16 +64,16 @@ def decode_kernels() -> DecodeWorkKernels | None:
 
 
 class DecodeWriter:
-    """Writes the work of layers with one number of query heads to a KV head.
+    """Writes the work items for layers with one number of query heads to a KV head.
 
     Args:
         tile_tokens: number of tokens of a program's tile.
-        most: bounds of the largest step.
+        most: upper bounds for the largest step.
         num_rows: rows of the largest step.
         num_kv_heads: K; each head has programs of its own.
         num_processors: number of processors of the GPU.
-        buffers: where the work is written; nobody else writes there.
-        kernels: compiled code; None for stock operators.
+        buffers: destination of the items; nobody else writes to it.
+        kernels: compiled code; None for torch's operators.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class DecodeWriter:
         self._sharing_call = _sharing_call(self._sharing)
 
     def write(self, rows: DecodeRows, sharing: DecodeSharing) -> None:
-        """Write the work of a step, in which some tokens are shared."""
+        """Write the work items of a step, given its shared tokens."""
         kernels, call = self._kernels, self._call
         if kernels is None:
             return self._write_by_torch(rows, sharing)
@@ -143,7 +143,7 @@ class DecodeWriter:
 
 
 def _sharing_call(sharing: DecodeSharing) -> DecodeSharingCall:
-    """Return what compiled code takes of tokens that rows share, which has to live as long."""
+    """Return shared tokens as an argument of the compiled code; it points into `sharing`, which must outlive it."""
     rows, ends, num_parts, items, item_rows, members, member_rows = sharing
     return DecodeSharingCall(
         len(rows), *(each.data_ptr() for each in (rows, ends, num_parts)),

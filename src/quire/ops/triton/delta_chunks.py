@@ -1,4 +1,4 @@
-"""Launches that carry states of the gated delta rule through sequences of many rows in chunks."""
+"""Launches of the chunked gated delta rule over the long sequences of a step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.ops.triton.kernels import delta_chunks as kernels
 from quire.ops.triton.state_chunks import CHUNK, LEAST_SIDE, StateBatchNumbers, StateChunks
 from quire.ops.triton.tiles import correction_tile, power_of_2
 
-# Numbers of a row that are multiplied at a time: of 64 no more registers would spill on Hopper, but many before it.
+# Width of a tile of a row: 64 would spill no more registers on Hopper, but many on earlier GPUs.
 PART: Final = 32
 
 
@@ -23,7 +23,7 @@ def correct_in_chunks(
     batch: StateBatchNumbers,
     capability: tuple[int, int],
 ) -> None:
-    """Carry states through rows of sequences: `Recurrence.gated_delta_rule` for those in `chunks`.
+    """Compute `Recurrence.gated_delta_rule` for the sequences in `chunks`.
 
     Args:
         output: [T, H * V] of float32.
@@ -35,10 +35,10 @@ def correct_in_chunks(
     num_chunks, num_groups = len(chunks.starts), inputs[1].shape[1] // key_dim
     keys = power_of_2(key_dim, LEAST_SIDE)
     tile = correction_tile(power_of_2(value_dim, LEAST_SIDE), capability)
-    # Both parts of keys and of queries; of what turns errors into corrections, and of what reads these.
+    # High and low terms of keys and of queries; and of the inverse matrices and the scores.
     pairs = output.new_empty(num_chunks, num_groups, 4, CHUNK, keys, dtype=torch.float16)
     squares = output.new_empty(num_chunks, num_heads, 4, CHUNK, CHUNK, dtype=torch.float16)
-    # Decay of the state before each row, and of the row; powers of 2 of queries; flags of chunks that go row by row.
+    # Decay from the chunk's start to each row, and from each row to its end; scales of queries; flags to go row by row.
     decays = output.new_empty(num_chunks, num_heads, 3, CHUNK)
     flags = output.new_empty(num_chunks, num_heads, dtype=torch.int32)
     strides = [part.stride(0) for part in inputs]

@@ -1,4 +1,4 @@
-"""The experts of each row of a step, and the rows of each expert; all on the device, which nobody waits for."""
+"""Routing: the experts of each row of a step, and the rows of each expert; on the device, without synchronisation."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ MANY_ROWS: Final = 64
 
 
 class RowGroups(NamedTuple):
-    """The rows of a step, once for each expert that they go through, grouped by expert.
+    """The rows of a step, each repeated for each of its C experts, sorted by expert.
 
     Args:
-        row_ids: int32, row of the step.
-        scores: float32, score of the expert.
-        places: int64 [T, C], where a row is in its groups.
-        tiles: int32 [3, tiles], for each tile of rows its expert, its first row and the end of the expert's rows; the
-            expert of a tile that is not needed is X.
+        row_ids: int32 [T * C], row of the step.
+        scores: float32 [T * C], routing weight of the row's expert.
+        places: int64 [T, C], indices of each row's copies among the grouped rows.
+        tiles: int32 [3, tiles]: for each tile of rows, its expert, its first row and the end of the expert's rows; the
+            expert of an unused tile is X.
         tile_rows: number of rows of a tile.
-        is_last_absent: bool [], True where some rows go through experts of other ranks. The last grouped row is then
-            one of them, all of them have its place, and nothing is computed for it. None where all experts are here.
+        is_last_absent: bool [], True where some rows are routed to experts of other ranks. All of these have the index
+            of the last grouped row, for which nothing is computed. None where all experts are on this rank.
     """
 
     row_ids: Tensor
@@ -36,7 +36,7 @@ class RowGroups(NamedTuple):
 
 
 def choose(logits: Tensor, experts: RoutedExperts) -> tuple[Tensor, Tensor]:
-    """Return the experts of each row and their scores, [T, C] of int64 and of float32."""
+    """Return the top-k experts of each row and their routing weights, [T, C] of int64 and of float32."""
     logits = logits.float() * experts.logit_scale
     bias = experts.choice_bias
     scores = logits.sigmoid() if experts.is_sigmoid else logits.softmax(-1)
@@ -49,12 +49,12 @@ def choose(logits: Tensor, experts: RoutedExperts) -> tuple[Tensor, Tensor]:
 
 
 def group_rows(chosen: Tensor, scores: Tensor, num_experts: int, here: range | None = None) -> RowGroups:
-    """Group rows by expert, all on the device: how many rows an expert has, the host does not learn.
+    """Sort rows by expert on the device: the number of rows per expert is not copied to the host.
 
     Args:
         chosen, scores: [T, C], as `choose` returns them.
         num_experts: number of experts on all ranks.
-        here: experts of this rank, of which the groups are; None for all.
+        here: experts of this rank, which alone get groups; None for all.
     """
     num_rows, num_chosen = chosen.shape
     num_here = num_experts if here is None else len(here)
@@ -72,7 +72,7 @@ def group_rows(chosen: Tensor, scores: Tensor, num_experts: int, here: range | N
     tile_rows = FEW_ROWS if num_rows * num_chosen <= FEW_ROWS * num_experts else MANY_ROWS
     tile_counts = (counts + tile_rows - 1) // tile_rows
     tile_ends = tile_counts.cumsum(0)
-    # As many tiles as there can be: each expert may leave one that is not full.
+    # An upper bound of the number of tiles: each expert may have one that is not full.
     num_tiles = min(-(-len(flat) // tile_rows) + num_here, len(flat))
     tiles = torch.arange(num_tiles, device=flat.device)
     idxs = torch.searchsorted(tile_ends, tiles, right=True)

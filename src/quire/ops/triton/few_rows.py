@@ -1,4 +1,4 @@
-"""Products of one and two rows with plain weights of 16 bits, by a kernel whose only limit is memory."""
+"""GEMV: matmuls of one or two rows with plain 16-bit weights, by a kernel that is bound by memory bandwidth."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from quire.ops.interface import Activation
 from quire.ops.triton.kernels import few_rows as kernels
 from quire.ops.triton.launches import ACTIVATIONS, Device, is_aligned
 
-# The most rows that are multiplied so; from three on, tensor cores are as fast or faster.
+# Maximum number of rows; from three on, tensor cores are as fast or faster.
 MOST_ROWS: Final = 2
-# Columns up to which so few programs have work that each reads more at a time.
+# Up to this number of columns there are few programs, so each has more loads in flight.
 FEW_COLUMNS: Final = 2048
-# Columns from which on a program has more of them, and inputs from which on one with gates reads more at a time.
+# Above this number of columns a program has more of them; from this number of inputs on, a gated one loads more a time.
 MANY_COLUMNS: Final = 4096
 MANY_INPUTS: Final = 4096
 
@@ -24,7 +24,7 @@ class FewRowsTile(NamedTuple):
 
     Args:
         columns: number of columns of the output.
-        inputs: number of inputs that are read at a time.
+        inputs: number of inputs per iteration.
         num_warps: number of warps.
     """
 
@@ -34,13 +34,13 @@ class FewRowsTile(NamedTuple):
 
     @staticmethod
     def of(num_rows: int, num_columns: int, width: int, is_gated: bool) -> FewRowsTile | None:
-        """Return the tile for a product of `num_rows` rows [R, width]; None where the kernel does not take it.
+        """Return the tile for a matmul of `num_rows` rows [R, width]; None where the kernel does not support it.
 
         Args:
             num_rows: R.
             num_columns: number of columns of the output.
             width: number of inputs.
-            is_gated: columns have gates, whose weights are read too.
+            is_gated: each column has a gate, whose weights are read too.
         """
         columns, inputs, num_warps = 4, 512, 4
         if num_columns <= FEW_COLUMNS:
@@ -58,7 +58,7 @@ class FewRowsTile(NamedTuple):
 
 
 def is_readable(weight: Tensor) -> bool:
-    """Return whether the kernel can read a weight, whatever its shape is."""
+    """Return whether the kernel can read a weight: 16-bit and aligned; the shape is not checked."""
     return weight.itemsize == 2 and is_aligned(weight)
 
 
@@ -71,7 +71,7 @@ def multiply(
     tile: FewRowsTile,
     device: Device,
 ) -> Tensor:
-    """Return the product of rows [R, in] with a weight [out, in]: [R, out], gated [R, out / 2].
+    """Multiply rows [R, in] by a weight [out, in]; return [R, out], or if gated [R, out / 2].
 
     Args:
         bias: [out], or None.

@@ -1,4 +1,4 @@
-"""Launches of interpreted kernels, seen by whoever wants to make them again."""
+"""Interception of launches of interpreted kernels, for tapes that replay them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from triton.runtime import interpreter
 
 @contextmanager
 def seen_launches(see: Callable[[Callable[[], None]], None]) -> Iterator[None]:
-    """Give each launch that is made in this context to a function, which makes it by calling what it is given.
+    """Pass each launch that is made in this context to a function, as a callable that makes the launch.
 
     Args:
-        see: function that is given a launch: its kernel, grid and arguments are those of the first time for ever.
+        see: function that is given a launch, whose kernel, grid and arguments are bound; it must call it.
     """
     run = interpreter.InterpretedFunction.run
 

@@ -1,8 +1,8 @@
-"""Kernels whose launches cost the host little once Triton has made one like them.
+"""A launcher of Triton kernels with little host overhead per launch.
 
-For each launch, Triton finds out again which variant of a kernel fits the arguments, and asks its environment what may
-have changed: 9 to 25 us on a Zen 3. A `Kernel` does that for the first launch of a kind, keeps the compiled variant
-that Triton launched, and hands it later arguments of that kind by itself.
+For each launch, Triton specialises the arguments anew, looks up the compiled variant and reads its environment
+variables: 9 to 25 us on a Zen 3. A `Kernel` leaves only the first launch of each specialisation to Triton, caches the
+compiled variant, and launches it directly from then on.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
-# Releases of Triton whose compiled kernels are launched by itself as here; with others every launch is Triton's.
+# Releases of Triton whose compiled kernels can be launched directly as here; with others Triton makes every launch.
 FIRST_KNOWN: Final = (3, 6)
 FIRST_UNKNOWN: Final = (3, 10)
 IS_KNOWN: Final = FIRST_KNOWN <= tuple(map(int, triton.__version__.split(".")[:2])) < FIRST_UNKNOWN
 
-# Facts on which a variant depends, as Triton specialises; none is the name of a parameter.
-UNALIGNED: Final = "&15"  # behind the dtype of a tensor that begins at no multiple of 16 bytes
+# Properties of arguments that Triton specialises on; none is the name of a parameter.
+UNALIGNED: Final = "&15"  # follows the dtype of a tensor that is not aligned to 16 bytes
 ONE: Final = "=1"
 MULTIPLE: Final = "%16"
 OTHER: Final = "i32"
-# Whole numbers from this one on are no int32.
+# Integers from this one on do not fit into int32.
 INT32_END: Final = 1 << 31
 
 
@@ -35,9 +35,9 @@ class Variant(NamedTuple):
 
     Args:
         run: launcher of its signature.
-        function: its handle on the device.
-        metadata: number of its warps, and bytes of its shared memory.
-        constants: values of the parameters behind the arguments, in their order.
+        function: its function handle (CUfunction).
+        metadata: Triton's packed metadata: number of warps, bytes of shared memory and so on.
+        constants: values of the constexprs, in the order of the parameters; they follow the arguments.
     """
 
     run: Callable[..., None]
@@ -47,10 +47,10 @@ class Variant(NamedTuple):
 
 
 def describe(args: tuple[Any, ...]) -> tuple[list[Any], list[Any]] | None:
-    """Return all facts of arguments on which a variant depends, and what its launcher takes for them.
+    """Return the properties of arguments that a variant is specialised on, and the values that its launcher takes.
 
-    Tensors are addresses there. None where an argument is neither a tensor, nor a float, nor a whole number from 0 to
-    INT32_END: those are left to Triton.
+    A tensor is passed as its address. None where an argument is neither a tensor, nor a float, nor an int from 0 to
+    INT32_END - 1: such launches are left to Triton.
     """
     facts: list[Any] = []
     values: list[Any] = []
@@ -77,10 +77,10 @@ def describe(args: tuple[Any, ...]) -> tuple[list[Any], list[Any]] | None:
 class Kernel(triton.JITFunction):  # type: ignore[misc]
     """A compiled kernel of this backend: `kernel[grid](*arguments, **constants)`, as with Triton.
 
-    A variant is that of the current device, of the dtypes and alignments of tensors, of whole numbers that are 1 or
-    multiples of 16, and of all constants, options such as `num_warps` among them. The launch is on the current stream.
-    While a profiler has hooks in launches, they are Triton's. So are those with constants by place or arguments by
-    name. Whether tensors are where the device can read them is checked by Triton, at the first launch of a kind.
+    Variants are cached by device, dtypes and alignments of tensors, ints that are 1 or multiples of 16, and all
+    constexprs and options such as `num_warps`. The launch is on the current stream. Triton makes the launch while a
+    profiler has launch hooks, and where constexprs are positional or arguments are passed by name. Triton checks
+    whether the device can read the tensors, at the first launch of a variant only.
     """
 
     def __init__(self, fn: Callable[..., Any], **options: Any) -> None:
@@ -111,13 +111,13 @@ class Kernel(triton.JITFunction):  # type: ignore[misc]
         run(*(*grid, 1, 1)[:3], stream, function, metadata, None, None, None, *values, *rest)
 
     def _is_watched(self) -> bool:
-        """Return whether somebody wants to see launches."""
+        """Return whether launch hooks are set, such as a profiler's."""
         runtime = knobs.runtime
         enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
         return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave) or self.pre_run_hooks)
 
     def _keep(self, key: tuple[Any, ...], compiled: Any, constants: dict[str, Any]) -> None:
-        """Keep a variant that Triton has launched, where it is launched as those of known releases."""
+        """Cache a variant that Triton has launched, if this release of Triton is known and all constexprs are named."""
         names = self.arg_names[self._num_args :]
         if IS_KNOWN and compiled is not None and all(name in constants for name in names):
             rest = tuple(constants[name] for name in names)
@@ -125,7 +125,7 @@ class Kernel(triton.JITFunction):  # type: ignore[misc]
 
 
 def kernel(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """Decorate a kernel that the host launches: `triton.jit`, with launches of a `Kernel` where it is compiled.
+    """Decorate a kernel that the host launches: `triton.jit` if interpreted, else a `Kernel`.
 
     Args:
         fn: kernel; None where there are options, as in `@kernel(do_not_specialize=["size"])`.

@@ -1,4 +1,4 @@
-"""The GPU that kernels are launched on, as far as their sizes depend on it."""
+"""Properties of the GPU on which tile sizes and launches depend, and copies of host values to it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from quire.ops.triton.tiles import DEFAULT_CAPABILITY
 
 # Activations as kernels number them: in the order of `SILU` and others in kernels/rows.py.
 ACTIVATIONS: Final = {name: number for number, name in enumerate(get_args(Activation))}
-# Processors that the interpreter is given: few, so that short contexts are split too.
+# Number of SMs that the interpreter pretends to have: few, so that short contexts are split too.
 INTERPRETED_PROCESSORS: Final = 2
-# Bytes that a GPU reads while it launches a kernel: 2.5 us at 3.3 TB/s. What saves less is not worth one.
+# Bytes that a GPU reads in the time of a kernel launch, 2.5 us at 3.3 TB/s: a launch must save more than that.
 LAUNCH_BYTES: Final = 8 << 20
-# Rows up to which a state goes through a sequence row by row: as many take the time of two launches and a chunk for the
-# delta rule on an H200, and some ten fewer for Mamba 2 (docs/lab/triton-on-an-h200.md).
+# Maximum number of rows of a sequence that are scanned row by row: on an H200 that takes as long as two launches and a
+# chunk for the delta rule; for Mamba 2 the break-even is some ten rows lower (docs/lab/triton-on-an-h200.md).
 SINGLE_ROWS: Final = 31
 
 
@@ -33,9 +33,9 @@ class Device:
     Attributes:
         capability: compute capability.
         num_processors: number of streaming multiprocessors.
-        launch_bytes: bytes that must be saved for one launch more; the interpreter saves any.
-        single_rows: rows of a sequence up to which a state goes through it row by row, and not in chunks.
-        overlapping: constants and options of launches that may overlap with the kernel before; see kernels/overlap.py.
+        launch_bytes: bytes that one more launch must save; 0 in the interpreter.
+        single_rows: maximum number of rows of a sequence that are scanned row by row, and not in chunks.
+        overlapping: constexprs and options for programmatic dependent launch; see kernels/overlap.py.
     """
 
     __slots__ = ("capability", "is_gpu", "launch_bytes", "num_processors", "overlapping", "single_rows", "torch_device")
@@ -55,17 +55,17 @@ class Device:
             self.overlapping = {"OVERLAPS": True, "launch_pdl": True}
 
     def numbers(self, values: Iterable[int]) -> Tensor:
-        """Return numbers as int32 on the device; see `placed`."""
+        """Return integers as an int32 tensor on the device; see `placed`."""
         return self.placed(torch.tensor(array("i", values), dtype=torch.int32))
 
     def placed(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the host on the device: one copy, which the host does not wait for."""
+        """Copy a tensor of the host to the device, asynchronously from pinned memory."""
         return tensor.pin_memory().to(self.torch_device, non_blocking=True) if self.is_gpu else tensor
 
     def sections(self, *parts: Sequence[int]) -> list[Tensor]:
-        """Return lists of numbers as int32 on the device, by one copy, each from a multiple of 16 bytes on.
+        """Return lists of integers as int32 tensors on the device, by one copy, each aligned to 16 bytes.
 
-        A kernel is compiled anew for tensors that begin elsewhere.
+        A kernel would be recompiled for unaligned tensors.
         """
         padded = [[*part, *(0,) * (-len(part) % 4)] for part in parts]
         numbers = self.numbers(chain.from_iterable(padded))
@@ -74,5 +74,5 @@ class Device:
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """Return whether a tensor begins at a multiple of 16 bytes, as kernels are told of addresses that they load."""
+    """Return whether a tensor is aligned to 16 bytes, which kernels assume of pointers that they load from memory."""
     return tensor.data_ptr() % 16 == 0

@@ -1,4 +1,4 @@
-"""One layer of all experts of a block, on plain weights, by one launch."""
+"""One linear layer of all experts of an MoE block as a grouped GEMM, with plain weights."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class PlainExpertLayer:
 
 
 def plain_layer(layers: Sequence[Linear]) -> PlainExpertLayer | None:
-    """Return layers of experts as one; None where they are not plain, not alike, or begin at any address."""
+    """Return layers of experts as a grouped layer; None where weights are not plain, not alike, or not aligned."""
     plain = [layer for layer in layers if isinstance(layer, TritonLinear) and is_aligned(layer.weight)]
     if len(plain) < len(layers) or len({(each.weight.shape, each.weight.dtype) for each in plain}) > 1:
         return None

@@ -1,4 +1,4 @@
-"""Linear layers on plain weights, which other kernels can read too: of few rows by a kernel, of others by torch."""
+"""Linear layers on plain weights: few rows by a Triton GEMV, others by torch; grouped GEMMs can read the weight too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.ops.triton.launches import Device
 
 
 class TritonLinear:
-    """A product, and perhaps the gate of its halves.
+    """A linear layer, with an optional gate of its output's halves.
 
     Args:
         weight: [out, in], on its device; kept.
@@ -41,14 +41,14 @@ class TritonLinear:
         self.activation: Activation | None = activation
         self._gate, self._device = gate, device
         is_gated, (num_columns, width) = activation is not None, weight.shape
-        # By the number of rows.
+        # Tiles by the number of rows; None where torch multiplies.
         self._few = [
             FewRowsTile.of(num_rows, num_columns // (1 + is_gated), width, is_gated) if is_readable(weight) else None
             for num_rows in range(MOST_ROWS + 1)
         ]
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Multiply and add, then gate."""
+        """Multiply, add bias and residual, then gate."""
         if 0 < len(x) <= MOST_ROWS:
             tile = self._few[len(x)]
             if tile is not None and x.stride(1) == 1:
@@ -62,9 +62,9 @@ class TritonLinear:
         return y if self.activation is None else self._gate(y, self.activation)
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Look up rows of the weight, so that a tied head is held once: ids [T] to [T, in].
+        """Look up rows of the weight, as an embedding with tied weights: ids [T] to [T, in].
 
         Raises:
-            IndexError: an id is not that of a row; a GPU says so by itself, later.
+            IndexError: an id is out of range; a GPU reports that later, by a device-side assert.
         """
         return torch.embedding(self.weight, ids)

@@ -1,4 +1,4 @@
-"""The experts of a layer by one launch for each of their two products, without a wait for how many rows each has."""
+"""The experts of a layer as two grouped GEMMs; the host does not wait for the number of rows per expert."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class GroupedLinear(Protocol):
         """Multiply grouped rows by their experts.
 
         Args:
-            x: rows of the step [T, in] for the first layer, what came of the grouped rows [T * C, in] for the second.
+            x: rows of the step [T, in] for the first layer; the first one's grouped output [T * C, in] for the second.
             is_first: True for the first layer.
-            scales_input: rows are multiplied by their scores before the first layer, not after the second.
+            scales_input: rows are multiplied by their routing weights before the first layer, not after the second.
 
         Returns:
-            [T * C, out], of the dtype of `x` from the first layer, of float32 from the second.
+            [T * C, out], of the dtype of `x` for the first layer, float32 for the second.
         """
 
 
@@ -43,7 +43,7 @@ class TritonExperts:
 
     Args:
         experts: experts.
-        gate_ups, downs: their layers, each as one.
+        gate_ups, downs: the first and the second layers of all experts, each as one grouped layer.
         gate: `Ops.gate` of the backend.
     """
 
@@ -72,7 +72,7 @@ class TritonExperts:
         given = self._downs.multiply(inner, groups, is_first=False, scales_input=scales_input)
         if groups.is_last_absent is not None:
             given[-1].masked_fill_(groups.is_last_absent, 0.0)
-        # Rows are added in the order of their experts' scores, whatever rows are beside them.
+        # Each row's expert outputs are added in the order of their scores, whatever other rows the step has.
         for place in groups.places.unbind(1):
             total += given[place]
         return total.to(x.dtype)
@@ -89,7 +89,7 @@ class TritonExperts:
 
 
 def fuse_experts(experts: RoutedExperts, gate: Callable[[Tensor, Activation], Tensor]) -> TritonExperts | None:
-    """Return experts as one; None where they take adapters, or a layer of theirs cannot be one."""
+    """Return experts as grouped GEMMs; None where they take adapters, or their layers cannot be grouped."""
     if experts.adapters is not None:
         return None
     gate_ups, downs = (plain_layer(each) or stored_layer(each) for each in (experts.gate_ups, experts.downs))

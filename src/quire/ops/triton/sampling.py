@@ -1,4 +1,4 @@
-"""Launches of the kernels that choose tokens; their slow twin is `quire.execution.sampling.device_draws`."""
+"""Launches of the sampling kernels; `quire.execution.sampling.device_draws` does the same with torch's operators."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from quire.ops.triton.tiles import power_of_2
 # Columns of a tile, and tiles of a program.
 TILE: Final = 128
 TILES: Final = 32
-# Weights are whole multiples of 1 / 2^44 of the likeliest token's, fewer bits where a vocabulary has more than 2^18
-# tokens: the sum of a row has 62 bits at most.
+# Weights are integers: multiples of 2^-44 of the likeliest token's weight, of fewer bits where a vocabulary has more
+# than 2^18 tokens, so that the sum of a row has 62 bits at most.
 WEIGHT_BITS: Final = 44
 SUM_BITS: Final = 62
-# Tokens of a bin that are listed at most; where there are more, the row is read again and again.
+# Maximum number of tokens of a bin that are listed; for a larger bin, the row is read repeatedly.
 LISTED: Final = 16_384
 BINS: Final = 4096
 STATE: Final = 8
 
 
 class RowPeaks:
-    """The greatest logits of a step's rows, by tiles.
+    """The maximum logit of each tile of a step's rows.
 
     Args:
         logits: float32 [R, V], contiguous; R at least 1.
@@ -57,7 +57,7 @@ def check_logits(logits: Tensor) -> Tensor:
 def draw_tokens(
     logits: Tensor, parameters: RowParameters | None, positions: Tensor | None, before: Tensor | None
 ) -> Tensor:
-    """Choose a token of each row; see `quire.ops.token_draws.DrawsTokens`."""
+    """Sample a token for each row; see `quire.ops.token_draws.DrawsTokens`."""
     num_rows, vocab_size = logits.shape
     found = logits.new_empty((2, num_rows), dtype=torch.int64)
     if not num_rows:
@@ -72,7 +72,7 @@ def draw_tokens(
         if parameters.whole is not None:
             sums = _sum_tiles(rows, kinds, temperature)
     pointers = (sums, logits, kinds, temperature, seeds, sample_idxs, positions, before)
-    # An argument that a launch does not use is any tensor: with None, Triton would look for its variant anew.
+    # Any tensor stands in for an unused argument: with None, Triton would specialise the launch anew.
     sampling.choose[num_rows,](
         found, rows.peaks, rows.places, *(found if each is None else each for each in pointers), vocab_size,
         rows.num_tiles, num_rows, SCALE=scale_of(vocab_size), PEAKS=rows.width, DRAWS=draws, CHECKED=before is not None,
@@ -87,12 +87,12 @@ def draw_tokens(
 
 
 def scale_of(vocab_size: int) -> float:
-    """Return the number of multiples that the likeliest token weighs."""
+    """Return the integer weight of the likeliest token."""
     return 2.0 ** min(WEIGHT_BITS, SUM_BITS - (vocab_size - 1).bit_length())
 
 
 def _sum_tiles(rows: RowPeaks, kinds: Tensor, temperature: Tensor) -> Tensor:
-    """Return the sums of the weights of tiles, int64 [R, tiles], of rows that draw from all tokens."""
+    """Return the sum of the weights of each tile, int64 [R, tiles], for rows that are sampled from all tokens."""
     num_rows, vocab_size = rows.logits.shape
     sums = kinds.new_empty((num_rows, rows.num_tiles), dtype=torch.int64)
     sampling.sum_tiles[num_rows, -(-rows.num_tiles // TILES)](
@@ -103,9 +103,9 @@ def _sum_tiles(rows: RowPeaks, kinds: Tensor, temperature: Tensor) -> Tensor:
 
 
 def _draw_few(found: Tensor, rows: RowPeaks, parameters: RowParameters, own: Tensor, positions: Tensor) -> None:
-    """Draw the tokens of rows with a small `top_k`."""
+    """Sample the tokens of rows with a small `top_k`."""
     vocab_size, filters = rows.logits.shape[1], parameters.filters
-    # Less than `top_k` tiles have peaks above the bound, and as many tokens at most are listed of those that equal it.
+    # Fewer than `top_k` tiles have peaks above the bound, and at most `top_k` tokens that equal the bound are listed.
     capacity = min(parameters.most_few * (TILE + 1), vocab_size)
     entries = found.new_empty((len(own), capacity))
     firsts = found.new_empty((len(own), NARROW))
@@ -118,7 +118,7 @@ def _draw_few(found: Tensor, rows: RowPeaks, parameters: RowParameters, own: Ten
 
 
 def _draw_many(found: Tensor, rows: RowPeaks, parameters: RowParameters, own: Tensor, positions: Tensor) -> None:
-    """Draw the tokens of rows whose filters may keep any number of them."""
+    """Sample the tokens of rows whose filters may keep any number of them."""
     vocab_size, filters = rows.logits.shape[1], parameters.filters
     counts = parameters.cuts_many
     numbers = found.new_zeros(len(own) * (BINS * (1 + counts) + STATE))

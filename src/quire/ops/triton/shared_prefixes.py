@@ -1,4 +1,4 @@
-"""Sequences of a step that begin with the same blocks, where reading these once pays: found on the host.
+"""Finds shared prefixes, on the host: sequences whose tables begin with the same blocks, where reading them once pays.
 
 ```
  table 0   |<-- shared by 0, 1, 2 -->|<-- its own -->|
@@ -22,21 +22,21 @@ from torch import Tensor
 
 from quire.ops.triton.tiles import Tile
 
-# Ranges that a sequence can share, one behind the other, each with fewer sequences than the one before: a system
-# prompt, a conversation, the samples of its answer. Without a limit, captured steps would need room for as many as
-# there are sequences.
+# Maximum number of consecutive ranges that a sequence can share, each with fewer sequences than the previous one: a
+# system prompt, a conversation, the samples of its answer. Without a limit, the buffers of captured steps would need
+# room for as many ranges as there are sequences.
 MAX_RANGES: Final = 4
-# Partial results that each row of a shared range adds: that of the range, and that of what is behind it, which would be
-# no partial result otherwise. Each is written and read.
+# Memory passes over the partial results that a shared range adds per row: that of the range, and that of the rest of
+# the context, which would be a final result otherwise. Each is written once and read once.
 PARTIAL_PASSES: Final = 2 * 2
-# Tokens of the shortest range that is shared: a shorter one costs more in partial results than it saves in keys.
+# Tokens of the shortest shared range: a shorter one costs more in partial results than it saves in keys and values.
 MIN_SHARED: Final = 256
 # Bytes of a block id.
 ID_BYTES: Final = 8
 
 
 class SharingRule(NamedTuple):
-    """Rule by which tokens are shared: where that moves fewer bytes, of one KV head.
+    """Cost model that decides which tokens are read once: those where it moves fewer bytes, per KV head.
 
     Args:
         tile: tile of a program over shared tokens.
@@ -45,7 +45,7 @@ class SharingRule(NamedTuple):
         block_size: N.
         token_bytes: bytes of a token's key and value.
         partial_bytes: bytes of a row's partial result.
-        least_bytes: bytes that must be saved by all ranges together.
+        least_bytes: bytes that all ranges together must save.
     """
 
     tile: Tile
@@ -83,27 +83,27 @@ class SharingRule(NamedTuple):
             group: number of query heads of a KV head.
             block_size: N.
             token_bytes: bytes of a token's key and value in one KV head.
-            dim: numbers of a head in a partial result.
-            least_bytes: bytes that must be saved, of one KV head.
+            dim: padded head dimension of a partial result.
+            least_bytes: bytes that must be saved, per KV head.
         """
         unit = lcm(block_size, tile.tokens, decode.tokens)
         return cls(tile, group, unit, block_size, token_bytes, group * 4 * (dim + 2), least_bytes)
 
     def saved_bytes(self, num_rows: int, num_sequences: int, num_tokens: int) -> int:
-        """Return the bytes that are not moved if a range is read once for each tile of its rows."""
+        """Return the bytes of memory traffic saved if a range is read once for each tile of its rows."""
         num_tiles = -(-num_rows // self.tile_rows) if self.tile_rows else num_sequences
         saved = (num_sequences - num_tiles) * num_tokens * self.token_bytes
         return saved - num_rows * self.partial_bytes * PARTIAL_PASSES
 
 
 class PrefixCandidate(NamedTuple):
-    """A sequence that may share what it begins with.
+    """A sequence that may share a prefix.
 
     Args:
         first_row: index of its first row in the step.
         num_rows: number of its rows; all in one tile.
         table: index of its first block in `block_ids`.
-        num_tokens: tokens that all its rows see and none of them is, from the first on.
+        num_tokens: number of tokens at its start that all its rows see, excluding the rows' own tokens.
     """
 
     first_row: int
@@ -113,7 +113,7 @@ class PrefixCandidate(NamedTuple):
 
 
 class SharedRange(NamedTuple):
-    """Tokens of several sequences that lie in the same blocks.
+    """A range of tokens that several sequences have in the same blocks.
 
     Args:
         members: the sequences.
@@ -127,12 +127,12 @@ class SharedRange(NamedTuple):
 
 
 class FoundRanges(NamedTuple):
-    """Ranges that sequences share, and how much of each table they were found from.
+    """Shared ranges, and the length of the table prefixes that determine them.
 
     Args:
-        ranges: ranges of tokens that are read once; of a sequence, they follow each other from its first token on.
-        deciding: number of tokens of each candidate whose blocks decide on that, in whole units: those up to where it
-            differs from all others, and a unit more; whether it has so many decides too.
+        ranges: ranges of tokens that are read once; those of a sequence are contiguous from its first token on.
+        deciding: number of tokens of each candidate whose blocks determine the ranges, in whole units: those up to
+            where it differs from all others, and a unit more. Whether the sequence has that many tokens matters too.
     """
 
     ranges: Sequence[SharedRange]
@@ -171,7 +171,7 @@ def find_shared(candidates: Sequence[PrefixCandidate], block_ids: Tensor, rule: 
 
 
 def _table_bytes(block_ids: Tensor) -> memoryview:
-    """Return the bytes of block tables on the host: they are compared faster than numbers, and without numpy."""
+    """Return the bytes of block tables on the host: comparing bytes is faster than comparing ids, without numpy."""
     return memoryview((ctypes.c_char * block_ids.nbytes).from_address(block_ids.data_ptr()))
 
 
@@ -187,10 +187,10 @@ def _ranges(
     rule: SharingRule,
     deciding: list[int],
 ) -> Iterator[tuple[SharedRange, int]]:
-    """Yield the ranges of sequences that begin alike, the bytes that each saves, and write down what decided on them.
+    """Yield the ranges of sequences with equal first blocks, and the bytes that each saves; update `deciding`.
 
-    Sequences go together as far as all have the same blocks, and are divided by their next unit. They are in the order
-    of their tables, so those that go together are neighbours, and the first and the last tell how far.
+    This is a radix tree, depth first: a node is a group of sequences with the same blocks so far, divided by their next
+    unit. Sequences are sorted by table, so a group is contiguous, and its first and last member give the common length.
     """
     size = rule.unit_bytes
     num_equal = _num_equal(min(alike.values()), max(alike.values()), size, 0)
@@ -221,7 +221,7 @@ def _ranges(
 
 
 def _num_equal(one: bytes, other: bytes, size: int, low: int) -> int:
-    """Return how many parts of some bytes are equal at the beginning of both: `low` of them at least."""
+    """Return the number of equal leading parts, of `size` bytes each, of both; at least `low` are known to be equal."""
     high = min(len(one), len(other)) // size
     if one[: high * size] == other[: high * size]:
         return high

@@ -1,4 +1,4 @@
-"""The tokens that sequences of a step share, cut into items for programs: on the host, once a step."""
+"""The shared tokens of a step's sequences, cut into work items for programs: on the host, once a step."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Final, NamedTuple
 from quire.ops.triton.shared_prefixes import MAX_RANGES, PrefixCandidate, SharedRange, SharingRule
 from quire.ops.triton.splits import most_splits, split_length
 
-# Numbers of an item and of a row; see kernels/shared_attention.py.
+# Number of fields of an item and of a row; see kernels/shared_attention.py.
 SHARED_ITEM: Final = 8
 SHARED_ROW: Final = 4
 
 
 class SharedItem(NamedTuple):
-    """Rows of several sequences, and some of the tokens that they share.
+    """Rows of several sequences, and a range of their shared tokens.
 
     Args:
         first_row: index of the first of its rows among the `SharedRow`s.
@@ -23,7 +23,7 @@ class SharedItem(NamedTuple):
         table: index of the first block of one of the sequences in `block_ids`.
         first: first token.
         end: end of the tokens.
-        part: index of this part of the shared range.
+        part: index of this split of the shared range.
     """
 
     first_row: int
@@ -39,8 +39,8 @@ class SharedRow(NamedTuple):
 
     Args:
         row: index of the row in the step.
-        place: index of its partial result of the first part of the range.
-        stride: distance to the place of the next part: number of rows of its sequence.
+        place: index of its partial result for the first split of the range.
+        stride: stride to the partial result for the next split: number of rows of its sequence.
     """
 
     row: int
@@ -52,7 +52,7 @@ class SharedWork(NamedTuple):
     """The items of a step's shared tokens.
 
     Args:
-        items: items; those over the same tokens follow each other, so that they find these in a cache of the GPU.
+        items: items; those over the same tokens are adjacent, so that their keys and values hit in L2.
         rows: their rows.
     """
 
@@ -80,8 +80,8 @@ class Sharing(NamedTuple):
     Args:
         ranges: shared ranges, those of a sequence in the order of its tokens.
         length: number of tokens of a split.
-        ends: end of the tokens that a sequence shares.
-        num_parts: number of parts in which these are.
+        ends: end of each sequence's shared tokens.
+        num_parts: number of splits of each sequence's shared tokens.
     """
 
     ranges: Sequence[TiledRange]
@@ -145,12 +145,12 @@ NOTHING_SHARED: Final = Sharing((), 0, {}, {})
 
 
 class MostShared(NamedTuple):
-    """The most shared work that decodes of a number of rows can be.
+    """Upper bounds of the shared work of decodes, for a number of rows.
 
     Args:
-        num_items: items.
-        num_rows: rows of items.
-        num_places: partial results.
+        num_items: number of items.
+        num_rows: number of rows of items.
+        num_places: number of partial results.
     """
 
     num_items: int
@@ -161,8 +161,8 @@ class MostShared(NamedTuple):
     def of(cls, num_rows: int, tile_rows: int, num_kv_heads: int, num_processors: int) -> MostShared:
         """Return the bounds: no step of so many rows shares more.
 
-        A row is in `MAX_RANGES` ranges, and a range has two rows at least and one tile that is not full. A split is
-        full or the last one of its range.
+        A row is in at most `MAX_RANGES` ranges, and a range has at least two rows and at most one tile that is not
+        full. Each split is full or the last one of its range.
         """
         full, rows = most_splits(num_kv_heads, num_processors), MAX_RANGES * num_rows
         num_tiles = rows // max(1, tile_rows) + rows // 2
@@ -170,7 +170,7 @@ class MostShared(NamedTuple):
 
 
 def _tiles(members: Sequence[PrefixCandidate], tile_rows: int) -> Iterator[Sequence[PrefixCandidate]]:
-    """Yield sequences, as many at a time as a tile holds."""
+    """Yield the sequences of each tile."""
     tile: list[PrefixCandidate] = []
     num_rows = 0
     for member in members:

@@ -1,15 +1,15 @@
-"""Lengths of the parts into which tokens are cut, so that all processors of a GPU have work."""
+"""Lengths of KV splits, chosen so that all SMs of a GPU have work."""
 
 from __future__ import annotations
 
 from typing import Final
 
-# Tokens of the shortest split: a shorter one costs more in partial results than it brings in parallel work.
+# Tokens of the shortest split: a shorter one costs more in partial results than its parallelism gains.
 MIN_SPLIT: Final = 128
-# Programs that are wanted for each processor of the GPU where sequences are few.
+# Target number of programs per SM where sequences are few.
 PROGRAMS_PER_PROCESSOR: Final = 2
-# Where there are so many sequences that all processors have work, contexts are cut for as many: programs that take
-# equally long end together, but for the last ones, which leave processors idle. Shorter ones leave fewer.
+# Target where there are so many sequences that all SMs have work anyway: splits then even out the lengths of programs,
+# and shorter programs leave fewer SMs idle at the end (the last wave).
 EVEN_PROGRAMS_PER_PROCESSOR: Final = 12
 EVEN_MIN_SPLIT: Final = 512
 
@@ -17,14 +17,14 @@ EVEN_MIN_SPLIT: Final = 512
 def split_length(
     num_tokens: int, num_kv_heads: int, num_processors: int, tile_tokens: int, num_sequences: int = 0
 ) -> int:
-    """Return the number of tokens of a split, a multiple of a tile's, for work on all processors.
+    """Return the number of tokens of a split, a multiple of a tile's, so that all SMs have work.
 
     Args:
         num_tokens: number of tokens of all sequences.
         num_kv_heads: K; each head has programs of its own.
-        num_processors: number of processors of the GPU.
+        num_processors: number of SMs of the GPU.
         tile_tokens: number of tokens of a tile.
-        num_sequences: number of sequences; 0 where they are to be cut as few ones are.
+        num_sequences: number of sequences; 0 to split as for few sequences.
     """
     num_programs, least = split_bounds(num_sequences, num_kv_heads, num_processors)
     share = -(-num_tokens * num_kv_heads // num_programs)
@@ -32,18 +32,18 @@ def split_length(
 
 
 def split_bounds(num_sequences: int, num_kv_heads: int, num_processors: int) -> tuple[int, int]:
-    """Return how many programs are wanted, and the tokens of the shortest split; see `split_length`."""
+    """Return the target number of programs, and the tokens of the shortest split; see `split_length`."""
     wanted = _programs_per_processor(num_sequences, num_kv_heads, num_processors)
     return wanted * num_processors, MIN_SPLIT if wanted == PROGRAMS_PER_PROCESSOR else EVEN_MIN_SPLIT
 
 
 def busy_sequences(num_kv_heads: int, num_processors: int) -> int:
-    """Return from how many sequences on contexts are cut for processors that all have work."""
+    """Return the number of sequences from which on all SMs have work without splits."""
     return -(-PROGRAMS_PER_PROCESSOR * num_processors // num_kv_heads)
 
 
 def most_splits(num_kv_heads: int, num_processors: int, num_sequences: int = 0) -> int:
-    """Return how many splits of that length any number of tokens has at most, where each is full."""
+    """Return the maximum number of full splits of `split_length`, for any number of tokens."""
     wanted = _programs_per_processor(num_sequences, num_kv_heads, num_processors)
     return -(-wanted * num_processors // num_kv_heads)
 

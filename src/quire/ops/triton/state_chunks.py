@@ -1,4 +1,4 @@
-"""The sequences of a step that have many rows, in chunks, and the launches that carry states through them."""
+"""The long sequences of a step, cut into chunks, and the launches of the chunked Mamba 2 scan."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from quire.ops.recurrent_weights import SSMHeads
 from quire.ops.triton.kernels import state_chunks as kernels
 from quire.ops.triton.tiles import power_of_2
 
-# Rows of a chunk: products of warp groups have as many.
+# Rows of a chunk: the number of rows of a WGMMA instruction.
 CHUNK: Final = 64
-# Numbers of a row that are multiplied at a time, and the least side of a product.
+# Width of a tile of a row, and the smallest side of `tl.dot`.
 PART: Final = 64
 LEAST_SIDE: Final = 16
-# Numbers of a state that one program carries: 16 registers in each of 128 threads. 32 would spill registers.
+# Elements of a state that one program carries: 16 registers in each of 128 threads; 32 registers would spill.
 CARRIED: Final = 2048
 
 
 class StateBatchNumbers(NamedTuple):
-    """A batch as it lies on the device, int32.
+    """A batch's int32 tensors on the device.
 
     Args:
         row_starts: [S + 1].
@@ -37,11 +37,11 @@ class StateBatchNumbers(NamedTuple):
 
 
 class ChunkPlan(NamedTuple):
-    """The sequences of a step that are carried in chunks, and the chunks.
+    """The sequences of a step that are scanned in chunks, and the chunks.
 
     Args:
         sequences: indices of the sequences, [L].
-        first_chunks: chunk with which each of them begins, and the number of all chunks, [L + 1].
+        first_chunks: first chunk of each of them, then the number of all chunks, [L + 1].
         starts: first row of each chunk, [N].
         ends: end of its rows, [N].
     """
@@ -65,7 +65,7 @@ class ChunkPlan(NamedTuple):
 
 
 class StateChunks(NamedTuple):
-    """A `ChunkPlan` as it lies on the device, int32."""
+    """A `ChunkPlan` as int32 tensors on the device."""
 
     sequences: Tensor
     first_chunks: Tensor
@@ -80,7 +80,7 @@ class StateChunks(NamedTuple):
         states: Tensor,
         batch: StateBatchNumbers,
     ) -> None:
-        """Carry states through their rows: `Recurrence.ssm_scan` for these sequences.
+        """Compute `Recurrence.ssm_scan` for these sequences.
 
         Args:
             output: [T, H * D] of float32.
@@ -89,7 +89,7 @@ class StateChunks(NamedTuple):
         """
         _, num_heads, head_dim, state_dim = states.shape
         shape = len(self.starts), num_heads
-        # Decay of the state before each row, and of the row; and a flag of chunks that are not finite.
+        # Decay from the chunk's start to each row, and from each row to its end; flags of chunks that are not finite.
         decays, flags = output.new_empty(*shape, 2, CHUNK), output.new_empty(shape, dtype=torch.int32)
         width = power_of_2(state_dim, LEAST_SIDE)
         whole = power_of_2(head_dim, LEAST_SIDE)
@@ -133,7 +133,7 @@ class StateChunks(NamedTuple):
             DIM=tile,
             WIDTH=width,
             CHUNK=CHUNK,
-            # 4096 numbers, which the least tile of a wide state has, would spill registers of 4 warps.
+            # The smallest tile of a wide state has 4096 elements, which would spill with 4 warps.
             num_warps=4 if width * tile <= CARRIED else 8,
             num_stages=2,
         )

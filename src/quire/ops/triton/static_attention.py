@@ -1,4 +1,4 @@
-"""Attention of decodes whose work items lie in static buffers: launches of one size serve every step of that size."""
+"""Attention of decodes with work items in static buffers: one grid per number of rows, as CUDA graphs need it."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from quire.ops.triton.step_attention import PlacedItems, PlacedShared, TritonSte
 from quire.ops.triton.step_numbers import step_kernels
 from quire.ops.triton.tiles import Tile
 
-# Programs over shared tokens for each that processors have room for: each takes its share of the items.
+# Maximum number of `attend_shared` programs per KV head, as a multiple of `most_splits`; they loop over the items.
 SHARED_PROGRAMS: Final = 4
 
 
 class PlannedGroup(NamedTuple):
-    """The work of layers with one number of query heads to a KV head.
+    """The work items for layers with one number of query heads to a KV head.
 
     Args:
-        decodes: finds what sequences share, and remembers it.
-        writer: writes the work.
-        most: bounds of the largest step.
-        buffers: where it is written.
+        decodes: finds shared prefixes, and remembers them.
+        writer: writes the items.
+        most: upper bounds for the largest step.
+        buffers: static buffers that hold the items.
     """
 
     decodes: SharedDecodes
@@ -72,14 +72,14 @@ class TritonStaticTokens:
         self._planned: dict[int, PlannedGroup] = {}
         self._rows: DecodeRows | None = None
         self._kernels = decode_kernels()
-        # Positions, first tokens and first blocks of rows, as compiled code writes them.
+        # Positions, first visible tokens and table offsets of rows; compiled code writes them.
         self._row_numbers = torch.zeros(3, limits.num_rows, dtype=torch.int64)
-        self._columns: dict[int, list[Tensor]] = {}  # of the first rows, by their number
+        self._columns: dict[int, list[Tensor]] = {}  # `_row_numbers` cut to a number of rows, by that number
         pointers = self._slots.host.data_ptr(), *(row.data_ptr() for row in self._row_numbers)
         self._lay_options = self._block_size, window or 0, chunk or 0, *pointers
 
     def batch(self, num_rows: int, shares: bool = False) -> StaticAttentionBatch:
-        """Return the batch of a step of some rows."""
+        """Return the batch of a step of `num_rows` rows."""
         return StaticAttentionBatch(
             self._slots.device[:num_rows],
             range(num_rows + 1),
@@ -104,7 +104,7 @@ class TritonStaticTokens:
     def write_tokens(
         self, positions: Tensor, block_ids: Tensor, block_starts: Tensor, num_rows: int, shares: bool = False
     ) -> None:
-        """Write slots, tables and items."""
+        """Write the slot mapping, block tables and work items."""
         if self._kernels is None:
             self._rows = self._lay_by_torch(positions, block_ids, block_starts, num_rows)
         else:
@@ -119,7 +119,7 @@ class TritonStaticTokens:
             planned.writer.write(self._rows, planned.decodes.sharing if shares else no_sharing())
 
     def _lay_by_torch(self, positions: Tensor, block_ids: Tensor, block_starts: Tensor, num_rows: int) -> DecodeRows:
-        """Write slots, and return the rows with padding."""
+        """Write the slot mapping, and return the rows with padding."""
         num_real, size = len(positions), self._block_size
         slots = self._slots.host
         # (block - position // size) * size + position is the block's slot of that position.
@@ -127,7 +127,7 @@ class TritonStaticTokens:
         blocks = block_ids.index_select(0, block_starts + idx)
         torch.add(positions, blocks.sub_(idx), alpha=size, out=slots[:num_real])
         padding = num_rows - num_real
-        if padding:  # the last entry of the tables is the null block
+        if padding:  # padding rows read the last entry of the tables, the null block
             slots[num_real:num_rows] = 0
             positions = torch.cat((positions, positions.new_zeros(padding)))
             block_starts = torch.cat((block_starts, block_starts.new_full((padding,), len(block_ids) - 1)))
@@ -142,13 +142,13 @@ class TritonStaticTokens:
         return torch.zeros_like(positions)
 
     def launch(self, group: int, num_rows: int, tile: Tile, rule: SharingRule, shares: bool) -> PlacedItems:
-        """Return the items of a launch for steps of some rows.
+        """Return the work items of a launch for steps of `num_rows` rows; their buffers are made at the first call.
 
         Args:
             group: number of query heads to a KV head.
             num_rows: number of rows.
             tile: tile of a program for such heads.
-            rule: when tokens that sequences share are read once.
+            rule: conditions under which shared tokens are read once.
             shares: the step can read them once.
         """
         planned = self._planned.get(group)
@@ -191,7 +191,7 @@ class TritonStaticTokens:
 
 
 class TritonStaticAttention(TritonStepAttention):
-    """Attention of decodes over one cache group: one launch for all rows, and one that adds up those that are split.
+    """Attention of decodes over one cache group: one launch for all rows, and one that combines splits.
 
     Args:
         batch: batch of a `TritonStaticTokens`.
@@ -205,5 +205,5 @@ class TritonStaticAttention(TritonStepAttention):
         self._source, self._shares = batch.source, batch.shares
 
     def _launches(self, group: int, num_rows: int) -> Iterator[PlacedItems]:
-        """Yield the one kind of items that there is."""
+        """Yield the single kind of items: decodes."""
         yield self._source.launch(group, num_rows, self.tiles(group)[0], self.sharing_rule(group), self._shares)

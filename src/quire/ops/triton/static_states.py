@@ -1,4 +1,4 @@
-"""Recurrence of decodes whose sequences are named in static buffers."""
+"""Recurrence of decodes whose sequences, blocks and flags are in static buffers."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class TritonStaticStates:
         self._has_one_each = False
 
     def batch(self, num_rows: int) -> StaticStateBatch:
-        """Return the batch of a step of some rows."""
+        """Return the batch of a step of `num_rows` rows."""
         return StaticStateBatch((), range(num_rows + 1), (), self)
 
     def write_states(
         self, block_ids: Sequence[int], has_state: Sequence[bool], num_rows: int, counts: Sequence[int] | None = None
     ) -> None:
-        """Write a step: with the rows of padding there are as many sequences as rows, some maybe of no row."""
+        """Write a step; it is padded to as many sequences as rows, of which some may have no row."""
         num_real = len(block_ids)
         if counts is not None:
             of_all = torch.zeros(num_rows, dtype=torch.int64)

@@ -18,23 +18,23 @@ from quire.ops.triton.tiles import Tile, decode_tile, power_of_2, prefill_tile, 
 
 # Forms of the cache as kernels know them (kernels/numbers.py).
 STORED = {torch.int8: 1, torch.float8_e4m3fn: 2}
-# Heads that one program prepares.
+# Heads per program of `prepare_heads`.
 HEADS = 8
-# Numbers of partial results that a program adds up at once; of few rows, whose contexts are in many parts.
+# Elements of partial results that a program of `combine` loads at once; more for few rows, which have many splits.
 COMBINED = 1024
 COMBINED_OF_FEW = 4096
 FEW_ROWS = 8
 
 
 class PlacedShared(NamedTuple):
-    """The items of shared tokens on the device.
+    """The work items of shared tokens on the device; see kernels/shared_attention.py.
 
     Args:
         tile: tile of a program.
         items: int32, the items.
         rows: int32, their rows.
         num_items: int32, the number of items.
-        num_programs: number of programs of a KV head.
+        num_programs: number of programs per KV head.
     """
 
     tile: Tile
@@ -45,18 +45,18 @@ class PlacedShared(NamedTuple):
 
 
 class PlacedItems(NamedTuple):
-    """The items of one launch on the device.
+    """The work items of one launch on the device; see kernels/attention.py.
 
     Args:
         tile: tile of a program.
         numbers: int32, the items.
-        num_items: number of items, or the most that there may be.
-        num_places: number of partial results, or the most; 0 for none.
-        split_rows: int32, the rows whose tokens are in several parts.
-        num_split: number of those rows, or the most.
-        counts: int32, the numbers of items and of split rows, where they are known on the device only; None where the
-            numbers above are exact.
-        shared: items whose partial results are added to those of these items; None for none.
+        num_items: number of items, or an upper bound.
+        num_places: number of partial results, or an upper bound; 0 if no context is split.
+        split_rows: int32, entries of rows whose contexts are split.
+        num_split: number of those entries, or an upper bound.
+        counts: int32, the numbers of items and of split entries, where they are known on the device only; None where
+            the numbers above are exact.
+        shared: items of shared tokens, whose partial results are added to those of these items; None without sharing.
     """
 
     tile: Tile
@@ -72,8 +72,8 @@ class PlacedItems(NamedTuple):
 class TritonStepAttention:
     """Attention of one step over one cache group.
 
-    Sequences with few rows go through a kernel with a small tile, in splits where their contexts are long; others
-    through the same kernel with a large tile.
+    Sequences with few rows (decodes) run with a small tile, with split KV where their contexts are long; others
+    (prefills) run in the same kernel with a large tile.
     """
 
     def __init__(self, batch: AttentionBatch, kv: PagedKV, device: Device) -> None:
@@ -89,12 +89,12 @@ class TritonStepAttention:
         self._constants: dict[tuple[int, Tile], dict[str, int]] = {}
 
     def prepare(self, layer_idx: int, qkv: Tensor, norms: HeadNorms | None, rotation: Rotation) -> Tensor:
-        """Norm heads, rotate queries and keys, store keys and values; return the queries [T, H, D]."""
+        """Norm heads, apply RoPE to queries and keys, store keys and values; return the queries [T, H, D]."""
         num_heads = qkv.shape[1] // self._head_dim - 2 * self._num_kv_heads
         return self._prepare(layer_idx, qkv, num_heads, self._num_kv_heads, norms, rotation)
 
     def prepare_queries(self, q: Tensor, norms: HeadNorms | None, rotation: Rotation) -> Tensor:
-        """Norm and rotate queries; return them as [T, H, D]."""
+        """Norm queries and apply RoPE to them; return them as [T, H, D]."""
         return self._prepare(0, q, q.shape[1] // self._head_dim, 0, norms, rotation)
 
     def _prepare(
@@ -146,7 +146,7 @@ class TritonStepAttention:
         num_rows, num_heads, head_dim = q.shape
         group = num_heads // self._num_kv_heads
         q = q if q.stride(2) == 1 else q.contiguous()
-        if scale <= 0.0:  # kernels compare scores before they scale them
+        if scale <= 0.0:  # kernels take the maximum of unscaled scores
             q, scale = q * scale, 1.0
         for items in self._launches(group, num_rows):
             partial = output, output
@@ -180,7 +180,7 @@ class TritonStepAttention:
         partial: tuple[Tensor, Tensor],
         items: PlacedItems,
     ) -> None:
-        """Let items of one kind attend."""
+        """Launch attention of one kind of items."""
         batch, counts = self._batch, items.counts
         attention.attend[items.num_items, self._num_kv_heads](
             output,
@@ -206,7 +206,7 @@ class TritonStepAttention:
             SINKS=sinks is not None,
             SPLIT=items.num_places > 0,
             COUNTED=counts is not None,
-            # With soft caps, the compiler would wait for each instruction of a product.
+            # With a soft cap, the compiler would wait for each matmul instruction (WGMMA) before the next.
             PIPELINED=items.tile.is_pipelined and self._stored == 0 and soft_cap is None,
             **self._device.overlapping,
         )
@@ -220,7 +220,7 @@ class TritonStepAttention:
         partial: tuple[Tensor, Tensor],
         shared: PlacedShared,
     ) -> None:
-        """Let rows of several sequences attend to the tokens that these share."""
+        """Launch attention of rows of several sequences to the tokens that these share."""
         shared_attention.attend_shared[shared.num_programs, self._num_kv_heads](
             *partial,
             q,
@@ -240,7 +240,7 @@ class TritonStepAttention:
         )
 
     def _slots_of(self, layer_idx: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return keys and values of a layer, [B, K, N, W], and what has their scales."""
+        """Return keys and values of a layer, [B, K, N, W], and views as float32 of int8 ones, which hold the scales."""
         slots = self._slots.get(layer_idx)
         if slots is None:
             keys, values = self._data.select(1, layer_idx).unbind(1)
@@ -251,7 +251,7 @@ class TritonStepAttention:
         return slots
 
     def _constants_of(self, group: int, tile: Tile) -> dict[str, int]:
-        """Return the constants that kernels which attend are compiled for, for `group` query heads to a KV head."""
+        """Return the constexprs and options of attention kernels, for `group` query heads to a KV head."""
         constants = self._constants.get((group, tile))
         if constants is None:
             constants = self._constants[group, tile] = {
@@ -272,7 +272,7 @@ class TritonStepAttention:
     def _combine(
         self, items: PlacedItems, output: Tensor, partial: tuple[Tensor, Tensor], sinks: Tensor | None, group: int
     ) -> None:
-        """Add up what the splits of rows gave."""
+        """Launch the kernel that combines the partial results of split rows."""
         combined = COMBINED_OF_FEW if items.num_split <= FEW_ROWS else COMBINED
         attention.combine[items.num_split, self._num_kv_heads, group](
             output,
@@ -292,7 +292,7 @@ class TritonStepAttention:
         )
 
     def tiles(self, group: int) -> tuple[Tile, Tile]:
-        """Return the tiles of sequences with few rows and of others, for `group` query heads to a KV head."""
+        """Return the tiles for sequences with few rows and for others, for `group` query heads to a KV head."""
         element_bytes = self._dtype.itemsize
         is_int8 = self._data.dtype == torch.int8
         decode = decode_tile(self._head_dim, group, element_bytes, self._stored != 0)
@@ -313,7 +313,7 @@ class TritonStepAttention:
         )
 
     def _place(self, group: int) -> list[PlacedItems]:
-        """Plan the work for layers with `group` query heads to a KV head, and copy it to the device."""
+        """Plan the work items for layers with `group` query heads to a KV head, and copy them to the device."""
         decode, prefill = self.tiles(group)
         rule = self.sharing_rule(group)
         cut = StepCut(group, decode, prefill, self._num_kv_heads, self._device.num_processors, rule)

@@ -1,6 +1,6 @@
-"""The work of attention in a step as numbers for programs: planned by compiled code on the host where there is some.
+"""Work items of a step as int32 buffers for kernels, planned on the host by compiled code where it is installed.
 
-`plan_work` is the slow twin of the compiled code, and what is used without it.
+`plan_work` is the reference implementation of the compiled code, and used without it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from quire.ops.interface import AttentionBatch
 
-# Numbers behind all others: how many shared items there are, and zeros, as sections begin at multiples of 16 bytes.
+# Length of the last section: the number of shared items, then zeros, as sections are aligned to 16 bytes.
 COUNT: Final = 4
 NUMBER_BYTES: Final = 4
 
@@ -47,7 +47,7 @@ class StepCut(NamedTuple):
         decode, prefill: tiles of sequences with few rows, and of others.
         num_kv_heads: K; each head has programs of its own.
         num_processors: number of processors of the GPU.
-        rule: when tokens that sequences share are read once; None for never.
+        rule: conditions under which shared tokens are read once; None for never.
     """
 
     group: int
@@ -64,9 +64,9 @@ class StepNumbers(NamedTuple):
     Args:
         num_few, num_parts, num_many, num_split: number of items of each kind, and of split rows.
         num_places: number of partial results.
-        num_shared_items, num_shared_rows: number of items of shared tokens, and of the rows of these.
-        numbers: int32 on the host: items of the three kinds, split rows, shared items and their rows one behind the
-            other, and the number of shared items.
+        num_shared_items, num_shared_rows: number of items of shared tokens, and of their rows.
+        numbers: int32 on the host, concatenated: items of the three kinds, split rows, shared items, their rows, and
+            the number of shared items.
     """
 
     num_few: int
@@ -80,7 +80,7 @@ class StepNumbers(NamedTuple):
 
     @classmethod
     def of(cls, work: Work) -> StepNumbers:
-        """Return the numbers of planned work."""
+        """Return planned work as int32 fields."""
         shared_items, shared_rows = work.shared
         sections = (
             _padded(work.few, ITEM),
@@ -103,7 +103,7 @@ class StepNumbers(NamedTuple):
         )
 
     def sections(self, numbers: Tensor) -> tuple[Tensor, ...]:
-        """Divide the numbers, which may have been copied to a GPU, into those of each kind."""
+        """Split `numbers`, or their copy on a GPU, into the sections."""
         lengths = [
             *(ITEM * count for count in (self.num_few, self.num_parts, self.num_many)),
             SPLIT_ROWS * self.num_split,
@@ -137,7 +137,7 @@ def number_work(batch: AttentionBatch, cut: StepCut, kernels: StepWorkKernels | 
     Args:
         batch: rows and contexts of the step.
         cut: the cut into items.
-        kernels: compiled code; None for the slow twin.
+        kernels: compiled code; None for `plan_work`.
     """
     if kernels is None:
         return StepNumbers.of(plan_work(batch, *cut))
@@ -147,7 +147,7 @@ def number_work(batch: AttentionBatch, cut: StepCut, kernels: StepWorkKernels | 
     how = _cut_call(cut, batch.window or 0, batch.chunk or 0)
     rule = None if cut.rule is None else sharing_call(cut.rule, cut.num_kv_heads, cut.num_processors)
     counts = StepCountsCall()
-    # Two items for each sequence are more than most steps have.
+    # Initial guess of the size: two items per sequence, more than most steps have.
     needed = 2 * ITEM * len(lens) + 1024
     numbers = torch.empty(0, dtype=torch.int32)
     while needed > numbers.numel():
@@ -179,5 +179,5 @@ def _splits(tile: Tile, num_sequences: int, num_kv_heads: int, num_processors: i
 
 
 def _padded(entries: Iterable[tuple[int, ...]], width: int) -> list[int]:
-    """Return the numbers of entries one behind the other, with zeros up to `width` numbers each."""
+    """Return the fields of entries, concatenated, each entry padded with zeros to `width` fields."""
     return [number for entry in entries for number in (*entry, *(0,) * (width - len(entry)))]

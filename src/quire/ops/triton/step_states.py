@@ -18,16 +18,16 @@ from quire.ops.triton.tiles import MOST_CORRECTED, MOST_SCANNED_FLOAT32, power_o
 
 # Channels of a program of a convolution.
 CHANNELS: Final = 256
-# Numbers of a state that one program carries: 32 registers in each of 128 threads.
+# Elements of a state that one program carries: 32 registers in each of 128 threads.
 CARRIED: Final = 4096
 # More rows than a sequence has.
 ANY_ROWS: Final = 1 << 30
 
 
 class TritonStepStates:
-    """Recurrence of one step over one cache group: its batch lies on the device once for all layers.
+    """Recurrence of one step over one cache group: its batch is copied to the device once for all layers.
 
-    States go through rows one by one, and through sequences of many rows in chunks.
+    Short sequences are scanned row by row, long ones in chunks.
     """
 
     def __init__(self, batch: StateBatch, states: PagedStates, device: Device) -> None:
@@ -53,11 +53,11 @@ class TritonStepStates:
         chunks: StateChunks | None = None,
         has_few_rows: bool = True,
     ) -> None:
-        """Take the batch as it lies on the device, int32: [S + 1], [S], [S], and the sequence of each row [T].
+        """Set the batch's tensors, int32 on the device: [S + 1], [S], [S], and the sequence of each row [T].
 
         Args:
-            chunks: sequences that are carried in chunks.
-            has_few_rows: there are others.
+            chunks: sequences that are scanned in chunks.
+            has_few_rows: there are sequences that are scanned row by row.
         """
         self._numbers = StateBatchNumbers(row_starts, block_ids, has_state)
         self._row_sequences, self._chunks, self._has_few_rows = row_sequences, chunks, has_few_rows
@@ -103,14 +103,14 @@ class TritonStepStates:
         return output
 
     def ssm_scan(self, layer_idx: int, x: Tensor, B: Tensor, C: Tensor, dt: Tensor, heads: SSMHeads) -> Tensor:
-        """Carry each state through its rows."""
+        """Scan the rows of each sequence, and update its state."""
         states = self._states.ssm_states[layer_idx]
         _, num_heads, head_dim, state_dim = states.shape
         inputs = _adjoining(x), _adjoining(B), _adjoining(C), _adjoining(dt)
         output = x.new_empty(x.shape, dtype=torch.float32)
         width = power_of_2(state_dim)
         dims = min(power_of_2(head_dim), max(1, CARRIED // width))
-        # On an H200, wider products of float32 were wrong: those of state_chunks.py in three products of TF32.
+        # On an H200, wider 3xTF32 matmuls of state_chunks.py gave wrong results.
         goes_in_chunks = x.dtype != torch.float32 or state_dim <= MOST_SCANNED_FLOAT32
         if len(x) and (self._has_few_rows or not goes_in_chunks):
             kernels.scan[self._num_seqs, num_heads, -(-head_dim // dims)](
@@ -133,7 +133,7 @@ class TritonStepStates:
         return output
 
     def gated_delta_rule(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        """Carry each state through its rows, in chunks where its keys fit into shared memory."""
+        """Scan the rows of each sequence, in chunks where its keys fit into shared memory."""
         states = self._states.ssm_states[layer_idx]
         _, num_heads, key_dim, value_dim = states.shape
         goes_in_chunks = key_dim <= MOST_CORRECTED
@@ -162,5 +162,5 @@ class TritonStepStates:
 
 
 def _adjoining(x: Tensor) -> Tensor:
-    """Return a matrix whose rows may lie apart, the numbers of each next to each other."""
+    """Return a matrix with contiguous rows (stride 1 within a row)."""
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()

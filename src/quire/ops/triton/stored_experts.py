@@ -1,4 +1,4 @@
-"""One layer of all experts of a block, on quantised weights, by one launch."""
+"""One linear layer of all experts of an MoE block as a grouped GEMM, with quantised weights."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class ExpertCodes(NamedTuple):
 
     Args:
         first: codes of the first expert: those of the others have the same form, shapes and dtypes.
-        columns: place of these columns among those of the layer.
-        codes, scales, mins, zero_points, biases: int64 [X], addresses of the tensors of each expert; zeros where there
-            are none.
+        columns: range of these columns in the layer.
+        codes, scales, mins, zero_points, biases: int64 [X], pointers to the tensors of each expert; 0 for a tensor that
+            does not exist.
     """
 
     first: PackedCodes
@@ -46,7 +46,7 @@ class ExpertCodes(NamedTuple):
 
 
 class StoredExpertLayer:
-    """A layer of all experts: one launch, or where its columns are of several forms one for each of these.
+    """A layer of all experts: one launch for each form of its columns, usually one.
 
     Args:
         layers: layers of the experts, which are alike.
@@ -71,7 +71,7 @@ class StoredExpertLayer:
         """Multiply grouped rows by their experts; see `GroupedLinear`."""
         gathers = is_first
         if is_first and scales_input:
-            # A row is rounded with its score, so it is another one for each expert.
+            # A row is multiplied by its score before it is quantised, so it differs for each of its experts.
             x, gathers = x[groups.row_ids] * groups.scores[:, None].to(x.dtype), False
         x = x if x.stride(1) == 1 else x.contiguous()
         dtype = x.dtype if is_first else torch.float32
@@ -92,7 +92,7 @@ class StoredExpertLayer:
         gathers: bool,
         is_scored: bool,
     ) -> None:
-        """Multiply by some columns; `rows` are rounded ones and what one is worth, but for weights of e4m3."""
+        """Multiply by some columns; `rows` are quantised rows and their scales, or for e4m3 `x` and scores (unused)."""
         first, form = part.first, part.first.form
         num_columns = first.codes.shape[1]
         table, bias = self._layers[0].table_of(first), self._layers[0].bias
@@ -128,10 +128,10 @@ class StoredExpertLayer:
 
 
 def stored_layer(layers: Sequence[Linear]) -> StoredExpertLayer | None:
-    """Return layers of experts as one; None where they are not quantised, have plain parts, or are not alike.
+    """Return layers of experts as a grouped layer; None where they are not quantised, have plain parts, or differ.
 
-    What is not alike is a form, a shape, a gate, or an order of the inputs of their own. Tensors that begin at any
-    address are not taken either.
+    They differ if their forms, shapes or gates do, or if one has an input order of its own. Tensors that are not
+    aligned cannot be grouped either.
     """
     activations = {each.activation if isinstance(each, GatedLinear) else None for each in layers}
     inner = [each.linear if isinstance(each, GatedLinear) else each for each in layers]
@@ -144,7 +144,7 @@ def stored_layer(layers: Sequence[Linear]) -> StoredExpertLayer | None:
 
 
 def _kind(layer: TritonQuantizedLinear) -> tuple[object, ...]:
-    """Return all that the layers of one launch have in common."""
+    """Return the properties that all layers of one launch must have in common."""
     parts = ((part.form, part.width, part.codes.shape, part.scales.dtype) for part in layer.parts)
     return *parts, None if layer.bias is None else layer.bias.dtype
 

@@ -22,10 +22,10 @@ from quire.ops.triton.kernels import linear as kernels
 from quire.ops.triton.launches import Device
 from quire.ops.triton.tiles import power_of_2
 
-# Columns of a program, and values of a program that adds parts up.
+# Columns of a matmul program, and elements of a program that adds up split-K partial sums.
 COLUMNS: Final = 64
 ADDED: Final = 1024
-# Programs that are wanted for each processor of the GPU: inputs are in as many parts as that takes.
+# Target number of programs per SM: the inputs are split (split-K) to reach it.
 PROGRAMS_PER_PROCESSOR: Final = 2
 
 
@@ -36,7 +36,7 @@ class PackedCodes(NamedTuple):
         form: form of the codes.
         width: number of inputs K.
         codes: uint8 [K, N], or [K / 2, N] where two codes of four bits share a byte.
-        scales: [groups, N]; products of two levels in float32, others in their own dtype.
+        scales: [groups, N]; two-level scales multiplied together in float32, others in their own dtype.
         mins: minima, like `scales`; None without minima.
         zero_points: uint8 [groups, N]; None without zero points.
     """
@@ -55,12 +55,12 @@ class PackedCodes(NamedTuple):
 
     @property
     def is_float8(self) -> bool:
-        """True where codes are numbers of e4m3: then rows are multiplied as they are."""
+        """True where codes are e4m3 values: then rows are not quantised."""
         return self.form.levels == "e4m3"
 
     @property
     def constants(self) -> dict[str, int]:
-        """Constants that kernels which read the codes are compiled for."""
+        """Constexprs of the kernels that read the codes."""
         return {
             "GROUP": self.form.group,
             "PAIRED": self.is_paired,
@@ -72,7 +72,7 @@ class PackedCodes(NamedTuple):
         }
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Return columns of the layer, rows of its weight, in float32 [n, K]."""
+        """Dequantise rows of the weight (columns of the layer) to float32 [n, K]."""
         codes = self.codes[:, ids]
         if self.is_paired:
             by_pair = codes.view(-1, 1, self.form.group, len(ids))
@@ -86,9 +86,9 @@ class PackedCodes(NamedTuple):
 
 
 class TritonQuantizedLinear:
-    """A product of rows and quantised weights, which are unpacked in the kernel.
+    """A linear layer with quantised weights, which are unpacked in the kernel.
 
-    Rows are rounded to int8, but for weights of e4m3. Rows of the weight cannot be looked up: it may have been rounded.
+    Rows of `x` are quantised to int8, except for e4m3 weights. There is no look-up, as weights may be rounded at load.
 
     Args:
         weight: weight without plain parts.
@@ -104,7 +104,7 @@ class TritonQuantizedLinear:
 
     def __init__(self, weight: StoredWeight, bias: Tensor | None, device: Device) -> None:
         self._device, self._dtype, self.bias = device, weight.dtype, bias
-        # Neighbours of one form, as gates and what they multiply, are one part: one launch.
+        # Adjacent weights of one form, such as gate and up, are one part: one launch.
         self.parts = [
             pack(tuple(parts), device.torch_device) for _, parts in groupby(weight.quantized, lambda part: part.form)
         ]
@@ -115,7 +115,7 @@ class TritonQuantizedLinear:
         }
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Round the rows, multiply and add."""
+        """Quantise the rows, multiply, and add bias and residual."""
         rounded = self.round_for_parts(x)
         outputs, start = [], 0
         for part in self.parts:
@@ -127,7 +127,7 @@ class TritonQuantizedLinear:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
     def round_for_parts(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return rows rounded to whole numbers, as float16 with zeros behind them, and what one is worth.
+        """Return rows quantised to integers, as float16 padded with zeros, and their scales.
 
         None where all parts take rows as they are.
         """
@@ -165,7 +165,7 @@ class TritonQuantizedLinear:
         bias: Tensor | None,
         residual: Tensor | None,
     ) -> Tensor:
-        """Return the product of some columns, [T, N]; of rows that are rounded where those are given."""
+        """Return some columns of the output, [T, N]; computed from quantised rows and their scales if `rounded` is."""
         num_rows, num_columns = len(x), part.codes.shape[1]
         output = x.new_empty(num_rows, num_columns)
         if not num_rows:
@@ -213,7 +213,7 @@ class TritonQuantizedLinear:
 
 
 class TritonStoredLinear(TritonQuantizedLinear):
-    """A product of rows and a weight that a checkpoint stores quantised, whose rows can be looked up."""
+    """A linear layer with a weight that the checkpoint stores quantised, whose rows can be looked up."""
 
     __slots__ = ()
 
@@ -225,14 +225,14 @@ class TritonStoredLinear(TritonQuantizedLinear):
         """
         try:
             return self._look_up(ids)
-        except IndexError as error:  # a GPU says so by itself, later
+        except IndexError as error:  # a GPU reports it later, by a device-side assert
             end = sum(part.codes.shape[1] for part in self.parts)
             raise IndexError(f"rows are from 0 to {end - 1}, got ids from {ids.min()} to {ids.max()}") from error
 
     def _look_up(self, ids: Tensor) -> Tensor:
-        """Look up rows; what is no row stays out of range in one of the parts.
+        """Look up rows; an id that is out of range stays so in one of the parts, and fails there.
 
-        Every part is asked for all rows, and those of others are dropped: the host is not told which they are.
+        Every part looks up all ids, and rows of other parts are masked out: the host does not wait for the ids.
         """
         start, last = 0, len(self.parts) - 1
         found: Tensor | None = None
@@ -249,13 +249,13 @@ class TritonStoredLinear(TritonQuantizedLinear):
 
 
 def count_parts(num_steps: int, num_tiles: int, num_processors: int) -> int:
-    """Return the number of parts of the inputs: one that divides the steps, for work on all processors."""
+    """Return the number of splits of the inputs (split-K): a divisor of the steps that gives all SMs work."""
     wanted = max(1, PROGRAMS_PER_PROCESSOR * num_processors // num_tiles)
     return max(parts for parts in range(1, min(wanted, num_steps) + 1) if num_steps % parts == 0)
 
 
 def pack(weights: Sequence[QuantizedWeight], device: torch.device) -> PackedCodes:
-    """Lay weights of one form, whose rows follow each other, out for the kernel, a chunk of rows at a time."""
+    """Lay out adjacent weights of one form for the kernel, a chunk of rows at a time."""
     form, width = weights[0].form, weights[0].shape[1]
     pieces = [piece for weight in weights for piece in _pieces(weight, device)]
     fields = [None if piece[0] is None else torch.cat(piece, 1) for piece in zip(*pieces, strict=True)]
@@ -271,7 +271,7 @@ def _pieces(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Tensor | None]]:
     """Yield codes, scales, minima and zero points of some rows, as columns."""
     form, (num_rows, width) = weight.form, weight.shape
-    # Pairs of groups share bytes: an odd last one gets a partner of scale 0.
+    # Pairs of groups share bytes: an odd last group is paired with one of scale 0.
     missing = width // form.group % 2 if form.bits == 4 else 0
     for part in chunks(num_rows, width):
         rows = weight.read(part).apply(lambda field: field.to(device))

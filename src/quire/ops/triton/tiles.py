@@ -1,11 +1,11 @@
-"""Sizes of tiles, warps and pipeline stages of the kernels, by the architecture of a GPU: no tuning at run time."""
+"""Tile sizes, warps and pipeline stages of the kernels, by compute capability: there is no autotuning."""
 
 from __future__ import annotations
 
 from functools import cache
 from typing import Final, NamedTuple
 
-# Compute capability whose sizes the interpreter uses.
+# Compute capability whose tile sizes the interpreter uses.
 DEFAULT_CAPABILITY: Final = (9, 0)
 
 
@@ -13,12 +13,12 @@ class Tile(NamedTuple):
     """The tile of an attention program.
 
     Args:
-        rows: number of query heads of one KV head, of one row or several.
-        tokens: number of keys that are computed at a time.
+        rows: number of query rows: the query heads of one KV head, of one token or several.
+        tokens: number of keys per iteration.
         num_warps: number of warps of a program.
-        num_stages: number of tiles of keys and values that are under way at a time.
-        is_pipelined: the product of weights and values is computed while the softmax of the next tile is, where the
-            cache has 16 bits and scores have no soft cap.
+        num_stages: number of tiles of keys and values in flight (software pipeline stages).
+        is_pipelined: the PV matmul overlaps with the softmax of the next tile, where the cache has 16 bits and scores
+            have no soft cap.
     """
 
     rows: int
@@ -34,8 +34,8 @@ def power_of_2(number: int, least: int = 1) -> int:
     return max(least, 1 << (number - 1).bit_length())
 
 
-# Tokens of a tile of slots of one byte a number, where more would spill registers: those of int8, which are read by
-# 4 bytes at a time, and in decodes those of fp8.
+# Tokens of a tile of one-byte caches, where more would spill registers: int8, whose loads are 4 bytes wide, and for
+# decodes also fp8.
 BYTE_TOKENS: Final = 32
 
 
@@ -44,14 +44,14 @@ def decode_tile(head_dim: int, group: int, element_bytes: int, is_narrow: bool =
 
     Args:
         head_dim: D.
-        group: number of query heads of a KV head; a product has at least 16 rows.
-        element_bytes: bytes of a computed element.
-        is_narrow: the cache has one byte for a number.
+        group: number of query heads of a KV head; `tl.dot` has at least 16 rows.
+        element_bytes: bytes of an element of the model's dtype.
+        is_narrow: the cache has one byte per element.
     """
     rows = power_of_2(group, 16)
-    # 64 tokens of 128 dimensions in 16 bits, in three stages: 72 KiB, so that three programs share a processor.
+    # 64 tokens of 128 dimensions in 16 bits, in three stages: 72 KiB, so that three programs fit on an SM.
     tokens = max(16, 64 * 128 * 2 // (power_of_2(head_dim, 64) * element_bytes))
-    # Products of float32 have no tensor cores to go to, and take registers.
+    # float32 matmuls do not use tensor cores, and take more registers.
     num_warps = 8 if element_bytes == 4 else 4
     if is_narrow:
         # Wide heads of float32 would not fit in four stages; see `prefill_tile`.
@@ -65,31 +65,31 @@ def prefill_tile(
     """Return the tile of sequences with many rows; `capability` is the GPU's compute capability."""
     tokens = BYTE_TOKENS if is_int8 else 64
     if element_bytes == 4:
-        # GPUs for consumers have 99 KiB of shared memory for a program: 32 rows of 512 dimensions take 130.
+        # Consumer GPUs have 99 KiB of shared memory per program: 32 rows of 512 dimensions take 130.
         rows = power_of_2(group, 32 if head_dim <= 256 else 16)
         return decode_tile(head_dim, group, element_bytes, is_int8)._replace(rows=rows)
     width = power_of_2(head_dim, 64) * element_bytes
     if width <= 256:
         # 128 rows in 4 warps spill registers; before Hopper those of 8 warps do too.
         if capability[0] >= 9:
-            # Products that go on while others are computed are those of Hopper's warp groups.
+            # Only Hopper has asynchronous matmuls of warp groups (WGMMA) that Triton overlaps like this.
             return Tile(power_of_2(group, 128), tokens, 8, 3, is_pipelined=capability[0] == 9)
         return Tile(power_of_2(group, 64), tokens, 4, 2)
     if width <= 512:
-        # Not pipelined: the compiler of Triton 3.6 would wait for each instruction of a product.
+        # Not pipelined: the compiler of Triton 3.6 would wait for each matmul instruction.
         return Tile(power_of_2(group, 64), 32, 8, 2)
     return Tile(power_of_2(group, 16), 16, 4, 2)
 
 
-# Rows of a tile over tokens that sequences share. Prompts have more, for their products; these read keys, and mostly
-# have fewer rows.
+# Rows of a tile over shared tokens. Prefills have larger tiles, as they are bound by matmuls; these are bound by loads
+# of keys, and usually have fewer rows.
 SHARED_ROWS: Final = 64
 
 
 def shared_tile(
     head_dim: int, group: int, element_bytes: int, capability: tuple[int, int], is_int8: bool = False
 ) -> Tile:
-    """Return the tile of rows of several sequences over tokens that these share; see `prefill_tile`."""
+    """Return the tile for rows of several sequences over their shared tokens; see `prefill_tile`."""
     tile = prefill_tile(head_dim, group, element_bytes, capability, is_int8)
     rows = min(tile.rows, power_of_2(group, SHARED_ROWS))
     # 64 rows in 4 warps spill registers.
@@ -102,22 +102,22 @@ class CorrectionTile(NamedTuple):
 
     Args:
         columns: number of columns.
-        num_stages: number of chunks that are under way at a time.
+        num_stages: number of chunks in flight (software pipeline stages).
     """
 
     columns: int
     num_stages: int
 
 
-# Numbers of a head's state, for each of its inputs, up to which rows of float32 go in chunks.
+# Largest state dimension of Mamba 2 for which float32 rows go in chunks.
 MOST_SCANNED_FLOAT32: Final = 128
-# Numbers of a key up to which its products fit into shared memory, and the state's columns into registers.
+# Largest key dimension whose tiles fit into shared memory, and whose state columns fit into registers.
 MOST_CORRECTED: Final = 128
 
 
 def correction_tile(values: int, capability: tuple[int, int]) -> CorrectionTile:
     """Return the tile of a state [K, values]; K is no more than MOST_CORRECTED, `values` a power of 2."""
-    # On Hopper 32 columns of 128 take 205 registers, and two chunks nearly all shared memory: one program a processor.
-    # Elsewhere as many columns spill. Before it, and on small GPUs, 100 KiB of shared memory must do.
+    # On Hopper 32 columns of 128 take 205 registers, and two chunks nearly all shared memory: one program per SM.
+    # On other GPUs 32 columns spill. Before Hopper, and on small GPUs, 100 KiB of shared memory must do.
     columns = 32 if capability[0] == 9 else 16
     return CorrectionTile(min(values, columns), 2 if capability[0] in (9, 10) else 1)

@@ -1,4 +1,4 @@
-"""The backend of Triton kernels; matrix products of 16 bits are torch's."""
+"""The backend of Triton kernels; matmuls with 16-bit weights are torch's, apart from those of one or two rows."""
 
 from __future__ import annotations
 
@@ -50,19 +50,19 @@ from quire.ops.triton.stored_linear import TritonQuantizedLinear, TritonStoredLi
 from quire.ops.triton.tiles import power_of_2
 from quire.ops.weight_formats import weight_format
 
-# Columns of a program on rows that it need not know whole.
+# Columns per program of elementwise kernels.
 COLUMNS: Final = 1024
 
 
 class TritonOps(TorchFallback):
-    """Triton kernels, and torch's operators for the rest: look-ups, products of many rows, encoders.
+    """Triton kernels, and torch's operators for the rest: embedding look-ups, 16-bit matmuls of many rows, encoders.
 
     Args:
         device: a GPU; the CPU where Triton interprets its kernels.
-        quantization: rounding of the weights of linear layers.
+        quantization: quantization of the weights of linear layers; None leaves them as they are.
 
     Attributes:
-        device: the device, as far as sizes of tiles depend on it.
+        device: properties of the device on which tile sizes and launch options depend.
     """
 
     def __init__(self, device: torch.device, quantization: Quantization | None = None) -> None:
@@ -78,14 +78,14 @@ class TritonOps(TorchFallback):
         min_bits: int = 4,
         gate: Activation | None = None,
     ) -> Linear:
-        """Keep codes of stored weights as they are, and round plain weights or leave their products to torch."""
+        """Keep the codes of quantized weights, and quantize plain weights or leave their matmuls to torch."""
         if not isinstance(weight, StoredWeight):
             chosen = weight_format(self._quantization, weight.shape[1], min_bits)
             rounded = None if chosen is None else round_weight(weight, chosen, self.device.torch_device)
             if rounded is not None:
                 linear = TritonQuantizedLinear(rounded, bias, self.device)
                 return linear if gate is None else GatedLinear(linear, self.gate, gate)
-            # In rows, even if it is stored in columns, as transposed experts are.
+            # Row-major, even if the stored weight is column-major, as transposed experts are.
             kept = weight.to(self.device.torch_device).clone(memory_format=torch.contiguous_format)
             return TritonLinear(kept, bias, gate, self.gate, self.device)
         if gate is not None:
@@ -98,7 +98,7 @@ class TritonOps(TorchFallback):
         return TritonStoredLinear(weight, bias, self.device)
 
     def make_lora(self, num_columns: int, max_rank: int | None = None) -> TritonLoraLayer:
-        """Multiply rows of all adapters in two launches."""
+        """Return a LoRA layer that multiplies rows of all adapters in two launches."""
         return TritonLoraLayer(num_columns, self.device, max_rank)
 
     def static_adapters(self, memory: StaticMemory, limits: StaticLimits) -> TritonStaticAdapters:
@@ -106,7 +106,7 @@ class TritonOps(TorchFallback):
         return TritonStaticAdapters(memory, limits)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Normalise rows, a program for each."""
+        """Apply RMSNorm to rows, one program per row."""
         x = x if x.stride(1) == 1 else x.contiguous()
         output = torch.empty_like(x, memory_format=torch.contiguous_format)
         num_rows, width = x.shape
@@ -137,7 +137,7 @@ class TritonOps(TorchFallback):
         return output
 
     def gated_norm(self, x: Tensor, gates: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Gate and normalise rows, a program for each part."""
+        """Gate and normalise rows, one program per row and part."""
         output = gates.new_empty(x.shape)
         num_parts, width = weight.shape
         if len(x):
@@ -148,7 +148,7 @@ class TritonOps(TorchFallback):
         return output
 
     def apply_token_bitmask(self, logits: Tensor, rows: Sequence[int], masks: Sequence[Tensor]) -> None:
-        """Forbid tokens; masks are copied to the device together."""
+        """Set the logits of forbidden tokens to -inf; all masks are copied to the device together."""
         if not rows:
             return
         vocab_size = logits.shape[1]
@@ -158,13 +158,13 @@ class TritonOps(TorchFallback):
         )
 
     def check_logits(self, logits: Tensor) -> Tensor:
-        """Return which rows can be drawn from."""
+        """Return which rows can be sampled from."""
         return sampling.check_logits(logits)
 
     def draw_tokens(
         self, logits: Tensor, parameters: RowParameters | None, positions: Tensor | None, before: Tensor | None
     ) -> Tensor:
-        """Choose a token of each row."""
+        """Sample a token for each row."""
         return sampling.draw_tokens(logits, parameters, positions, before)
 
     def step_attention(self, batch: AttentionBatch, kv: PagedKV) -> StepAttention:
@@ -191,7 +191,7 @@ class TritonOps(TorchFallback):
     def static_tokens(
         self, kv: PagedKV, window: int | None, chunk: int | None, memory: StaticMemory, limits: StaticLimits
     ) -> TritonStaticTokens | None:
-        """Keep work items in static buffers, where attention is not torch's."""
+        """Keep work items in static buffers; None where attention falls back to torch."""
         if kv.data.dtype == torch.int8 and kv.head_dim % 4:
             return None
         return TritonStaticTokens(kv, window, chunk, memory, limits, self.device)
@@ -201,7 +201,7 @@ class TritonOps(TorchFallback):
         return TritonStaticStates(memory, limits)
 
     def fuse_experts(self, experts: RoutedExperts) -> TritonExperts | None:
-        """Run the experts of a layer by two launches, where their layers are alike."""
+        """Return the experts of a layer as two grouped GEMMs; None where their layers cannot be grouped."""
         return fuse_experts(experts, self.gate)
 
 

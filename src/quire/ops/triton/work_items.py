@@ -1,4 +1,4 @@
-"""The work of attention in a step, cut into items for programs: on the host, once a step."""
+"""Attention of a step, cut into work items for programs: on the host, once a step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.ops.triton.tiles import Tile
 
 
 class WorkItem(NamedTuple):
-    """Some rows of one sequence, and some of the tokens that they see.
+    """Some rows of one sequence, and a range of the tokens that they see.
 
     Args:
         first_row: index of the first row in the step.
@@ -25,7 +25,7 @@ class WorkItem(NamedTuple):
         table: index of the sequence's first block in `block_ids`.
         first: first token that is read.
         end: end of the tokens that are read.
-        place: index of the first row's partial result, behind which are those of the others; -1 for a whole one.
+        place: index of the first row's partial result, followed by those of the other rows; -1 if not split.
     """
 
     first_row: int
@@ -38,13 +38,13 @@ class WorkItem(NamedTuple):
 
 
 class SplitRows(NamedTuple):
-    """Rows whose tokens are in several parts, of some items alone or shared with rows of other sequences.
+    """Rows whose tokens are in several splits, own ones and ones that are shared with other sequences.
 
     Args:
         first_row: index of the first row in the step.
         num_rows: number of rows.
         place: index of the first partial result.
-        num_parts: number of parts, each with a partial result of each row.
+        num_parts: number of splits, each with a partial result of each row.
     """
 
     first_row: int
@@ -57,9 +57,9 @@ class Work(NamedTuple):
     """The items of a step.
 
     Args:
-        few: items of sequences with so few rows that one decode tile holds them, read in one piece.
-        parts: items of such sequences whose tokens are split, or in part shared.
-        many: items of other sequences, those with the most tokens first.
+        few: items of sequences whose rows fit into one decode tile and whose tokens are not split.
+        parts: items of such sequences whose tokens are split, or partly shared.
+        many: items of other sequences (prefill tiles), those with the most tokens first.
         split_rows: rows of `parts`.
         num_places: number of partial results.
         shared: items of tokens that sequences of `parts` share.
@@ -90,7 +90,7 @@ def plan_work(
         decode, prefill: tiles of the two kinds of sequences.
         num_kv_heads: K; each head has programs of its own.
         num_processors: number of processors of the GPU.
-        rule: when tokens that sequences share are read once; None for never.
+        rule: conditions under which shared tokens are read once; None for never.
     """
     spans = list(_sequences(batch))
     few = [span for span in spans if span.num_rows * group <= decode.rows]
@@ -127,7 +127,7 @@ def plan_work(
 
 
 def _candidates(batch: AttentionBatch, spans: Iterable[WorkItem]) -> Iterator[PrefixCandidate]:
-    """Yield the sequences whose rows all see their first token; others share nothing, and read what they see."""
+    """Yield the sequences whose rows all see their first token; others (with windows or chunks) share nothing."""
     for span in spans:
         if batch.first_seen(span.end - 1) == 0:
             yield PrefixCandidate(span.first_row, span.num_rows, span.table, span.position)
@@ -149,7 +149,7 @@ def _sequences(batch: AttentionBatch) -> Iterator[WorkItem]:
 
 
 def _tiles(batch: AttentionBatch, span: WorkItem, step: int) -> Iterator[WorkItem]:
-    """Yield the rows of a sequence, `step` of them at a time."""
+    """Yield the rows of a sequence in items of `step` rows."""
     for skipped in range(0, span.num_rows, step):
         position, num_rows = span.position + skipped, min(step, span.num_rows - skipped)
         yield span._replace(

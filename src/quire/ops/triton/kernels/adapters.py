@@ -1,8 +1,8 @@
-"""Products of rows and their low-rank adapters: two launches for the rows of all adapters.
+"""LoRA of rows with different adapters (grouped shrink and expand): two launches for the rows of all adapters.
 
-Rows are grouped by adapter, and a tile has rows of one adapter. The first kernel multiplies tiles by the first
-matrices, a part of the inputs at a time. The second adds these parts up, multiplies by the second matrices, and adds
-the product to the rows of the output.
+Rows are grouped by adapter, and a tile has rows of one adapter. The shrink kernel multiplies tiles by matrices A, with
+the inputs split (split-K). The expand kernel adds up the partial sums, multiplies by matrices B, and adds the result to
+the rows of the output.
 """
 
 import triton
@@ -11,34 +11,34 @@ import triton.language as tl
 from quire.ops.triton.kernels.numbers import as_stored, factor, rounded
 from quire.ops.triton.launcher import kernel
 
-# Numbers of an adapter in the table of a layer: addresses of both matrices, and the rank.
+# Fields of an adapter in the table of a layer (int64): pointers to A and B, and the rank.
 ENTRY = tl.constexpr(3)
-# Rows of second matrices are padded to multiples of so many numbers, which are loaded together.
+# Rows of B are padded to a multiple of this many values, for vector loads.
 PADDED = tl.constexpr(16)
 
 
 @triton.jit
 def _adapter_of_tile(tile, table, tile_entries):
-    """Return the entry of a tile's adapter in the table of a layer, and its rank: 0 where it adds nothing."""
+    """Return the entry of a tile's adapter in the table of a layer, and its rank: 0 if it has no part in the layer."""
     entry = table + tl.load(tile_entries + tile).to(tl.int64) * ENTRY
     return entry, tl.load(entry + 2).to(tl.int32)
 
 
 @triton.jit
 def _rows_of_tile(tile, tile_firsts, tile_ends, row_ids, ROWS: tl.constexpr):
-    """Return the places of a tile's rows among the grouped ones, whether each is one, and its row of the step."""
+    """Return the indices of a tile's grouped rows, which of them exist, and their rows of the step."""
     places = tl.load(tile_firsts + tile) + tl.arange(0, ROWS)
     is_row = places < tl.load(tile_ends + tile)
     return places, is_row, tl.load(row_ids + places, mask=is_row, other=0)
 
 
-# A stride that grows with the rows is a multiple of 16 or not: what is compiled is not to depend on that.
+# The stride grows with the number of rows: divisibility by 16 would cause recompilation.
 @kernel(do_not_specialize=["stride_part"])
 def lora_shrink(
     parts, x, table, tile_entries, tile_firsts, tile_ends, row_ids, width, split_width, stride_row, stride_part,
     max_rank, ROWS: tl.constexpr, RANKS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a tile of rows of `x` [T, width] by some inputs of its adapter's first matrix [R, width].
+    """Multiply a tile of rows of `x` [T, width] by one split of the inputs of its adapter's matrix A [R, width].
 
     `parts` is float32 [splits, grouped rows, max_rank]; `split_width` is a multiple of INPUTS.
     """
@@ -73,9 +73,9 @@ def lora_expand(
     output, parts, table, tile_entries, tile_firsts, tile_ends, row_ids, num_columns, stride_part, max_rank,
     SPLITS: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Add the products of a tile with some columns of its adapter's second matrix to `output` [T, num_columns].
+    """Multiply a tile by COLUMNS columns of its adapter's matrix B, and add it to `output` [T, num_columns].
 
-    The second matrix is [num_columns, R], with zeros behind each row up to a multiple of PADDED.
+    B is [num_columns, R], each row padded with zeros to a multiple of PADDED.
     """
     tile = tl.program_id(0)
     entry, rank = _adapter_of_tile(tile, table, tile_entries)
@@ -99,7 +99,7 @@ def lora_expand(
             inner += tl.load(at + split * stride_part, mask=mask, other=0.0)
         factors = tl.load(matrix + columns.to(tl.int64)[:, None] * padded_rank + ranks[None, :],
                           mask=known[:, None] & (ranks < padded_rank)[None, :], other=0.0)  # fmt: skip
-        # The first product is rounded, as that of the slow twin is.
+        # The result of A is rounded to the dtype, as in the reference implementation.
         product = factor(rounded(as_stored(inner, dtype), dtype))
         total = tl.dot(product, tl.trans(factor(factors)), total, input_precision="ieee")
     where = output + rows.to(tl.int64)[:, None] * num_columns + columns[None, :]

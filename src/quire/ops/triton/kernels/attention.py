@@ -1,13 +1,13 @@
-"""Paged attention over ragged rows: query heads of a KV head packed in a tile, contexts in splits, and their sum.
+"""Paged attention over ragged rows: the query heads of a KV head share a tile (packed GQA), long contexts are split.
 
 ```
- an item     some rows of one sequence, and some of its tokens
+ work item   some rows of one sequence, and a range of its tokens
  its tile    row 0: G query heads | row 1: G query heads | ...        [ROWS, D]
- its tokens  |<-- tile of keys -->|<-- tile of keys -->|...           TOKENS each, from a multiple of TOKENS on
+ its tokens  |<-- tile of keys -->|<-- tile of keys -->|...           TOKENS each, aligned to TOKENS
 ```
 
-The block ids of the next tile of keys are loaded while this one is computed: an id that is loaded in the iteration that
-needs it takes a stage of the compiler's pipeline away from the keys and values behind it.
+The block ids of the next tile of keys are loaded while this one is computed: loading them in the iteration that needs
+them would take a stage of the compiler's software pipeline away from the loads of keys and values that depend on them.
 """
 
 import triton
@@ -17,17 +17,17 @@ from quire.ops.triton.kernels.numbers import FLOAT8, INT8, PLAIN, factor, from_e
 from quire.ops.triton.kernels.overlap import prefetch, wait_for_previous
 from quire.ops.triton.launcher import kernel
 
-# Numbers that describe an item: first row, number of rows, position of the first row, first entry of the sequence's
-# table, first token that is read, end of the tokens that are read, and the place of its partial result, or -1.
+# Fields of a work item (int32): first row, number of rows, position of the first row, offset of the sequence's block
+# table, first token to read, end of the tokens to read, index of its first partial result or -1; padded to ITEM.
 ITEM = tl.constexpr(8)
-# Numbers that describe rows whose contexts are in several parts: first row, number of rows, place of the first partial
-# result, number of parts. Each row of a part has a partial result of its own.
+# Fields of rows with split contexts (int32): first row, number of rows, index of the first partial result, number of
+# splits. Each row has a partial result in each split.
 SPLIT_ROWS = tl.constexpr(4)
 
 
 @triton.jit
 def block_ids(table, token, first, end, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr):
-    """Load the block of each token of a tile; no entry is read of tokens that are not."""
+    """Load the block id of each token of a tile; table entries of tokens outside [first, end) are not read."""
     tokens = token + tl.arange(0, TOKENS)
     return tl.load(table + tokens // BLOCK_SIZE, mask=(tokens >= first) & (tokens < end), other=0)
 
@@ -35,7 +35,7 @@ def block_ids(table, token, first, end, BLOCK_SIZE: tl.constexpr, TOKENS: tl.con
 @triton.jit
 def _prefetch_tile(ids, token, keys, values, stride_block, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
                    WIDTH: tl.constexpr, TOKENS: tl.constexpr):  # fmt: skip
-    """Have the keys and values of a tile fetched, whose lines are 128 bytes."""
+    """Prefetch the keys and values of a tile into L2, by cache lines of 128 bytes."""
     per_line: tl.constexpr = 1024 // keys.dtype.element_ty.primitive_bitwidth
     lines = tl.arange(0, triton.next_power_of_2(triton.cdiv(HEAD_DIM, per_line))) * per_line
     starts = ids.to(tl.int64) * stride_block + (token + tl.arange(0, TOKENS)) % BLOCK_SIZE * WIDTH
@@ -47,7 +47,7 @@ def _prefetch_tile(ids, token, keys, values, stride_block, HEAD_DIM: tl.constexp
 @triton.jit
 def _vectors(base, scale_base, starts, known, dims, dtype: tl.constexpr, HEAD_DIM: tl.constexpr, STORED: tl.constexpr,
              MASKED: tl.constexpr):  # fmt: skip
-    """Load the vectors [TOKENS, DIM] that slots at `starts` hold, as factors of a product, and their scales."""
+    """Load the vectors [TOKENS, DIM] of the slots at offsets `starts` as operands of `tl.dot`, and their scales."""
     where = base + starts[:, None] + dims[None, :]
     full: tl.constexpr = dims.shape[0] == HEAD_DIM
     if MASKED:
@@ -72,7 +72,7 @@ def _vectors(base, scale_base, starts, known, dims, dtype: tl.constexpr, HEAD_DI
 
 @triton.jit
 def _sees(positions, tokens, window, chunk, end, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
-    """Return which tokens each row sees, [ROWS, TOKENS]."""
+    """Return the attention mask [ROWS, TOKENS]: which tokens each row sees."""
     seen = (tokens[None, :] <= positions[:, None]) & (tokens < end)[None, :]
     if WINDOW:
         seen = seen & (tokens[None, :] > (positions - window)[:, None])
@@ -84,13 +84,13 @@ def _sees(positions, tokens, window, chunk, end, WINDOW: tl.constexpr, CHUNK: tl
 @triton.jit
 def _score(q, starts, known, dims, keys, key_scales, score_scale, soft_cap, HEAD_DIM: tl.constexpr,
            CAPPED: tl.constexpr, STORED: tl.constexpr, MASKED: tl.constexpr, dtype: tl.constexpr):  # fmt: skip
-    """Return scores [ROWS, TOKENS] of the keys at `starts`: those that are capped are scaled, others are not yet."""
+    """Return scores [ROWS, TOKENS] of the keys at `starts`; they are scaled already only if CAPPED."""
     k, scales = _vectors(keys, key_scales, starts, known, dims, dtype, HEAD_DIM, STORED, MASKED)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if STORED == INT8:
         scores *= scales[None, :]
     if CAPPED:
-        # Scores are for powers of 2. tanh(x) = 1 - 2 / (e^2x + 1), which loses what is small beside 1.
+        # Scores are exponents of 2. tanh(x) = 1 - 2 / (e^2x + 1) cancels for small x: a polynomial is used there.
         limit = soft_cap * 1.4426950408889634
         x = scores * score_scale / limit
         large = 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)
@@ -102,16 +102,16 @@ def _score(q, starts, known, dims, keys, key_scales, score_scale, soft_cap, HEAD
 
 @triton.jit
 def _weigh(scores, peak, weight, score_scale, CAPPED: tl.constexpr):
-    """Return the weights of tokens [ROWS, TOKENS], and by what sums before decay, new peaks and weights of rows.
+    """Return softmax weights [ROWS, TOKENS], the factor that rescales earlier sums, and new peaks and weights of rows.
 
-    The scale is not negative, so the greatest score is that of the greatest one that is scaled, and scaling the others
-    takes no instruction of its own.
+    The scale is not negative, so the maximum can be taken of unscaled scores; scaling the scores themselves is then
+    fused with subtracting the peak.
     """
     peaks = tl.max(scores, 1)
     if not CAPPED:
         peaks *= score_scale
     new_peak = tl.maximum(peak, peaks)
-    # A row that has seen nothing yet has no peak; what is subtracted then must be finite.
+    # A row that has seen no token yet has a peak of -inf; the offset must be finite, or differences would be NaN.
     offset = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     if CAPPED:
         weights = tl.exp2(scores - offset[:, None])
@@ -152,7 +152,7 @@ def _attend_in_turn(
     WIDTH: tl.constexpr, TOKENS: tl.constexpr, CAPPED: tl.constexpr, STORED: tl.constexpr, WINDOW: tl.constexpr,
     CHUNK: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Return sums, peaks and weights of rows after tiles of [begin, end); those before `middle` all rows see whole."""
+    """Return sums, peaks and weights of rows after the tiles of [begin, end); those before `middle` need no mask."""
     for token in range(begin, middle, TOKENS):
         next_ids = block_ids(table, token + TOKENS, first, end, BLOCK_SIZE, TOKENS)
         sums, peak, weight = attend_tile(
@@ -180,18 +180,18 @@ def _attend_pipelined(
 ):  # fmt: skip
     """Do what `_attend_in_turn` does, and add the values of a tile while the softmax of the next one is computed.
 
-    The product of weights and values comes behind that of the next scores, and nothing waits for it until there are the
-    scores after those: tensor cores compute it meanwhile.
+    The PV matmul of a tile is issued after the QK matmul of the next tile, and nothing waits for it until the QK matmul
+    after that: tensor cores compute it during the softmax.
 
     ```
      tensor cores   scores 1 | sums 0 ............ | scores 2 | sums 1 ............ | scores 3
-     others                  | softmax of scores 1 |          | softmax of scores 2 |
+     other units             | softmax of scores 1 |          | softmax of scores 2 |
     ```
 
     Source: FlashAttention-3, arXiv 2407.08608, section 3.2.
     """
     dims = tl.arange(0, sums.shape[1])
-    # Nothing is added in front of the first tile, whose values are read though: all rows see them, or they are masked.
+    # The first iteration has no previous tile: it adds the first tile's own values, or masked zeros, with weights of 0.
     starts = ids.to(tl.int64) * stride_block + (begin + tl.arange(0, TOKENS)) % BLOCK_SIZE * WIDTH
     weights = tl.zeros([sums.shape[0], TOKENS], tl.float32)
     decay = tl.full([sums.shape[0]], 1.0, tl.float32)
@@ -220,9 +220,9 @@ def _attend_behind(
     score_scale, window, chunk, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr,
     TOKENS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, MASKED: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Add the values of the tile before to the sums, and a tile of keys to the running softmax of each row.
+    """Add the values of the previous tile to the sums, and a tile of keys to the running softmax of each row.
 
-    What is added later is returned: by what sums decay before, the weights of the tile, and where its vectors start.
+    The next call adds this tile's values: its weights, the decay of sums and the offsets of its vectors are returned.
     """
     tokens = token + tl.arange(0, TOKENS)
     dims = tl.arange(0, sums.shape[1])
@@ -246,7 +246,7 @@ def _add_values(sums, decay, weights, starts, known, dims, values, HEAD_DIM: tl.
 
 @triton.jit
 def _sink_share(peak, weight, sink):
-    """Let attention sinks, one for each row, take their part of the softmax: return factors of sums, and weights."""
+    """Add attention sinks, a logit for each row, to the softmax: return factors that rescale the sums, and weights."""
     total_peak = tl.maximum(peak, sink)
     decay = tl.exp2(peak - total_peak)
     return decay, weight * decay + tl.exp2(sink - total_peak)
@@ -254,13 +254,13 @@ def _sink_share(peak, weight, sink):
 
 @triton.jit
 def partial_lanes(places, kv_head, lanes, NUM_KV: tl.constexpr, GROUP: tl.constexpr):
-    """Return where the partial results of query heads lie, for each lane of a tile; `places` are those of its rows."""
+    """Return the index of the partial result of each lane of a tile; `places` are the indices of the lanes' rows."""
     return (places.to(tl.int64) * NUM_KV + kv_head) * GROUP + lanes % GROUP
 
 
 @triton.jit
 def store_part(partial_sums, partial_softmax, sums, peak, weight, lane, known, dims, DIM: tl.constexpr):
-    """Store sums that are not divided by the weights yet, [ROWS, DIM], and the peak and weight of each `known` lane."""
+    """Store the unnormalised sums [ROWS, DIM], and the peak and weight, of each `known` lane."""
     tl.store(partial_sums + lane[:, None] * DIM + dims[None, :], sums, mask=known[:, None])
     tl.store(partial_softmax + lane * 2, peak, mask=known)
     tl.store(partial_softmax + lane * 2 + 1, weight, mask=known)
@@ -269,7 +269,7 @@ def store_part(partial_sums, partial_softmax, sums, peak, weight, lane, known, d
 @triton.jit
 def _store_rows(output, sums, peak, weight, sinks, at, heads, dims, mask, NUM_HEADS: tl.constexpr,
                 HEAD_DIM: tl.constexpr, SINKS: tl.constexpr):  # fmt: skip
-    """Store what rows attend to, [ROWS, DIM]."""
+    """Normalise the sums of rows by their weights and store them as output, [ROWS, DIM]."""
     if SINKS:
         decay, weight = _sink_share(peak, weight, tl.load(sinks + heads) * 1.4426950408889634)
         sums *= decay[:, None]
@@ -286,14 +286,14 @@ def attend(
     CHUNK: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, COUNTED: tl.constexpr,
     PIPELINED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Let the rows of an item attend with the query heads of one KV head; see the head of this file.
+    """Compute attention of the rows of a work item for the query heads of one KV head; see the head of this file.
 
-    `score_scale` and `sinks` are for powers of 2. An item with SPLIT stores a partial result; with COUNTED it says so
-    by itself, and the first of `counts` is the number of items: there are programs for more. PIPELINED: see
-    `_attend_behind`; for caches of 16 bits.
+    `score_scale` includes log2(e). With SPLIT, all items store partial results; with COUNTED, those with an index of
+    one that is not -1 do, and `counts[0]` is the number of items: the grid may be larger. PIPELINED: see
+    `_attend_pipelined`; for caches of 16 bits.
     """
-    # Items and block tables come from the host: they are loaded while the kernel before still runs, and the first keys
-    # and values are fetched, most of which are of earlier steps.
+    # Items and block tables come from the host: they are loaded while the previous kernel still runs, and the first
+    # keys and values are prefetched, most of which were written by earlier steps.
     if COUNTED:  # noqa: SIM102 - the compiler decides the outer condition
         if tl.program_id(0) >= tl.load(counts):
             wait_for_previous(OVERLAPS)
@@ -322,7 +322,7 @@ def attend(
     sums = tl.zeros([ROWS, DIM], tl.float32)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
-    # Tiles that all rows see whole need no masks; under a window or in chunks all are masked.
+    # Tiles whose tokens are visible to all rows need no mask; with a window or chunks all tiles are masked.
     middle = begin
     if not WINDOW and not CHUNK:
         middle = tl.maximum(tl.minimum(end, position + 1) // TOKENS * TOKENS, begin)
@@ -345,7 +345,7 @@ def attend(
         else:
             _store_rows(output, sums, peak, weight, sinks, at, heads, dims, mask, NUM_KV * GROUP, HEAD_DIM, SINKS)
     elif SPLIT:
-        # Loaded again: numbers that are kept until here spill registers.
+        # Loaded again: keeping the values in registers until here causes spills.
         lane, num_rows = partial_lanes(tl.load(item + 6) + rows, kv_head, lanes, NUM_KV, GROUP), tl.load(item + 1)
         store_part(partial_sums, partial_softmax, sums, peak, weight, lane, rows < num_rows, dims, DIM)
     else:
@@ -358,9 +358,9 @@ def combine(
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr,
     SINKS: tl.constexpr, COUNTED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Add up the partial results of rows, a query head a program; COUNTED: the second of `counts` of them.
+    """Combine the partial results of an entry of `split_rows` for one query head; COUNTED: there are `counts[1]`.
 
-    PARTS of them are loaded at once: one after the other, each would wait for the memory.
+    PARTS of them are loaded at once, so that their memory latencies overlap.
     """
     if COUNTED:  # noqa: SIM102 - the compiler decides the outer condition
         if tl.program_id(0) >= tl.load(counts + 1):

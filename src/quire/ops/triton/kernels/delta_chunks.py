@@ -1,5 +1,5 @@
-"""The gated delta rule over paged states for prompts, in chunks of rows: what rows of a chunk do to each other are
-products, and a state goes from chunk to chunk.
+"""The gated delta rule over paged states for prompts, in chunks (WY form): within a chunk, rows interact by matmuls; a
+state is carried from chunk to chunk.
 
 With `l` the running sum of the logarithms of decay within a chunk, and `S` the state before the chunk:
 
@@ -9,15 +9,15 @@ With `l` the running sum of the logarithms of decay within a chunk, and `S` the 
  S = exp(l_end) S + K' (U * exp(l_end - l))
 ```
 
-A first kernel computes what needs no state, for all chunks at once: the inverse of `I + L`, times beta, the scores of
-queries and keys, and keys and queries themselves, all in two parts of float16 in memory that is taken for the step. A
-second one carries columns of states through the chunks of a sequence. It loads parts, and makes them of what it has
-just computed only.
+A first kernel computes the terms without a state, for all chunks in parallel: the inverse of `I + L`, times beta, the
+scores of queries and keys, and keys and queries themselves. Each is stored as two float16 terms (high and low) in a
+workspace of the step. A second kernel carries columns of states through the chunks of a sequence: it loads these terms,
+and splits only values that it has just computed.
 
-Keys are no longer than 1 and rates no larger, so neither are the numbers of the inverse, and those that lead to it:
-they are products of `I - beta k k'`. Products mix what comes after a row into it, times 0, which is no 0 where a number
-is not finite; so the first kernel flags such chunks, and those whose parts do not fit into float16, and from there on
-the second one goes row by row.
+Keys have a norm of at most 1 and rates are at most 1, so the elements of the inverse, and intermediate ones, are too:
+they are products of `I - beta k k'`. The matmuls multiply later rows by a mask of 0, which gives NaN where a value is
+not finite. So the first kernel flags such chunks, and those whose terms do not fit into float16, and from the first of
+them on, the second kernel goes row by row.
 
 Sources: Gated Delta Networks, arXiv 2412.06464; in chunks as in arXiv 2406.06484.
 """
@@ -29,9 +29,9 @@ from quire.ops.triton.kernels.state_chunks import decays_between, num_finite
 from quire.ops.triton.kernels.states import correct_rows
 from quire.ops.triton.launcher import kernel
 
-# Factor of numbers up to 1 before they are split, since second parts are small and float16 has a small range.
+# Values up to 1 are multiplied by this before they are split, since low terms are small and float16 has a small range.
 UNIT = tl.constexpr(1024.0)
-# Exponent of UNIT; in float32, the stored exponent of 1 and the number of bits behind it.
+# Exponent of UNIT; the exponent bias of float32, and its number of mantissa bits.
 UNIT_EXPONENT = tl.constexpr(10)
 BIAS = tl.constexpr(127)
 FRACTION = tl.constexpr(23)
@@ -39,16 +39,16 @@ FRACTION = tl.constexpr(23)
 
 @triton.jit
 def _halves(x):
-    """Return two numbers of float16 whose sum is float32 below 65,504, to 2 ** -25 or to 22 bits."""
+    """Split float32 below 65,504 into two float16 terms whose sum is accurate to 2 ** -25 or to 22 bits."""
     high = x.to(tl.float16)
     return high, (x - high.to(tl.float32)).to(tl.float16)
 
 
 @triton.jit
 def _units(reach):
-    """Return a power of 2 by which a number is from UNIT to twice of it, and its reciprocal."""
+    """Return a power of 2 such that `reach` divided by it is in [UNIT, 2 * UNIT), and its reciprocal."""
     exponent = reach.to(tl.int32, bitcast=True) >> FRACTION
-    # Powers that have a reciprocal.
+    # Only powers with a finite reciprocal.
     exponent = tl.minimum(tl.maximum(exponent, UNIT_EXPONENT + 1), 2 * BIAS)
     inverse = (2 * BIAS + UNIT_EXPONENT - exponent) << FRACTION
     return ((exponent - UNIT_EXPONENT) << FRACTION).to(tl.float32, bitcast=True), inverse.to(tl.float32, bitcast=True)
@@ -56,7 +56,7 @@ def _units(reach):
 
 @triton.jit
 def _column_halves(x):
-    """Return columns in two parts of float16, and the powers of 2 that were divided out."""
+    """Split columns into two float16 terms; return these and the powers of 2 that were divided out."""
     units, inverses = _units(tl.max(tl.abs(x), 0))
     high, low = _halves(x * inverses[None, :])
     return high, low, units[None, :]
@@ -64,7 +64,7 @@ def _column_halves(x):
 
 @triton.jit
 def _product(high_a, low_a, high_b, low_b):
-    """Multiply what is in two parts; the product of second parts would be beyond float32."""
+    """Multiply matrices of two terms each; the product of the low terms is below float32's precision and left out."""
     product = tl.dot(low_a, high_b)
     product = tl.dot(high_a, low_b, product)
     return tl.dot(high_a, high_b, product)
@@ -72,10 +72,10 @@ def _product(high_a, low_a, high_b, low_b):
 
 @triton.jit
 def _inverse(below, CHUNK: tl.constexpr, LEVELS: tl.constexpr):
-    """Return the inverse of `I + below`, which has nothing on and above its diagonal; `2 ** LEVELS` is CHUNK.
+    """Return the inverse of `I + below`, where `below` is strictly lower triangular; `2 ** LEVELS` is CHUNK.
 
-    Blocks on the diagonal are inverted, each time of twice the size: that of `[[A, 0], [B, D]]` has `-1/D B 1/A` below
-    those of A and D. Powers of `below` would do too, but grow by binomials where keys repeat.
+    Diagonal blocks are inverted, twice the size at each level: the inverse of `[[A, 0], [B, D]]` has `-1/D B 1/A` below
+    the inverses of A and D. A Neumann series in `below` would do too, but its terms grow like binomials if keys repeat.
     """
     lanes = tl.arange(0, CHUNK)
     rows, columns = lanes[:, None], lanes[None, :]
@@ -94,7 +94,7 @@ def _inverse(below, CHUNK: tl.constexpr, LEVELS: tl.constexpr):
 
 @triton.jit
 def _store_halves(where, x, apart):
-    """Store numbers in two parts of float16, `apart` from each other, and return zeros, NaN where one is not finite."""
+    """Store values as two float16 terms, `apart` elements apart; return a 0 per row, or NaN if one is not finite."""
     high, low = _halves(x)
     tl.store(where, high)
     tl.store(where + apart, low)
@@ -107,10 +107,10 @@ def correct_within_chunks(
     stride_beta, HEADS: tl.constexpr, SHARE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEYS: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the matrices [CHUNK, CHUNK] of one head's rows of a chunk: what turns errors into corrections, and what
-    reads corrections; and split keys and queries: the gated delta rule.
+    """Compute the matrices [CHUNK, CHUNK] of one head's rows of a chunk: the inverse, which maps errors to corrections
+    U, and the scores that read U; and split keys and queries: the gated delta rule.
 
-    PART is how many numbers of a row are multiplied at a time; `2 ** LEVELS` is CHUNK.
+    PART is the width of the tiles of keys, queries and values; `2 ** LEVELS` is CHUNK.
     """
     chunk, head = tl.program_id(0), tl.program_id(1)
     lanes = tl.arange(0, CHUNK)
@@ -127,7 +127,7 @@ def correct_within_chunks(
     is_first = head % SHARE == 0
     own = (chunk * (HEADS // SHARE) + head // SHARE).to(tl.int64) * 4 * CHUNK * KEYS + lanes[:, None] * KEYS
     asked = tl.zeros([CHUNK, CHUNK], tl.float32)
-    # Zeros behind a key are stored too: whole tiles are loaded.
+    # The padding of keys is stored too, as zeros, since whole tiles are loaded.
     for start in range(0, KEYS, PART):
         columns = start + tl.arange(0, PART)[None, :]
         known = is_known & (columns < KEY_DIM)

@@ -1,4 +1,4 @@
-"""Products of rows that are grouped by expert, each group with the weight of its expert, in one launch."""
+"""Grouped GEMM of routed experts: rows are sorted by expert, and one launch serves the experts of a layer."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ from quire.ops.triton.launcher import kernel
 
 @triton.jit
 def rows_of_tile(tile, tile_rows, tile_ends, row_ids, GATHER: tl.constexpr, ROWS: tl.constexpr):
-    """Return the grouped rows of a tile, whether each is one, and its row of the input, which GATHER looks up."""
+    """Return the grouped rows of a tile, which of them exist, and their rows of the input: with GATHER, `row_ids`."""
     rows = tl.load(tile_rows + tile) + tl.arange(0, ROWS)
     is_row = rows < tl.load(tile_ends + tile)
     sources = rows
@@ -18,17 +18,17 @@ def rows_of_tile(tile, tile_rows, tile_ends, row_ids, GATHER: tl.constexpr, ROWS
     return rows, is_row, sources
 
 
-# Tensors of tiles are parts of one, which begin anywhere: what is compiled is not to depend on that.
+# The tensors of tiles are views of one buffer at any offset: the compiled variant must not depend on their alignment.
 @kernel(do_not_specialize=["tile_experts", "tile_rows", "tile_ends"])
 def multiply_by_expert(
     output, x, row_ids, row_scales, weights, biases, tile_experts, tile_rows, tile_ends, num_columns, width,
     stride_row, NUM_EXPERTS: tl.constexpr, GATHER: tl.constexpr, SCALE_INPUT: tl.constexpr,
     SCALE_OUTPUT: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a tile of grouped rows by some columns of its expert.
+    """Multiply a tile of grouped rows by a tile of output columns of its expert's weight.
 
-    `weights` and `biases` are addresses, one for each expert. A tile past the last one has no expert. With GATHER the
-    rows of `x` are named by `row_ids`; a scale is the score of a row's expert.
+    `weights` and `biases` hold a pointer for each expert. Tiles past the last one have an expert id >= NUM_EXPERTS.
+    With GATHER, `row_ids` are the rows of `x`; `row_scales` are the routing weights of the grouped rows.
     """
     tile = tl.program_id(0)
     expert = tl.load(tile_experts + tile)
@@ -42,7 +42,7 @@ def multiply_by_expert(
     scales = is_row.to(tl.float32)
     if SCALE_INPUT or SCALE_OUTPUT:
         scales = tl.load(row_scales + rows, mask=is_row, other=0.0)
-    # See `is_aligned`: experts whose tensors begin elsewhere run one by one.
+    # See `is_aligned`: a layer with unaligned weights runs its experts one by one.
     weight = tl.multiple_of(tl.load(weights + expert).to(pointer), 16)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, width, INPUTS):

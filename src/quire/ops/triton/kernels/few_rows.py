@@ -1,7 +1,7 @@
-"""Products of one or two rows with a plain weight, which is read once, as fast as memory gives it.
+"""GEMV: matmuls of one or two rows with a plain weight, which is read once, bound by memory bandwidth.
 
-A program has some columns of the output and reads their rows of the weight from beginning to end. There is nothing to
-reuse, so no tensor cores: every thread multiplies and adds its own inputs, and the sums are added up at the end.
+A program has COLUMNS columns of the output and reads their rows of the weight from beginning to end. Nothing is reused,
+so tensor cores are not used: each thread accumulates its own inputs, and the sums are reduced at the end.
 """
 
 import triton
@@ -18,7 +18,7 @@ def _store_row(
     output, sums, ups, row, columns, num_columns, bias, residual,
     ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Add up the products of a row, add what is to be added, gate, and store."""
+    """Reduce the sums of a row over inputs, add bias and residual, apply the gate, and store."""
     dtype: tl.constexpr = output.dtype.element_ty
     total = tl.sum(sums, 1)
     at = row * num_columns + columns
@@ -33,7 +33,7 @@ def _store_row(
             wide += tl.load(bias + num_columns + columns).to(tl.float32)
         if RESIDUAL:
             wide += tl.load(added + num_columns).to(tl.float32)
-        # With the roundings of a product that is stored before it is gated.
+        # Rounded as if the matmul's result was stored before it is gated.
         total = activated(as_stored(total, dtype), as_stored(wide, dtype), ACTIVATION)
     tl.store(output + at, rounded(total, dtype))
 
@@ -43,7 +43,7 @@ def _add_inputs(
     sums, ups_sums, next_sums, next_ups_sums, rows, stride_row, factors, ups, ROWS: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """Add the products of some inputs of both rows."""
+    """Accumulate the products of INPUTS inputs, for one or both rows."""
     values = tl.load(rows).to(tl.float32)
     sums += values * factors.to(tl.float32)
     if ACTIVATION >= 0:
@@ -62,11 +62,11 @@ def multiply_few_rows(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INPUTS: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Multiply one or two rows by some columns; with an activation, by their gates and by what these gate.
+    """Multiply one or two rows by COLUMNS columns; with an activation, by their gate and up weights (fused SwiGLU).
 
     `output` [ROWS, num_columns]; `weight` [num_columns, width], `residual` [ROWS, num_columns], both with an activation
-    of 2 * num_columns; `num_columns` is a multiple of COLUMNS, and `width` one of INPUTS. Weights, which no kernel
-    computes, are loaded while the kernel before still runs.
+    of 2 * num_columns; `num_columns` is a multiple of COLUMNS, and `width` one of INPUTS. The first weights, which no
+    kernel writes, are loaded while the previous kernel still runs.
     """
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inputs = tl.arange(0, INPUTS)
@@ -74,7 +74,7 @@ def multiply_few_rows(
     ups = gates
     if ACTIVATION >= 0:
         ups = gates + num_columns.to(tl.int64) * width
-    # The same addresses for all columns, in the places of the weight's, so that nothing has to change its thread.
+    # Each column loads the same inputs, in the layout of the weight tile, so that no layout conversion is needed.
     rows = x + (columns * 0)[:, None] + inputs[None, :]
     zeros = tl.zeros([COLUMNS, INPUTS], tl.float32)
     sums, ups_sums, next_sums, next_ups_sums = zeros, zeros, zeros, zeros

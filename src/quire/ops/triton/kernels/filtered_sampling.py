@@ -1,14 +1,14 @@
-"""Draws from what top_k, top_p and min_p keep, without a sort of the vocabulary.
+"""Sampling from the tokens that top_k, top_p and min_p keep, without sorting the vocabulary.
 
-A token has a key, the bits of its distance from the peak as a whole number, and tokens are in the order of their keys,
-equal ones in that of their ids. All of this is exact: keys and sums of weights are whole numbers.
+A token's key is its distance from the peak, (peak - logit) / temperature, with its float32 bits as an int32. Tokens are
+ordered by key, ties by id. Keys and sums of weights are integers, so all of this is exact.
 
-Few tokens (a small `top_k`): the k-th key among those of the tiles' peaks is no less than the k-th of the tokens. So
-tiles whose peaks are beyond it have none of the first k tokens; those of the other tiles that reach it are listed.
+Few tokens (a small `top_k`): the k-th smallest key of the tiles' peaks is an upper bound of the k-th smallest of the
+tokens. So tiles with a peak beyond it have none of the first k tokens; of the others, tokens up to it are listed.
 
-Many tokens: each is in a bin, by the upper bits of its key. Weights, and for `top_k` numbers of tokens, are summed up
-by bins; the bin in which a sum is reached is found, its tokens are listed, and the key at which it is reached is found
-among them. That goes on in up to three stages: where top_k ends, where top_p ends, and which token is drawn.
+Many tokens: a histogram over the upper bits of keys sums up weights by bin, and for `top_k` counts tokens too. In each
+stage, the bin in which the sum reaches a goal is found, its tokens are listed, and the key that reaches the goal is
+found among them. There are up to three stages: the cut of top_k, the cut of top_p, and the sampled token.
 """
 
 import triton
@@ -17,18 +17,18 @@ import triton.language as tl
 from quire.ops.triton.kernels.sampling import TILE, counted, distances, is_finite, load_peaks, uniform_share
 from quire.ops.triton.launcher import kernel
 
-# Bins are a 256th of a power of 2 of a distance, from 2^-11 to 32; all that is nearer is in the first.
+# Each octave of distances, from 2^-11 to 32, has 256 bins; smaller distances are in the first bin.
 BINS = tl.constexpr(4096)
 BIN_ROWS = tl.constexpr(64)
 BIN_SHIFT = tl.constexpr(15)
 FIRST_BIN = tl.constexpr((0x42000000 >> 15) - 4096)
-# Key of a token without weight: the bits of infinity.
+# Key of a token of weight 0: the bits of infinity.
 LAST_KEY = tl.constexpr(0x7F800000)
 LAST_ENTRY = tl.constexpr(0x7FFFFFFFFFFFFFFF)
-# Most tokens of a row of few.
+# Maximum number of tokens that `draw_few` keeps of a row.
 FEW = tl.constexpr(256)
-# Numbers of the state of a row of many: stage, bin or -1, what comes before the bin, what is to be reached, number of
-# listed tokens, weight before the bin, total weight and, with `top_k`, total number.
+# Fields of a row's state for many tokens (int64): stage, bin or -1, sum before the bin, goal, number of listed tokens,
+# weight before the bin, total weight and, with `top_k`, total number of tokens.
 STATE = tl.constexpr(8)
 COUNT = tl.constexpr(0)
 NUCLEUS = tl.constexpr(1)
@@ -56,7 +56,7 @@ def _bins(keys):
 
 @triton.jit
 def _nucleus(top_p, total):
-    """Return what a nucleus has to reach of a total: at least 1, and all of it for 1.0."""
+    """Return the weight that a nucleus must reach: `top_p` of a total, rounded up, at least 1; all of it for 1.0."""
     goal = (top_p * total.to(tl.float64)).to(tl.int64)
     goal += (goal.to(tl.float64) < top_p * total.to(tl.float64)).to(tl.int64)
     goal = tl.minimum(tl.maximum(goal, 1), total)
@@ -65,7 +65,7 @@ def _nucleus(top_p, total):
 
 @triton.jit
 def _peak_bound(keys, top_k):
-    """Return the least number that `top_k` of the keys do not exceed; the last key where there are not as many."""
+    """Return the `top_k`-th smallest of the keys by bisection; LAST_KEY where there are fewer."""
     low, high = tl.full([], 0, tl.int32), tl.full([], LAST_KEY, tl.int32)
     while low < high:
         middle = low + ((high - low) >> 1)
@@ -76,7 +76,7 @@ def _peak_bound(keys, top_k):
 
 @triton.jit
 def _list_few(entries, tiles, logits, bound, peak, temperature, top_k, count, vocab_size, BLOCK: tl.constexpr):
-    """List the tokens of `count` tiles up to a key; of those with this key the first `top_k`. Return their number."""
+    """List the tokens of `count` tiles with keys up to `bound`, at most `top_k` of equal ones; return their number."""
     listed, ties = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
     for start in range(0, count * TILE, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -96,9 +96,9 @@ def _list_few(entries, tiles, logits, bound, peak, temperature, top_k, count, vo
 
 @triton.jit
 def _cut_few(first, entries, listed, bound, top_k, BLOCK: tl.constexpr):
-    """Store the first `top_k` of the entries; return how many that are."""
+    """Store the `top_k` smallest entries; return their number."""
     lanes = tl.arange(0, BLOCK)
-    # The first entries, mostly all, stay in registers.
+    # The first entries, usually all, stay in registers.
     held = tl.load(entries + lanes, mask=lanes < listed, other=LAST_ENTRY)
     low, high = tl.full([], 0, tl.int64), ((bound.to(tl.int64) + 1) << 32) - 1
     while low < high:
@@ -117,13 +117,13 @@ def _cut_few(first, entries, listed, bound, top_k, BLOCK: tl.constexpr):
     return stored
 
 
-# Where parameters of rows begin, and the room for tokens, change with the rows of a step.
+# The alignment of parameter tensors and the capacity differ from step to step: they must not cause recompilation.
 @kernel(do_not_specialize=["capacity"], do_not_specialize_on_alignment=PARAMETERS)
 def draw_few(
     found, entries, firsts, tiles, peaks, logits, rows, temperatures, top_ks, top_ps, min_ps, seeds, sample_idxs,
     positions, vocab_size, num_tiles, capacity, SCALE: tl.constexpr, PEAKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Draw the token of a row from the likeliest, `FEW` of them at most, without those that top_p and min_p drop."""
+    """Sample the token of a row from its `top_k` likeliest ones, at most FEW, after top_p and min_p."""
     place = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + place)
     own_peaks = load_peaks(peaks, row, num_tiles, PEAKS)
@@ -168,9 +168,9 @@ def fill_bins(
     bins, states, peaks, logits, rows, temperatures, top_ks, top_ps, min_ps, vocab_size, num_tiles,
     SCALE: tl.constexpr, PEAKS: tl.constexpr, BLOCK: tl.constexpr, COUNTS: tl.constexpr,
 ):  # fmt: skip
-    """Add the tokens of a part of a row to its bins, and to its totals.
+    """Add a segment of a row to its histogram, and to its totals.
 
-    Tokens that together weigh less than what top_p leaves out are in the total only.
+    Tokens so far from the peak that together they weigh less than top_p leaves out are added to the total only.
     """
     place = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + place)
@@ -183,7 +183,7 @@ def fill_bins(
         kept = weights > 0
         state = states + place * STATE
         tl.atomic_add(state + 6, tl.sum(weights, 0), sem="relaxed")
-        # V tokens beyond log(V / (1 - top_p)) weigh less than 1 - top_p of the likeliest alone. Two more for rounding.
+        # V tokens at distances beyond log(V / (1 - top_p)) weigh less than 1 - top_p together. Two more for rounding.
         rest = (1.0 - tl.load(top_ps + row)).to(tl.float32)
         reach = tl.where(rest > 0.0, tl.log(vocab_size / tl.maximum(rest, 1e-30)) + 2.0, float("inf"))
         if COUNTS:
@@ -201,7 +201,7 @@ def list_bin(
     entries, states, peaks, logits, rows, temperatures, min_ps, vocab_size, num_tiles, capacity,
     SCALE: tl.constexpr, PEAKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """List the tokens of a row's bin that are in a part of the row; they are only counted where there is no room."""
+    """List the tokens of a segment of a row that are in its bin; beyond the capacity they are only counted."""
     place = tl.program_id(0).to(tl.int64)
     state = states + place * STATE
     wanted = tl.load(state + 1).to(tl.int32)
@@ -223,7 +223,7 @@ def list_bin(
 @triton.jit
 def _bin_tokens(entries, logits, start, listed, width, peak, temperature, min_p, wanted, SCALE: tl.constexpr,
                 BLOCK: tl.constexpr):  # fmt: skip
-    """Return keys, ids and weights of tokens of a bin: from the list, or the row; either has none of them."""
+    """Return keys, ids and weights of tokens of a bin, from the list or, if `listed` is 0, from the row."""
     at = start + tl.arange(0, BLOCK)
     packed = tl.load(entries + at, mask=at < listed, other=0)
     values = tl.load(logits + at, mask=at < width, other=float("-inf"))
@@ -234,9 +234,9 @@ def _bin_tokens(entries, logits, start, listed, width, peak, temperature, min_p,
 
 @triton.jit
 def _least_number(missing, each, most):
-    """Return the least number, from 1 to `most`, that times `each` is no less than what is missing.
+    """Return ceil(missing / each), from 1 to `most`, by bisection.
 
-    A division of 64 bits is a call, for which a program spills registers.
+    A 64-bit division compiles to a function call, which makes the program spill registers.
     """
     low, high = tl.full([], 1, tl.int64), tl.full([], 0, tl.int64) + most
     while low < high:
@@ -248,7 +248,7 @@ def _least_number(missing, each, most):
 
 @triton.jit
 def _nth_of_row(logits, key, number, vocab_size, peak, temperature, BLOCK: tl.constexpr):
-    """Return the id of the `number`-th token of a row that has a key, from 1 on."""
+    """Return the id of the `number`-th token (from 1 on) of a row that has a key, in the order of ids."""
     seen, token = tl.full([], 0, tl.int64), tl.full([], 0, tl.int32)
     for start in range(0, vocab_size, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -263,16 +263,16 @@ def _nth_of_row(logits, key, number, vocab_size, peak, temperature, BLOCK: tl.co
 @triton.jit
 def _settle(found, state, entries, logits, row, stage, peak, temperature, min_p, vocab_size, capacity,
             SCALE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Find where the goal is reached among the tokens of the bin; return the weight up to there.
+    """Find the key at which the goal is reached among the tokens of the bin; return the weight up to there.
 
-    The last stage stores the token.
+    The last stage stores the sampled token.
     """
     wanted, goal = tl.load(state + 1).to(tl.int32), tl.load(state + 3) - tl.load(state + 2)
-    # A list that is too short has not all of them.
+    # A bin that exceeds the capacity is not listed whole: then the row itself is read.
     listed, width = tl.load(state + 4).to(tl.int32), tl.full([], 0, tl.int32)
     listed, width = tl.where(listed <= capacity, listed, 0), tl.where(listed <= capacity, width, vocab_size)
     end = tl.maximum(listed, width)
-    # The first tokens, mostly all, stay in registers. In the first stage each counts as one.
+    # The first tokens, usually all, stay in registers. In stage COUNT each token counts as 1.
     keys, ids, weights = _bin_tokens(entries, logits, 0, listed, width, peak, temperature, min_p, wanted, SCALE, BLOCK)
     counts = tl.where(stage == COUNT, (weights > 0).to(tl.int64), weights)
     low = tl.min(tl.where(weights > 0, keys, LAST_KEY), 0)
@@ -308,12 +308,12 @@ def _settle(found, state, entries, logits, row, stage, peak, temperature, min_p,
         is_tie = (more == low) & (added > 0)
         first_id = tl.minimum(first_id, tl.min(tl.where(is_tie, more_ids, vocab_size - 1), 0))
         last_id = tl.maximum(last_id, tl.max(tl.where(is_tie, more_ids, 0), 0))
-    # All tokens with this key weigh as much; so many of them are missing.
+    # All tokens with this key have the same weight: `number` of them are needed to reach the goal.
     each = tl.maximum(_weights(low, min_p, SCALE), 1)
     number = _least_number(goal - count, tl.where(stage == COUNT, 1, each), vocab_size)
     if stage == POINT:
         if width > 0:
-            # Tokens of the row are in the order of their ids.
+            # Columns of the row are in the order of ids: no bisection is needed.
             first_id = _nth_of_row(logits, low, number, vocab_size, peak, temperature, BLOCK)
             last_id = first_id
         while first_id < last_id:
@@ -332,7 +332,7 @@ def _settle(found, state, entries, logits, row, stage, peak, temperature, min_p,
 
 @triton.jit
 def _bin_of(own, goal):
-    """Return the bin in which the sum of bins reaches a goal, and the sum before it: by rows of bins, then in a row."""
+    """Return the bin in which the cumulative sum reaches a goal, and the sum before it, in two levels of BIN_ROWS."""
     places = tl.arange(0, BIN_ROWS)
     rows = tl.sum(tl.load(own + places[:, None] * BIN_ROWS + places[None, :]), 1)
     row = tl.minimum(tl.sum((tl.cumsum(rows, 0) < goal).to(tl.int32), 0), BIN_ROWS - 1)
@@ -348,7 +348,7 @@ def advance(
     positions, vocab_size, num_tiles, capacity, SCALE: tl.constexpr, PEAKS: tl.constexpr, BLOCK: tl.constexpr,
     STARTS: tl.constexpr, COUNTS: tl.constexpr,
 ):  # fmt: skip
-    """End a stage of a row, and find the bin of the next one; STARTS: there was none."""
+    """End a stage of a row, and find the bin of the next one; STARTS: the next one is the first."""
     place = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + place)
     state = states + place * STATE
@@ -384,7 +384,7 @@ def advance(
         else:
             wanted, before = _bin_of(own, goal)
             weight_before = before
-    # All threads have read what is overwritten.
+    # All threads must have read the state before it is overwritten.
     tl.debug_barrier()
     tl.store(state, stage.to(tl.int64))
     tl.store(state + 1, wanted.to(tl.int64))

@@ -1,4 +1,4 @@
-"""The norms and rotations of heads, and the write of keys and values through slots, in one kernel."""
+"""QK norm, RoPE, and the write of keys and values to the KV cache by slot mapping, fused in one kernel."""
 
 import triton
 import triton.language as tl
@@ -18,7 +18,7 @@ from quire.ops.triton.launcher import kernel
 
 @triton.jit
 def _normed(x, norm_scales, inverse, dtype: tl.constexpr):
-    """Scale heads [HEADS, DIM] by what divides them and by their norm's scales, with the roundings of both dtypes."""
+    """Scale heads [HEADS, DIM] by their inverse RMS and the norm's weight, rounding as the unfused norm does."""
     scale_dtype: tl.constexpr = norm_scales.dtype
     unit = as_stored(x * inverse[:, None], scale_dtype)
     return as_stored(as_stored(unit * norm_scales.to(tl.float32), scale_dtype), dtype)
@@ -26,7 +26,7 @@ def _normed(x, norm_scales, inverse, dtype: tl.constexpr):
 
 @triton.jit
 def _store(vectors, base, scale_base, starts, dims, mask, HEAD_DIM: tl.constexpr, STORED: tl.constexpr):
-    """Store vectors [HEADS, DIM] of float32, of a dtype's accuracy, in slots that begin at `starts` [HEADS]."""
+    """Store float32 vectors [HEADS, DIM], rounded to the model's dtype, in slots at offsets `starts` [HEADS]."""
     where = base + starts[:, None] + dims[None, :]
     if STORED == PLAIN:
         tl.store(where, rounded(vectors, base.dtype.element_ty), mask=mask)
@@ -46,7 +46,7 @@ def prepare_heads(
     DIM: tl.constexpr, HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, STORED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate some heads of a row; store its queries, and its keys and values in their slots."""
+    """Norm HEADS heads of a row and apply RoPE; store its queries, and its keys and values in their slots."""
     wait_for_previous(OVERLAPS)
     num_heads: tl.constexpr = NUM_QUERIES + 2 * NUM_KV
     dtype: tl.constexpr = qkv.dtype.element_ty

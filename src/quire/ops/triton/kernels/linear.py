@@ -1,4 +1,4 @@
-"""Products with stored weights of few bits: whole numbers times whole numbers, in groups of inputs that share a scale.
+"""Matmuls with quantized weights: int8 rows times integer weight levels, in groups of inputs that share a scale.
 
 ```
  codes    bytes [K, N], one code each; or [K / 2, N], two of four bits each: byte `p * G + i` has input `i` of group
@@ -6,9 +6,9 @@
  scales   [K / G, N]
 ```
 
-Rounded rows and the levels of codes are whole numbers that float16 holds, and their products are added up in float32
-without an error: a group's sum is below 2^24. So one product of float16 serves all forms; rows of e4m3 weights are not
-rounded, and are multiplied in their own dtype.
+Quantized rows and the levels of codes are integers that float16 represents exactly, and float32 accumulates their
+products exactly, as a group's sum is below 2^24. So one float16 matmul serves all formats; for e4m3 weights, rows are
+not quantized and are multiplied in their own dtype.
 """
 
 import triton
@@ -17,13 +17,13 @@ import triton.language as tl
 from quire.ops.triton.kernels.numbers import factor, from_e4m3, rounded, whole
 from quire.ops.triton.launcher import kernel
 
-# Rows whose magnitudes are all smaller are zeros; `SMALLEST` of weight_formats.py.
+# Rows whose magnitudes are all below this become zeros; `SMALLEST` of weight_formats.py.
 SMALLEST = tl.constexpr(1e-30)
 
 
 @kernel
 def round_rows(output, scales, x, width, padded, stride_row, WIDTH: tl.constexpr):
-    """Round a row, with zeros behind it, by its largest magnitude; one that is not finite becomes zeros worth NaN."""
+    """Quantize a row to int8 levels and pad it with zeros; a row that is not finite gets zeros and a scale of NaN."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, WIDTH)
     mask = columns < width
@@ -41,7 +41,7 @@ def round_rows(output, scales, x, width, padded, stride_row, WIDTH: tl.constexpr
 @triton.jit
 def _levels(codes, table, zeros, OFFSET: tl.constexpr, TABLE: tl.constexpr, ZEROS: tl.constexpr, FLOAT8: tl.constexpr,
             dtype: tl.constexpr):  # fmt: skip
-    """Return the levels of codes [G, COLUMNS] as factors of a product."""
+    """Return the levels of codes [G, COLUMNS] as operands of `tl.dot`."""
     if FLOAT8:
         levels = factor(rounded(from_e4m3(codes), dtype))
     elif TABLE:
@@ -59,7 +59,7 @@ def _add_group(
     total, x, codes, group, scales, mins, zeros, table, columns, known, num_columns, OFFSET: tl.constexpr,
     TABLE: tl.constexpr, MINS: tl.constexpr, ZEROS: tl.constexpr, FLOAT8: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Add the products of one group of inputs: `x` [ROWS, G], `codes` [G, COLUMNS]."""
+    """Accumulate the scaled matmul of one group of inputs: `x` [ROWS, G], `codes` [G, COLUMNS]."""
     at = group * num_columns + columns
     zero = at
     if ZEROS:
@@ -79,7 +79,7 @@ def add_groups(
     num_steps, GROUP: tl.constexpr, PAIRED: tl.constexpr, OFFSET: tl.constexpr, TABLE: tl.constexpr,
     MINS: tl.constexpr, ZEROS: tl.constexpr, FLOAT8: tl.constexpr,
 ):  # fmt: skip
-    """Add the products of rows `sources` of `x` and some columns, over `num_steps` groups, or pairs of groups."""
+    """Accumulate the matmul of rows `sources` of `x` and some columns over `num_steps` groups, or pairs of groups."""
     inputs = tl.arange(0, GROUP)
     dtype: tl.constexpr = x.dtype.element_ty
     for step in range(num_steps):
@@ -101,14 +101,14 @@ def add_groups(
     return total
 
 
-# Numbers that depend on a step's rows are no part of what is compiled: serving would compile again and again.
+# Arguments that depend on a step's rows are not specialised on: serving would recompile again and again.
 @kernel(do_not_specialize=["num_rows", "num_steps"])
 def multiply(
     output, x, codes, scales, mins, zeros, table, num_rows, num_columns, num_steps, stride_row, stride_part,
     GROUP: tl.constexpr, PAIRED: tl.constexpr, OFFSET: tl.constexpr, TABLE: tl.constexpr, MINS: tl.constexpr,
     ZEROS: tl.constexpr, FLOAT8: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Multiply some rows by some columns over a part of the inputs; `num_steps` groups, or pairs of groups, a part."""
+    """Multiply a tile of rows and columns over one split of the inputs (split-K), of `num_steps` groups or pairs."""
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     part = tl.program_id(2).to(tl.int64)
@@ -125,7 +125,7 @@ def add_parts(
     output, parts, row_scales, bias, residual, size, num_columns, num_parts, ROUNDED: tl.constexpr, BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Add up the parts of products in order, scale them by their rows' worth, add bias and residual, and round."""
+    """Add up the split-K partial sums in order, multiply by the rows' scales, add bias and residual, and round."""
     at = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     mask = at < size
     total = tl.zeros([COLUMNS], tl.float32)

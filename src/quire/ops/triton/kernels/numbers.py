@@ -1,22 +1,22 @@
-"""Conversions of numbers, by bits where not every GPU, or not the interpreter, has them.
+"""Conversions between dtypes, by bit manipulation where some GPU or the interpreter lacks them.
 
-The interpreter truncates when it converts to bfloat16, and computes with the bits of bfloat16 as if they were whole
-numbers. So kernels compute in float32, and products of bfloat16 are widened there.
+The interpreter truncates when it converts to bfloat16, and computes with the bits of bfloat16 as if they were integers.
+So kernels compute in float32, and bfloat16 operands of `tl.dot` are widened in the interpreter.
 """
 
 import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-# Forms of the cache, as kernels know them.
+# KV cache formats, as kernels number them.
 PLAIN = tl.constexpr(0)
 INT8 = tl.constexpr(1)
 FLOAT8 = tl.constexpr(2)
-# A sum with this number rounds one below 2^22 to a whole number, half to even.
+# Adding this constant to a value below 2^22 rounds it to an integer, half to even.
 WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2^23
-# A sum with this number rounds a magnitude below 2^-6 to a multiple of 2^-9, the smallest one of e4m3.
+# Adding this constant to a magnitude below 2^-6 rounds it to a multiple of 2^-9, the smallest subnormal of e4m3.
 SUBNORMAL_E4M3 = tl.constexpr(16384.0)
-# Vectors of int8 whose values are no larger are zeros; `LEAST_SCALED` of the interface.
+# Vectors whose magnitudes are at most this are stored as zeros in int8; `LEAST_SCALED` of the interface.
 LEAST = tl.constexpr(1e-36)
 
 
@@ -38,7 +38,7 @@ def as_stored(x, dtype: tl.constexpr):
 
 @triton.jit
 def factor(x):
-    """Return a factor of a product: itself, in the interpreter float32 for bfloat16."""
+    """Return an operand of `tl.dot`: `x` itself, or in the interpreter float32 for bfloat16."""
     if INTERPRETED and x.dtype == tl.bfloat16:
         x = x.to(tl.float32)
     return x
@@ -46,22 +46,22 @@ def factor(x):
 
 @triton.jit
 def whole(x):
-    """Round float32 below 2^22 to whole numbers, half to even."""
+    """Round float32 below 2^22 to integers, half to even."""
     return (x + WHOLE) - WHOLE
 
 
 @triton.jit
 def from_e4m3(code):
-    """Return what codes of e4m3 (uint8) stand for, in float32."""
+    """Convert e4m3 codes (uint8) to float32."""
     wide = code.to(tl.uint16)
-    # The bits of float16 whose value is 2^-8 of the code's, subnormal ones too.
+    # As bits of float16, the code is 2^-8 of its value, also for subnormals.
     half = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
     return tl.where((wide & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
 
 
 @triton.jit
 def to_e4m3(x):
-    """Return the codes of e4m3 (uint8) of float32, half to even; numbers out of range as the largest."""
+    """Convert float32 to e4m3 codes (uint8), half to even, saturating."""
     size = tl.abs(x)
     bounded = tl.where(size > 448.0, 448.0, size)
     bits = bounded.to(tl.uint32, bitcast=True)
@@ -75,16 +75,16 @@ def to_e4m3(x):
 
 @triton.jit
 def int8_scales(x):
-    """Return the scale of each row of float32 [rows, D]: NaN where a number is not finite."""
+    """Return the scale of each row of float32 [rows, D]; NaN for a row with a value that is not finite."""
     reach = tl.max(tl.abs(x), 1)
-    # Zeros, but NaN for what is not finite.
+    # 0 for finite rows, else NaN.
     poison = tl.sum(x * 0.0, 1)
     return tl.where(reach <= LEAST, 0.0, tl.div_rn(reach, 127.0)) + poison
 
 
 @triton.jit
 def to_int8(x, scales):
-    """Return rows [rows, D] as whole numbers of their scales; zeros where the scale is 0 or NaN."""
+    """Return rows [rows, D] divided by their scales, rounded to int8; zeros where the scale is 0 or NaN."""
     usable = scales > 0.0
     divisor = tl.where(usable, scales, 1.0)[:, None]
     numbers = whole(tl.div_rn(x, divisor + tl.zeros_like(x)))

@@ -1,4 +1,4 @@
-"""Operations on rows between the matrix products, and the masks of rows of logits."""
+"""Row-wise operations between the matmuls: norms, gates; and the token bitmasks of logits."""
 
 import triton
 import triton.language as tl
@@ -15,7 +15,7 @@ SWIGLUOAI = tl.constexpr(2)
 
 @kernel
 def rms_norm(output, x, weight, eps, width, stride_row, WIDTH: tl.constexpr, OVERLAPS: tl.constexpr):
-    """Norm and scale a row, with the roundings of both dtypes."""
+    """Apply RMSNorm to a row, rounded to the weight's dtype after each step, then to the output's."""
     wait_for_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, WIDTH)
@@ -34,7 +34,7 @@ def activated(gates, ups, ACTIVATION: tl.constexpr):
     if ACTIVATION == SILU:
         factors = sigmoid(gates)
     elif ACTIVATION == SWIGLUOAI:
-        # Selections, not minima: those would lose a NaN.
+        # `tl.where`, not `tl.minimum`, which would drop a NaN.
         gates = tl.where(gates > 7.0, 7.0, gates)
         factors = sigmoid(1.702 * gates)
         ups = tl.where(ups > 7.0, 7.0, tl.where(ups < -7.0, -7.0, ups)) + 1.0
@@ -46,7 +46,7 @@ def activated(gates, ups, ACTIVATION: tl.constexpr):
 
 @kernel
 def gate(output, gate_up, width, ACTIVATION: tl.constexpr, COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr):
-    """Activate gates and multiply, some columns of a row."""
+    """Apply the activation to gates and multiply by the up values, for COLUMNS columns of a row."""
     wait_for_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -60,7 +60,7 @@ def gate(output, gate_up, width, ACTIVATION: tl.constexpr, COLUMNS: tl.constexpr
 
 @kernel(do_not_specialize=["size"])
 def sigmoid_gate(output, x, gates, size, COLUMNS: tl.constexpr):
-    """Multiply by sigmoids that are rounded to the dtype."""
+    """Multiply by sigmoids of gates, which are rounded to the dtype first."""
     at = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     mask = at < size
     dtype: tl.constexpr = output.dtype.element_ty

@@ -1,14 +1,14 @@
-"""Choice of tokens: the greatest logit of each row, and draws from all tokens.
+"""Greedy sampling, and sampling from all tokens.
 
 ```
  a row       |<-- tile -->|<-- tile -->| ...            TILE columns each; a program has TILES of them
- peaks       | greatest   | greatest   | ...            and where it is; a NaN counts as infinity
- weights     exp(-(peak of the row - logit) / temperature) in whole multiples of 1 / SCALE
+ peaks       | maximum    | maximum    | ...            and its first column; a NaN counts as infinity
+ weights     exp(-(peak of the row - logit) / temperature) as integers, in units of 1 / SCALE
  sums        | of weights | of weights | ...
 ```
 
-Sums of whole numbers are exact in any order, so a token does not depend on how a row is cut, on atomics or on other
-rows. A token whose weight is below 1 / SCALE of the likeliest one's is never drawn.
+Integer sums are exact in any order, so a token does not depend on how a row is divided, on the order of atomics or on
+other rows. A token whose weight is below 1 / SCALE of the likeliest one's is never sampled.
 """
 
 import triton
@@ -27,7 +27,7 @@ BROKEN = tl.constexpr(2)
 
 @kernel
 def find_peaks(peaks, places, logits, vocab_size, num_tiles, TILES: tl.constexpr):
-    """Store the greatest logit of some tiles of a row, and the first column that has it."""
+    """Store the maximum logit of each of TILES tiles of a row, and the first column that has it."""
     row = tl.program_id(0).to(tl.int64)
     tiles = tl.program_id(1) * TILES + tl.arange(0, TILES)
     columns = tiles[:, None] * TILE + tl.arange(0, TILE)[None, :]
@@ -49,27 +49,27 @@ def load_peaks(peaks, row, num_tiles, PEAKS: tl.constexpr):
 
 @triton.jit
 def is_finite(value):
-    """Return whether a number that is no NaN is finite."""
+    """Return whether a value that is not NaN is finite."""
     return tl.abs(value) < float("inf")
 
 
 @triton.jit
 def distances(logits, peak, temperature):
-    """Return how far logits are below the peak, divided by the temperature: rounded twice, as the twin rounds."""
+    """Return (peak - logit) / temperature, rounded after each operation as in `device_draws`."""
     below = peak - logits
     return tl.div_rn(below, temperature + tl.zeros_like(below))
 
 
 @triton.jit
 def counted(shares, SCALE: tl.constexpr):
-    """Return weights of at most 1 in whole multiples of 1 / SCALE."""
+    """Return weights of at most 1 as integers, in units of 1 / SCALE, rounded down."""
     return (shares * SCALE).to(tl.int64)
 
 
 @kernel
 def sum_tiles(sums, peaks, logits, kinds, temperatures, vocab_size, num_tiles, SCALE: tl.constexpr,
               TILES: tl.constexpr, PEAKS: tl.constexpr):  # fmt: skip
-    """Store the sums of the weights of some tiles of a row that draws from all tokens."""
+    """Store the sum of the weights of each of TILES tiles of a row that is sampled from all tokens."""
     row = tl.program_id(0).to(tl.int64)
     if tl.load(kinds + row) == WHOLE:
         peak = tl.max(load_peaks(peaks, row, num_tiles, PEAKS), 0)
@@ -114,13 +114,13 @@ def _drawn_from_all(sums, logits, peak, temperature, seeds, sample_idxs, positio
     return tile * TILE + tl.sum((before + tl.cumsum(weights, 0) <= target).to(tl.int32), 0)
 
 
-# The number of rows, and where their parameters begin, change with every step.
+# The number of rows and the alignment of their parameters differ from step to step: they must not cause recompilation.
 @kernel(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["temperatures", "seeds", "sample_idxs"])
 def choose(
     found, peaks, places, sums, logits, kinds, temperatures, seeds, sample_idxs, positions, before, vocab_size,
     num_tiles, num_rows, SCALE: tl.constexpr, PEAKS: tl.constexpr, DRAWS: tl.constexpr, CHECKED: tl.constexpr,
 ):  # fmt: skip
-    """Store the state of a row, and the token of one that is greedy, draws from all tokens, or is not fine.
+    """Store the state of each row, and its token if it is greedy, sampled from all tokens, or not FINE (then 0).
 
     Without DRAWS all rows are greedy. With CHECKED, `before` has the states before requests changed the logits.
     """

@@ -1,12 +1,12 @@
-"""Paged attention over blocks that sequences share: rows of several sequences in a tile, and each key is read once.
+"""Paged attention over a shared prefix (cascade attention): a tile has rows of several sequences, a key is read once.
 
 ```
- an item     rows of sequences whose tables begin with the same blocks, and some of the tokens in these
+ work item   rows of sequences whose tables begin with the same blocks, and a range of tokens in these blocks
  its tile    a row of one sequence: G query heads | a row of another: G query heads | ...        [ROWS, D]
 ```
 
-All rows see all tokens of an item, so there are no masks. What a row attends to is a partial result of that row, as a
-split of its own context would be (`attention.py`), and is added up with those of the tokens that it shares with nobody.
+All rows see all tokens of an item, so there are no masks. Each row stores a partial result, as for a split of its own
+context (`attention.py`); `combine` adds it to those of the tokens that the sequence does not share.
 """
 
 import triton.language as tl
@@ -15,11 +15,11 @@ from quire.ops.triton.kernels.attention import attend_tile, block_ids, partial_l
 from quire.ops.triton.kernels.numbers import factor
 from quire.ops.triton.launcher import kernel
 
-# Numbers that describe an item: first of its rows, number of rows, first entry of a table with its blocks, first token,
-# end of the tokens, and which part of the shared tokens they are.
+# Fields of a work item (int32): index of its first row in `item_rows`, number of rows, offset of a block table with its
+# blocks, first token, end of the tokens, index of this split of the shared tokens; padded to SHARED_ITEM.
 SHARED_ITEM = tl.constexpr(8)
-# Numbers that describe a row of an item: index in the step, place of its partial result of the first part, and how far
-# that of the next part is from there.
+# Fields of a row of an item (int32): row of the step, index of its partial result for the first split, stride to that
+# of the next split; padded to SHARED_ROW.
 SHARED_ROW = tl.constexpr(4)
 
 
@@ -30,10 +30,10 @@ def attend_shared(
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, STORED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Let the rows of items attend with the query heads of one KV head; see the head of this file.
+    """Compute attention of the rows of items for the query heads of one KV head; see the head of this file.
 
-    `score_scale` is for powers of 2. The items are all programs' together: a program takes every one that is as many
-    behind its last one as there are programs, so that a launch serves any number of them, which `count` holds.
+    `score_scale` includes log2(e). Programs are persistent: each loops over the `count` items with a stride of the
+    number of programs, so that one grid serves any number of items.
     """
     kv_head = tl.program_id(1)
     lanes = tl.arange(0, ROWS)

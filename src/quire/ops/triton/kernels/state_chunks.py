@@ -1,5 +1,5 @@
-"""Mamba 2 over paged states for prompts, in chunks of rows: what rows of a chunk do to each other are products, and a
-state goes from chunk to chunk.
+"""Mamba 2 over paged states for prompts (chunked SSD scan): within a chunk, rows interact by matmuls; a state is
+carried from chunk to chunk.
 
 With `l` the running sum of the logarithms of decay within a chunk, X the values times their steps, and `S` the state
 before the chunk:
@@ -9,9 +9,9 @@ before the chunk:
  S = exp(l_end) S + (X * exp(l_end - l))' B
 ```
 
-A first kernel computes what needs no state, for all chunks at once; a second one carries parts of states through the
-chunks of a sequence. Products mix what comes after a row into it, times 0, which is no 0 where a number is not finite;
-so the first kernel flags such chunks, and from there on the second one goes row by row.
+A first kernel computes the terms without a state, for all chunks in parallel; a second one carries tiles of states
+through the chunks of a sequence. The matmuls multiply later rows by a mask of 0, which gives NaN where a value is not
+finite. So the first kernel flags such chunks, and from the first of them on, the second kernel goes row by row.
 
 Source: Mamba 2, arXiv 2405.21060.
 """
@@ -23,9 +23,9 @@ from quire.ops.triton.kernels.numbers import factor
 from quire.ops.triton.kernels.states import scan_rows, softplus
 from quire.ops.triton.launcher import kernel
 
-# Exponentials of lower logarithms are 0 in float32, and so are those of sums with one of them.
+# Logarithms of decay are clamped to this: their exponentials, and those of sums with one of them, are 0 in float32.
 LEAST_LOG = tl.constexpr(-1e4)
-# Flags that are looked at together.
+# Number of flags that are loaded at once.
 FLAGS = tl.constexpr(128)
 
 
@@ -38,7 +38,7 @@ def _rest(x, part):
 
 @triton.jit
 def _parts(x):
-    """Return three numbers of bfloat16 whose sum is float32."""
+    """Split float32 into three bfloat16 terms whose sum is exact."""
     high = x.to(tl.bfloat16)
     rest = _rest(x, high)
     middle = rest.to(tl.bfloat16)
@@ -47,11 +47,11 @@ def _parts(x):
 
 @triton.jit
 def _half_parts(x):
-    """Return columns of float32 as three numbers of float16, each 2 ** 11 times what it stands for less than the one
-    before it, and powers of 2 that are divided out: float16 has a small range.
+    """Split columns of float32 into three float16 terms, and a power of 2 per column that was divided out. Term i is
+    stored times 2 ** (11 * i), since float16 has a small range.
     """
     exponent = tl.max(tl.abs(x), 0).to(tl.int32, bitcast=True) & 0x7F800000
-    # Powers that have a reciprocal; others would be those of numbers that are not finite, or next to 0.
+    # Only powers with a finite reciprocal; columns that are not finite, or tiny, are not scaled.
     exponent = tl.where((exponent > 0) & (exponent < 0x7F000000), exponent, 0x3F800000)
     unit = x * (0x7F000000 - exponent).to(tl.float32, bitcast=True)[None, :]
     high = unit.to(tl.float16)
@@ -62,8 +62,8 @@ def _half_parts(x):
 
 @triton.jit
 def _product(a, b):
-    """Multiply numbers of 16 bits as they are, and float32 with its bits: in parts of 16 bits, whose products take few
-    registers, or else by three products of TF32.
+    """Multiply 16-bit operands as they are. A float32 operand keeps its precision: it is split into 16-bit terms, whose
+    matmuls take few registers; other pairs of dtypes are multiplied by 3xTF32.
     """
     if a.dtype == b.dtype and a.dtype != tl.float32:
         product = tl.dot(factor(a), factor(b))
@@ -89,11 +89,11 @@ def _product(a, b):
 
 @triton.jit
 def decays_between(logs, CHUNK: tl.constexpr):
-    """Return what decay leaves: from each row of a chunk (second axis) to the rows from it on, else 0; from the chunk's
-    start to each row; from each row to the chunk's end.
+    """Return cumulative decay factors: [row, earlier row] from each earlier row of a chunk to each row, 0 above the
+    diagonal; from the chunk's start to each row; from each row to the chunk's end.
 
-    A running sum is kept as a sum of two float32: after a row that forgets everything it is large, and differences of
-    its neighbours are still exact.
+    The cumulative sum is kept as two float32 terms: after a row that forgets everything it is large, and differences of
+    neighbours must still be exact.
     """
     lanes = tl.arange(0, CHUNK)
     exact = tl.where(logs < LEAST_LOG, LEAST_LOG, logs).to(tl.float64)
@@ -101,7 +101,7 @@ def decays_between(logs, CHUNK: tl.constexpr):
     high = running.to(tl.float32)
     low = (running - high.to(tl.float64)).to(tl.float32)
     gaps = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
-    # Where the row comes before, the exponential could be infinite.
+    # Above the diagonal the exponential could overflow.
     is_seen = lanes[None, :] <= lanes[:, None]
     between = tl.where(is_seen, tl.exp(tl.where(is_seen, gaps, 0.0)), 0.0)
     return between, tl.exp(high), tl.exp((whole - running).to(tl.float32))
@@ -109,7 +109,7 @@ def decays_between(logs, CHUNK: tl.constexpr):
 
 @triton.jit
 def num_finite(flags, chunk, num_chunks, head, HEADS: tl.constexpr):
-    """Return how many chunks of a sequence, which begin with `chunk`, come before the first one that is flagged."""
+    """Return the number of chunks of a sequence, from `chunk` on, before the first flagged one."""
     found = num_chunks
     for start in range(0, num_chunks, FLAGS):
         places = start + tl.arange(0, FLAGS)
@@ -126,7 +126,7 @@ def scan_within_chunks(
 ):  # fmt: skip
     """Compute the output of one head's rows of a chunk as if the state before it were 0: Mamba 2.
 
-    DIM and PART are how many numbers of a value, and of a row of B and C, are multiplied at a time.
+    DIM and PART are the widths of the tiles of values, and of rows of B and C.
     """
     chunk, head = tl.program_id(0), tl.program_id(1)
     lanes = tl.arange(0, CHUNK)
@@ -170,7 +170,7 @@ def scan_across_chunks(
     SHARE: tl.constexpr, HEAD_DIM: tl.constexpr, STATE_DIM: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Carry DIM rows of one head's state [HEAD_DIM, STATE_DIM] through a sequence's chunks, and add what it gives to
+    """Carry DIM rows of one head's state [HEAD_DIM, STATE_DIM] through a sequence's chunks, and add its contribution to
     the output: Mamba 2.
     """
     number, head = tl.program_id(0), tl.program_id(1)

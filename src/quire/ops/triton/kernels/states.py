@@ -1,8 +1,8 @@
 """Recurrences over paged states: short convolutions, Mamba 2, the gated delta rule.
 
-A state is updated row by row: one program carries one head's part of one sequence's state through the rows. Sequences
-of many rows are left to `state_chunks.py` and `delta_chunks.py`. Flags are compared as vectors: the interpreter takes
-no scalar condition for a mask.
+A state is updated row by row: one program carries a tile of one head's state of one sequence through the rows. Long
+sequences are left to `state_chunks.py` and `delta_chunks.py`. Flags are broadcast to vectors before they are compared:
+the interpreter accepts no scalar condition in a mask.
 """
 
 import triton
@@ -14,9 +14,9 @@ from quire.ops.triton.launcher import kernel
 
 @triton.jit
 def softplus(x):
-    """Return softplus of float32, log1p(exp(x)); as torch does, the argument itself from 20 on."""
+    """Return softplus of float32, log1p(exp(x)); as in torch, x itself above 20."""
     small = tl.exp(tl.where(x > 20.0, 0.0, x))
-    # The sum is rounded; the quotient takes the same error out of the logarithm again.
+    # log1p: 1 + small is rounded, and the factor small / added corrects the logarithm for that rounding error.
     total = 1.0 + small
     added = tl.where(total == 1.0, 1.0, total - 1.0)
     return tl.where(x > 20.0, x, tl.where(total == 1.0, small, tl.log(total) * (small / added)))
@@ -27,7 +27,7 @@ def convolve_rows(
     output, x, states, taps, bias, row_sequences, row_starts, block_ids, has_state, num_channels, stride_row,
     stride_block, stride_column, TAPS: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Convolve some channels of a row with the inputs before it, of this step or stored; nothing is stored."""
+    """Compute the causal convolution of CHANNELS channels of a row; earlier inputs are read from `x` or the state."""
     row = tl.program_id(0)
     channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     mask = channels < num_channels
@@ -58,7 +58,7 @@ def store_inputs(
     x, states, row_starts, block_ids, has_state, num_channels, num_columns, stride_row, stride_block, stride_column,
     COLUMNS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Store the last inputs of some channels of a sequence, [COLUMNS, CHANNELS], stored ones among them."""
+    """Update the convolution state: store the last inputs of CHANNELS channels of a sequence, [COLUMNS, CHANNELS]."""
     sequence = tl.program_id(0)
     channels = (tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS))[None, :]
     columns = tl.arange(0, COLUMNS)[:, None]
@@ -70,7 +70,7 @@ def store_inputs(
     own = tl.load(x + (start + place).to(tl.int64) * stride_row + channels, mask=mask & (place >= 0), other=0.0)
     old = state + (place + num_columns) * stride_column + channels
     before = tl.load(old, mask=mask & (place < 0) & is_known, other=0.0)
-    # All threads have read what is overwritten.
+    # All threads must have read the state before it is overwritten.
     tl.debug_barrier()
     tl.store(state + columns * stride_column + channels, tl.where(place >= 0, own, before), mask=mask)
 

@@ -1,6 +1,6 @@
-"""Products of rows that are grouped by expert with stored weights of few bits, in one launch.
+"""Grouped GEMM of routed experts with quantized weights: rows are sorted by expert, in one launch.
 
-Codes and scales lie as `linear.py` here describes them; each expert has tensors of its own, of one form and one shape.
+Codes and scales have the layout of `linear.py` here; each expert has tensors of its own, of equal format and shape.
 """
 
 import triton.language as tl
@@ -11,7 +11,7 @@ from quire.ops.triton.kernels.numbers import as_stored, rounded
 from quire.ops.triton.launcher import kernel
 
 
-# Tensors of tiles are parts of one, which begin anywhere: what is compiled is not to depend on that.
+# The tensors of tiles are views of one buffer at any offset: the compiled variant must not depend on their alignment.
 @kernel(do_not_specialize=["tile_experts", "tile_rows", "tile_ends"])
 def multiply_stored_by_expert(
     output, x, row_ids, row_worths, row_scores, codes, scales, mins, zeros, biases, table, like_rows, like_scales,
@@ -20,12 +20,12 @@ def multiply_stored_by_expert(
     GROUP: tl.constexpr, PAIRED: tl.constexpr, OFFSET: tl.constexpr, TABLE: tl.constexpr, MINS: tl.constexpr,
     ZEROS: tl.constexpr, FLOAT8: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a tile of grouped rows by some columns of its expert.
+    """Multiply a tile of grouped rows by a tile of output columns of its expert's weight.
 
-    `codes`, `scales`, `mins`, `zeros` and `biases` are addresses, one for each expert; the tensors `like_...` are there
-    for their dtypes: that of the model, of scales and of biases. A tile past the last one has no expert. With GATHER
-    the rows of `x`, and of `row_worths`, what one is worth where rows are ROUNDED, are named by `row_ids`. With SCORED
-    products are multiplied by the scores of the rows' experts.
+    `codes`, `scales`, `mins`, `zeros` and `biases` hold a pointer for each expert; the tensors `like_...` only pass
+    dtypes: of the model, scales and biases. Tiles past the last one have an expert id >= NUM_EXPERTS. With GATHER,
+    `row_ids` are the rows of `x` and of `row_worths`, the scales of quantized (ROUNDED) rows. With SCORED, the output
+    is multiplied by the routing weights `row_scores`.
     """
     tile = tl.program_id(0)
     expert = tl.load(tile_experts + tile)
@@ -36,7 +36,7 @@ def multiply_stored_by_expert(
     rows, is_row, sources = rows_of_tile(tile, tile_rows, tile_ends, row_ids, GATHER, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     known = columns < num_columns
-    # See `is_aligned`: experts whose tensors begin elsewhere run one by one.
+    # See `is_aligned`: a layer with unaligned tensors runs its experts one by one.
     own_codes = tl.multiple_of(tl.load(codes + expert).to(byte), 16)
     own_scales = tl.multiple_of(tl.load(scales + expert).to(number), 16)
     own_mins, own_zeros = own_scales, own_codes
@@ -53,7 +53,7 @@ def multiply_stored_by_expert(
         bias = tl.load(biases + expert).to(tl.pointer_type(like_bias.dtype.element_ty))
         total += tl.load(bias + columns, mask=known, other=0.0).to(tl.float32)[None, :]
     if SCORED:
-        # The output of an expert is rounded before it is multiplied by its score.
+        # The output of an expert is rounded before it is multiplied by its routing weight.
         scores = tl.load(row_scores + rows, mask=is_row, other=0.0)
         total = as_stored(total, like_rows.dtype.element_ty) * scores[:, None]
     where = output + rows.to(tl.int64)[:, None] * stride_output + columns[None, :]
