@@ -33,7 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     ("route", "body", "param"),
     [
         ("/v1/completions", {"prompt": BOMB}, "prompt"),
-        ("/v1/completions", {"prompt": ["Z", BOMB]}, "prompt"),
+        ("/v1/completions", {"prompt": ["Z", BOMB]}, "prompt[1]"),
         ("/v1/completions", {"prompt": "Z", "bad_words": [BOMB]}, "bad_words"),
         ("/v1/chat/completions", {"messages": USER}, "messages"),
         ("/tokenize", {"prompt": BOMB}, "prompt"),
