@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence as Tokens
+from math import inf
 
 import pytest
 
@@ -45,6 +46,7 @@ def serve(speculation: AdaptiveDrafter, share: float, num_tokens: int, seed: int
     while num_made < num_tokens:
         draft = len(speculation.propose(sequence, 8))
         num_right = next((place for place in range(draft) if rng.random() >= share), draft)
+        sequence.tokens += [2] * (num_right + 1)
         if draft:
             speculation.record(sequence, draft, num_right)
         took += speculation.step_costs[draft]
@@ -90,19 +92,43 @@ def test_depth_follows_what_pays() -> None:
 def test_a_text_that_changes_is_tried_again() -> None:
     speculation, sequence = costly(0.1), sequence_of(0, [1], [2])
     for _ in range(2000):
-        if speculation.propose(sequence, 8):
+        draft = len(speculation.propose(sequence, 8))
+        sequence.tokens.append(2)
+        if draft:
             speculation.record(sequence, 1, 0)
     steps = 0
     depths: list[int] = []
     while len(depths) < 16:
         steps += 1
         draft = len(speculation.propose(sequence, 8))
+        sequence.tokens += [2] * (1 + draft)
         if draft:
             speculation.record(sequence, draft, draft)
             depths.append(draft)
     assert depths[0] == 1
     assert depths[-1] > 3
     assert steps <= 16 + LONGEST_PAUSE
+
+
+def test_rests_are_known_before_their_tokens_are() -> None:
+    """Below `resumes_at` nothing is proposed, and from there on a draft; rests double up to the longest."""
+    speculation, sequence = costly(1.0), sequence_of(0, [1], [2])
+    assert speculation.resumes_at(sequence) == 0
+    assert not speculation.is_probing(sequence)
+    rests = list[int]()
+    for _ in range(8):
+        assert len(speculation.propose(sequence, 8)) == 1
+        sequence.tokens.append(2)
+        speculation.record(sequence, 1, 0)
+        assert speculation.is_probing(sequence)
+        rests.append(int(speculation.resumes_at(sequence)) - len(sequence.tokens))
+        while len(sequence.tokens) < speculation.resumes_at(sequence):
+            assert speculation.propose(sequence, 8) == ()
+            sequence.tokens.append(2)
+    assert rests == [16, 32, 64, 128, 256, 256, 256, 256]
+    speculation.forget(sequence)
+    assert speculation.resumes_at(sequence) == 0
+    assert speculation.resumes_at(sequence_of(1, [1], [2], speculative=False)) == inf
 
 
 def test_new_sequences_start_from_what_is_known_of_others() -> None:
@@ -160,6 +186,7 @@ def test_a_drafter_that_raises_is_asked_no_more(method: str, caplog: pytest.LogC
         speculation.forget(sequence)
         speculation.reset()
     assert speculation.propose(sequence, 4) == ()
+    assert speculation.resumes_at(sequence) == inf
     assert source.num_calls == 1
     assert [record.message for record in caplog.records] == ["Failing failed; no more drafts are made"]
 

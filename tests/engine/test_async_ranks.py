@@ -11,12 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire import LLM, SamplingParams, StructuredOutputs
+from quire.decoding.speculation import AdaptiveDrafter
 from quire.engine.async_engine import AsyncEngine
 from quire.memory.manager import KVCacheManager
 from quire.scheduling.async_scheduling import AsyncScheduler
 from quire.scheduling.command_log import CommandReplay, LoggedScheduler
 from quire.scheduling.plan import StepPlan
 from tests.distributed.engines import llm_of_threads
+from tests.engine.test_async_drafts import short_rests
 from tests.engine.test_async_scheduling import run_ahead
 from tests.engine.test_ranks import GREEDY, OPTIONS, PROMPTS, check_a_killed_rank, texts
 from tests.engine.test_staged_ranks import SCARCE
@@ -64,13 +66,14 @@ def test_they_were_preempted_and_swapped(pair: tuple[LLM, LLM]) -> None:
 
 
 class EchoedDrafter:
-    """Proposes what the drafter of a logged scheduler does, for the scheduler that follows it."""
+    """Proposes what the drafter of a logged scheduler does, or its source, for the scheduler that follows it."""
 
     def __init__(self, followed: Followed) -> None:
         self._followed = followed
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._followed.logged.drafter, name)
+        drafter: Any = self._followed.logged.drafter
+        return getattr(drafter._source if isinstance(drafter, AdaptiveDrafter) else drafter, name)
 
 
 class Followed:
@@ -91,7 +94,9 @@ class Followed:
         self.tags = bytearray()
         self.follower = AsyncScheduler(setting.build_memory(), **setting.scheduler_options)
         if setting.drafts:
-            self.follower.drafts.drafter = EchoedDrafter(self)
+            self.follower.drafts.drafter = echoed = EchoedDrafter(self)
+            if setting.drafts in ("adaptive", "resting"):
+                self.follower.drafts.drafter = AdaptiveDrafter(echoed, 4)
         self._replay = CommandReplay(self.follower)
 
     def make(self, memory: KVCacheManager, **options: Any) -> AsyncScheduler:
@@ -114,6 +119,31 @@ def test_a_second_scheduler_plans_the_same_steps_ahead(arriving: list[Job], sett
     followed.logged.flush()
     assert not followed.follower.requests
     assert followed.follower.memory.usage() == world.memory.usage()
+
+
+@settings(max_examples=10)
+@given(
+    arriving=st.lists(jobs, min_size=1, max_size=7),
+    setting=narrow_settings(),
+    drafts=st.sampled_from(["adaptive", "resting"]),
+)
+def test_it_does_where_drafts_rest(arriving: list[Job], setting: Setting, drafts: str) -> None:
+    """The costs of drafts, and when a step is to be measured, come with the log; rests are each scheduler's own."""
+    with short_rests():
+        test_a_second_scheduler_plans_the_same_steps_ahead.hypothesis.inner_test(  # type: ignore[attr-defined]
+            arriving, replace(setting, drafts=drafts)
+        )
+
+
+@pytest.mark.slow
+@settings(max_examples=300)
+@given(
+    arriving=st.lists(jobs, min_size=1, max_size=9),
+    setting=narrow_settings(),
+    drafts=st.sampled_from(["adaptive", "resting"]),
+)
+def test_it_does_where_drafts_rest_in_many_runs(arriving: list[Job], setting: Setting, drafts: str) -> None:
+    test_it_does_where_drafts_rest.hypothesis.inner_test(arriving, setting, drafts)  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from quire import LLM, RequestOutput, SamplingParams, StructuredOutputs
 from quire.config import EngineConfig, Machine, ModelFacts, resolve
+from quire.decoding.speculation import AdaptiveDrafter
 from quire.engine.async_engine import AsyncEngine, StepInFlight
 from quire.errors import ConfigError
 from quire.execution.sampling.deferred_sampler import DeferredSampler
@@ -26,7 +27,7 @@ from tests.engine.ahead_simulation import AheadSimulation
 from tests.engine.failing import Failures
 from tests.engine.sampling_world import told
 from tests.scheduling.auditor import Auditor
-from tests.scheduling.harness import END_TOKEN, NEVER, VOCAB_SIZE, Guesser, Job, Setting
+from tests.scheduling.harness import END_TOKEN, NEVER, VOCAB_SIZE, Job, Setting
 from tests.scheduling.random_jobs import agrees, jobs, narrow_settings, undisturbed
 
 
@@ -43,13 +44,15 @@ class AuditedEngine(AsyncEngine):
 class AheadEngine:
     """The real engine, scheduler and memory over a simulated data plane, audited after each step.
 
+    A token takes a second to compute.
+
     Args:
         setting: sizes and options.
         make_scheduler: class of the scheduler, or a function that makes one of the same arguments.
     """
 
     def __init__(self, setting: Setting, make_scheduler: Callable[..., AsyncScheduler] = AsyncScheduler) -> None:
-        facts = ModelFacts(max_position=64, bytes_per_token=4, vocab_size=VOCAB_SIZE, num_parameters=1)
+        facts = ModelFacts(max_position=512, bytes_per_token=4, vocab_size=VOCAB_SIZE, num_parameters=1)
         # Jobs have priorities whatever the scheduler's policy, and an engine takes them under this policy alone.
         sizes: dict[str, Any] = {"num_kv_blocks": 500, "max_num_seqs": setting.max_num_seqs}
         options = EngineConfig.from_options(**sizes, scheduling_policy="priority")
@@ -58,10 +61,16 @@ class AheadEngine:
         self.scheduler = make_scheduler(self.memory, **setting.scheduler_options)
         self.executor = AheadSimulation(setting.block_size, VOCAB_SIZE, setting.groups)
         self.executor.failures = Failures(random.Random(0), 0.0)
-        if setting.drafts:
-            self.scheduler.drafts.drafter = Guesser(self.executor, leaves_them=setting.drafts == "model")
+        drafter = self.scheduler.drafts.drafter = setting.build_drafter(self.executor)
         self.engine = AuditedEngine(
-            config, self.scheduler, self.executor, None, end_token_ids=frozenset({END_TOKEN}), cache_name=""
+            config,
+            self.scheduler,
+            self.executor,
+            None,
+            end_token_ids=frozenset({END_TOKEN}),
+            cache_name="",
+            clock=lambda: float(self.executor.num_computed_tokens),
+            speculation=drafter if isinstance(drafter, AdaptiveDrafter) and setting.drafts == "adaptive" else None,
         )
         self.auditor = self.engine.auditor = Auditor(self.scheduler)
         self.outputs: dict[str, list[list[int]]] = {}

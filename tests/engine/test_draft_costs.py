@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from quire.engine.control.draft_costs import MAX_STEPS_WITH_DRAFTS, DraftCosts
+from quire.engine.control.draft_costs import BASELINE_INTERVAL, DraftCosts
 
 
 def flat(num_rows: int) -> float:
@@ -57,10 +57,25 @@ def test_steps_without_drafts_are_measured_first_and_now_and_then() -> None:
     assert costs.needs_baseline, "nothing is known of two sequences without drafts"
     costs.record_step(2, 0, 0.01)
     assert not costs.needs_baseline
-    for _ in range(MAX_STEPS_WITH_DRAFTS):
+    for _ in range(BASELINE_INTERVAL):
         assert not costs.needs_baseline
         costs.record_step(2, 4, 0.01)
     assert costs.needs_baseline
+
+
+def test_steps_that_overlap_are_counted_and_not_measured() -> None:
+    costs = noted(flat, 2, [0, 4], 100, 0.0)
+    before = costs.by_depth(2)
+    costs.record_step(2, 0, flat(2))
+    for _ in range(BASELINE_INTERVAL):
+        assert not costs.needs_baseline
+        costs.record_step(2, 0, None)
+    assert costs.needs_baseline
+    assert costs.by_depth(2) == before
+    costs.record_step(2, 0, flat(2))
+    assert not costs.needs_baseline
+    costs.record_step(3, 0, None)
+    assert costs.needs_baseline, "nothing is known of three sequences by themselves"
 
 
 def test_what_is_known_of_a_few_sequences_holds_for_about_as_many() -> None:

@@ -6,7 +6,8 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.decoding.drafting import UNKNOWN
+from quire.decoding.drafting import UNKNOWN, Drafter
+from quire.decoding.speculation import AdaptiveDrafter
 from quire.memory import FullAttention, KVCacheManager, KVCacheSpec, MediaSpan, Namespace, check
 from quire.scheduling import Scheduler, StepPlan
 from quire.sequences import Request, SamplingParams, Sequence
@@ -67,7 +68,8 @@ class Setting:
     """Sizes and options of a run; by default plenty of device memory and no host tier.
 
     Args:
-        drafts: maker of drafts: "" for none, "guesser" in the control plane, "model" in the data plane.
+        drafts: maker of drafts: "" for none, "guesser" in the control plane, "model" in the data plane; "adaptive" for
+            guesses, mostly wrong, where they pay, and "resting" where they never do, and rest.
         num_bytes: size of the arena, in place of `num_blocks`, for groups whose blocks differ.
     """
 
@@ -112,6 +114,19 @@ class Setting:
             "preemption_mode": self.preemption_mode,
         }
 
+    def build_drafter(self, executor: SimulatedExecutor) -> Drafter | None:
+        """Return the maker of drafts of a data plane."""
+        if not self.drafts:
+            return None
+        guesser = Guesser(executor, leaves_them=self.drafts == "model")
+        if self.drafts not in ("adaptive", "resting"):
+            return guesser
+        guesser.share_right = 0.3
+        drafter = AdaptiveDrafter(guesser, 4)
+        if self.drafts == "resting":
+            drafter.step_costs = [1.0, 3.0, 5.0, 7.0, 9.0]
+        return drafter
+
     def build_memory(self) -> KVCacheManager:
         """Return a memory manager of these sizes."""
         # The null blocks take one block of each group.
@@ -135,10 +150,14 @@ class Guesser:
     Args:
         executor: data plane whose tokens are guessed.
         leaves_them: the drafts are placeholders, which the data plane fills.
+
+    Attributes:
+        share_right: share of the guesses that are right.
     """
 
     def __init__(self, executor: SimulatedExecutor, *, leaves_them: bool) -> None:
         self.executor = executor
+        self.share_right = 0.8
         self.leaves_them = leaves_them
         self.counts = [0, 0]
         self.num_forgotten = 0
@@ -152,7 +171,7 @@ class Guesser:
             if self.leaves_them:
                 draft.append(UNKNOWN)
                 continue
-            draft.append(known if known is not None and rng.random() < 0.8 else rng.randrange(VOCAB_SIZE))
+            draft.append(known if known is not None and rng.random() < self.share_right else rng.randrange(VOCAB_SIZE))
         return tuple(draft)
 
     def record(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
@@ -203,8 +222,7 @@ class Harness:
         self.scheduler = Scheduler(self.memory, **setting.scheduler_options)
         self.scheduler.chunk_tokens = setting.chunk_tokens
         self.executor = SimulatedExecutor(setting.block_size, VOCAB_SIZE, setting.groups)
-        if setting.drafts:
-            self.scheduler.drafts.drafter = Guesser(self.executor, leaves_them=setting.drafts == "model")
+        self.scheduler.drafts.drafter = setting.build_drafter(self.executor)
         self.auditor = Auditor(self.scheduler)
 
     def add(self, job: Job, seed: int) -> Request:

@@ -136,7 +136,11 @@ class ResolvedConfig:
         if self.is_encoder:
             cache = (f"Encoder without a KV cache: prompts of up to {self.max_model_len:,} tokens, each in one step",)
         is_drafting = self.num_speculative_tokens > 0
-        behind = "before outputs are made of the last one" if is_drafting else "while the one before it runs"
+        behind = "while the one before it runs"
+        if self.speculative_method in ("draft", "mtp"):
+            behind = "before outputs are made of the last one"
+        elif is_drafting:
+            behind += ", or before outputs are made of that one where either may have drafts"
         return (
             *cache,
             f"Scheduler: {self.scheduling_policy}, at most {self.max_num_seqs} sequences and "

@@ -2,7 +2,8 @@
 
 A step with `k` drafts gives `1 + a + a^2 + ... + a^k` tokens, where `a` is the probability that a draft is accepted
 after all drafts before it were. The engine measures how much longer such a step takes than one without drafts. The best
-`k` has the greatest quotient of tokens and time; 0 where no quotient is above 1.
+`k` has the greatest quotient of tokens and time; 0 where no quotient is above 1. Then a draft is tried now and then,
+and after a wrong one the sequence rests, for a number of tokens that is known.
 
 Outputs do not depend on drafts. So a drafter that raises is disabled, and sequences go on without drafts.
 """
@@ -11,9 +12,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as Seq
+from math import inf
 from typing import Any
 
-from quire.decoding.drafting import Drafter
+from quire.decoding.drafting import Drafter, ModelDrafter
 from quire.sequences.sequence import Sequence
 
 logger = logging.getLogger(__name__)
@@ -60,14 +62,14 @@ class AcceptanceRate:
 
 
 class _Record:
-    """Acceptance rate of a live sequence's drafts, and the pause in which none are tried."""
+    """Acceptance rate of a live sequence's drafts, and the number of tokens below which none are tried."""
 
-    __slots__ = ("acceptance", "interval", "is_probing", "pause")
+    __slots__ = ("acceptance", "interval", "is_probing", "resumes_at")
 
     def __init__(self) -> None:
         self.acceptance = AcceptanceRate(MEMORY)
         self.interval = FIRST_PAUSE
-        self.pause = 0
+        self.resumes_at = 0
         self.is_probing = False
 
 
@@ -81,12 +83,14 @@ class AdaptiveDrafter:
     Attributes:
         step_costs: relative times of a step in which every running sequence has 0, 1, 2, ... drafts; the first is 1.
         is_measuring: True while no sequence gets drafts, so that a step without them can be measured.
+        is_model: True where the data plane makes the drafts.
     """
 
     def __init__(self, source: Drafter, num_tokens: int) -> None:
         self.num_tokens = num_tokens
         self.step_costs: Seq[float] = [1.0 + FIRST_ROW_COST * k for k in range(num_tokens + 1)]
         self.is_measuring = False
+        self.is_model = isinstance(source, ModelDrafter)
         self._source: Drafter | None = source
         self._records: dict[int, _Record] = {}
         # The initial rate is high enough for drafts to be tried.
@@ -99,16 +103,27 @@ class AdaptiveDrafter:
         record = self._records.get(sequence.seq_id)
         if record is None:
             record = self._records[sequence.seq_id] = _Record()
-        if record.pause:
-            record.pause -= 1
+        if len(sequence.tokens) < record.resumes_at:
             return ()
         depth = best_depth(record.acceptance.share(self._overall.share(0.0, 0.0), PRIOR_DRAFTS), self.step_costs)
         record.is_probing = depth == 0
         limit = min(limit, max(depth, 1))
         return tuple(self._call("propose", sequence, limit) or ())[:limit]
 
+    def resumes_at(self, sequence: Sequence) -> float:
+        """Return the number of tokens below which a sequence gets no drafts, whatever its tokens are."""
+        if self._source is None or sequence.request.params.speculative is False:
+            return inf
+        record = self._records.get(sequence.seq_id)
+        return 0 if record is None else record.resumes_at
+
+    def is_probing(self, sequence: Sequence) -> bool:
+        """Return whether drafts did not pay when a sequence was last asked for, so that one is tried now and then."""
+        record = self._records.get(sequence.seq_id)
+        return record is not None and record.is_probing
+
     def record(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
-        """See `Drafter`."""
+        """See `Drafter`; the tokens of the step are appended already."""
         num_wrong = int(num_accepted < num_drafted)
         self._overall.add(num_accepted, num_wrong)
         record = self._records.get(sequence.seq_id)
@@ -117,7 +132,7 @@ class AdaptiveDrafter:
             if num_accepted:
                 record.interval = FIRST_PAUSE
             elif record.is_probing:
-                record.pause = record.interval
+                record.resumes_at = len(sequence.tokens) + record.interval
                 record.interval = min(2 * record.interval, LONGEST_PAUSE)
         self._call("record", sequence, num_drafted, num_accepted)
 

@@ -117,6 +117,7 @@ class AsyncEngine(Engine):
             return self._fail(plan, error)
         finally:
             # Steps run one after the other: this one had the device to itself from the end of the last one on.
+            overlaps = present.launched_s < self._last_end_s or self._in_flight is not None
             started_s = max(present.launched_s, self._last_end_s)
             self._last_end_s = self._clock()
         self._early_ends.num_failed_steps = 0
@@ -125,7 +126,8 @@ class AsyncEngine(Engine):
         if not isinstance(items, DecodeItems) or not self.scheduler.sequences.keys() >= set(items.seq_ids):
             items = [item for item in items if item.seq_id in self.scheduler.sequences]
         if items:
-            self._stats.computed_tokens += self.step_recorder.record_step(items, self._last_end_s - started_s)
+            elapsed_s = self._last_end_s - started_s
+            self._stats.computed_tokens += self.step_recorder.record_step(items, elapsed_s, overlaps=overlaps)
         failed = [] if isinstance(result.items, DecodeResults) else self._check_items(plan, result)
         failed += self._update(plan, result)
         if self._disk_prefetch is not None:

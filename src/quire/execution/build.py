@@ -88,7 +88,7 @@ def build_runner(
         if is_apart:
             sampler = DeviceSampler(torch_device, grammar_states, keep, draws)
     own, drafter = len(decoder.cache_groups), None
-    if draft is not None:  # with drafts no plan is made ahead, so the only placeholders are theirs
+    if draft is not None:  # with it no plan is made ahead, so the only placeholders are drafts
         builder = drafting = DraftingBatchBuilder(block_size, torch_device, caches)
         drafter = _drafter_of(draft, drafting, storages[own:], range(own, len(storages)))
     prefaulter = Prefaulter.of([storage.data for storage in storages], builder.use)

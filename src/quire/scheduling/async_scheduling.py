@@ -24,9 +24,15 @@ Where more sequences wait for the host than go on, no plan is made ahead: two ha
 many steps. Where the device draws their tokens (grammars), one for fewer than `MOST_GOING` others is enough: then the
 step in flight is read, and the next one launched at once, with all of them.
 
-Drafts follow tokens, so with a drafter no plan is made ahead either. In all these cases the step in flight is read, and
-the next one planned as step by step; it is launched before outputs are made of what was read, where no row of it makes
-the host wait (`AsyncScheduler.draws_on_device`):
+Drafts follow tokens, so a step that has any is read before the next one is planned, and so is one after which a
+sequence may have some. A sequence whose drafts do not pay rests for a known number of tokens after a wrong one
+(`AdaptiveDrafter`): while all rest, plans are made ahead. Those whose rests are over go on until drafts are tried for
+all of them in one step (`DRAFT_INTERVAL`). Plans made ahead have no drafts. A draft model, or an MTP head, reads the
+tokens of each step before it makes drafts, and has no place for those of a step in flight: with it no plan is made
+ahead.
+
+In all these cases the step in flight is read, and the next one planned as step by step; it is launched before outputs
+are made of what was read, where no row of it makes the host wait (`AsyncScheduler.draws_on_device`):
 
 ```
  host     read N | plan N+1 | outputs of N | read N+1 | plan N+2 | ...
@@ -45,10 +51,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
+from math import inf
 from operator import sub
 from typing import Final, NamedTuple, cast
 
-from quire.decoding.drafting import UNKNOWN
+from quire.decoding.drafting import UNKNOWN, Drafter
+from quire.decoding.speculation import FIRST_PAUSE, AdaptiveDrafter
 from quire.scheduling.beam_groups import append_to_group
 from quire.scheduling.decode_columns import DecodeItems, DecodeResults
 from quire.scheduling.edits import SequenceEvent
@@ -61,6 +69,9 @@ from quire.sequences.status import SequenceStatus
 # All are in each step where fewer sequences go on for each that waits. To read a step before the next one is planned
 # costs 2 to 6 % of it, where outputs are made behind that; a sequence in every second step has half its tokens.
 MOST_GOING: Final = 16
+# Plans from one that may have drafts to the next, for all sequences together for which drafts do not pay: while one of
+# them tries a draft, nothing is planned ahead. A first rest is not longer for that.
+DRAFT_INTERVAL: Final = FIRST_PAUSE
 
 
 class DecodeRun(NamedTuple):
@@ -69,7 +80,8 @@ class DecodeRun(NamedTuple):
     Args:
         items: items of the last plan.
         sequences: all running sequences, in order.
-        num_steps: number of further plans, at least 1, that can be made ahead until one of them ends by its length.
+        num_steps: number of further plans, at least 1, that can be made ahead until one of them ends by its length, or
+            may have drafts.
     """
 
     items: DecodeItems
@@ -105,6 +117,8 @@ class AsyncScheduler(Scheduler):
     _is_ahead: bool = False
     _is_short: bool = False
     _run: DecodeRun | None = None
+    # Number of the last plan that was not made ahead.
+    _last_tick: int = 0
 
     def add(self, request: Request) -> None:
         """Queue a request; see `Scheduler`."""
@@ -121,13 +135,18 @@ class AsyncScheduler(Scheduler):
             request.drawn_from = max(drawn_from, request.num_prompt + (params.num_sequences > 1))
 
     @property
+    def drafter(self) -> Drafter | None:
+        """The drafter that proposes tokens, if any; none while a plan is made ahead."""
+        return None if self._is_ahead else self.drafts.drafter
+
+    @property
     def draws_on_device(self) -> bool:
         """True where the device draws the next token of each running sequence without the host."""
         return all(len(sequence.tokens) >= sequence.request.drawn_from for sequence in self.running)
 
     def plan(self, tick: int) -> StepPlan:
         """Return the plan of the next step, while no step is in flight; see `Scheduler`."""
-        self._is_short = False
+        self._is_short, self._last_tick = False, tick
         return super().plan(tick)
 
     def plan_ahead(self, tick: int, in_flight: StepPlan) -> StepPlan | None:
@@ -137,10 +156,14 @@ class AsyncScheduler(Scheduler):
             tick: number of the plan.
             in_flight: the last plan, whose results are not applied yet. Sequences of it may have ended since.
         """
-        if self._is_short or self._admission.outranks_running or self.drafter is not None:
+        if self._is_short or self._admission.outranks_running:
             return None
         run, self._run = self._run, None
-        if run is not None and run.items is in_flight.items and self._is_all(run.sequences):
+        if run is not None and (run.items is not in_flight.items or not self._is_all(run.sequences)):
+            run = None
+        if self.drafter is not None and self._may_draft(tick, in_flight, knows_rests=run is not None):
+            return None
+        if run is not None:
             starts = [start + 1 for start in run.items.starts]
             return self._plan_decodes(tick, run.sequences, run.items.seq_ids, starts, run.num_steps - 1)
         is_pending = self.memory.is_snapshot_pending if self.memory.tables.recurrent_groups else None
@@ -160,11 +183,47 @@ class AsyncScheduler(Scheduler):
                 starts = list(map(len, drawn))
                 # A sequence that lacks two tokens gets one of them in flight, and the other in this plan.
                 most = min(map(sub, [sequence.max_tokens for sequence in going], starts)) - 2
+                if self.drafter is not None:
+                    rests = min(map(sub, map(self._drafts_from, going), starts)) - 2
+                    most = int(max(min(most, max(rests, self._last_tick + DRAFT_INTERVAL - 1 - tick)), 0))
                 seq_ids = [sequence.seq_id for sequence in going]
                 return self._plan_decodes(tick, going, seq_ids, starts, 0 if is_pending else most)
             return self._plan_with_placeholders(tick, going, counts, drawn)
         finally:
             self._queues.release_held()
+
+    def _may_draft(self, tick: int, in_flight: StepPlan, *, knows_rests: bool) -> bool:
+        """Return whether the step in flight has drafts, or the next one may have: these follow tokens not read yet.
+
+        Args:
+            tick, in_flight: see `plan_ahead`.
+            knows_rests: True where its sequences are known to get no drafts in the next step; see `DecodeRun`.
+        """
+        drafter, items = self.drafter, in_flight.items
+        if not isinstance(drafter, AdaptiveDrafter) or drafter.is_model:
+            return True
+        if drafter.is_measuring and all(len(item.token_ids) == 1 for item in items):
+            return True  # such a step is measured by itself
+        if knows_rests:
+            return False
+        if any(item.num_draft for item in items):
+            return True
+        found = [self.sequences.get(item.seq_id) for item in items if item.num_samples]
+        drawing = [sequence for sequence in found if sequence is not None]
+        # One that then lacks a single token gets no draft.
+        awake = [
+            sequence
+            for sequence in drawing
+            if self._drafts_from(sequence) <= len(sequence.tokens) + 1 < sequence.max_tokens - 1
+        ]
+        return bool(awake) and (tick >= self._last_tick + DRAFT_INTERVAL or not all(map(drafter.is_probing, awake)))
+
+    def _drafts_from(self, sequence: Sequence) -> float:
+        """Return the number of tokens from which on a sequence may have drafts."""
+        drafter, request = self.drafter, sequence.request
+        assert isinstance(drafter, AdaptiveDrafter)
+        has_drafts = request.params.strategy is None and request.search is None
+        return drafter.resumes_at(sequence) if has_drafts else inf
 
     def _split(self, items: Iterable[ScheduledSequence], is_pending: Callable[[int], bool] | None) -> SplitStep:
         """Divide the sequences of the step in flight into those that go on and those that are left out.

@@ -13,8 +13,8 @@ FASTER_WEIGHT = 0.5
 SLOWER_WEIGHT = 0.1
 # Outliers are clipped to this multiple of the expected duration.
 MAX_RATIO = 2.0
-# Consecutive steps with drafts before one without them is measured again: contexts grow.
-MAX_STEPS_WITH_DRAFTS = 64
+# Steps from one measurement without drafts to the next: contexts grow.
+BASELINE_INTERVAL = 64
 # Resolution of depths. A depth is the mean number of drafts per sequence of a step.
 DEPTH_RESOLUTION = 0.25
 
@@ -25,6 +25,10 @@ class DraftCosts:
     A step of `S` sequences is compared with recent steps of `S` sequences without drafts (the baseline). The added cost
     is stored for each measured depth, by the bit length of `S`; between measured depths it is interpolated linearly,
     beyond the largest extrapolated in proportion to the depth.
+
+    A step that overlaps another in flight is not measured. From the end of one to the end of the next is the time of
+    the device, or that of the host for a whole step, whichever is longer, and less where the host was late to read the
+    first of them. A step alone takes the time from its launch to its end, to which other load can only add.
 
     Args:
         num_tokens: largest number of drafts of a sequence in a step.
@@ -41,26 +45,26 @@ class DraftCosts:
         # baseline.
         self._depths: dict[int, list[float]] = {}
         self._added: dict[int, dict[float, float]] = {}
-        self._num_drafting = 0
+        self._num_since_baseline = 0
 
-    def record_step(self, num_seqs: int, num_drafts: int, elapsed_s: float) -> None:
+    def record_step(self, num_seqs: int, num_drafts: int, elapsed_s: float | None) -> None:
         """Record the duration of a step that only decoded.
 
         Args:
             num_seqs: sequences of the step.
             num_drafts: drafts of all sequences together.
-            elapsed_s: duration in seconds.
+            elapsed_s: duration in seconds; None where the step overlapped another.
         """
         baseline_s = self._baseline_s.get(num_seqs)
-        if num_drafts:
-            self._num_drafting += 1
-            if baseline_s:
+        if num_drafts or elapsed_s is None:
+            self._num_since_baseline += 1
+            if baseline_s and elapsed_s is not None:
                 self._record_added(num_seqs, num_drafts / num_seqs, elapsed_s / baseline_s - 1.0)
         else:
-            self._num_drafting = 0
+            self._num_since_baseline = 0
             clipped_s = elapsed_s if baseline_s is None else min(elapsed_s, MAX_RATIO * baseline_s)
             self._baseline_s[num_seqs] = _average(baseline_s, clipped_s)
-        self.needs_baseline = self._num_drafting >= MAX_STEPS_WITH_DRAFTS or num_seqs not in self._baseline_s
+        self.needs_baseline = self._num_since_baseline >= BASELINE_INTERVAL or num_seqs not in self._baseline_s
 
     def by_depth(self, num_seqs: int) -> Sequence[float]:
         """Return the predicted duration with 0, 1, 2, ... drafts per sequence, relative to a step without drafts."""

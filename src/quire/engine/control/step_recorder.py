@@ -43,8 +43,7 @@ class StepRecorder:
         self.tokens_per_s: float | None = None
         self.speculation = speculation
         self._scheduler = scheduler
-        self._prefill_tokens = 0.0
-        self._prefill_s = 0.0
+        self._prefill_tokens = self._prefill_s = 0.0
         self._draft_costs = None if speculation is None else DraftCosts(speculation.num_tokens)
         self._num_decoding = 0
         self._chunk_size = None if max_inter_token_ms is None else ChunkSizeController(max_inter_token_ms / 1000)
@@ -53,12 +52,13 @@ class StepRecorder:
         if copy_bytes_per_s is not None:
             scheduler.preemption.rates = replace(scheduler.preemption.rates, copy_bytes_per_s=copy_bytes_per_s)
 
-    def record_step(self, items: Sequence[ScheduledSequence], elapsed_s: float) -> int:
+    def record_step(self, items: Sequence[ScheduledSequence], elapsed_s: float, *, overlaps: bool = False) -> int:
         """Record a step.
 
         Args:
             items: scheduled sequences.
             elapsed_s: duration of the data plane's work, in seconds.
+            overlaps: True where another step was in flight at its launch, or at its end; see `DraftCosts`.
 
         Returns:
             The number of tokens that the step computed, drafts included.
@@ -69,7 +69,7 @@ class StepRecorder:
         counts = [1] * len(items) if is_decode else [len(item.token_ids) - item.num_draft for item in items]
         num_tokens = sum(counts)
         if num_tokens == len(items):
-            self._record_decode(len(items), num_drafts, elapsed_s)
+            self._record_decode(len(items), num_drafts, None if overlaps else elapsed_s)
         self.record_prefill(num_tokens, len(items), elapsed_s)
         if self._chunk_size is not None:
             num_decoding = counts.count(1)
@@ -94,7 +94,7 @@ class StepRecorder:
         preemption = self._scheduler.preemption
         preemption.rates = replace(preemption.rates, prefill_tokens_per_s=self.tokens_per_s)
 
-    def _record_decode(self, num_seqs: int, num_drafts: int, elapsed_s: float) -> None:
+    def _record_decode(self, num_seqs: int, num_drafts: int, elapsed_s: float | None) -> None:
         """Update the draft costs after a step that only decoded."""
         if self.speculation is None or self._draft_costs is None:
             return
