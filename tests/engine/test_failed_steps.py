@@ -29,6 +29,8 @@ from quire.scheduling.plan import StepPlan
 from quire.scheduling.scheduler import Scheduler
 from tests.engine.ahead_simulation import AheadSimulation
 from tests.engine.failing import FailingExecutor, FailingSimulation, Failures
+from tests.engine.test_async_drafts import short_rests
+from tests.scheduling.harness import Setting
 
 SIZE, VOCAB = 4, 11
 FULL = FullAttention(block_size=SIZE)
@@ -114,12 +116,15 @@ def collect(outputs: dict[str, list[list[int]]], news: list[RequestOutput]) -> l
     return failed
 
 
-def run_world(name: str, seed: int, num_requests: int, *, is_async: bool = False) -> tuple[int, int, int]:
+def run_world(
+    name: str, seed: int, num_requests: int, *, is_async: bool = False, drafts: str = ""
+) -> tuple[int, int, int]:
     """Serve random requests while steps fail; return the requests that succeeded, the failures and the copies lost."""
     rng = random.Random(f"{name} {seed}")
     specs, num_blocks, host_blocks = WORLDS[name]
     failures = Failures(rng, 0.08)
     engine = simulated(specs, num_blocks, host_blocks, failures, is_async=is_async)
+    engine.scheduler.drafts.drafter = Setting(drafts=drafts).build_drafter(engine.executor)  # type: ignore[arg-type]
     memory = engine.scheduler.memory
     shared = [rng.randrange(VOCAB) for _ in range(22)]
     waiting = {f"{idx}": (*request(rng, shared), idx) for idx in range(num_requests)}
@@ -167,6 +172,17 @@ def test_random_steps_fail_while_the_next_one_is_in_flight(name: str) -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if "host" in name else pytest.mark.slow) for name in WORLDS]
 )
+def test_random_steps_fail_where_drafts_rest(name: str) -> None:
+    """Steps with drafts fail, and plans that were made ahead of failed steps are withdrawn."""
+    with short_rests():
+        num_good, num_failures, _ = run_worlds(name, range(3), is_async=True, drafts="resting")
+    assert num_good > 24
+    assert num_failures > 6
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if "host" in name else pytest.mark.slow) for name in WORLDS]
+)
 def test_random_steps_fail_and_no_later_request_has_other_tokens(name: str) -> None:
     num_good, num_failures, num_lost = run_worlds(name, range(5))
     assert num_good > 40
@@ -188,8 +204,8 @@ def test_many_random_steps_fail(name: str, is_async: bool) -> None:
     assert num_lost > 100
 
 
-def run_worlds(name: str, seeds: range, *, is_async: bool = False) -> list[int]:
-    return list(map(sum, zip(*(run_world(name, seed, 30, is_async=is_async) for seed in seeds), strict=True)))
+def run_worlds(name: str, seeds: range, **options: Any) -> list[int]:
+    return list(map(sum, zip(*(run_world(name, seed, 30, **options) for seed in seeds), strict=True)))
 
 
 STORY = "Once upon a time, a small fox found a red kite in the forest. The fox was happy, and wanted to fly it. "
