@@ -80,9 +80,12 @@ def test_no_damaged_file_does_harm(tmp_path: Path, kind: str) -> None:
     assert len(set(said)) > 4
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def process() -> Iterator[BoundedProcess]:
-    """A process that opens files, and may take little memory more than it has at its beginning."""
+    """A process that opens files, and may take little memory more than it has at its beginning.
+
+    Each test has its own: what files before have left unused is not returned to the system, and counts.
+    """
     assert callable(open_reader(b""))
     bounded = BoundedProcess("tests.hostile.gguf_files:open_reader", b"", MOST_BYTES)
     yield bounded
