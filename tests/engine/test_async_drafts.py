@@ -70,6 +70,10 @@ def test_tokens_with_drafts_are_those_of_step_by_step_in_many_runs(
 # ---- drafts that rest ----
 
 
+# Settings of `Setting.drafts` in which drafts rest.
+resting_drafts = st.sampled_from(["adaptive", "resting"])
+
+
 @contextmanager
 def short_rests() -> Iterator[None]:
     """Let drafts rest for a few tokens, and measure steps without them often."""
@@ -85,7 +89,7 @@ def short_rests() -> Iterator[None]:
 @given(
     arriving=st.lists(jobs, min_size=1, max_size=7),
     setting=narrow_settings(),
-    drafts=st.sampled_from(["adaptive", "resting"]),
+    drafts=resting_drafts,
 )
 def test_tokens_are_those_of_step_by_step_where_drafts_rest(arriving: list[Job], setting: Setting, drafts: str) -> None:
     """Plans with drafts and plans made ahead take turns; and those in columns are those with placeholders."""
@@ -103,7 +107,7 @@ def test_tokens_are_those_of_step_by_step_where_drafts_rest(arriving: list[Job],
 @given(
     arriving=st.lists(jobs, min_size=1, max_size=9),
     setting=narrow_settings(),
-    drafts=st.sampled_from(["adaptive", "resting"]),
+    drafts=resting_drafts,
 )
 def test_tokens_are_those_of_step_by_step_where_drafts_rest_in_many_runs(
     arriving: list[Job], setting: Setting, drafts: str

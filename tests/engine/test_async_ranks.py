@@ -18,7 +18,7 @@ from quire.scheduling.async_scheduling import AsyncScheduler
 from quire.scheduling.command_log import CommandReplay, LoggedScheduler
 from quire.scheduling.plan import StepPlan
 from tests.distributed.engines import llm_of_threads
-from tests.engine.test_async_drafts import short_rests
+from tests.engine.test_async_drafts import resting_drafts, short_rests
 from tests.engine.test_async_scheduling import run_ahead
 from tests.engine.test_ranks import GREEDY, OPTIONS, PROMPTS, check_a_killed_rank, texts
 from tests.engine.test_staged_ranks import SCARCE
@@ -125,7 +125,7 @@ def test_a_second_scheduler_plans_the_same_steps_ahead(arriving: list[Job], sett
 @given(
     arriving=st.lists(jobs, min_size=1, max_size=7),
     setting=narrow_settings(),
-    drafts=st.sampled_from(["adaptive", "resting"]),
+    drafts=resting_drafts,
 )
 def test_it_does_where_drafts_rest(arriving: list[Job], setting: Setting, drafts: str) -> None:
     """The costs of drafts, and when a step is to be measured, come with the log; rests are each scheduler's own."""
@@ -140,7 +140,7 @@ def test_it_does_where_drafts_rest(arriving: list[Job], setting: Setting, drafts
 @given(
     arriving=st.lists(jobs, min_size=1, max_size=9),
     setting=narrow_settings(),
-    drafts=st.sampled_from(["adaptive", "resting"]),
+    drafts=resting_drafts,
 )
 def test_it_does_where_drafts_rest_in_many_runs(arriving: list[Job], setting: Setting, drafts: str) -> None:
     test_it_does_where_drafts_rest.hypothesis.inner_test(arriving, setting, drafts)  # type: ignore[attr-defined]

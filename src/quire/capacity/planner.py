@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any
 
 from quire.capacity.draft_compat import check_draft, mtp_spec
 from quire.capacity.gpu_budget import plan_gpu, step_cost
@@ -26,7 +26,7 @@ from quire.models.cache_layout import cache_specs
 from quire.models.checkpoint import find_gguf, read_config
 from quire.models.families import build
 from quire.models.gguf.reader import GGUFFile
-from quire.models.parameter_estimate import weight_bytes
+from quire.models.parameter_estimate import smaller_forms, weight_bytes
 from quire.models.quantization_config import check_stored_method, read_quantization_config, without_quantization
 from quire.models.spec import ModelSpec, StateCacheShape, TokenCacheShape
 
@@ -247,7 +247,7 @@ def _smaller_weights(request: PlanRequest, models: Sequence[_Model], dtype: str)
     if request.weights_bytes is not None or any(each.method or each.stored_bytes is not None for each in models):
         return ""
     proposals = []
-    for form in get_args(Quantization)[0 if given is None else 1 + get_args(Quantization).index(given) :]:
+    for form in smaller_forms(given):
         num_bytes = sum(_estimate(request, each, dtype, form) for each in models)
         fits = "fits" if num_bytes < (request.memory_bytes or 0) else "does not fit either"
         proposals.append(f"--quantization {form} takes about {num_bytes:,} bytes, which {fits}")

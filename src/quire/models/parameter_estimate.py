@@ -125,6 +125,12 @@ def estimate_parameters(spec: ModelSpec) -> ParameterCounts:
     )
 
 
+def smaller_forms(quantization: Quantization | None) -> tuple[Quantization, ...]:
+    """Return the forms of quantised weights that take fewer bytes than a given one, largest first."""
+    forms = tuple(QUANTISED_BYTES)
+    return forms if quantization is None else forms[1 + forms.index(quantization) :]
+
+
 def weight_bytes(
     spec: ModelSpec, element_bytes: int, quantization: Quantization | None, device: str, *, is_mxfp4: bool = False
 ) -> int:

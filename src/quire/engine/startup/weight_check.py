@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Final, get_args
+from typing import Final
 
 import torch
 
@@ -12,14 +12,13 @@ from quire.config import ModelConfig, ParallelConfig, Quantization
 from quire.errors import ConfigError
 from quire.models.checkpoint import Checkpoint
 from quire.models.families import build
-from quire.models.parameter_estimate import estimate_parameters, weight_bytes
+from quire.models.parameter_estimate import estimate_parameters, smaller_forms, weight_bytes
 from quire.models.quantization_config import read_quantization_config, without_quantization
 from quire.models.spec import ModelSpec
 from quire.platform.host_probe import probe, swap_bytes
 
 # A weight of bfloat16 takes 12 bits at least where it is packed without loss.
 LOSSLESS_SHARE: Final = 0.75
-FORMS: Final[tuple[Quantization, ...]] = get_args(Quantization)
 
 
 def check_weights(
@@ -57,7 +56,7 @@ def check_weights(
     available = machine.available_bytes + (swap_bytes() if device == "cpu" else 0)
     if least(given) <= available:
         return
-    forms = () if is_gguf else FORMS[0 if given is None else 1 + FORMS.index(given) :]
+    forms = () if is_gguf else smaller_forms(given)
     advice = [f"quantization {form!r} takes {least(form):,}" for form in forms if least(form) <= available]
     advice.append("or take a smaller model" if advice else "take a smaller model")
     if device == "cuda":
