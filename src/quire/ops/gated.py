@@ -1,4 +1,4 @@
-"""A linear layer and a gate, one after the other."""
+"""A linear layer followed by a gated activation."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from quire.ops.interface import Activation, Linear
 
 
 class GatedLinear:
-    """A gated linear layer in two calls: the linear layer, and the gate of its output's halves.
+    """A gated linear layer in two calls: the linear layer, and the gated activation of the two halves of its output.
 
     Args:
-        linear: gives [T, 2 F].
+        linear: linear layer with outputs [T, 2 F].
         gate: `Ops.gate` of the backend.
         activation: activation of the gate.
 

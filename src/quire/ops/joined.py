@@ -1,4 +1,4 @@
-"""A linear layer whose columns are of several weights: some stored quantised, some plain."""
+"""A linear layer whose outputs come from several weights: some stored quantised, some unquantised."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class JoinedLinear:
     """The outputs of some linear layers, concatenated along columns.
 
     Args:
-        linears: layers.
-        num_columns: number of columns of each.
+        linears: the layers.
+        num_columns: number of outputs of each layer.
     """
 
     __slots__ = ("_linears", "_num_columns")
@@ -26,7 +26,7 @@ class JoinedLinear:
         self._linears, self._num_columns = linears, num_columns
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Multiply by each."""
+        """Run each layer, and concatenate the outputs."""
         if residual is None:
             return torch.cat([linear(x) for linear in self._linears], -1)
         parts = torch.split(residual, self._num_columns, -1)
@@ -36,7 +36,7 @@ class JoinedLinear:
 def pack_joined(
     pack: Callable[[Tensor | StoredWeight, Tensor | None], Linear], weight: StoredWeight, bias: Tensor | None
 ) -> JoinedLinear:
-    """Pack adjacent quantised parts together, and each plain part separately.
+    """Pack adjacent quantised parts together, and each unquantised part separately.
 
     Args:
         pack: `Ops.pack_linear`.

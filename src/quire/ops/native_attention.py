@@ -1,4 +1,4 @@
-"""Attention of a step by compiled kernels."""
+"""Attention of a step by native kernels."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from quire.ops.native_structures import Cache, StepRows
 
 
 def reads_cache(kv: PagedKV) -> bool:
-    """Return whether the kernels attend over a cache: not with odd heads, heads over 256 values, or other dtypes."""
+    """Return whether the kernels support a cache: head sizes are even and at most 256, and dtypes are limited."""
     return kv.head_dim <= MAX_HEAD_DIM and kv.head_dim % 2 == 0 and kv.data.dtype in (kv.dtype, torch.int8)
 
 
 class AttentionPlan:
-    """The plan of a step's attention: its jobs, for all layers with the same number of query heads a KV head.
+    """The jobs of a step's attention, for all layers with the same number of query heads per KV head.
 
     Args:
-        rows: a pointer to the step's `StepRows`.
-        cache: a pointer to its `Cache`.
-        group: query heads of a KV head.
+        rows: pointer to the step's `StepRows`.
+        cache: pointer to its `Cache`.
+        group: number of query heads per KV head.
         batch: batch of the step.
         deterministic: see `NativeOps`.
 
     Attributes:
-        handle: a pointer for `NativeLibrary.attend`.
+        handle: pointer for `NativeLibrary.attend`.
     """
 
     __slots__ = ("_free", "_tokens_read", "handle")
@@ -47,14 +47,14 @@ class AttentionPlan:
 
     @property
     def tokens_read(self) -> int:
-        """Tokens whose keys and values each KV head reads in a layer, as often as it reads them."""
+        """Number of tokens whose keys and values each KV head reads in a layer, counted once per read."""
         return int(self._tokens_read(self.handle))
 
 
 class NativeStepAttention:
-    """Attention of one step over one cache group, read straight from its block tables.
+    """Attention of one step over one cache group, read directly through its block tables.
 
-    What sequences share is read once for as many of their rows as a job takes, however their tables branch.
+    A shared prefix is read once for as many rows as fit into a job, however the block tables branch.
 
     Attributes:
         batch: batch of the step.
@@ -67,7 +67,7 @@ class NativeStepAttention:
         self._is_deterministic = deterministic
         self._plans: dict[int, AttentionPlan] = {}
         self._num_rows = batch.row_starts[-1]
-        # Numbers and tensors that the pointers below point into.
+        # The pointers below point into these arrays and tensors.
         numbers = [array("q", part) for part in (batch.row_starts, batch.context_lens, batch.block_starts)]
         self.batch, self._numbers, self._kv = batch, numbers, kv
         starts = [part.buffer_info()[0] for part in numbers]
@@ -84,12 +84,12 @@ class NativeStepAttention:
         return addressof(self._step_rows), addressof(self._kv_cache), self.plan(num_heads).handle
 
     def prepare(self, layer_idx: int, qkv: Tensor, norms: HeadNorms | None, rotation: Rotation) -> Tensor:
-        """Norm heads, rotate queries and keys, store keys and values; return the queries [T, H, D]."""
+        """Normalise heads, rotate queries and keys (RoPE), write keys and values; return the queries [T, H, D]."""
         num_heads = qkv.shape[1] // self._head_dim - 2 * self._num_kv_heads
         return self._prepare(self._cache, layer_idx, qkv, num_heads, norms, rotation)
 
     def prepare_queries(self, q: Tensor, norms: HeadNorms | None, rotation: Rotation) -> Tensor:
-        """Norm and rotate queries; return them as [T, H, D]."""
+        """Normalise and rotate queries; return them as [T, H, D]."""
         no_cache = Cache.from_buffer_copy(self._kv_cache)
         no_cache.num_kv_heads = 0  # nothing is stored
         return self._prepare(byref(no_cache), 0, q, q.shape[1] // self._head_dim, norms, rotation)
@@ -121,7 +121,7 @@ class NativeStepAttention:
     def attend(
         self, layer_idx: int, q: Tensor, scale: float, sinks: Tensor | None = None, soft_cap: float | None = None
     ) -> Tensor:
-        """Let each row of [T, H, D] see its sequence up to itself; return [T, H * D]."""
+        """Compute causal attention of rows [T, H, D] over their sequences; return [T, H * D]."""
         num_rows, num_heads, head_dim = q.shape
         output = q.new_empty(num_rows, num_heads * head_dim)
         handle = self.plan(num_heads).handle
@@ -131,7 +131,7 @@ class NativeStepAttention:
         return output
 
     def plan(self, num_heads: int) -> AttentionPlan:
-        """Return the plan of layers with so many query heads."""
+        """Return the plan of layers with `num_heads` query heads."""
         group = num_heads // self._num_kv_heads
         plan = self._plans.get(group)
         if plan is None:

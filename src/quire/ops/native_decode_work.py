@@ -1,4 +1,4 @@
-"""The work of attention in captured decodes on a GPU, written by compiled code on the host (`decode_work.cpp`)."""
+"""Attention work items of captured decode steps on a GPU, written by compiled code on the host (`decode_work.cpp`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class DecodeRowsCall(ctypes.Structure):
 
 
 class DecodeSharingCall(ctypes.Structure):
-    """The tokens that rows share (`DecodeSharing` of the sources)."""
+    """The shared prefixes of rows (`DecodeSharing` of the sources)."""
 
     _fields_ = (
         ("num_rows", _INT),
@@ -42,7 +42,7 @@ class DecodeSharingCall(ctypes.Structure):
 
 
 class DecodeWorkCall(ctypes.Structure):
-    """The cut of tokens into items, and where these are written (`DecodeWork` of the sources)."""
+    """The division of contexts into work items, and the buffers for these (`DecodeWork` of the sources)."""
 
     _fields_ = (
         ("splits", SplitRuleCall),
@@ -60,11 +60,11 @@ class DecodeWorkCall(ctypes.Structure):
 
 
 class DecodeWorkKernels(NamedTuple):
-    """The functions.
+    """The compiled functions.
 
     Args:
         lay: `quire_lay_decodes` of the sources.
-        write: `quire_write_decodes`; it returns False where a step has more work than there is room for.
+        write: `quire_write_decodes`; it returns False if a step has more work items than the buffers have room for.
     """
 
     lay: Callable[..., Any]
@@ -72,7 +72,7 @@ class DecodeWorkKernels(NamedTuple):
 
     @classmethod
     def of(cls, library: ctypes.CDLL) -> DecodeWorkKernels:
-        """Find them in a library."""
+        """Load the functions from a library."""
         rows, sharing, work = map(ctypes.POINTER, (DecodeRowsCall, DecodeSharingCall, DecodeWorkCall))
         return cls(
             typed(library.quire_lay_decodes, _INT, _INT, *(_POINTER,) * 3, *(_INT,) * 4, *(_POINTER,) * 4),

@@ -1,7 +1,7 @@
-"""The experts of a layer as one native call: routing, the products of the chosen experts, and their weighted sum.
+"""The experts of a layer as one native call: routing, the matmuls of the selected experts, and their weighted sum.
 
-A step of one row runs two small products for each expert that it goes through. Most of the time of such a step was
-their caller's: calls, tensors to write to, and the torch operators that choose experts and bring rows together.
+A step of one row runs two small matmuls per selected expert. As separate calls, most of the time of such a step was
+overhead: Python calls, output tensors, and the torch operators that select experts and group rows.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from quire.ops.native_library import TYPES, NativeLibrary
 
 
 class NativeExperts:
-    """The experts of a layer whose products are all native kernels.
+    """The experts of a layer whose matmuls are all native kernels.
 
     Args:
-        library: library of the kernels.
-        experts: experts whose layers are `NativeLinear`, with adapters or without.
+        library: library with the kernels.
+        experts: experts whose linear layers are `NativeLinear`, with or without adapters.
     """
 
     def __init__(self, library: NativeLibrary, experts: RoutedExperts) -> None:

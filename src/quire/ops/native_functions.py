@@ -1,4 +1,4 @@
-"""Types of the functions of compiled libraries."""
+"""Type declarations of functions in compiled libraries."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def typed(function: Any, *types: Any, returns: Any = None) -> Callable[..., Any]:
-    """Declare the types of a function's arguments and of its result, for ctypes; None is for no result."""
+    """Declare the types of a function's arguments and of its result for ctypes; None stands for no result."""
     function.argtypes, function.restype = types, returns
     checked: Callable[..., Any] = function
     return checked

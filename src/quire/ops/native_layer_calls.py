@@ -1,4 +1,4 @@
-"""Structures of layers, as the native calls for a model's layers, its end and its experts read them."""
+"""Structures that describe layers, for the native calls that run all layers, the output head or experts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quire.ops.recurrent_weights import GatedDeltaNetWeights, ShortConvWeights
 
 
 def layer_call(layer: PackedLayer) -> LayerCall:
-    """Return the structure of a layer; it points into the tensors of its parts."""
+    """Return the structure of a layer, which points into the tensors of the layer's parts."""
     mixer, ffn = layer.mixer, layer.ffn
     call = LayerCall(
         mixer_norm=norm_scales(layer.mixer_norm),
@@ -58,7 +58,7 @@ def _attention_call(attention: PackedAttention, rotation_idx: int) -> AttentionC
 
 
 def experts_call(experts: RoutedExperts) -> ExpertsCall:
-    """Return the structure of experts; it points into their tensors."""
+    """Return the structure of experts, which points into their tensors."""
     pairs = zip(map(linear_call, experts.gate_ups), map(linear_call, experts.downs), strict=True)
     parts = [ExpertCall()] * experts.first_expert + [ExpertCall(*pair) for pair in pairs]
     parts += [ExpertCall()] * (experts.num_experts - len(parts))
@@ -91,7 +91,7 @@ def _table_of(adapters: ExpertAdapters) -> int:
 
 
 def linear_call(linear: Linear | None) -> LinearCall:
-    """Return the structure of a linear layer, with adapters or without; without a kernel where there is none."""
+    """Return the structure of a linear layer, with or without adapters; None gives a structure without a kernel."""
     if linear is None:
         return LinearCall()
     if isinstance(linear, AdaptedLinear):
@@ -102,21 +102,21 @@ def linear_call(linear: Linear | None) -> LinearCall:
 
 
 def norm_scales(norm: RowNorm | HeadNorms | None) -> NormScales:
-    """Return the structure of a norm; it points into the norm's scales."""
+    """Return the structure of a norm, which points into the norm's scales."""
     if norm is None:
         return NormScales()
     return NormScales(TYPES[norm.scales.dtype], norm.scales.data_ptr(), len(norm.scales), norm.eps)
 
 
 def can_fuse(layers: Sequence[PackedLayer]) -> bool:
-    """Return whether all products are native, and the attention of each cache group has as many heads."""
+    """Return whether all matmuls are native, and all attention of a cache group has the same number of heads."""
     attention = [(layer.group_idx, layer.mixer) for layer in layers if isinstance(layer.mixer, PackedAttention)]
     heads = {(group_idx, mixer.num_heads) for group_idx, mixer in attention}
     return len(heads) == len(dict(heads)) and all(map(_are_native, layers))
 
 
 def can_fuse_experts(experts: RoutedExperts) -> bool:
-    """Return whether all products are native, with adapters or without."""
+    """Return whether all matmuls are native, with or without adapters."""
     return all(map(_is_native, _products_of_experts(experts)))
 
 
@@ -133,7 +133,7 @@ def _are_native(layer: PackedLayer) -> bool:
 
 
 def _is_native(linear: Linear) -> bool:
-    """Return whether a layer is a native kernel, with adapters or without."""
+    """Return whether a linear layer is a native kernel, with or without adapters."""
     return isinstance(linear.linear if isinstance(linear, AdaptedLinear) else linear, NativeLinear)
 
 

@@ -1,7 +1,7 @@
-"""The layers of a model, and the end of any model, as one native call each, for steps of few rows.
+"""All layers of a model as one native call, and the final norm with the output head as another, for steps of few rows.
 
-Between the kernels of such a step, most of the time is their caller's: a tensor to write to, pointers, a call. Here the
-weights of all layers lie in structures that are filled once, and a step gives its rows, caches and buffers.
+With a call per kernel, much of the time of such a step is overhead: an output tensor, pointers, a call. Here structures
+with the weights of all layers are filled once, and a step only passes its rows, caches and buffers.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from quire.ops.native_ranks import SharedMemoryRanks
 from quire.ops.native_states import NativeStepStates
 from quire.ops.native_structures import LayerCall
 
-# Columns at whose multiples buffers begin: a cache line of bfloat16.
+# Buffers begin at multiples of this number of columns: a cache line of bfloat16.
 ALIGNMENT: Final = 32
 
 
 class NativeLayers:
-    """The layers of a model whose parts are all native kernels.
+    """The layers of a model, all of whose parts are native kernels.
 
     Args:
-        library: library of the kernels.
-        layers: layers whose projections are `NativeLinear`; the attention of a cache group has as many heads.
-        ops: backend of the layers one by one.
+        library: library with the kernels.
+        layers: layers whose projections are `NativeLinear`; attention layers of a cache group have equally many heads.
+        ops: backend that runs layers one by one.
         deterministic: see `NativeOps`.
-        ranks: ranks whose outputs of each half are summed; None where those are whole.
+        ranks: ranks among which the output of each half of a layer is all-reduced; None without tensor parallelism.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class NativeLayers:
             layer.group_idx: layer.mixer.num_heads for layer in layers if isinstance(layer.mixer, PackedAttention)
         }
         width, inner = layers[0].mixer_norm.scales.shape[0], max(layer.output.width for layer in self._calls)
-        # Columns of the buffers: rows that are normed or mixed, products, queries, gates, and rows between the halves.
+        # Columns of the buffers: normed or mixed rows, results of matmuls, queries, gates, rows between the halves.
         products = max(max(layer.input.num_columns, layer.down.width) for layer in self._calls)
         columns = max(width, inner), products, inner, inner, width
         *self._starts, self._num_columns = accumulate((-(-n // ALIGNMENT) * ALIGNMENT for n in columns), initial=0)
@@ -69,7 +69,7 @@ class NativeLayers:
             return None
         if self._ranks is not None and x.nbytes > self._ranks.call.slot_bytes:
             return None
-        # The steps live until the call has returned: the pointers are theirs.
+        # The steps must live until the call has returned: the pointers point into them.
         steps: list[NativeStepStates | NativeStepAttention] = []
         step_pointers = array("Q")
         for idx, (batch, storage) in enumerate(zip(groups, storages, strict=True)):
@@ -101,7 +101,7 @@ class NativeLayers:
 
 
 class NativeNormedLinear:
-    """A norm and the product of its result: the end of a model.
+    """A norm and a linear layer in one call: the final norm and the output head of a model.
 
     Args:
         library: library of the kernels.
@@ -115,7 +115,7 @@ class NativeNormedLinear:
         self._norm, self._linear = norm_scales(norm), linear.as_call()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Norm and multiply rows [R, E], which may lie apart."""
+        """Normalise and multiply rows [R, E], which may be strided."""
         num_rows, width = x.shape
         normed, output = x.new_empty(num_rows, width), x.new_empty(num_rows, self._num_outputs)
         pointers = normed.data_ptr(), output.data_ptr()

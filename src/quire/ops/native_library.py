@@ -1,7 +1,7 @@
-"""The shared libraries that the package's build compiles from `native/`: which one this processor runs, and its calls.
+"""The shared libraries that the package's build compiles from `native/`: choice by instruction set, and functions.
 
-They take raw pointers and link to neither torch nor Python, so one build serves every version of both. Their threads
-are torch's own, through the C interface that torch keeps stable.
+Functions take raw pointers, and libraries link to neither torch nor Python, so one build serves every version of both.
+They run on torch's threads, through a C interface that torch keeps stable.
 """
 
 from __future__ import annotations
@@ -39,17 +39,18 @@ from quire.ops.weight_formats import UNITS, WeightFormat
 from quire.ops.weight_memory import WeightMemory
 
 FOLDER: Final = Path(__file__).parent / "native"
-# The number that `quire_interface_version` must return.
+# `quire_interface_version` must return this number.
 INTERFACE_VERSION: Final = 33
-# The best last. A processor that runs one runs those before it, except that some with AVX-512 lack AVX-VNNI.
+# The best level last. A processor that supports one supports those before it, except that some with AVX-512 lack
+# AVX-VNNI.
 LEVELS: Final = ("portable", "avx2", "avx_vnni", "avx512", "avx512_bf16")
-# An environment variable with the best level to take, where that is not to be the processor's: for tests of the others.
+# An environment variable that limits the level, for tests of the levels below the processor's.
 MAX_LEVEL_VARIABLE: Final = "QUIRE_MAX_CPU_LEVEL"
 MAX_HEAD_DIM: Final = 256
-# Steps of more rows take so long that the time of their calls is not measurable, and long runs of a sequence's rows
-# through a recurrence are faster by matrix products.
+# In steps of more rows the overhead of calls is not measurable, and recurrences over many rows of a sequence are faster
+# in chunks with matmuls.
 MAX_ROWS: Final = 32
-# Types and activations as the libraries number them.
+# The libraries' numbers of dtypes and activations.
 TYPES: Final = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 ACTIVATIONS: Final[dict[Activation | None, int]] = {None: 0, "silu": 1, "gelu_tanh": 2, "swigluoai": 3}
 # Lossless weights: columns of a panel, values of a column in a block, bytes of a block's table.
@@ -57,20 +58,20 @@ PANEL_COLUMNS, BLOCK_WIDTH, TABLE_BYTES = 64, 32, 16
 
 _POINTER, _INT, _BOOL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_bool
 _FLOAT = ctypes.c_float
-# Arguments of a product with a packed weight, and of a look-up of its rows, in every format of weights.
+# Arguments of a matmul with a packed weight, and of a look-up of its rows, for every weight format.
 _PRODUCT: Final = (_INT, _POINTER, _INT, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _POINTER)
 _LAYERS: Final = (_INT, _POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _POINTER)
 _LOOK_UP: Final = (_INT, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER)
 
 
 class WeightKernels(NamedTuple):
-    """The kernels of one format of weights that is one range of bytes: plain weights, or rounded ones.
+    """The kernels of a weight format that is one range of bytes: plain weights, or weights quantised while loading.
 
     Args:
         num_bytes: number of bytes of a weight [out, in] in this format.
         pack: `quire_pack` or `quire_pack_*` of the sources.
         multiply: `quire_linear` or `quire_linear_*`.
-        rows: `quire_rows`; None where the format rounds.
+        rows: `quire_rows`; None for formats that lose bits.
     """
 
     num_bytes: Callable[[Tensor], int]
@@ -79,19 +80,19 @@ class WeightKernels(NamedTuple):
     rows: Callable[..., Any] | None = None
 
     def pack_weight(self, memory: WeightMemory, weight: Tensor, is_gated: bool) -> tuple[Tensor, ...]:
-        """Pack a contiguous weight; return the tensor whose pointer `multiply` and `rows` take."""
+        """Pack a contiguous weight; return the tensor whose pointer is passed to `multiply` and `rows`."""
         packed = memory.take(self.num_bytes(weight))
         self.pack(TYPES[weight.dtype], weight.data_ptr(), *weight.shape, is_gated, packed.data_ptr())
         return (packed,)
 
 
 class LosslessKernels(NamedTuple):
-    """The kernels of bfloat16 weights that are packed to three quarters of their bytes and keep every bit.
+    """The kernels of bfloat16 weights that are compressed losslessly to three quarters of their bytes.
 
     Args:
         tables: `quire_lossless_tables` of the sources: the tables and the number of bytes of each panel.
         pack: `quire_lossless_pack`.
-        multiply: `quire_lossless_linear`; its results have the bits of plain weights.
+        multiply: `quire_lossless_linear`; its results are bit-identical to those with plain weights.
         rows: `quire_lossless_rows`.
     """
 
@@ -102,7 +103,7 @@ class LosslessKernels(NamedTuple):
 
     @classmethod
     def of(cls, library: ctypes.CDLL) -> LosslessKernels:
-        """Find them in a library."""
+        """Load the functions from a library."""
         weight = (_POINTER, _INT, _INT)
         return cls(
             typed(library.quire_lossless_tables, *weight, _BOOL, _POINTER, _POINTER),
@@ -112,7 +113,7 @@ class LosslessKernels(NamedTuple):
         )
 
     def pack_weight(self, memory: WeightMemory, weight: Tensor, is_gated: bool) -> tuple[Tensor, ...]:
-        """Pack a contiguous weight; return a tensor with pointers to the others: tables, starts of panels, panels."""
+        """Pack a contiguous weight; return a tensor of pointers, and the tables, panel offsets and panels."""
         num_columns, width = weight.shape
         num_panels, num_blocks = -(-num_columns // PANEL_COLUMNS), -(-width // BLOCK_WIDTH)
         tables = torch.empty(num_panels, num_blocks, TABLE_BYTES, dtype=torch.uint8)
@@ -127,29 +128,30 @@ class LosslessKernels(NamedTuple):
 
 
 class NativeLibrary:
-    """One library, ready to be called.
+    """A loaded library.
 
     Args:
-        level: the instruction set that it was compiled for, which this processor must have.
+        level: instruction set that it was compiled for, which this processor must support.
         path: path of the library.
 
     Attributes:
-        packed_types: the types of weights that it packs and multiplies faster than torch does.
-        panel_columns: columns of a panel, of weights that are rounded (True) and of those that are not.
+        packed_types: dtypes of weights that it packs and multiplies faster than torch does.
+        panel_columns: columns of a panel, for weights quantised while loading (True) and for plain ones (False).
         attend, plan_attention, free_attention_plan, tokens_read, gate, sigmoid_gate, prepare, rms_norm, layers,
-            experts, short_conv, gated_delta_net, normed_linear: functions of the sources, there with `quire_` before.
+            experts, short_conv, gated_delta_net, normed_linear: functions of the sources, whose names have the prefix
+            `quire_` there.
         apply_token_bitmask: `quire_keep_tokens`.
-        ranks: operations of the ranks of one host.
-        decode_work: planning of captured decodes on a GPU.
+        ranks: collective operations of the ranks of one host.
+        decode_work: attention work items of captured decode steps on a GPU.
         row_layout: layout of the rows of a step.
-        step_work: planning of other steps there, and of what captured decodes share.
-        plain: the kernels of weights that are not rounded.
-        weight_kernels: the kernels of each format of rounded weights.
-        quantized: the kernels of stored quantised weights.
-        lossless: the kernels of weights packed to three quarters, on AVX2 and better.
+        step_work: attention work items of other steps on a GPU, and shared prefixes of captured decode steps.
+        plain: kernels of plain weights.
+        weight_kernels: kernels of each format of weights quantised while loading.
+        quantized: kernels of stored quantised weights.
+        lossless: kernels of losslessly compressed weights, on AVX2 and better.
 
     Raises:
-        OSError: it cannot be loaded, or was built from other sources than these.
+        OSError: the library cannot be loaded, or was built from other sources.
         AttributeError: this torch has no `torch_parallel_for`.
     """
 
@@ -216,7 +218,7 @@ class NativeLibrary:
 
 
 def find_library(folder: Path = FOLDER) -> NativeLibrary | str:
-    """Return the best library that was built and runs here, or why there is none."""
+    """Return the best library that was built and that this processor supports, or the reason why there is none."""
     paths = runnable_libraries(folder)
     if not paths:
         return "none were built when Quire was installed (no C++ compiler?)"
@@ -228,10 +230,10 @@ def find_library(folder: Path = FOLDER) -> NativeLibrary | str:
 
 
 def runnable_libraries(folder: Path = FOLDER) -> dict[str, Path]:
-    """Return the libraries that this processor runs, by their level, the best last; none above `MAX_LEVEL_VARIABLE`.
+    """Return the libraries that this processor supports by level, the best last, up to `MAX_LEVEL_VARIABLE`.
 
     Raises:
-        ConfigError: the variable names no level.
+        ConfigError: the value of the variable is not a level.
     """
     wanted = os.environ.get(MAX_LEVEL_VARIABLE, LEVELS[-1])
     if wanted not in LEVELS:
@@ -239,7 +241,7 @@ def runnable_libraries(folder: Path = FOLDER) -> dict[str, Path]:
     paths = {level: folder / f"libquire_{level}.so" for level in LEVELS}
     try:
         has_level = typed(ctypes.CDLL(str(paths["portable"])).quire_has_level, ctypes.c_char_p, returns=_BOOL)
-    except (OSError, AttributeError):  # no library, or one of other sources
+    except (OSError, AttributeError):  # no library, or one built from other sources
         return {}
     levels = LEVELS[: LEVELS.index(wanted) + 1]
     return {level: paths[level] for level in levels if paths[level].exists() and has_level(level.encode())}

@@ -1,4 +1,4 @@
-"""Linear layers of compiled kernels: one class for every format of weights."""
+"""Linear layers with native kernels: one class for all weight formats."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from quire.ops.weight_memory import WeightMemory
 
 
 class NativeLinear:
-    """A product of rows and a packed weight; bias and residual are added before the one rounding.
+    """A matmul with a packed weight; bias and residual are added in the epilogue, before the only rounding.
 
-    A row gets the same bits in every batch.
+    It is batch-invariant: a row gets the same bits in every batch.
 
     Args:
         kernels: kernels of the weight's format.
         memory: memory of packed weights.
-        weight: [out, in], of the dtype of the rows that the layer will be given; one that is stored quantised for
-            the kernels of those.
-        bias: [out], of the dtype of the rows.
+        weight: [out, in], of the dtype of the activations; a stored quantised weight for `QuantizedKernels`.
+        bias: [out], of the dtype of the activations.
         gate: see `Ops.pack_linear`.
 
     Attributes:
@@ -58,7 +57,7 @@ class NativeLinear:
         self.num_bytes = sum(tensor.nbytes for tensor in self._tensors)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Multiply, add and gate in one call."""
+        """Multiply, add bias and residual, and gate, in one call."""
         num_rows = x.shape[0]
         output = x.new_empty(num_rows, self.num_outputs)
         self._kernels.multiply(
@@ -75,7 +74,7 @@ class NativeLinear:
         return output
 
     def as_call(self) -> LinearCall:
-        """Return the layer as fused layers take it; it is valid as long as the layer lives."""
+        """Return the layer's structure for fused layers; it is valid as long as the layer lives."""
         kernel: Any = self._kernels.multiply
         return LinearCall(
             ctypes.cast(kernel, ctypes.c_void_p),
@@ -86,7 +85,7 @@ class NativeLinear:
 
 
 class ExactNativeLinear(NativeLinear):
-    """A native linear layer whose format keeps every bit of the weight, so that its rows can be looked up."""
+    """A native linear layer whose format is lossless, so that rows of the weight can be looked up (tied embeddings)."""
 
     __slots__ = ()
 
@@ -94,7 +93,7 @@ class ExactNativeLinear(NativeLinear):
         """Look up rows of the weight: ids [T] to [T, in].
 
         Raises:
-            IndexError: an id is not that of a row.
+            IndexError: an id is out of range.
         """
         num_columns, width = self._weight[-2:]
         output, ids = torch.empty(len(ids), width, dtype=self._dtype), ids.contiguous()

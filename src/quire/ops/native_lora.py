@@ -1,4 +1,4 @@
-"""Low-rank adapters of a linear layer by compiled kernels: one call for all adapters of a step."""
+"""LoRA adapters of a linear layer by native kernels: one call for all adapters of a step."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from quire.ops.weight_memory import WeightMemory
 
 
 class PackedLora(NamedTuple):
-    """An adapter's matrices of a layer, as the kernel reads them.
+    """The matrices of an adapter for one layer, in the layout that the kernel reads.
 
     Args:
-        call: address of A, its number of ranks, address and number of `parts` (`LoraWeight` in lora.h).
+        call: address of A, its padded rank, address and number of `parts` (`LoraWeight` in lora.h).
         parts: five numbers for each part (`LoraPart` in lora.h).
-        matrices: all matrices, one behind the other.
+        matrices: all matrices, concatenated.
     """
 
     call: array[int]
@@ -37,7 +37,7 @@ class NativeLoraLayer:
     """The adapters of one linear layer.
 
     Args:
-        library: library of the kernels.
+        library: library with the kernels.
         num_columns: number of outputs of the layer.
     """
 
@@ -46,17 +46,17 @@ class NativeLoraLayer:
         self._num_columns = num_columns
         self._packed: dict[int, PackedLora] = {}
         self._weights = array("q")  # address of each slot's structure, 0 for none
-        # Address and length of that (`LoraTable` in lora.h); its own address stays.
+        # Address and length of that array (`LoraTable` in lora.h); the address of this one does not change.
         self._table = array("q", (0, 0))
         self._fused: array[int] | None = None
 
     @property
     def table(self) -> int:
-        """Address of the adapters of all slots; it is valid as long as this lives."""
+        """Address of the adapters of all slots; it is valid as long as this object lives."""
         return self._table.buffer_info()[0]
 
     def pack(self, weight: LoraWeight, memory: WeightMemory) -> PackedLora:
-        """Lay all matrices out in the order in which they are read."""
+        """Pack all matrices in the order in which the kernel reads them."""
         num_across, panel_columns = self._library.lora_ranks, self._library.lora_columns
         vector_values, step_values = self._values(weight.a.dtype)
         laid_out = [_in_groups(weight.a, num_across, vector_values)]
@@ -73,7 +73,7 @@ class NativeLoraLayer:
         return PackedLora(call, parts, matrices)
 
     def _values(self, dtype: torch.dtype) -> tuple[int, int]:
-        """Return the number of values of a vector of A, and of a step of ranks of B."""
+        """Return the number of values in a vector of A, and in a step over the ranks of B."""
         numbers = array("q", (0, 0))
         start = numbers.buffer_info()[0]
         self._library.lora_values(TYPES[dtype], start, start + numbers.itemsize)
@@ -84,19 +84,19 @@ class NativeLoraLayer:
         self._packed.pop(slot, None)
         if packed is not None:
             self._packed[slot] = packed
-        # In place: the experts of a layer have many slots, which are set one after the other.
+        # In place, since the experts of a layer have many slots, which are set one after the other.
         self._weights.extend([0] * (slot + 1 - len(self._weights)))
         self._weights[slot] = 0 if packed is None else packed.call.buffer_info()[0]
         self._table[0], self._table[1] = self._weights.buffer_info()
 
     def as_call(self, linear: LinearCall, step: StepAdapters) -> LinearCall:
-        """Return a linear layer with these adapters as fused layers take it; it is valid as long as both live.
+        """Return a linear layer's structure with these adapters for fused layers; it is valid as long as both live.
 
         Args:
             linear: the layer without adapters.
-            step: adapters of the present step's rows.
+            step: adapters of the rows of the current step.
         """
-        if self._fused is None:  # several calls may have the layer
+        if self._fused is None:  # several calls may contain the layer
             addresses = (self.table, step.call.buffer_info()[0])
             self._fused = array("q", (*array("q", bytes(linear)), *addresses))  # `AdaptedLinear` in lora.h
         run: Any = self._library.adapted_linear
@@ -106,7 +106,7 @@ class NativeLoraLayer:
         )
 
     def has(self, slots: Sequence[int]) -> bool:
-        """Return whether the adapter of any of the slots has a part in the layer."""
+        """Return whether any of the slots has an adapter with matrices for this layer."""
         return not self._packed.keys().isdisjoint(slots)
 
     def __call__(self, x: Tensor, rows: LoraRows, residual: Tensor | None) -> Tensor:
@@ -129,7 +129,7 @@ class NativeLoraLayer:
 
 
 def _in_groups(matrix: Tensor, num_rows: int, num_values: int) -> Tensor:
-    """Return [groups of `num_rows` rows, groups of `num_values` values, num_rows, num_values], with zeros behind."""
+    """Return [groups of `num_rows` rows, groups of `num_values` values, num_rows, num_values], padded with zeros."""
     rows, width = matrix.shape
     padded = functional.pad(matrix, (0, -width % num_values, 0, -rows % num_rows))
     return padded.view(-1, num_rows, padded.shape[1] // num_values, num_values).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""The backend of compiled kernels, for CPUs."""
+"""The backend of native kernels, for CPUs."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ from quire.ops.weight_memory import WeightMemory
 
 
 class NativeOps(TorchFallback):
-    """Compiled kernels, but for look-ups, recurrence of many rows, and matrix products that oneDNN computes as fast.
+    """Native kernels; embedding look-ups, recurrences over many rows, and some matmuls are left to torch.
 
     Args:
-        library: that this processor runs.
-        quantization: rounding of the weights of linear layers.
-        is_lossless: whether bfloat16 weights that are not rounded are packed to three quarters, where the library has
-            kernels for that.
-        deterministic: a row gets the same bits whatever rows it comes with. Linear layers, norms and gates compute so
-            anyway; attention takes the path of many rows for all, and shares whole parts only.
+        library: library that this processor supports.
+        quantization: quantisation of linear layers while they are loaded.
+        is_lossless: whether plain bfloat16 weights are compressed losslessly to three quarters of their bytes, if the
+            library has kernels for that.
+        deterministic: whether the backend is batch-invariant. Linear layers, norms and gates always are; attention
+            then takes the path for many rows for all rows, and only shares whole parts of contexts.
     """
 
     def __init__(
@@ -69,13 +69,13 @@ class NativeOps(TorchFallback):
 
     @property
     def name(self) -> str:
-        """Name of the kernels, for people."""
+        """Name of the kernels, for logs."""
         packed = f", weights packed lossless to {self.lossless_share:.1%}" if self._plain_bytes else ""
         return f"native ({self._library.level}){packed}" + (", deterministic" if self._is_deterministic else "")
 
     @property
     def lossless_share(self) -> float:
-        """Bytes of all lossless weights so far, tables included, divided by their bytes before; 1 without any."""
+        """Compressed bytes of all lossless weights so far, tables included, per uncompressed byte; 1 without any."""
         return self._lossless_bytes / self._plain_bytes if self._plain_bytes else 1.0
 
     def pack_linear(
@@ -85,17 +85,17 @@ class NativeOps(TorchFallback):
         min_bits: int = 4,
         gate: Activation | None = None,
     ) -> Linear:
-        """Round, or pack for the kernels where they are faster, else for oneDNN.
+        """Quantise a weight, or pack it for the native kernels if they are faster, else for oneDNN.
 
         Raises:
-            ConfigError: the ops are to be deterministic, and oneDNN, which adds up differently for other numbers of
-                rows, would have to compute.
+            ConfigError: the backend is to be batch-invariant, and the layer would need oneDNN, whose order of summation
+                depends on the number of rows.
         """
         if isinstance(weight, StoredWeight):
             return self._pack_stored(weight, bias, min_bits, gate)
         chosen = weight_format(self._quantization, weight.shape[1], min_bits)
         if gate is not None and weight.shape[0] % self._library.panel_columns[chosen is not None]:
-            # A panel would not have as many gates as other columns.
+            # The last panel would not have equally many gates and other columns.
             return GatedLinear(self.pack_linear(weight, bias, min_bits), self.gate, gate)
         if chosen is not None:
             return NativeLinear(self._library.weight_kernels[chosen], self._memory, weight, bias, gate)
@@ -117,7 +117,7 @@ class NativeOps(TorchFallback):
         return linear if gate is None else GatedLinear(linear, self.gate, gate)
 
     def _pack_stored(self, weight: StoredWeight, bias: Tensor | None, min_bits: int, gate: Activation | None) -> Linear:
-        """Pack for the kernels; leave forms without a kernel to torch."""
+        """Pack a stored quantised weight for the native kernels; leave forms without a kernel to torch."""
         if weight.input_order is not None:
             return ReorderedLinear(self._pack_stored(weight.in_own_order(), bias, min_bits, gate), weight.input_order)
         kernels = self._library.quantized
@@ -130,11 +130,11 @@ class NativeOps(TorchFallback):
         return ExactNativeLinear(kernels, self._memory, weight, bias, gate)
 
     def make_lora(self, num_columns: int, max_rank: int | None = None) -> NativeLoraLayer:  # noqa: ARG002 (nothing is captured)
-        """Run the adapters of a layer in one call a step."""
+        """Run the adapters of a layer in one call per step."""
         return NativeLoraLayer(self._library, num_columns)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Normalise rows [T, E], which may lie apart."""
+        """Normalise rows [T, E], which may be strided."""
         num_rows, width = x.shape
         output = x.new_empty(num_rows, width)
         self._library.rms_norm(
@@ -151,7 +151,7 @@ class NativeOps(TorchFallback):
         return output
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        """Gate rows [T, 2 F]."""
+        """Apply a gated activation to rows [T, 2 F]."""
         num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         output = gate_up.new_empty(num_rows, width)
         self._library.gate(
@@ -160,7 +160,7 @@ class NativeOps(TorchFallback):
         return output
 
     def sigmoid_gate(self, x: Tensor, gates: Tensor) -> Tensor:
-        """Gate rows by sigmoids."""
+        """Multiply rows by the sigmoids of gates."""
         output = torch.empty_like(x)
         self._library.sigmoid_gate(TYPES[x.dtype], x.data_ptr(), gates.data_ptr(), *x.shape, output.data_ptr())
         return output
@@ -170,7 +170,7 @@ class NativeOps(TorchFallback):
         return self._torch.gated_norm(x, gates, weight, eps)
 
     def apply_token_bitmask(self, logits: Tensor, rows: Sequence[int], masks: Sequence[Tensor]) -> None:
-        """Write minus infinities where they belong; with AVX-512, read no logits."""
+        """Write minus infinity for forbidden tokens; with AVX-512, without reading logits."""
         if logits.stride(1) != 1:
             return self._torch.apply_token_bitmask(logits, rows, masks)
         masks = [mask.contiguous() for mask in masks]
@@ -186,23 +186,23 @@ class NativeOps(TorchFallback):
         return None
 
     def step_states(self, batch: StateBatch, states: PagedStates) -> StepStates:
-        """Leave sequences with many rows to torch."""
+        """Use native kernels for sequences with few rows, and torch for others."""
         return NativeStepStates(self._library, batch, states, self)
 
     def step_attention(self, batch: AttentionBatch, kv: PagedKV) -> StepAttention:
-        """Attend natively where the kernels can."""
+        """Use native attention if the kernels support the cache."""
         if not reads_cache(kv):
             return self._torch.step_attention(batch, kv)
         return NativeStepAttention(self._library, batch, kv, self._is_deterministic)
 
     def fuse_layers(self, layers: Sequence[PackedLayer], ranks: SharedMemoryRanks | None = None) -> NativeLayers | None:
-        """Run the layers of steps of few rows in one call, where none of their products is torch's."""
+        """Run all layers of steps of few rows in one call, if all of their matmuls are native."""
         return NativeLayers(self._library, layers, self, self._is_deterministic, ranks) if can_fuse(layers) else None
 
     def fuse_norm(self, norm: RowNorm, linear: Linear) -> NativeNormedLinear | None:
-        """Norm and multiply in one call, where the product is not torch's."""
+        """Run a norm and a linear layer in one call, if the matmul is native."""
         return NativeNormedLinear(self._library, norm, linear) if isinstance(linear, NativeLinear) else None
 
     def fuse_experts(self, experts: RoutedExperts) -> NativeExperts | None:
-        """Run the experts of a layer in one call, where none of their products is torch's."""
+        """Run the experts of a layer in one call, if all of their matmuls are native."""
         return NativeExperts(self._library, experts) if can_fuse_experts(experts) else None

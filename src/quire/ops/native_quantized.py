@@ -1,4 +1,4 @@
-"""Compiled kernels of stored quantised weights."""
+"""Native kernels for stored quantised weights."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch import Tensor
 from quire.ops.quantized_weight import QuantizedRows, QuantizedWeight, StoredWeight, WeightForm, chunks
 from quire.ops.weight_memory import WeightMemory
 
-# Scales as the libraries number them; there are no kernels for others.
+# The libraries' numbers of scale dtypes; there are no kernels for others.
 SCALES: Final = {"bfloat16": 0, "float16": 1, "two_level": 2, "float32": 3}
 
-# Fields of a segment (`Segment` in linear_quantized.cpp).
+# Number of fields of a segment (`Segment` in linear_quantized.cpp).
 SEGMENT_FIELDS: Final = 5
 
 
@@ -28,7 +28,7 @@ class UnpackedRows(ctypes.Structure):
 
 
 class BlockRows(ctypes.Structure):
-    """Rows of a GGUF file's blocks (`BlockRows` in gguf_blocks.h)."""
+    """Rows of blocks of a GGUF file (`BlockRows` in gguf_blocks.h)."""
 
     _fields_ = (
         ("type_id", ctypes.c_int64),
@@ -39,13 +39,13 @@ class BlockRows(ctypes.Structure):
 
 
 class QuantizedKernels(NamedTuple):
-    """The kernels of stored quantised weights, for all forms.
+    """The kernels for stored quantised weights, for all forms.
 
     Args:
-        form_of: `quire_form_of` of the sources: the number of a form, -1 without a kernel for it.
+        form_of: `quire_form_of` of the sources: number of a form, -1 if there is no kernel for it.
         num_bytes: `quire_bytes_quantized`.
         pack: `quire_pack_quantized`.
-        pack_blocks: `quire_pack_blocks`; false for blocks of a type that it does not unpack.
+        pack_blocks: `quire_pack_blocks`; it returns False for block types that it does not unpack.
         multiply: `quire_linear_quantized`.
         rows: `quire_rows_quantized`.
         panel_columns: columns of a panel.
@@ -60,17 +60,17 @@ class QuantizedKernels(NamedTuple):
     panel_columns: int
 
     def number_of(self, form: WeightForm) -> int:
-        """Return the number of a form, -1 without a kernel for it."""
+        """Return the number of a form, -1 if there is no kernel for it."""
         scale = SCALES.get(form.scale, -1)
         levels = 2 if form.levels == "e4m3" else int(form.levels is not None)
         return self.form_of(form.bits, form.group, scale, form.has_mins, form.has_zero_points, levels)
 
     def pack_weight(self, memory: WeightMemory, weight: StoredWeight, is_gated: bool) -> tuple[Tensor, ...]:
-        """Pack a weight without plain parts; that of a gated layer is of one form.
+        """Pack a weight without unquantised parts; the weight of a gated layer has one form.
 
         Returns:
-            A tensor with the address of the next (`QuantizedWeight` in linear_quantized.cpp), the segments, and what
-            they point to.
+            A tensor with the number and the address of the segments (`QuantizedWeight` in linear_quantized.cpp), the
+            segments, and the tensors that these point to.
         """
         table, owned = [], []
         for form, group in groupby(weight.quantized, key=lambda part: part.form):
@@ -90,9 +90,9 @@ class QuantizedKernels(NamedTuple):
         return torch.tensor([len(table) // SEGMENT_FIELDS, entries.data_ptr()]), entries, *owned
 
     def _pack_segment(self, memory: WeightMemory, parts: Sequence[QuantizedWeight], is_gated: bool) -> Tensor:
-        """Pack parts of one form: the weight is never whole in its unpacked form.
+        """Pack parts of one form, a range of rows at a time: the whole weight is never unpacked in memory.
 
-        Half of the columns of a gated weight's panel are gates, half what they multiply.
+        Half of the columns of a panel of a gated weight are gates, the other half the columns that they multiply.
         """
         num_columns, width = sum(part.shape[0] for part in parts), parts[0].shape[1]
         number = self.number_of(parts[0].form)
@@ -118,7 +118,7 @@ class QuantizedKernels(NamedTuple):
     def _pack_blocks(
         self, number: int, part: QuantizedWeight, cuts: tuple[int, ...], place: Callable[[slice], tuple[int, ...]]
     ) -> bool:
-        """Pack rows straight from blocks; return False where the part has none of a type that is unpacked so."""
+        """Pack rows directly from blocks; return False if the part has no blocks of a type with a kernel."""
         blocks = part.blocks
         if blocks is None:
             return False

@@ -1,4 +1,4 @@
-"""Sums and exchanges between the ranks of one host, by compiled code over memory that all of them map."""
+"""Collective operations of the ranks of one host, by compiled code in shared memory."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ class RankGroupCall(ctypes.Structure):
 
 @runtime_checkable
 class SharedMemoryRanks(Protocol):
-    """Ranks of one host, between whose layers native calls take the sums.
+    """Ranks of one host, among which native calls all-reduce the outputs of layers.
 
     Attributes:
-        call: the group.
+        call: structure of the group.
     """
 
     call: RankGroupCall
 
     def check(self, status: int) -> None:
-        """Raise the error of a call's status."""
+        """Raise the error that a call's status stands for."""
 
 
 class RankKernels(NamedTuple):
-    """The operations of a group; each returns a status, 0 for success, and is called by all ranks.
+    """The collective operations of a group; each returns a status, 0 for success, and is called by all ranks.
 
     Args:
-        page_bytes: bytes before the slots.
-        fail: `quire_fail` of the sources: ends the waits of all ranks.
+        page_bytes: number of bytes before the slots.
+        fail: `quire_fail` of the sources: makes waiting calls of all ranks return.
         all_reduce: `quire_all_reduce`.
         gather: `quire_gather`.
         send: `quire_send`, on rank 0.
-        wait: `quire_await`, on the others.
-        receive: `quire_receive`, on the others.
+        wait: `quire_await`, on the other ranks.
+        receive: `quire_receive`, on the other ranks.
     """
 
     page_bytes: int
@@ -63,7 +63,7 @@ class RankKernels(NamedTuple):
 
     @classmethod
     def of(cls, library: ctypes.CDLL) -> RankKernels:
-        """Find them in a library."""
+        """Load the functions from a library."""
         group = ctypes.POINTER(RankGroupCall)
         page_bytes = typed(library.quire_page_bytes, returns=_INT)
         return cls(

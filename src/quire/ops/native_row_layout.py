@@ -1,4 +1,4 @@
-"""The rows of a step, laid out on the host by compiled code (`lay_rows.cpp`)."""
+"""Positions and slots of a step's rows, computed on the host by compiled code (`lay_rows.cpp`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 
 
 class RowLayoutKernels(NamedTuple):
-    """The functions.
+    """The compiled functions.
 
     Args:
         positions: `quire_lay_positions` of the sources.
@@ -24,7 +24,7 @@ class RowLayoutKernels(NamedTuple):
 
     @classmethod
     def of(cls, library: ctypes.CDLL) -> RowLayoutKernels:
-        """Find them in a library."""
+        """Load the functions from a library."""
         return cls(
             typed(library.quire_lay_positions, _INT, *(_POINTER,) * 3),
             typed(library.quire_lay_slots, _INT, *(_POINTER,) * 3, _INT, *(_POINTER,) * 2),

@@ -1,4 +1,4 @@
-"""Recurrence of a step by compiled kernels, where a sequence has few rows."""
+"""Recurrence of a step by native kernels, for sequences with few rows."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from quire.ops.torch_states import TorchStepStates
 class NativeStepStates:
     """Recurrence of one step over one cache group.
 
-    A sequence with few rows goes through a kernel, one with more through torch, whose chunks are matrix products: its
-    own rows decide, so that the other sequences of a step do not change a result.
+    A sequence with few rows is computed by a native kernel, one with more by torch, in chunks with matmuls. Only its
+    own number of rows decides, so that the other sequences of a step do not change a result.
 
     Args:
-        library: library of the kernels.
-        ops: backend of the norms of long sequences.
+        library: library with the kernels.
+        ops: backend for the norms of sequences with many rows.
     """
 
     def __init__(self, library: NativeLibrary, batch: StateBatch, states: PagedStates, ops: Ops) -> None:
         self._library, self._batch, self._states, self._ops = library, batch, states, ops
         counts = [end - start for start, end in pairwise(batch.row_starts)]
         few = [idx for idx, count in enumerate(counts) if count <= MAX_ROWS]
-        # Numbers that the pointers below point into.
+        # The pointers below point into these arrays.
         self._numbers = [
             array("q", (part[idx] for idx in few))
             for part in (batch.block_ids, batch.row_starts, counts, batch.has_state)
@@ -46,18 +46,18 @@ class NativeStepStates:
         self._cache = StateCache(conv[0].data_ptr(), sums.data_ptr(), *strides)
 
     def pointers(self, _: int) -> tuple[int, int, int]:
-        """Return the addresses of rows and cache, and none of an attention plan."""
+        """Return the addresses of rows and cache, and 0 in place of an attention plan."""
         return addressof(self._rows), addressof(self._cache), 0
 
     def short_conv(self, layer_idx: int, projected: Tensor, weights: ShortConvWeights) -> Tensor:
-        """Convolve short runs of rows natively."""
+        """Run the short convolution, natively for sequences with few rows."""
         call = self._library.short_conv, short_conv_call(weights)
         return self._run(
             *call, layer_idx, projected, weights.taps.shape[1], lambda step, x: step.short_conv(layer_idx, x, weights)
         )
 
     def gated_delta_net(self, layer_idx: int, projected: Tensor, weights: GatedDeltaNetWeights) -> Tensor:
-        """Apply the rule to short runs of rows natively, token by token."""
+        """Run the gated delta net, natively and row by row for sequences with few rows."""
         call = self._library.gated_delta_net, gated_delta_net_call(weights)
         inner = len(weights.A) * len(weights.norm_scales)
         return self._run(
@@ -65,7 +65,7 @@ class NativeStepStates:
         )
 
     def mamba2(self, layer_idx: int, projected: Tensor, weights: Mamba2Weights) -> Tensor:
-        """Leave the scan to torch."""
+        """Run the scan with torch."""
         return self._torch.mamba2(layer_idx, projected, weights)
 
     def _run(
@@ -77,7 +77,7 @@ class NativeStepStates:
         width: int,
         run_long: Callable[[StepStates, Tensor], Tensor],
     ) -> Tensor:
-        """Return the outputs [T, width]: of few rows by a kernel, of more by torch."""
+        """Return the outputs [T, width]: by a native kernel for sequences with few rows, by torch for others."""
         output = projected.new_empty(len(projected), width)
         if self._rows.num_seqs:
             pointers = projected.data_ptr(), output.data_ptr()
@@ -88,7 +88,7 @@ class NativeStepStates:
 
     @cached_property
     def _long(self) -> list[tuple[slice, StepStates]]:
-        """Rows of each long sequence, and their step."""
+        """Rows of each sequence with many rows, and the step that computes them."""
         batch = self._batch
         spans = zip(batch.block_ids, pairwise(batch.row_starts), batch.has_state, strict=True)
         return [
@@ -106,12 +106,12 @@ class NativeStepStates:
 
 
 def short_conv_call(weights: ShortConvWeights) -> ShortConvCall:
-    """Return the structure of a short convolution; it points into the weights."""
+    """Return the structure of a short convolution, which points into the weights."""
     return ShortConvCall(_convolution(*weights))
 
 
 def gated_delta_net_call(weights: GatedDeltaNetWeights) -> GatedDeltaNetCall:
-    """Return the structure of a gated delta net; it points into the weights."""
+    """Return the structure of a gated delta net, which points into the weights."""
     return GatedDeltaNetCall(
         _convolution(weights.taps, None),
         *(tensor.data_ptr() for tensor in (weights.A, weights.dt_bias, weights.norm_scales)),

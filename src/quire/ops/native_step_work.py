@@ -1,4 +1,4 @@
-"""The work of attention of whole steps on a GPU, planned by compiled code on the host (`step_work.cpp`)."""
+"""Attention work items of whole steps on a GPU, planned by compiled code on the host (`step_work.cpp`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 
 
 class SplitRuleCall(ctypes.Structure):
-    """The cut of tokens into splits (`SplitRule` in work_items.h)."""
+    """Parameters of split-KV: how contexts are divided into splits (`SplitRule` in work_items.h)."""
 
     _fields_ = (
         ("tile_tokens", _INT),
@@ -24,7 +24,7 @@ class SplitRuleCall(ctypes.Structure):
 
 
 class SharingRuleCall(ctypes.Structure):
-    """When shared tokens are read once (`SharingRule` in shared_prefixes.h)."""
+    """Limits from which on a shared prefix is read once (`SharingRule` in shared_prefixes.h)."""
 
     _fields_ = (
         ("tile_rows", _INT),
@@ -40,7 +40,7 @@ class SharingRuleCall(ctypes.Structure):
 
 
 class StepCutCall(ctypes.Structure):
-    """The cut of a step (`StepCut` of the sources)."""
+    """Tile sizes, attention window and split parameters of a step (`StepCut` of the sources)."""
 
     _fields_ = (
         ("group", _INT),
@@ -55,7 +55,7 @@ class StepCutCall(ctypes.Structure):
 
 
 class StepCountsCall(ctypes.Structure):
-    """The number of items of each kind (`StepCounts` of the sources)."""
+    """The number of work items of each kind (`StepCounts` of the sources)."""
 
     _fields_ = (
         ("num_few", _INT),
@@ -69,7 +69,7 @@ class StepCountsCall(ctypes.Structure):
 
 
 class SharedDecodeRowsCall(ctypes.Structure):
-    """Decodes that may share tokens (`SharedDecodeRows` of the sources)."""
+    """Decode rows that may share prefixes (`SharedDecodeRows` of the sources)."""
 
     _fields_ = (
         ("num_rows", _INT),
@@ -81,7 +81,7 @@ class SharedDecodeRowsCall(ctypes.Structure):
 
 
 class FoundSharingCall(ctypes.Structure):
-    """The tokens that they share, and what these were found from (`FoundSharing` of the sources)."""
+    """The shared ranges that were found, and the inputs of the search (`FoundSharing` of the sources)."""
 
     _fields_ = (
         ("max_items", _INT),
@@ -103,12 +103,12 @@ class FoundSharingCall(ctypes.Structure):
 
 
 class StepWorkKernels(NamedTuple):
-    """The functions.
+    """The compiled functions.
 
     Args:
-        plan: `quire_plan_step` of the sources; it returns how many numbers there are, and writes none where they are
-            more than there is room for.
-        share: `quire_share_decodes`; it returns False where decodes share more than there is room for.
+        plan: `quire_plan_step` of the sources; it returns the number of values, and writes none if there is no room for
+            them.
+        share: `quire_share_decodes`; it returns False if there is no room for the shared ranges.
     """
 
     plan: Callable[..., Any]
@@ -116,7 +116,7 @@ class StepWorkKernels(NamedTuple):
 
     @classmethod
     def of(cls, library: ctypes.CDLL) -> StepWorkKernels:
-        """Find them in a library."""
+        """Load the functions from a library."""
         rule, counts = ctypes.POINTER(SharingRuleCall), ctypes.POINTER(StepCountsCall)
         step = ctypes.POINTER(StepRows), ctypes.POINTER(StepCutCall), rule, _POINTER, _INT, counts
         decodes = ctypes.POINTER(SharedDecodeRowsCall), rule, ctypes.POINTER(FoundSharingCall)

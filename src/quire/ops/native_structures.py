@@ -1,4 +1,4 @@
-"""Structures that native kernels read: rows, caches, layers. Each has the fields of the structure of the sources."""
+"""Structures that native kernels read: rows, caches, layers. Each mirrors the C++ structure named in its docstring."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _POINTER, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
 
 class StepRows(ctypes.Structure):
-    """The rows of a step; `AttentionBatch` in the libraries' words (`StepRows` in cache.h)."""
+    """The rows of a step, from an `AttentionBatch` (`StepRows` in cache.h)."""
 
     _fields_ = (
         ("num_seqs", _INT),
@@ -50,7 +50,7 @@ class LinearCall(ctypes.Structure):
 
 
 class NormScales(ctypes.Structure):
-    """Scales of a norm, or of the norms of heads (`Norm` in layers.cpp)."""
+    """Scales of a norm, or of the norms of heads (QK norms) (`Norm` in layers.cpp)."""
 
     _fields_ = (("type", _INT), ("scales", _POINTER), ("num_heads", _INT), ("eps", _DOUBLE))
 
@@ -70,7 +70,7 @@ class AttentionCall(ctypes.Structure):
 
 
 class StateRows(ctypes.Structure):
-    """Sequences of a step with their states (`StateRows` in states.h)."""
+    """Sequences of a step with their recurrent states (`StateRows` in states.h)."""
 
     _fields_ = (
         ("num_seqs", _INT),
@@ -154,7 +154,7 @@ class ExpertsCall(ctypes.Structure):
 
 
 class LayerCall(ctypes.Structure):
-    """A layer with one of the mixers, and with experts or a gated perceptron (`Layer` in layers.cpp)."""
+    """A layer with one of the mixers, and with experts or a gated MLP (`Layer` in layers.cpp)."""
 
     _fields_ = (
         ("mixer_norm", NormScales),

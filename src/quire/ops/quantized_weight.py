@@ -1,13 +1,13 @@
-"""The one form of stored quantised weights: codes of few bits, and scales of groups of inputs.
+"""The single in-memory form of stored quantised weights: codes of few bits, and scales of groups of inputs.
 
-File formats (GGUF, compressed-tensors, AWQ, GPTQ, MXFP4) are read into this form; kernels know the form, and no format.
-A weight is, in float32 and in this order of operations:
+File formats (GGUF, compressed-tensors, AWQ, GPTQ, MXFP4) are read into this form; kernels know the form and no file
+format. The value of a weight is, in float32 and in this order of operations:
 
 ```
 scale  = scales                    or  super_scales * scales
 minimum = mins                     or  super_mins * mins         (0 without)
-level  = levels[code]              or  code - offset             (code - zero_point where there are zero points;
-                                                                 the value of an 8-bit floating-point code of e4m3)
+level  = levels[code]              or  code - offset             (code - zero_point with zero points;
+                                                                 the floating-point value of an e4m3 code)
 weight = scale * level - minimum
 ```
 """
@@ -29,18 +29,19 @@ ScaleDtype = Literal["float16", "bfloat16", "float32", "two_level"]
 
 
 class WeightForm(NamedTuple):
-    """The static description of a quantised weight.
+    """The static description of a weight's quantisation.
 
     Args:
         bits: number of bits of a code.
-        group: number of inputs that share a scale, 16 or 32; formats with larger ones repeat scales. 128 too for e4m3,
-            and for int8 that Triton's backend rounds by itself, which no other backend is given.
-        scale: dtype of scales; "two_level" for int8 scales of float16 super-scales, one for 256 inputs.
-        has_mins: True where each group has a minimum: of the dtype of the scales, or uint8 of float16 super-minima.
-        has_zero_points: True where each group has a zero point, a code.
-        levels: values of the codes, whole numbers from -128 to 127; "e4m3" for 8-bit floating-point codes, with which
-            rows are multiplied as they are: they are not rounded to int8 first; None for `code - offset`.
-        offset: number taken off a code; 0 where there are minima, zero points or levels.
+        group: number of inputs that share a scale, 16 or 32; formats with larger groups repeat scales. 128 too for
+            e4m3, and for weights that the Triton backend quantises to int8 while loading (in that backend only).
+        scale: dtype of scales; "two_level" for int8 multiples of float16 super-scales, one per 256 inputs.
+        has_mins: True if each group has a minimum: of the dtype of the scales, or uint8 multiples of float16
+            super-minima.
+        has_zero_points: True if each group has a zero point, which is a code.
+        levels: values of the codes, integers from -128 to 127; "e4m3" for 8-bit floating-point codes, for which
+            activations are not quantised to int8; None for `code - offset`.
+        offset: number subtracted from a code; 0 with minima, zero points or levels.
     """
 
     bits: Literal[4, 5, 6, 8]
@@ -57,11 +58,11 @@ class QuantizedRows(NamedTuple):
 
     Args:
         codes: uint8 [N, K].
-        scales: [N, K / G], float16, bfloat16 or float32; int8 for two levels.
-        mins: [N, K / G], of the same dtype; uint8 for two levels; None without minima.
+        scales: [N, K / G], float16, bfloat16 or float32; int8 for two-level scales.
+        mins: [N, K / G], of the same dtype; uint8 for two-level scales; None without minima.
         zero_points: uint8 [N, K / G]; None without zero points.
-        super_scales: float16 [N, K / 256]; None for one level.
-        super_mins: float16 [N, K / 256]; None for one level, or without minima.
+        super_scales: float16 [N, K / 256]; None without two-level scales.
+        super_mins: float16 [N, K / 256]; None without two-level scales or without minima.
     """
 
     codes: Tensor
@@ -72,11 +73,11 @@ class QuantizedRows(NamedTuple):
     super_mins: Tensor | None = None
 
     def at(self, rows: slice | Tensor) -> QuantizedRows:
-        """Return some of the rows, by their indices."""
+        """Return a subset of the rows, by index."""
         return self.apply(lambda field: field[rows])
 
     def columns(self, first: int, end: int) -> QuantizedRows:
-        """Return a range of the inputs, of whole groups."""
+        """Return a range of inputs, which consists of whole groups."""
         width = self.codes.shape[1]
 
         def cut(field: Tensor) -> Tensor:
@@ -86,7 +87,7 @@ class QuantizedRows(NamedTuple):
         return self.apply(cut)
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> QuantizedRows:
-        """Return the results of a function of each tensor."""
+        """Apply a function to each tensor, and return the results."""
         codes, scales, *others = self
         return QuantizedRows(
             function(codes), function(scales), *(None if other is None else function(other) for other in others)
@@ -94,12 +95,12 @@ class QuantizedRows(NamedTuple):
 
 
 class StoredBlocks(NamedTuple):
-    """The rows of a weight as blocks of a GGUF file, M of them, which a backend may unpack by itself.
+    """The rows of a weight as blocks of a GGUF file, M of them, which a backend may unpack itself.
 
     Args:
-        type_id: number of the type of the blocks.
+        type_id: number of the block type.
         raw: uint8 [M, bytes of a row], usually a mapped file.
-        row_ids: int64 [N], row among these of each row of the weight; None for all of them in order.
+        row_ids: int64 [N], index into `raw` of each row of the weight; None for all of them in order.
     """
 
     type_id: int
@@ -113,10 +114,10 @@ class QuantizedWeight:
 
     Args:
         form: form of the weight.
-        shape: N, K; K is a multiple of the group, and of 256 for two levels.
+        shape: N, K; K is a multiple of the group size, and of 256 with two-level scales.
         read: function that unpacks rows, given their indices (a slice or int64 [M]), in that order.
-        num_bytes: number of bytes of the weight as stored.
-        blocks: blocks that `read` unpacks, where a GGUF file holds the weight.
+        num_bytes: number of bytes of the stored weight.
+        blocks: blocks that `read` unpacks, if the weight is in a GGUF file.
     """
 
     form: WeightForm
@@ -126,7 +127,7 @@ class QuantizedWeight:
     blocks: StoredBlocks | None = None
 
     def rows(self, rows: slice | Tensor) -> QuantizedWeight:
-        """Return the weight of some rows, by their indices: nothing is read yet."""
+        """Return the weight of a subset of the rows, by index; nothing is read yet."""
         index = torch.arange(self.shape[0])[rows]
         read, blocks = self.read, self.blocks
         num_bytes = self.num_bytes * len(index) // max(1, self.shape[0])
@@ -137,7 +138,7 @@ class QuantizedWeight:
         )
 
     def columns(self, first: int, end: int) -> QuantizedWeight | None:
-        """Return the weight of a range of inputs; None where the range does not consist of whole groups."""
+        """Return the weight of a range of inputs; None if the range does not consist of whole groups."""
         unit = SUPER_GROUP if self.form.scale == "two_level" else self.form.group
         if first % unit or end % unit:
             return None
@@ -148,7 +149,7 @@ class QuantizedWeight:
         )
 
     def dequantize(self, rows: slice | Tensor = slice(None)) -> Tensor:
-        """Return rows as float32 [M, K], exactly as the format defines them."""
+        """Return rows as float32 [M, K], with exactly the values that the format defines."""
         return dequantize(self.form, self.read(rows))
 
 
@@ -156,14 +157,14 @@ class PlainWeight(NamedTuple):
     """A part of a stored weight that is not quantised.
 
     Args:
-        values: [N, K], of the dtype of rows; it may lie in a file.
+        values: [N, K], of the dtype of activations; it may be mapped from a file.
     """
 
     values: Tensor
 
     @property
     def form(self) -> None:
-        """No form: it is packed as a tensor."""
+        """None: the part is packed as a plain tensor."""
         return None
 
     @property
@@ -172,7 +173,7 @@ class PlainWeight(NamedTuple):
         return self.values.shape[0], self.values.shape[1]
 
     def rows(self, rows: Tensor) -> PlainWeight:
-        """Return the weight of some rows, by their indices int64 [M]."""
+        """Return the weight of a subset of the rows, by their indices int64 [M]."""
         return PlainWeight(self.values[rows])
 
     def dequantize(self) -> Tensor:
@@ -182,12 +183,12 @@ class PlainWeight(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """The weight of a linear layer as a checkpoint stores it: quantised, perhaps in parts of different forms.
+    """The weight of a linear layer as the checkpoint stores it: quantised, possibly in parts of different forms.
 
     Args:
-        parts: weights of one width, whose rows follow each other; some may be plain.
-        dtype: dtype of the rows that the layer is given, and of rows that are looked up.
-        input_order: int64 [K], index of the input that each column multiplies; None for their own order.
+        parts: weights with the same number of inputs, whose rows are concatenated; some may be unquantised.
+        dtype: dtype of activations, and of rows that are looked up.
+        input_order: int64 [K], index of the input that each column multiplies; None if columns are in input order.
     """
 
     parts: tuple[QuantizedWeight | PlainWeight, ...]
@@ -196,26 +197,26 @@ class StoredWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows (columns of the product) and width."""
+        """Number of rows (outputs) and of inputs."""
         return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
 
     @property
     def num_forms(self) -> int:
-        """Number of forms of the parts."""
+        """Number of different forms of the parts."""
         return len({part.form for part in self.parts})
 
     @property
     def quantized(self) -> tuple[QuantizedWeight, ...]:
-        """The parts that are quantised; all of them, unless `has_plain`."""
+        """The quantised parts; all parts unless `has_plain`."""
         return tuple(part for part in self.parts if isinstance(part, QuantizedWeight))
 
     @property
     def has_plain(self) -> bool:
-        """True where a part is not quantised."""
+        """True if a part is not quantised."""
         return any(isinstance(part, PlainWeight) for part in self.parts)
 
     def rows(self, rows: slice | Tensor) -> StoredWeight:
-        """Return the weight of some rows, by their indices."""
+        """Return the weight of a subset of the rows, by index."""
         ends = torch.tensor([part.shape[0] for part in self.parts]).cumsum(0)
         index = torch.arange(int(ends[-1]))[rows].contiguous()
         owners, counts = torch.unique_consecutive(torch.bucketize(index, ends, right=True), return_counts=True)
@@ -226,19 +227,19 @@ class StoredWeight:
         return StoredWeight(tuple(parts), self.dtype, self.input_order)
 
     def dequantize(self) -> Tensor:
-        """Return the whole weight, of the dtype of rows, its columns in the order of the inputs."""
+        """Return the whole weight in the dtype of activations, with columns in input order."""
         whole = torch.cat([part.dequantize().to(self.dtype) for part in self.parts])
         return whole if self.input_order is None else torch.empty_like(whole).index_copy_(1, self.input_order, whole)
 
     def in_own_order(self) -> StoredWeight:
-        """Return the weight for inputs in the order of its columns."""
+        """Return the weight for inputs that are in the order of its columns."""
         return StoredWeight(self.parts, self.dtype)
 
 
 def chunks(num_rows: int, width: int, num_codes: int = 1 << 22, cuts: Sequence[int] = ()) -> Iterator[slice]:
-    """Divide rows into ranges of about `num_codes` codes, what is unpacked at a time; none goes across a cut.
+    """Divide rows into ranges of about `num_codes` codes, which are unpacked at a time; no range crosses a cut.
 
-    Ranges are of a multiple of 64 rows, which fill panels.
+    Ranges have a multiple of 64 rows, which fill whole panels.
     """
     step = max(64, num_codes // width // 64 * 64)
     ends = sorted({*range(0, num_rows, step), *(cut for cut in cuts if 0 < cut < num_rows), num_rows})

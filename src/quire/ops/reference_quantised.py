@@ -1,4 +1,4 @@
-"""The slow twins of linear layers on weights of few bits: each number by its definition, each sum a whole one."""
+"""Slow reference implementations of linear layers with quantised weights: values by definition, exact integer sums."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.ops.weight_formats import BITS, GROUP, SMALLEST, WeightFormat
 
 
 class ReferenceQuantisedLinear:
-    """Whole numbers times whole numbers, added up as such for all inputs that share a scale."""
+    """A matmul of integer codes, summed exactly over all inputs that share a scale."""
 
     def __init__(self, format_name: WeightFormat, weight: Tensor, bias: Tensor | None) -> None:
         bits = BITS[format_name]
@@ -34,15 +34,15 @@ class ReferenceQuantisedLinear:
         return y.to(x.dtype)
 
     def dequantised(self) -> Tensor:
-        """Return the weights that the numbers stand for, float32 [out, in]."""
+        """Return the dequantised weights, float32 [out, in]."""
         groups = self.values.view(*self.scales.shape, -1)
         return (groups * self.scales[..., None]).flatten(-2)
 
 
 class ReferenceStoredLinear:
-    """Whole numbers times the levels of stored codes, added up as such for all inputs that share a scale.
+    """A matmul of integer codes with the levels of stored codes, summed exactly over all inputs that share a scale.
 
-    Floating-point codes (e4m3) are multiplied with the rows themselves, and added up in float64.
+    Floating-point codes (e4m3) are multiplied with the activations themselves, and summed in float64.
     """
 
     def __init__(self, weight: StoredWeight, bias: Tensor | None) -> None:
@@ -77,7 +77,7 @@ class ReferenceStoredLinear:
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round each row [T, E] to -127..127 by its largest magnitude: int64 [T, E], and what one is worth, [T, 1]."""
+    """Quantise each row [T, E] to -127..127 by its largest magnitude: codes, int64 [T, E], and scales [T, 1]."""
     values, scales = torch.zeros(x.shape, dtype=torch.int64), torch.zeros(len(x), 1)
     for idx, row in enumerate(x.float()):
         if not row.isfinite().all():
@@ -89,10 +89,10 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def round_groups(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Round each group of a row [T, E] to so many bits, its largest magnitude (the first such) to the lowest number.
+    """Quantise each group of a row [T, E] to `bits` bits; the (first) largest magnitude gets the lowest code.
 
     Returns:
-        int64 [T, E], and what one is worth, [T, E / GROUP]: of float32, with the accuracy of bfloat16.
+        Codes, int64 [T, E], and scales [T, E / GROUP], in float32 with the precision of bfloat16.
     """
     values, scales = torch.zeros(x.shape, dtype=torch.int64), torch.zeros(len(x), x.shape[1] // GROUP)
     lowest = -(1 << (bits - 1))

@@ -1,4 +1,4 @@
-"""A linear layer whose inputs are stored in another order."""
+"""A linear layer whose weight has its input columns in another order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear layers on rounded weights, of stock torch operators: small, and no faster than plain ones."""
+"""Linear layers with weights quantised while loading, by stock torch operators: less memory, but not faster."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch.nn import functional
 
 from quire.ops.weight_formats import BITS, GROUP, SMALLEST, WeightFormat
 
-# Weights that are widened at a time, so that they stay in the cache.
+# Number of weights that are widened at a time, so that they stay in the CPU cache.
 CHUNK = 1 << 20
 
 
 class TorchQuantisedLinear:
-    """A product of rows of int8 and weights of few bits, which are widened a chunk of columns at a time."""
+    """A matmul of int8 activations and weights of few bits, which are widened a chunk of columns at a time."""
 
     __slots__ = ("_bias", "_num_columns", "_scales", "_values", "_width")
 
@@ -29,7 +29,7 @@ class TorchQuantisedLinear:
         self._values, self._scales = (_pair(values) if bits == 4 else values), scales
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Round the rows, multiply and add."""
+        """Quantise the activations, multiply, and add bias and residual."""
         rows, row_scales = round_rows(x.float())
         wide = rows.float()
         y = torch.cat([functional.linear(wide, self._widened(part)) for part in self._parts()], -1).mul_(row_scales)
@@ -51,13 +51,13 @@ class TorchQuantisedLinear:
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round each row of float32 [T, E] to int8 by its largest magnitude; return that and what one is worth, [T, 1].
+    """Quantise each row of float32 [T, E] to int8 by its largest magnitude; return the codes and the scales [T, 1].
 
-    A row that is not finite becomes zeros that are worth NaN.
+    A row that is not finite becomes zeros with a scale of NaN.
     """
     largest = x.abs().amax(-1, keepdim=True)
     largest = torch.where(largest.isfinite(), largest, torch.nan)
-    # A GPU multiplies by the inverse of a number of the host, which may be off by one bit.
+    # A GPU divides by a host scalar by multiplying with its reciprocal, which may be off by one bit.
     most = torch.full_like(largest, 127.0)
     inverse = torch.where(largest >= SMALLEST, most / largest, 0.0)
     return (x * inverse).round_().nan_to_num_(0.0, 0.0, 0.0).to(torch.int8), torch.where(
@@ -66,10 +66,10 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def round_groups(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Round each group of float32 [T, E] to so many bits, its largest magnitude to the lowest number.
+    """Quantise each group of float32 [T, E] to `bits` bits; the value of the largest magnitude gets the lowest code.
 
     Returns:
-        int8 [T, E], and of bfloat16 what one is worth, [T, E / GROUP].
+        Codes, int8 [T, E], and scales, bfloat16 [T, E / GROUP].
     """
     groups, lowest = x.reshape(len(x), -1, GROUP), -float(1 << (bits - 1))
     largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
@@ -80,6 +80,6 @@ def round_groups(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def _pair(values: Tensor) -> Tensor:
-    """Put two values of -8..7 into a byte."""
+    """Pack two values of -8..7 into a byte."""
     pairs = (values + 8).to(torch.uint8).view(len(values), -1, 2)
     return pairs[..., 0] | pairs[..., 1] << 4

@@ -1,4 +1,4 @@
-"""Linear layers on stored quantised weights, of stock torch operators: a byte for each code."""
+"""Linear layers with stored quantised weights, by stock torch operators: a byte per code."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch.nn import functional
 from quire.ops.quantized_weight import StoredWeight, chunks, dequantize
 from quire.ops.torch_quantised import round_rows
 
-# Codes that are dequantised at a time, so that they stay in the cache.
+# Number of codes that are dequantised at a time, so that they stay in the CPU cache.
 CHUNK = 1 << 20
 
 
 class TorchStoredLinear:
-    """A product of rows and quantised weights, which are dequantised a chunk of columns at a time.
+    """A matmul with a quantised weight, which is dequantised a chunk of columns at a time.
 
-    Rows are rounded to int8, but for weights of e4m3.
+    Activations are quantised to int8, except for e4m3 weights.
 
     Args:
-        weight: weight without plain parts.
+        weight: weight without unquantised parts.
         bias: [out], or None.
         device: device of the weight.
     """
@@ -36,7 +36,7 @@ class TorchStoredLinear:
         self._dtype, self._bias = weight.dtype, bias
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Round the rows, multiply and add."""
+        """Quantise the activations, multiply, and add bias and residual."""
         plain = x.float()
         if self._rounds:
             rows, row_scales = round_rows(plain)
@@ -55,7 +55,7 @@ class TorchStoredLinear:
         """Look up rows of the weight: ids [T] to [T, in].
 
         Raises:
-            IndexError: an id is not that of a row.
+            IndexError: an id is out of range.
         """
         output = torch.empty(len(ids), self._parts[0][1].codes.shape[1], dtype=self._dtype, device=ids.device)
         start, num_found = 0, 0
@@ -69,7 +69,7 @@ class TorchStoredLinear:
         return output
 
     def _dequantized(self) -> Iterator[tuple[bool, Tensor]]:
-        """Yield chunks of the weight, and whether rows are not rounded for them."""
+        """Yield chunks of the weight, and whether activations are not quantised for them."""
         for form, unpacked in self._parts:
             for part in chunks(len(unpacked.codes), unpacked.codes.shape[1], num_codes=CHUNK):
                 yield form.levels == "e4m3", dequantize(form, unpacked.at(part))

@@ -1,4 +1,4 @@
-"""Attention over blocks whose elements are no numbers to compute with: each layer's are widened first."""
+"""Attention over KV caches in a storage dtype (int8, fp8): the blocks of each layer are widened to float32 first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.ops.interface import LEAST_SCALED, AttentionBatch, HeadNorms, PagedKV, Rotation
 from quire.ops.torch_attention import Scratch, TorchStepAttention, prepare_heads, prepare_queries
 
-# Stored types of `PagedKV` that are widened.
+# Storage dtypes of `PagedKV` that are widened.
 WIDENED: Final = frozenset({torch.int8, torch.float8_e4m3fn})
 
 
@@ -29,9 +29,9 @@ class WideKV(NamedTuple):
 class WidenedStepAttention:
     """Attention of one step over one cache group.
 
-    The blocks that the step reads are copied to float32, layer by layer, and attended to there as those of a plain
-    cache are. That is slower than a plain cache, and takes memory for one layer of them: it is for processors without
-    kernels of their own for it.
+    The blocks that the step reads are converted to float32, layer by layer, and attention runs over these copies as
+    over a plain cache. That is slower than a plain cache and takes memory for the blocks of one layer: it is for
+    devices without a kernel for the dtype.
     """
 
     def __init__(self, batch: AttentionBatch, kv: PagedKV, scratch: Scratch) -> None:
@@ -46,11 +46,11 @@ class WidenedStepAttention:
         rows = data.view(-1, block_size * self._head_dim), data.view(-1, self._head_dim)
         self._wide = WideKV(data, rows[:1], rows[1:], self._head_dim, kv.dtype)
         ids = torch.arange(num_blocks, device=data.device)
-        # Nothing is stored in the copy: what the rows add is read from the blocks.
+        # Nothing is written to the copy: new keys and values are read from the blocks.
         self._step = TorchStepAttention(replace(batch, block_ids=ids), self._wide, scratch)
 
     def prepare(self, layer_idx: int, qkv: Tensor, norms: HeadNorms | None, rotation: Rotation) -> Tensor:
-        """Norm heads, rotate queries and keys, store keys and values; return the queries [T, H, D]."""
+        """Normalise heads, rotate queries and keys (RoPE), write keys and values; return the queries [T, H, D]."""
         heads = qkv.view(len(qkv), -1, self._head_dim)
         q, k, v = prepare_heads(heads, self._data.shape[3], norms, rotation)
         slots = as_bytes(narrowed(torch.stack((k, v), 1), self._data.dtype))
@@ -58,20 +58,20 @@ class WidenedStepAttention:
         return q
 
     def prepare_queries(self, q: Tensor, norms: HeadNorms | None, rotation: Rotation) -> Tensor:
-        """Norm and rotate queries; return them as [T, H, D]."""
+        """Normalise and rotate queries; return them as [T, H, D]."""
         return prepare_queries(q.view(len(q), -1, self._head_dim), norms, rotation)
 
     def attend(
         self, layer_idx: int, q: Tensor, scale: float, sinks: Tensor | None = None, soft_cap: float | None = None
     ) -> Tensor:
-        """Let each row of [T, H, D] see its sequence up to itself; return [T, H * D]."""
+        """Compute causal attention of rows [T, H, D] over their sequences; return [T, H * D]."""
         slots = as_bytes(self._data)[self._read_ids, layer_idx].view(self._data.dtype)
         self._wide.data[:, 0] = widened(slots, self._head_dim)
         return self._step.attend(0, q, scale, sinks, soft_cap)
 
 
 def narrowed(vectors: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return vectors [..., D] as slots [..., W] hold them.
+    """Return vectors [..., D] in the storage format of slots, [..., W].
 
     Args:
         dtype: one of `WIDENED`.
@@ -81,19 +81,19 @@ def narrowed(vectors: Tensor, dtype: torch.dtype) -> Tensor:
         most = torch.finfo(dtype).max
         return wide.clamp(-most, most).to(dtype)
     reach = wide.abs().amax(-1, keepdim=True)
-    # A GPU multiplies by the inverse of a number of the host, which may be off by one bit.
+    # A GPU divides by a host scalar by multiplying with its reciprocal, which may be off by one bit.
     scales = (reach / torch.full_like(reach, 127.0)).masked_fill_(reach <= LEAST_SCALED, 0.0)
     numbers = (wide / scales.masked_fill(scales == 0.0, 1.0)).round_().nan_to_num_(0.0).to(torch.int8)
     return torch.cat((numbers, scales.view(torch.int8)), -1)
 
 
 def widened(slots: Tensor, head_dim: int) -> Tensor:
-    """Return the vectors [..., D], in float32, that slots [..., W] hold."""
+    """Return the vectors in slots [..., W] as float32 [..., D]."""
     if slots.dtype == torch.float8_e4m3fn:
         return slots.float()
     return slots[..., :head_dim] * slots[..., head_dim:].contiguous().view(torch.float32)
 
 
 def as_bytes(slots: Tensor) -> Tensor:
-    """Return what elements of one byte are without their meaning: no operator moves all dtypes."""
+    """Return elements of one byte as uint8, since no torch operator moves elements of all dtypes."""
     return slots.view(torch.uint8)

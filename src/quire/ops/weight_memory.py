@@ -1,4 +1,4 @@
-"""Memory that packed weights lie in."""
+"""Memory of packed weights."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ LINE_BYTES: Final = 64
 
 
 class WeightMemory:
-    """Hands out memory from large slabs, one weight behind the other.
+    """Allocates weights consecutively from large slabs.
 
-    Huge pages lie at multiples of their size: of a weight of a few megabytes that has memory of its own, up to half
-    would lie on small ones, and a product of one row would wait for their look-ups (measured: 1.2 times as long). A
-    page takes no memory before it is written to. A slab lives as long as a weight in it.
+    Huge pages are aligned to their size: in separate allocations, up to half of a weight of a few megabytes would be on
+    small pages, and TLB misses would make a matmul of one row 1.2 times as long (measured). A page takes no memory
+    before it is written to. A slab lives as long as any weight in it.
 
     Args:
         slab_bytes: size of a slab, unless a weight is larger.
@@ -30,7 +30,7 @@ class WeightMemory:
         self._used = 0
 
     def take(self, num_bytes: int) -> Tensor:
-        """Return uint8 [num_bytes] that starts at a cache line."""
+        """Return uint8 [num_bytes], aligned to a cache line."""
         start = -(-self._used // LINE_BYTES) * LINE_BYTES
         if start + num_bytes > len(self._slab):
             self._slab, start = empty_bytes(max(num_bytes, self._slab_bytes)), 0
