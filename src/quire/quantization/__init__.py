@@ -1,4 +1,4 @@
-"""Checkpoints that are written quantised: rounding, calibration, and the files of compressed-tensors and GGUF.
+"""Quantisation of checkpoints: rounding, calibration, and output as compressed-tensors folders or GGUF files.
 
-Only `quire.cli` imports this package; nothing that serves a model does.
+Only `quire.cli` imports this package; no code that serves a model does.
 """

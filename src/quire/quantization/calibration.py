@@ -1,4 +1,4 @@
-"""Calibration: the layers of a model run one at a time over a text, and are quantised for the inputs that they see."""
+"""Calibration: the layers of a model run one at a time over a text, and each is quantised for its observed inputs."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from quire.quantization.coordinate_descent import quantize
 from quire.quantization.paged_rows import CPU, run_sequences, split_sequences
 from quire.quantization.rounding import QuantizedMatrix, Scheme
 
-# Rows that a layer computes at a time.
+# Number of rows that a layer computes at a time.
 STEP_TOKENS = 2048
 
 
 class ObservedLinear:
-    """A linear layer that sums the products of its inputs.
+    """A linear layer that accumulates the Gram matrix of its inputs.
 
-    It is called twice for each step: with the inputs in the model as it is, then in the quantised one.
+    It is called twice for each step: with its inputs in the original model, then with those in the quantised one.
 
     Args:
         linear: the layer.
         width: K.
-        is_paired: False where the rows of the two calls are not those of the same tokens, as with experts: the inputs
-            in the model as it is do not count then.
+        is_paired: False if the rows of the two calls are not those of the same tokens, as with experts: the inputs in
+            the original model are then ignored.
 
     Attributes:
         is_paired: the argument of this name.
         gram: X'.T @ X' of all rows X' in the quantised model, float32 [K, K].
-        cross: X.T @ X', X being the same rows in the model as it is.
+        cross: X.T @ X', where X are the same rows in the original model.
     """
 
     def __init__(self, linear: Linear, width: int, is_paired: bool) -> None:
@@ -61,16 +61,16 @@ class ObservedLinear:
 
 
 class ObservingOps:
-    """Kernels whose linear layers are observed while a weight has a name.
+    """A backend whose linear layers are observed if their weight has a name.
 
     Args:
-        ops: kernels to which all else is delegated.
+        ops: backend to which everything else is delegated.
 
     Attributes:
-        name_of_weight: name of the weight that is being loaded; None where it is not observed.
+        name_of_weight: name of the weight that is being loaded; None if it is not observed.
         is_paired: see `ObservedLinear`.
-        linears: observed layers by the name of their weight: one, with gates a second of the same inputs, or one for
-            each expert.
+        linears: observed layers by the name of their weight: one layer, a second one with the same inputs if there are
+            gates, or one per expert.
     """
 
     def __init__(self, ops: Any) -> None:
@@ -83,13 +83,13 @@ class ObservingOps:
         return getattr(self._ops, name)
 
     def fuse_layers(self, _layers: object) -> None:
-        """Keep layers apart: within one native call, nothing can be observed."""
+        """Do not fuse layers: within one native call, inputs cannot be observed."""
 
     def fuse_norm(self, _norm: object, _linear: object) -> None:
-        """Keep a norm and a layer apart."""
+        """Do not fuse a norm with a linear layer."""
 
     def fuse_experts(self, _experts: object) -> None:
-        """Keep experts apart."""
+        """Do not fuse experts."""
 
     def pack_linear(self, weight: Any, *args: Any, **options: Any) -> Linear:
         """Pack a weight, and observe the layer."""
@@ -105,7 +105,7 @@ class Calibration:
     """The hidden states of a text before a layer, and the layers after it.
 
     Args:
-        spec: the model; each of its layers depends on the hidden states alone.
+        spec: the model, each of whose layers depends on the hidden states alone.
         weight_map: decoder weight -> names of the checkpoint's tensors.
         reader: reader of the checkpoint's tensors.
         sequences: token ids of the text's sequences.
@@ -132,21 +132,21 @@ class Calibration:
                 field="calibration",
             )
         embedding = self._read_plain(*weight_map["embedding.weight"])
-        # In the model as it is, and in the quantised one.
+        # In the original model, and in the quantised one.
         self._hidden = self._rounded = embedding.index_select(0, ids).float() * spec.embedding_scale
 
     def quantize_layer(
         self, idx: int, weights: Mapping[str, tuple[str, ...]], scheme: Scheme
     ) -> Iterator[tuple[str, QuantizedMatrix]]:
-        """Quantise a layer for its inputs, and go on to the next with what the quantised layer gives.
+        """Quantise a layer for its inputs; the outputs of the quantised layer become the inputs of the next one.
 
         Args:
-            idx: index of the layer; all layers before it are done.
-            weights: the decoder's weights to quantise -> names of the tensors of each.
+            idx: index of the layer; all layers before it are quantised.
+            weights: decoder weight to quantise -> names of its tensors.
             scheme: form of the codes.
 
         Yields:
-            Names of tensors, and what they become.
+            Names of tensors, and their quantised matrices.
         """
         ops = ObservingOps(make_ops(CPU))
         here = {name: sources for name, sources in weights.items() if name.startswith(f"layers.{idx}.")}
@@ -154,7 +154,7 @@ class Calibration:
         quantized: dict[str, Tensor] = {}
         for name, sources in here.items():
             observed = ops.linears.pop(name)
-            # Tensors of the same inputs are quantised together: of all observed layers, or of each expert.
+            # Tensors with the same inputs are quantised together: those of all observed layers, or of each expert.
             layers = observed[:1] if observed[0].is_paired else observed
             count = len(sources) // len(layers)
             for number, layer in enumerate(layers):
@@ -168,7 +168,7 @@ class Calibration:
         self._rounded = torch.cat([_run(decoder, self._rounded[rows], lengths) for rows, lengths in self._steps])
 
     def _layer(self, idx: int, ops: Any, observed: Mapping[str, object], replaced: Mapping[str, Tensor]) -> Decoder:
-        """Return a decoder of one layer, in float32, whose hidden states are given."""
+        """Return a decoder of one layer, in float32, which takes hidden states as inputs."""
         spec = replace(self._spec, layers=(self._spec.layers[idx],), vocab_size=1, tied_head=True)
         has_experts = experts_of(spec.layers[0].ffn) is not None
         decoder = Decoder(spec, ops=ops, dtype=torch.float32, device=CPU)
@@ -198,7 +198,7 @@ class Calibration:
         return tensor
 
     def _observe(self, decoder: Decoder) -> Tensor:
-        """Run a layer over both hidden states, and return what it makes of those in the model as it is."""
+        """Run a layer over the hidden states of both models, and return its outputs in the original one."""
         given = []
         for rows, lengths in self._steps:
             given.append(_run(decoder, self._hidden[rows], lengths))
@@ -207,5 +207,5 @@ class Calibration:
 
 
 def _run(decoder: Decoder, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Return what a layer makes of hidden states [T, E]."""
+    """Return a layer's outputs for hidden states [T, E]."""
     return run_sequences(decoder, torch.zeros(len(hidden), dtype=torch.int64), lengths, hidden)

@@ -1,4 +1,4 @@
-"""The text of a calibration, as sequences of tokens."""
+"""Calibration text, as sequences of tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.bounded.json_text import parse
 from quire.errors import ConfigError, QuireError, shown
 from quire.text.tokenizer import Tokenizer
 
-# Longest sequence of tokens; longer documents are divided.
+# Maximum number of tokens of a sequence; longer documents are divided.
 MAX_SEQUENCE: Final = 512
 MAX_TEXT_BYTES: Final = 64 << 20
 BUNDLED_TEXT: Final = "calibration.jsonl"
@@ -26,13 +26,13 @@ def read_sequences(folder: Path, file: Path | None, max_tokens: int, max_length:
 
     Args:
         folder: folder of the model's tokenizer.
-        file: file of the text; None for the text that comes along.
-        max_tokens: most tokens of all sequences together.
-        max_length: most tokens of a sequence.
+        file: file of the text; None for the bundled text.
+        max_tokens: maximum number of tokens of all sequences together.
+        max_length: maximum number of tokens of a sequence.
 
     Raises:
-        CheckpointError: the folder has no tokenizer that is read.
-        ConfigError: the file cannot be read, has no text, or a line is not of its form.
+        CheckpointError: the folder has no supported tokenizer.
+        ConfigError: the file cannot be read, has no text, or has a malformed line.
     """
     path = _bundled_path() if file is None else file
     try:
@@ -58,7 +58,7 @@ def read_sequences(folder: Path, file: Path | None, max_tokens: int, max_length:
 
 
 def bundled_texts() -> list[str]:
-    """Return the lines of the text that comes along."""
+    """Return the lines of the bundled text."""
     return _bundled_path().read_text(encoding="utf-8").splitlines()
 
 

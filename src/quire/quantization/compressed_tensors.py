@@ -1,4 +1,4 @@
-"""Folders in the format of compressed-tensors: what `quire.models.stored_quantization.compressed_tensors` reads."""
+"""Writer of compressed-tensors folders, which `quire.models.stored_quantization.compressed_tensors` reads."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch import Tensor
 from quire.models.checkpoint import HUB_FILES, INDEX_FILE, SINGLE_FILE, Checkpoint
 from quire.quantization.rounding import QuantizedMatrix, Scheme
 
-# Tensors are kept in memory until a file has so many bytes.
+# Tensors are kept in memory until a file has this number of bytes.
 SHARD_BYTES: Final = 1 << 30
-# Files of a checkpoint that go along with its weights.
+# Files of a checkpoint that are copied in addition to its weights.
 COPIED: Final = (*(name for name in HUB_FILES if name != "*.safetensors"), "LICENSE*", "NOTICE*")
 CONFIG_FILE: Final = "config.json"
 
@@ -26,7 +26,7 @@ def quantization_config(scheme: Scheme, plain_layers: Iterable[str]) -> dict[str
     """Return the `quantization_config` of a checkpoint.
 
     Args:
-        scheme: scheme of its linear layers.
+        scheme: scheme of the quantised linear layers.
         plain_layers: names of linear layers that are not quantised.
     """
     layout = "pack-quantized" if scheme.bits == 4 else "int-quantized"
@@ -39,7 +39,7 @@ def quantization_config(scheme: Scheme, plain_layers: Iterable[str]) -> dict[str
         "dynamic": False,
         "observer": "minmax",
     }
-    # Products of 8-bit weights are made with activations of 8 bits, rounded for each token.
+    # With 8-bit weights, activations are quantised to 8 bits too, per token.
     activations = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
     return {
         "quant_method": "compressed-tensors",
@@ -59,7 +59,7 @@ def quantization_config(scheme: Scheme, plain_layers: Iterable[str]) -> dict[str
 
 
 def pack(matrix: QuantizedMatrix, scheme: Scheme) -> dict[str, Tensor]:
-    """Return the stored tensors of a layer by what follows the layer's name."""
+    """Return the stored tensors of a layer, by the suffixes of their names."""
     scales, zero_points = matrix.factors
     if scheme.bits == 8:
         return {".weight": (matrix.codes ^ 128).view(torch.int8), ".weight_scale": scales.contiguous()}
@@ -69,13 +69,13 @@ def pack(matrix: QuantizedMatrix, scheme: Scheme) -> dict[str, Tensor]:
         ".weight_shape": torch.tensor(matrix.codes.shape, dtype=torch.int64),
     }
     if not scheme.symmetric:
-        # These are packed along the outputs.
+        # Zero points are packed along the outputs.
         stored[".weight_zero_point"] = pack_columns(zero_points.to(torch.uint8).t().contiguous()).t().contiguous()
     return stored
 
 
 def pack_columns(codes: Tensor) -> Tensor:
-    """Pack codes of 4 bits into words of 32, the first column in the lowest bits.
+    """Pack 4-bit codes into 32-bit words, the first column in the lowest bits.
 
     Args:
         codes: uint8 [N, K].
@@ -88,11 +88,11 @@ def pack_columns(codes: Tensor) -> Tensor:
 
 
 class FolderWriter:
-    """Writes a checkpoint's folder, tensor by tensor.
+    """Writes a checkpoint folder, tensor by tensor.
 
     Args:
-        folder: folder to make.
-        shard_bytes: number of bytes after which another file begins.
+        folder: folder to create.
+        shard_bytes: number of bytes after which a new file begins.
     """
 
     def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
@@ -111,7 +111,7 @@ class FolderWriter:
         self._num_bytes += tensor.nbytes
 
     def finish(self, checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
-        """Write the rest of the tensors, the index, the configuration, and copies of the checkpoint's other files."""
+        """Write the remaining tensors, the index, the configuration, and copies of the checkpoint's other files."""
         self._write()
         count = len(self._shards)
         if count == 1:
@@ -132,7 +132,7 @@ class FolderWriter:
     def _write(self) -> None:
         path = self._shard(len(self._shards))
         serialize_file({name: _spec(tensor) for name, tensor in self._tensors.items()}, path, metadata={"format": "pt"})
-        path.chmod(0o644)  # the library makes files that only their owner can read
+        path.chmod(0o644)  # the library creates files that only their owner can read
         self._shards.append(list(self._tensors))
         self._total_bytes += self._num_bytes
         self._tensors, self._num_bytes = {}, 0
@@ -142,7 +142,7 @@ class FolderWriter:
 
 
 def _spec(tensor: Tensor) -> TensorSpec:
-    """Return what the library needs to write a contiguous tensor; `save_file`, which makes it too, needs numpy."""
+    """Return the library's description of a contiguous tensor; `save_file`, which creates it too, needs numpy."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return TensorSpec(dtype=dtype, shape=tensor.shape, data_ptr=tensor.data_ptr(), data_len=tensor.nbytes)
 

@@ -1,8 +1,8 @@
 """Calibrated rounding: codes and scales that change a layer's outputs least, found by cyclic coordinate descent.
 
-The error of a weight W [N, K] as W' is |X @ W.T - X' @ W'.T|^2, over the inputs X of the layer and the inputs X' of the
-same rows in the quantised model. It is a quadratic function of each scale and of each value, so each is set to the best
-that it can be while all others stay, group by group. Rows of W do not depend on each other.
+The error of W' as a quantisation of a weight W [N, K] is |X @ W.T - X' @ W'.T|^2, where X are the inputs of the layer
+and X' the inputs of the same rows in the quantised model. It is a quadratic function of each scale and of each value,
+so each is set to its optimum while all others are fixed, group by group. Rows of W are independent of each other.
 
 Sources: QuantEase, arXiv 2309.01885 (descent over values); GPTAQ, arXiv 2504.02692 (inputs of the quantised model).
 """
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from quire.quantization.rounding import SHRINKS, Factors, QuantizedMatrix, Scheme, fit
 
-# Share of the mean diagonal that is added to it: inputs that the text hardly has still count.
+# Share of the mean diagonal that is added to the diagonal, so that inputs that are rare in the text still count.
 DAMPING: Final = 0.01
-# Rounds over all inputs; more change little.
+# Number of rounds over all inputs; more change little.
 SWEEPS: Final = 6
 
 
@@ -27,7 +27,7 @@ def quantize(weight: Tensor, gram: Tensor, cross: Tensor, scheme: Scheme) -> Qua
 
     Args:
         weight: float32 [N, K].
-        gram: X'.T @ X', float32 [K, K]; of a layer that saw no inputs, zeros.
+        gram: X'.T @ X', float32 [K, K]; zeros for a layer without inputs.
         cross: X.T @ X', float32 [K, K].
         scheme: form of the codes; its groups divide K.
     """
@@ -37,7 +37,7 @@ def quantize(weight: Tensor, gram: Tensor, cross: Tensor, scheme: Scheme) -> Qua
     groups = weight.view(len(weight), -1, scheme.group_size or weight.shape[1])
     factors = fit(groups, scheme, SHRINKS, gram.diagonal().view(groups.shape[1:]))
     codes = factors.codes(groups, scheme)
-    # Half of the negative gradient by the values.
+    # Half of the negative gradient with respect to the values.
     slopes = (weight @ cross).addmm_(factors.values(codes).view(weight.shape), gram, alpha=-1)
     for _ in range(SWEEPS):
         for idx in range(groups.shape[1]):
@@ -53,9 +53,9 @@ class _Group:
     """The codes of one group of all rows, transposed.
 
     Args:
-        codes: [N, G], whole numbers.
+        codes: [N, G], integers.
         factors: scales and zero points [N].
-        slopes: half of the negative gradient by the values, [N, G].
+        slopes: half of the negative gradient with respect to the values, [N, G].
     """
 
     def __init__(self, codes: Tensor, factors: Factors, slopes: Tensor) -> None:
@@ -63,7 +63,7 @@ class _Group:
         self._slopes = slopes.t().contiguous()
 
     def improve(self, gram: Tensor, scheme: Scheme) -> Tensor:
-        """Set the scales, then each code, to the best value, and return the change of the values, [N, G].
+        """Set the scales, then each code, to their optima, and return the change of the values, [N, G].
 
         Args:
             gram: the group's part of the matrix, [G, G].
@@ -72,7 +72,7 @@ class _Group:
         before = levels * self.factors.scales.float()
         curvature = (gram @ levels).mul_(levels).sum(0)
         scales = self.factors.scales + (levels * self._slopes).sum(0) / curvature.clamp_(min=1e-30)
-        # A group of zeros has no curvature, and its scale has no best value.
+        # A group of zeros has no curvature, and its scale has no optimum.
         best = torch.where((curvature > 1e-30) & (scales > 0), scales, self.factors.scales.float())
         best = best.to(scheme.scale_dtype)
         self.factors = Factors(torch.where(best > 0, best, self.factors.scales), self.factors.zero_points)

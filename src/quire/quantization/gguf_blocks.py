@@ -1,7 +1,7 @@
-"""Blocks of GGUF tensors, made of values: the inverse of `quire.models.gguf.block_types`.
+"""Quantisation of values to the block types of GGUF: the inverse of `quire.models.gguf.block_types`.
 
-The types of 32 values are rounded as llama.cpp's reference rounds them. Those of 256 values get scales, and minima, by
-least squares over the codes that several ranges give.
+Block types of 32 values are rounded as by llama.cpp's reference implementation. For those of 256 values, scales and
+minima are found by least squares, over the codes of several candidate ranges.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from quire.models.gguf.block_types import PLAIN_DTYPES
 from quire.models.gguf.tensor_types import TensorType
 from quire.ops.quantized_weight import chunks
 
-# Additions to the number of levels that a group's range is divided into.
+# Candidate additions to the number of levels into which a group's range is divided.
 TRIALS: Final = tuple(step / 4 for step in range(-4, 5))
 
 
 def pack_rows(kind: TensorType, values: Tensor) -> Tensor:
-    """Return the bytes of rows of a tensor, uint8 [N, bytes of a row].
+    """Return the rows of a tensor in a block type, uint8 [N, bytes of a row].
 
     Args:
-        kind: F32, F16, BF16, or a type of `PACKERS`, whose blocks divide K.
+        kind: F32, F16, BF16, or a type of `PACKERS`, whose block size divides K.
         values: [N, K].
     """
     if kind.id in PLAIN_DTYPES:
@@ -39,29 +39,29 @@ def pack_rows(kind: TensorType, values: Tensor) -> Tensor:
 
 
 def _divide(values: Tensor, *sizes: int) -> Tensor:
-    """Return values with their last dimension divided into some of these sizes."""
+    """Return values with their last dimension divided into dimensions of these sizes."""
     return values.view(*values.shape[:-1], *sizes)
 
 
 def _bytes(values: Tensor) -> Tensor:
-    """Return values [..., P] as the bytes of float16."""
+    """Return the bytes of values [..., P] in float16."""
     return values.half().contiguous().view(torch.uint8)
 
 
 def _halves(codes: Tensor) -> Tensor:
-    """Pack codes [..., 2 P] of 4 bits: the first half in the low bits."""
+    """Pack 4-bit codes [..., 2 P], the first half in the low bits."""
     low, high = (codes & 15).chunk(2, -1)
     return low | high << 4
 
 
 def _fields(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes [..., 8 / bits, P] of some bits: those of the first row in the lowest bits."""
+    """Pack codes [..., 8 / bits, P] of `bits` bits, those of the first row in the lowest bits."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
     return (codes << shifts).sum(-2, dtype=torch.uint8)
 
 
 def _divided(values: Tensor, by: Tensor) -> Tensor:
-    """Return values times the reciprocal of each group's number, 0 for 0."""
+    """Return values times the reciprocal of each group's divisor, 0 for a divisor of 0."""
     return values * torch.where(by == 0, 0.0, 1 / by)
 
 
@@ -156,14 +156,14 @@ def _q6_k(blocks: Tensor) -> Tensor:
     scales = super_scales.float() * scale_codes
     codes = _divided(groups, scales[..., None]).round_().clamp_(-32, 31).add_(32).to(torch.uint8)
     codes = _divide(codes.flatten(-2), 2, 4, 32)
-    # In each half of a block, the low bits of the first two groups of 32 lie below those of the other two.
+    # In each half of a block, the codes of the first two groups of 32 are in lower bits than those of the other two.
     low = _halves(codes.flatten(-2)).flatten(-2)
     high = _fields(codes >> 4, 2).flatten(-2)
     return torch.cat([low, high, scale_codes.to(torch.int8).view(torch.uint8), _bytes(super_scales)], -1)
 
 
 def _fit_affine(groups: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-    """Return scales and minima [...] of groups [..., G], at least 0: values are scale * code - minimum."""
+    """Return scales and minima [...] of groups [..., G], both at least 0: values are scale * code - minimum."""
     low, high = groups.amin(-1, keepdim=True).clamp_(max=0.0), groups.amax(-1, keepdim=True)
     best = best_errors = None
     mean = groups.mean(-1)
@@ -173,7 +173,7 @@ def _fit_affine(groups: Tensor, levels: int) -> tuple[Tensor, Tensor]:
         products = (codes * groups).mean(-1)
         scales = (products - mean_code * mean) / (squares - mean_code.square()).clamp_(min=1e-12)
         mins = scales * mean_code - mean
-        # Without a minimum where the best one is below zero.
+        # No minimum if the optimum is below zero.
         scales = torch.where(mins < 0, products / squares.clamp(min=1e-12), scales).clamp_(min=0)
         mins.clamp_(min=0)
         errors = (codes * scales[..., None] - mins[..., None] - groups).square_().sum(-1)
@@ -196,7 +196,7 @@ def _fit_symmetric(groups: Tensor) -> Tensor:
 
 
 def _better(best: Tensor | None, best_errors: Tensor | None, other: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the factors with the smaller error of each group, and these errors."""
+    """Return for each group the factors with the smaller error, and this error."""
     if best is None or best_errors is None:
         return other, errors
     return torch.where(errors < best_errors, other, best), torch.minimum(errors, best_errors)

@@ -1,4 +1,4 @@
-"""GGUF files: which type each tensor gets, and how the file is written."""
+"""Writer of GGUF files, and the choice of each tensor's type."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from quire.quantization.output import new_output
 from quire.quantization.source import PlainTensors
 from quire.text.tokenizer import Tokenizer
 
-# Name of a form -> the type of most matrices, and the number by which llama.cpp knows such files.
+# Name of a form -> the type of most matrices, and llama.cpp's number for such files.
 FORMS: Final[Mapping[str, tuple[TensorType, int]]] = {
     "f32": (types.F32, 0),
     "f16": (types.F16, 1),
@@ -37,7 +37,7 @@ FORMS: Final[Mapping[str, tuple[TensorType, int]]] = {
     "q5_k": (types.Q5_K, 16),
     "q6_k": (types.Q6_K, 18),
 }
-# Types in place of those of 256 values, for rows that are no multiple of that.
+# Replacements of the types of 256 values, for rows whose length is no multiple of 256.
 SMALLER: Final = {types.Q4_K: types.Q5_0, types.Q5_K: types.Q5_1, types.Q6_K: types.Q8_0}
 
 
@@ -64,7 +64,7 @@ def type_of(name: str, shape: tuple[int, ...], form: str, spec: ModelSpec) -> Te
 
 
 def _has_more_bits(name: str, num_layers: int) -> bool:
-    """Return whether the mix Q4_K_M gives a matrix 6 bits: values and downs of half of the layers."""
+    """Return whether the mix Q4_K_M gives a matrix 6 bits: value and down projections of half of the layers."""
     _, number, *rest = name.split(".")
     if rest[0] not in ("attn_v", "ffn_down"):
         return False
@@ -87,11 +87,11 @@ def write_gguf(
         spec, weight_map: the model, and the names of its tensors.
         out: path of the file.
         form: one of `FORMS`.
-        progress: function that is told the bytes that were written, and those of all tensors.
+        progress: callback with the number of bytes written so far, and of all tensors.
 
     Raises:
-        UnsupportedModel: the family, an option of it, or the tokenizer is not written.
-        CheckpointError: a tensor or the tokenizer is missing or wrong.
+        UnsupportedModel: the family, an option of it, or the tokenizer cannot be written.
+        CheckpointError: a tensor or the tokenizer is missing or invalid.
         ConfigError: the output exists or cannot be written.
     """
     source = PlainTensors(checkpoint)

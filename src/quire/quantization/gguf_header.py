@@ -1,4 +1,4 @@
-"""The header of a GGUF file, version 3: what `quire.models.gguf.header` reads."""
+"""Writer of GGUF headers, version 3, which `quire.models.gguf.header` reads."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ FieldValue = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence
 
 
 class TensorPlan(NamedTuple):
-    """A tensor that a file will have.
+    """The description of a tensor that will be written to a file.
 
     Args:
         name: name in the file.
-        type: type of its values.
-        shape: sizes of its dimensions, slowest first.
+        type: block type or dtype.
+        shape: sizes of the dimensions, the slowest first.
     """
 
     name: str
@@ -31,12 +31,12 @@ class TensorPlan(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Number of its bytes."""
+        """Number of bytes of the tensor."""
         return prod(self.shape) // self.type.block_values * self.type.block_bytes
 
     @property
     def padding(self) -> int:
-        """Number of bytes between it and the next tensor."""
+        """Number of bytes between the tensor and the next one."""
         return -self.num_bytes % DEFAULT_ALIGNMENT
 
 
@@ -44,8 +44,8 @@ def encode_header(fields: Mapping[str, FieldValue], tensors: Sequence[TensorPlan
     """Return the header of a file, up to the first byte of the first tensor.
 
     Args:
-        fields: metadata by key; whole numbers are written as uint32, those of lists as int32.
-        tensors: tensors in the order of the file, each followed by its padding.
+        fields: metadata by key; integers are written as uint32, those in lists as int32.
+        tensors: tensors in file order, each followed by its padding.
     """
     parts = [MAGIC, U32.pack(3), U64.pack(len(tensors)), U64.pack(len(fields))]
     for name, value in fields.items():
@@ -61,7 +61,7 @@ def encode_header(fields: Mapping[str, FieldValue], tensors: Sequence[TensorPlan
 
 
 def _encode(value: FieldValue) -> tuple[int, bytes]:
-    """Return the number of the type of a value, and its bytes."""
+    """Return the number of a value's type, and the value's bytes."""
     if isinstance(value, str):
         return STRING, _string(value)
     if isinstance(value, bool | int | float):

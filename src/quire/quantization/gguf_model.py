@@ -1,7 +1,7 @@
-"""A model in the terms of GGUF files: fields, and the names and orders of tensors.
+"""The GGUF representation of a model: metadata fields, and the names and row orders of tensors.
 
-What is written is derived from the model's specification, and read back before a file is made: a model whose
-specification does not come back the same is refused.
+The fields are derived from the model's specification, and parsed again before a file is written: a model is refused if
+the parsed specification differs from the original one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from quire.models.rotations import LinearScaling, Llama3Scaling, Rope, YarnScali
 from quire.models.spec import Attention, GatedMLP, ModelSpec
 from quire.quantization.gguf_header import FieldValue
 
-# The families that are written, and their architecture.
+# The supported families, and their GGUF architectures.
 WRITTEN: Final[Mapping[str, str]] = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "llama",
@@ -34,18 +34,18 @@ _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 
 
 class GGUFLayout:
-    """The fields and tensors of a model.
+    """The fields and tensors of a model in a GGUF file.
 
     Args:
         family: name of the family in the checkpoint's configuration.
         spec: the model.
 
     Attributes:
-        fields: metadata of the architecture, without a tokenizer.
-        factors: factors of wavelengths of Llama 3's scaling, float32 [D / 2]; None for other rotations.
+        fields: metadata of the architecture, without the tokenizer.
+        factors: wavelength factors of Llama 3's RoPE scaling, float32 [D / 2]; None for other rotary embeddings.
 
     Raises:
-        UnsupportedModel: the family, or an option of the model, is not written.
+        UnsupportedModel: the family, or an option of the model, cannot be written.
     """
 
     def __init__(self, family: str, spec: ModelSpec) -> None:
@@ -94,25 +94,25 @@ class GGUFLayout:
         self._orders = {name: change.row_order for name, change in changes.items()}
 
     def name_of(self, name: str) -> str:
-        """Return the name in the file of a tensor of the family."""
+        """Return the name in the GGUF file of one of the family's tensors."""
         match = _LAYER.fullmatch(name)
         return ENDS[name] if match is None else f"blk.{match[1]}.{LLAMA[match[2]]}.{match[3]}"
 
     def reordered(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a tensor of the family with its rows in the order of the file."""
+        """Return one of the family's tensors with its rows in the order of the GGUF file."""
         match = _LAYER.fullmatch(name)
         order = None if match is None else self._orders.get(f"{match[2]}.{match[3]}")
         return tensor if order is None else _inverse(order, tensor)
 
     def check(self, spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Read fields and shapes as they will be read from the file.
+        """Parse fields and shapes as they will be parsed from the file, and compare with the model.
 
         Args:
             spec: the model.
-            shapes: shapes by the names in the file.
+            shapes: shapes by names in the file.
 
         Raises:
-            UnsupportedModel: another model would be read.
+            UnsupportedModel: the parsed model would differ.
         """
         fields = {
             name: struct.unpack("<f", struct.pack("<f", value))[0] if isinstance(value, float) else value
@@ -129,7 +129,7 @@ class GGUFLayout:
 
 
 def _differences(read: ModelSpec, spec: ModelSpec) -> Iterator[str]:
-    """Yield what differs between the model that would be read and the model."""
+    """Yield the differences between the parsed specification and that of the model."""
     for name in ("vocab_size", "width", "norm", "tied_head", "max_position", "embedding_scale", "logit_scale"):
         if getattr(read, name) != getattr(spec, name):
             yield f"{name} {getattr(spec, name)}"
@@ -142,12 +142,12 @@ def _differences(read: ModelSpec, spec: ModelSpec) -> Iterator[str]:
 
 
 def _inverse(order: AxisSwap, tensor: Tensor) -> Tensor:
-    """Return rows in the order from which `order` takes them."""
+    """Return rows in the inverse order of `order`."""
     return torch.empty_like(tensor).index_copy_(0, torch.tensor(order.indices()), tensor)
 
 
 def _rope_fields(rope: Rope) -> dict[str, FieldValue]:
-    """Return the fields of a rotation; Llama 3's scaling is a tensor."""
+    """Return the fields of a rotary embedding; Llama 3's scaling is written as a tensor instead."""
     fields: dict[str, FieldValue] = {"rope.freq_base": float(rope.theta)}
     match rope.scaling:
         case LinearScaling(factor):

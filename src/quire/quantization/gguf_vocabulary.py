@@ -1,6 +1,7 @@
-"""A tokenizer in the terms of GGUF files: the inverse of `quire.text.gguf_tokenizer`.
+"""The GGUF representation of a tokenizer: the inverse of `quire.text.gguf_tokenizer`.
 
-The tokenizer that a file would give is compared with the model's own on texts, and one that differs is refused.
+The tokenizer that would be read from the file is compared with the model's own on sample texts; a tokenizer that
+differs is refused.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from quire.text.gguf_tokenizer import (
 )
 from quire.text.tokenizer import Tokenizer
 
-# The fields of tokens that end a sequence: of a text, of a turn, of a message.
+# The fields of tokens that end a sequence: end of text, of turn, of message.
 ENDS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")
-# Contractions, numbers, spaces, several scripts and incomplete words.
+# Sample texts: contractions, numbers, spaces, several scripts and incomplete words.
 TEXTS: Final = (
     "It's 12345.678, isn't it?  I'LL\tgo\n\n  now\r\n... {\"a\": [1, 2]}\n",
     "Straße, œuvre, naïve café; Привет, мир! こんにちは世界 مرحبا 안녕 🙂👍🏽 ﬁ ①½ e\u0301",
@@ -48,7 +49,7 @@ def tokenizer_fields(tokenizer: Tokenizer, vocab_size: int, end_token_ids: Seque
         end_token_ids: tokens that end a generation.
 
     Raises:
-        UnsupportedModel: the tokenizer is of another kind, or would be read as another.
+        UnsupportedModel: the tokenizer is of another kind, or would be read as a different one.
     """
     stored = json.loads(tokenizer.to_json())
     model, eos = stored["model"], tokenizer.eos_token_id
@@ -82,7 +83,7 @@ def tokenizer_fields(tokenizer: Tokenizer, vocab_size: int, end_token_ids: Seque
 
 
 def _tokens(stored: Mapping[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:
-    """Return the text and the type of each token; rows of the embedding without a token get a name."""
+    """Return the text and the type of each token; embedding rows without a token get a placeholder text."""
     model, added = stored["model"], {token["id"]: token for token in stored["added_tokens"]}
     texts = {token_id: text for text, token_id in model["vocab"].items()}
     texts |= {token_id: token["content"] for token_id, token in added.items()}
@@ -100,10 +101,10 @@ def _tokens(stored: Mapping[str, Any], vocab_size: int) -> tuple[list[str], list
 
 
 def _division(stored: Mapping[str, Any]) -> str:
-    """Return the name of the division of texts into words.
+    """Return GGUF's name of the pre-tokenizer.
 
     Raises:
-        UnsupportedModel: it has none.
+        UnsupportedModel: the pre-tokenizer has no name in GGUF.
     """
     steps = [*_steps(stored["pre_tokenizer"])]
     patterns = [step["pattern"].get("Regex") for step in steps if step["type"] == "Split"]
@@ -117,7 +118,7 @@ def _division(stored: Mapping[str, Any]) -> str:
 
 
 def _scores(tokens: Sequence[str], merges: Iterable[str]) -> list[float]:
-    """Return scores by which pairs are merged in the order of the merges."""
+    """Return scores that merge pairs of tokens in the order of the merges."""
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(merges):
         ranks.setdefault(merge.replace(" ", "", 1), rank)
@@ -141,10 +142,10 @@ def _steps(component: Mapping[str, Any] | None) -> Iterable[Mapping[str, Any]]:
 
 
 def _check(tokenizer: Tokenizer, fields: Mapping[str, FieldValue]) -> None:
-    """Compare the tokenizer that the fields give with the model's own.
+    """Compare the tokenizer that is built from the fields with the model's own.
 
     Raises:
-        UnsupportedModel: a text has other tokens.
+        UnsupportedModel: a sample text has different tokens.
     """
     try:
         other = Tokenizer.from_files(read_gguf_tokenizer(Path("the file"), fields))

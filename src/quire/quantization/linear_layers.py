@@ -1,4 +1,4 @@
-"""The weights of a checkpoint that are quantised."""
+"""The choice of the weights of a checkpoint that are quantised."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from quire.models.spec import WeightMap
 from quire.models.stored_quantization.scheme import PLAIN
 from quire.models.stored_tensor import StoredTensor
 
-# The modules of a layer whose weights are quantised; routers, convolutions and the gates of per-layer inputs are small
-# and stay as they are, and so do embedding and head.
+# The modules of a layer whose weights are quantised. Routers, convolutions and gates of per-layer inputs are small and
+# are not quantised, nor are the embedding and the output head.
 MODULES: Final = frozenset({"qkv", "q", "output", "gate_up", "down", "input"})
 
 
 def linear_weights(weight_map: WeightMap, tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[str, ...]]:
-    """Return the decoder's weights that are quantised, and the names of the tensors of each.
+    """Return the decoder's weights that are quantised, and the tensor names of each.
 
     Args:
         weight_map: decoder weight -> names of the checkpoint's tensors.
         tensors: headers of the checkpoint's tensors.
 
     Raises:
-        UnsupportedModel: a weight is stored as no matrix of its own (experts in one tensor).
+        UnsupportedModel: a weight is not stored as a separate matrix (experts in one tensor).
     """
     found = {}
     for name, sources in weight_map.items():
@@ -41,15 +41,15 @@ def linear_weights(weight_map: WeightMap, tensors: Mapping[str, StoredTensor]) -
 
 
 def check_groups(tensors: Mapping[str, StoredTensor], names: list[str], group_size: int | None) -> None:
-    """Refuse matrices that are not stored plain, and a size of groups that does not divide the inputs of a layer.
+    """Refuse matrices that are already quantised, and a group size that does not divide the inputs of a layer.
 
     Args:
         tensors: headers of the checkpoint's tensors.
         names: names of the matrices.
-        group_size: number of inputs that share a scale; None for all of a layer.
+        group_size: number of inputs that share a scale; None for all inputs of a layer.
 
     Raises:
-        ConfigError: naming the layer and the sizes that divide.
+        ConfigError: a group size does not divide; the error names the layer and the allowed sizes.
     """
     widths = {name: tensors[name].shape[1] for name in names}
     for name, width in widths.items():

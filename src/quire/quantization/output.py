@@ -1,4 +1,4 @@
-"""Output that is written whole or not at all."""
+"""Atomic output of files and folders."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from quire.errors import ConfigError
 
 @contextmanager
 def new_output(path: Path, num_bytes: int) -> Iterator[Path]:
-    """Give a temporary path, at which a file or folder is to be made; at the end it is moved to `path`.
+    """Yield a temporary path for a new file or folder, which is moved to `path` at the end.
 
-    An exception deletes what was written.
+    An exception deletes the incomplete output.
 
     Args:
-        path: path that does not exist, in a folder that does.
+        path: path that does not exist, in an existing folder.
         num_bytes: number of bytes that will be written.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Whole sequences as one step of a decoder over a paged cache of its own, without an engine."""
+"""Runs a decoder over whole sequences in one step with a temporary paged KV cache, without an engine."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def run_sequences(
         decoder: decoder on the CPU.
         input_ids: int64 [T], tokens of all sequences, concatenated.
         lengths: number of tokens of each sequence, at least 1.
-        embeddings: hidden states [T, E] to take in place of the tokens' embeddings; None for these.
+        embeddings: hidden states [T, E] to use instead of the tokens' embeddings; None for the embeddings.
 
     Returns:
-        Hidden states before the last norm, [T, E].
+        Hidden states before the final norm, [T, E].
     """
     starts = list(accumulate(lengths, initial=0))
     num_blocks = [-(-length // BLOCK_SIZE) for length in lengths]
@@ -45,7 +45,7 @@ def run_sequences(
 
 
 def split_sequences(lengths: Sequence[int], most: int) -> list[tuple[slice, list[int]]]:
-    """Divide sequences into runs of at most `most` tokens, or of one sequence: rows, and lengths of the sequences."""
+    """Divide sequences into runs of at most `most` tokens, or of one sequence; return their rows and lengths."""
     runs: list[tuple[slice, list[int]]] = []
     first = 0
     for length in lengths:
@@ -60,7 +60,7 @@ def split_sequences(lengths: Sequence[int], most: int) -> list[tuple[slice, list
 def _batch(
     cache: TokenCacheShape | StateCacheShape, starts: list[int], num_blocks: list[int]
 ) -> AttentionBatch | StateBatch:
-    """Return the step in a cache group; the blocks of sequences follow each other after the null block."""
+    """Return the batch for a cache group; the blocks of the sequences are consecutive, after the null block."""
     lengths = [end - start for start, end in pairwise(starts)]
     if isinstance(cache, StateCacheShape):
         return StateBatch(list(range(1, len(starts))), starts, [False] * len(lengths))

@@ -1,4 +1,4 @@
-"""From a checkpoint of 16 or 32 bits to one that is stored quantised."""
+"""Quantisation of a checkpoint of 16 or 32 bits to a new, quantised checkpoint."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from quire.quantization.source import PlainTensors
 
 Method = Literal["calibrated", "rounded"]
 INTEGERS: Final = {"int4": 4, "int8": 8}
-# Called with what was done of all that there is to do, in values of tensors.
+# Called with the number of tensor values that are done, and the total number.
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizeOptions:
-    """The form of the output, and the way to it.
+    """The form of the output, and the method of quantisation.
 
     Args:
-        to: "int4" or "int8" for a folder in the format of compressed-tensors, or a type of GGUF files.
-        method: "calibrated" finds the codes of int4 that change outputs least on a text, "rounded" takes the nearest.
-        group_size: number of inputs that share a scale, of int4.
-        symmetric: False for zero points, of int4.
-        dtype: dtype of what is not quantised, and of scales: "auto" for that of the checkpoint, or a dtype.
-        calibration: file of the text, each line a document; None for the text that comes along.
-        calibration_tokens: most tokens of the text that are used.
+        to: "int4" or "int8" for a folder in compressed-tensors format, or a type of GGUF files.
+        method: "calibrated" finds the int4 codes that change outputs least on a text, "rounded" takes the nearest ones.
+        group_size: number of inputs that share a scale, for int4.
+        symmetric: False for zero points, for int4.
+        dtype: dtype of unquantised tensors and of scales: "auto" for that of the checkpoint, or a dtype.
+        calibration: file of the calibration text, each line a document; None for the bundled text.
+        calibration_tokens: maximum number of tokens of the text that are used.
     """
 
     to: str
@@ -60,18 +60,18 @@ class QuantizeOptions:
 def quantize(
     model: str, out: Path, options: QuantizeOptions, revision: str | None = None, progress: Progress | None = None
 ) -> None:
-    """Write a checkpoint quantised.
+    """Quantise a checkpoint, and write the result.
 
     Args:
         model, revision: see `Checkpoint.open`; the checkpoint is of 16 or 32 bits.
-        out: path of the folder or file to make.
+        out: path of the folder or file to create.
         options: form of the output.
-        progress: function that is told how far it is.
+        progress: callback for the progress.
 
     Raises:
         ConfigError: an option cannot be honoured, the output exists or cannot be written.
-        UnsupportedModel: no family implements the architecture, or it is not written in this form.
-        CheckpointError: a file, a field or a tensor is missing or wrong.
+        UnsupportedModel: no family implements the architecture, or it cannot be written in this form.
+        CheckpointError: a file, a field or a tensor is missing or invalid.
     """
     checkpoint = Checkpoint.open(model, revision)
     if checkpoint.gguf_fields is not None or any(checkpoint.config.get(name) for name in FIELDS):
@@ -86,13 +86,13 @@ def quantize(
 
 
 class _FolderJob:
-    """The making of a folder in the format of compressed-tensors.
+    """Writes a folder in compressed-tensors format.
 
     Args:
         checkpoint: the model's files.
         spec, weight_map: the model, and the names of its tensors.
         options: form of the output.
-        progress: function that is told how far it is.
+        progress: callback for the progress.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class _FolderJob:
         sizes = {name: prod(tensor.shape) for name, tensor in tensors.items()}
         done, total = 0, sum(sizes.values())
         num_quantized = sum(sizes[name] for name in quantized)
-        # Scales and zero points of groups take less than 2 bits a value.
+        # Scales and zero points of groups take less than 2 bits per value.
         needed = num_quantized * (self._scheme.bits + 2) // 8 + (total - num_quantized) * self._dtype.itemsize
         with new_output(out, needed) as folder:
             writer = FolderWriter(folder)
@@ -137,7 +137,7 @@ class _FolderJob:
             writer.finish(self._checkpoint, self._config(quantized))
 
     def _stored_tensors(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """Yield each tensor of the checkpoint by its name: its parts by suffixes, "" for one that stays plain."""
+        """Yield the name of each tensor of the checkpoint, and its parts by suffix; "" for an unquantised tensor."""
         for name, matrix in self._calibrated() if self._sequences else self._rounded():
             yield name, pack(matrix, self._scheme)
         quantized = frozenset(self._names)

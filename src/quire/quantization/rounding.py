@@ -1,4 +1,4 @@
-"""Weights of linear layers as integer codes with scales, rounded group by group."""
+"""Quantisation of the weights of linear layers to integer codes with scales, group by group."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-# Factors of a group's range among which the one with the least error is taken.
+# Candidate factors of a group's range, of which the one with the least error is taken.
 SHRINKS: Final = tuple(1 - step / 32 for step in range(13))
 
 
@@ -17,8 +17,8 @@ class Scheme(NamedTuple):
 
     Args:
         bits: number of bits of a code, 4 or 8.
-        group_size: number of inputs that share a scale; None for one scale for each output.
-        symmetric: False for a zero point for each scale.
+        group_size: number of inputs that share a scale; None for one scale per output.
+        symmetric: False for one zero point per scale.
         scale_dtype: dtype of the scales.
     """
 
@@ -29,7 +29,7 @@ class Scheme(NamedTuple):
 
     @property
     def offset(self) -> int:
-        """The code of zero, where there are no zero points."""
+        """The code of zero in schemes without zero points."""
         return 1 << (self.bits - 1)
 
 
@@ -38,14 +38,14 @@ class Factors(NamedTuple):
 
     Args:
         scales: [...] of the scheme's dtype, positive.
-        zero_points: float32 [...], whole numbers.
+        zero_points: float32 [...], integers.
     """
 
     scales: Tensor
     zero_points: Tensor
 
     def codes(self, values: Tensor, scheme: Scheme) -> Tensor:
-        """Return the codes of values [..., G], float32 whole numbers from 0."""
+        """Return the codes of values [..., G], integers from 0 in float32."""
         codes = (values / self.scales.float()[..., None]).round_().add_(self.zero_points[..., None])
         return codes.clamp_(0, (1 << scheme.bits) - 1)
 
@@ -55,7 +55,7 @@ class Factors(NamedTuple):
 
 
 class QuantizedMatrix(NamedTuple):
-    """A weight [N, K] in codes, of K / G groups.
+    """A quantised weight [N, K], with K / G groups.
 
     Args:
         codes: uint8 [N, K].
@@ -71,7 +71,7 @@ class QuantizedMatrix(NamedTuple):
         return self.factors.values(codes).view(self.codes.shape)
 
     def split(self, sizes: Sequence[int]) -> list[QuantizedMatrix]:
-        """Return parts of the rows."""
+        """Split the rows into parts."""
         codes, scales, zero_points = (torch.split(part, list(sizes)) for part in (self.codes, *self.factors))
         parts = zip(codes, map(Factors, scales, zero_points), strict=True)
         return [QuantizedMatrix(*part) for part in parts]
@@ -82,7 +82,7 @@ def fit(values: Tensor, scheme: Scheme, shrinks: Sequence[float] = (1.0,), impor
 
     Args:
         values: float32 [..., G].
-        shrinks: factors of the range of a group, of which the one with the least squared error is taken.
+        shrinks: candidate factors of a group's range, of which the one with the least squared error is taken.
         importance: [..., G] or [G], weights of squared errors; None for equal ones.
     """
     best, best_errors = _factors(values, scheme, shrinks[0]), None
@@ -102,7 +102,7 @@ def fit(values: Tensor, scheme: Scheme, shrinks: Sequence[float] = (1.0,), impor
 
 
 def round_to_nearest(weight: Tensor, scheme: Scheme) -> QuantizedMatrix:
-    """Round each value to the nearest code of its group, whose range is that of its values.
+    """Round each value to the nearest code of its group; the range of a group is that of its values.
 
     Args:
         weight: float32 [N, K]; K is a multiple of the group size.
@@ -115,7 +115,7 @@ def round_to_nearest(weight: Tensor, scheme: Scheme) -> QuantizedMatrix:
 def _factors(values: Tensor, scheme: Scheme, shrink: float) -> Factors:
     levels = (1 << scheme.bits) - 1
     if scheme.symmetric:
-        # Codes reach one level further below zero than above: half a level is cut off at the upper end.
+        # Codes have one more level below zero than above: half a level is clipped at the upper end.
         scales = values.abs().amax(-1) * (2 * shrink / levels)
     else:
         low, high = values.amin(-1).clamp_(max=0.0), values.amax(-1).clamp_(min=0.0)

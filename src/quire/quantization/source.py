@@ -1,4 +1,4 @@
-"""The plain tensors of a checkpoint that is to be quantised."""
+"""Reader of the unquantised tensors of a checkpoint that is to be quantised."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class PlainTensors:
         """Return a copy of a tensor.
 
         Raises:
-            CheckpointError: it has values that are infinite or no numbers.
-            ConfigError: it has values that float16, which was asked for, cannot hold.
+            CheckpointError: the tensor has infinite or NaN values.
+            ConfigError: the tensor has values outside of the range of float16, which was requested.
         """
         tensor = self.reader.read(name)
         assert isinstance(tensor, Tensor)
