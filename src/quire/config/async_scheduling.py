@@ -1,4 +1,4 @@
-"""Options that asynchronous scheduling does not serve, and where it is used."""
+"""Options that asynchronous scheduling does not support, and the choice of the scheduler."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any, Final
 from quire.config.checks import check_served
 from quire.errors import ConfigError
 
-# Options with the values that are served, and the reason why others are not.
+# Options with the supported values, and the reason why others are not supported.
 _SERVED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "pipeline_parallel_size": ((1,), "stages plan ahead in another way, with microbatches"),
 }
 
 
 def check_served_async(options: dict[str, Any]) -> None:
-    """Refuse options that asynchronous scheduling does not serve, where it is asked for.
+    """Refuse options that asynchronous scheduling does not support, if it is requested.
 
     Args:
         options: values of `async_scheduling` and of the options of the names above.
 
     Raises:
-        ConfigError: an option has another value than one that is served; the message names both.
+        ConfigError: the value of an option is not supported; the message names both options.
     """
     if options["async_scheduling"]:
         check_served(options, _SERVED, "async_scheduling")
@@ -32,10 +32,10 @@ def is_async(options: dict[str, Any], device: str, *, is_encoder: bool) -> bool:
     Args:
         options: checked values of all options.
         device: "cpu" or "cuda".
-        is_encoder: True for a model without tokens to wait for.
+        is_encoder: True for a model that generates no tokens.
 
     Raises:
-        ConfigError: it is asked for, and the model is an encoder.
+        ConfigError: asynchronous scheduling is requested, and the model is an encoder.
     """
     wanted: bool | None = options["async_scheduling"]
     if wanted and is_encoder:

@@ -34,49 +34,50 @@ STAGING_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """Size and layout of the KV memory.
+    """Size and layout of the KV cache.
 
     Numbers of bytes, here and in the other parts, are integers or texts such as "4GiB", stored as integers.
 
     Args:
-        block_size: tokens per block.
-        kv_cache_dtype: dtype of the cached keys and values: "bfloat16", "float16", "float32", "fp8" (e4m3, without
-            scales) or "int8" (with a float32 scale for each token and head); "auto" is the dtype of the weights.
-        num_kv_blocks: size of the pool in usable blocks, in place of bytes or a share of the memory.
-        kv_cache_memory_bytes: size of the pool in bytes.
-        kv_cache_memory_fraction: the pool's share of the memory available once the weights are loaded, on a CPU, where
-            no size is given.
-        gpu_memory_utilization: share of a GPU's whole memory for weights, the largest step and the pool together,
-            where no size is given; the step is measured.
-        enable_prefix_caching: find and reuse published blocks.
+        block_size: number of tokens per block.
+        kv_cache_dtype: dtype of the KV cache: "bfloat16", "float16", "float32", "fp8" (e4m3, without scales) or "int8"
+            (with a float32 scale per token and head); "auto" is the dtype of the weights.
+        num_kv_blocks: size of the KV cache in usable blocks, instead of bytes or a share of the memory.
+        kv_cache_memory_bytes: size of the KV cache in bytes.
+        kv_cache_memory_fraction: share of the memory for the KV cache that is available after the weights are loaded,
+            on a CPU, if no size is given.
+        gpu_memory_utilization: share of a GPU's total memory for weights, the largest step and the KV cache together,
+            if no size is given; the step's memory is measured.
+        enable_prefix_caching: reuse cached blocks of equal prefixes.
         eviction_policy: order in which idle blocks are evicted: "lru" (idle for longest), "fifo" (published first),
             "lfu" (used least often) or "slru" (never reused first).
-        state_snapshot_interval: tokens between two snapshots of recurrent states for later prompts, a multiple of the
-            block size; None takes 512. Prompts are computed in steps that end there.
-        watermark: share of the KV memory left free for growth when a sequence is admitted while others run.
+        state_snapshot_interval: number of tokens between two snapshots of recurrent states in the prefix cache, a
+            multiple of the block size; None takes 512. Steps that compute prompts end at these positions.
+        watermark: share of the KV memory that an admission leaves free for the growth of running sequences.
         pin_limit: share of the KV memory that pinned prefixes may fill; it is not available to sequences.
         retention_limit: share of the KV memory for blocks of requests with `retain_cache`, which are evicted after all
             others; 0 ignores `retain_cache`.
         kv_cache_metrics_sample: share of the blocks whose lifetime, idle time and reuse are measured; 0 measures none.
         swap_space: bytes of host memory for the blocks of preempted sequences; 0 for none. A small number, which would
             be GiB in vLLM, is refused: write "4GiB".
-        prefix_cache_dir: folder of a prefix cache on disk, which outlives the engine. The engines of one host, each in
-            a process of its own, can share it.
+        prefix_cache_dir: folder of a prefix cache on disk, which persists after the engine ends. The engines of one
+            host, each in its own process, can share it.
         prefix_cache_disk_bytes: maximum size of `prefix_cache_dir`, the same for all engines that use it; the least
             recently used blocks are evicted.
         prefix_cache_url: address of a remote prefix cache, a Valkey or Redis server that engines of several hosts
-            share: "redis://HOST:PORT/DATABASE". A slow or dead server costs misses, no waiting.
-        prefix_cache_timeout_s: longest wait of a prompt for an answer of that server, in seconds.
-        prefix_cache_ttl_s: lifetime of a block there without use, in seconds; None for no limit.
-        prefix_cache_write_policy: time at which blocks are saved to disk and to that server: "write_back" (when memory
-            evicts them, and at the end) or "write_through" (when their request ends, for other engines to find). None
-            takes "write_through" with `prefix_cache_url`, else "write_back".
-        kv_transfer_config: hand-over of blocks to and from other engines, vLLM's JSON object or a mapping; see
-            `KVTransferConfig`. None hands nothing over.
-        record_memory: new file for a log of every memory command, which `quire replay` runs again.
-        kv_events_config: publication of what the cache stores and evicts, for routers: an object with vLLM's keys, such
-            as `{"enable_kv_cache_events": true, "replay_endpoint": "tcp://127.0.0.1:5558"}`. None publishes nothing.
-        kv_events_format: form of an event: "map", or "array" for consumers of before the maps.
+            share: "redis://HOST:PORT/DATABASE". A slow or unreachable server costs cache misses, but does not block.
+        prefix_cache_timeout_s: maximum time that a prompt waits for that server, in seconds.
+        prefix_cache_ttl_s: lifetime of an unused block on that server, in seconds; None for no limit.
+        prefix_cache_write_policy: when blocks are written to disk and to that server: "write_back" (when they are
+            evicted from memory, and at shutdown) or "write_through" (when their request ends, so that other engines
+            find them). None takes "write_through" with `prefix_cache_url`, else "write_back".
+        kv_transfer_config: KV transfer to and from other engines, vLLM's JSON object or a mapping; see
+            `KVTransferConfig`. None transfers nothing.
+        record_memory: new file for a log of every memory command, which `quire replay` replays.
+        kv_events_config: publication of KV events (blocks stored and evicted), for routers: an object with vLLM's keys,
+            such as `{"enable_kv_cache_events": true, "replay_endpoint": "tcp://127.0.0.1:5558"}`. None publishes
+            nothing.
+        kv_events_format: format of an event: "map", or "array" for consumers that do not support maps.
     """
 
     block_size: int = 16
@@ -143,7 +144,7 @@ class CacheConfig:
 
     @property
     def kv_events(self) -> KVEventsConfig | None:
-        """Options of the publication of KV events; None where there is none."""
+        """Options of KV events; None if they are not published."""
         return KVEventsConfig.read(self.kv_events_config, self.kv_events_format)
 
     @property
@@ -153,25 +154,25 @@ class CacheConfig:
 
     @property
     def has_stores(self) -> bool:
-        """Whether blocks are kept outside memory, or handed over."""
+        """Whether blocks are stored on disk or remotely, or transferred."""
         names = ("prefix_cache_dir", "prefix_cache_url", "kv_transfer_config")
         return any(getattr(self, name) is not None for name in names)
 
     @property
     def transfer(self) -> KVTransferConfig | None:
-        """The hand-over of blocks, None for none."""
+        """Options of KV transfer, None without it."""
         return read_kv_transfer(self.kv_transfer_config)
 
     @property
     def writes_through(self) -> bool:
-        """Whether blocks are saved when their request ends."""
+        """Whether blocks are written to stores when their request ends."""
         if self.prefix_cache_write_policy is None:
             return self.prefix_cache_url is not None
         return self.prefix_cache_write_policy == "write_through"
 
     @property
     def host_option(self) -> str:
-        """Name of the option that `host_bytes` comes from."""
+        """Name of the option that determines `host_bytes`."""
         if self.swap_space:
             return "swap_space"
         names = ("prefix_cache_dir", "prefix_cache_url", "kv_transfer_config")

@@ -9,14 +9,14 @@ MAX_CPU = 1 << 16
 
 
 def check_cpu_bind(value: object, num_ranks: int) -> None:
-    """Check the option.
+    """Check the option's value.
 
     Args:
-        value: its value.
+        value: value of the option.
         num_ranks: number of ranks, on all hosts.
 
     Raises:
-        ConfigError: it is neither of the two words nor lists of cores, of which none is in two lists.
+        ConfigError: the value is neither one of the two words nor lists of cores, or a core is in two lists.
     """
     allowed = '"auto", "none", or a list of cores for each rank of a host, such as "0-3|4-7"'
     if not isinstance(value, str):
@@ -47,19 +47,19 @@ def check_cpu_bind(value: object, num_ranks: int) -> None:
 
 
 def cpu_lists(value: str) -> list[tuple[int, ...]] | None:
-    """Return the cores of each rank of a host; None where the value names none.
+    """Return the cores of each rank of a host; None if the value has no lists.
 
     Raises:
-        ValueError: it is malformed.
+        ValueError: the value is malformed.
     """
     return None if value in (AUTO, NONE) else [read_cpu_list(part) for part in value.split("|")]
 
 
 def read_cpu_list(text: str) -> tuple[int, ...]:
-    """Return the numbers of a list such as "0-3,8"; each once, as they come.
+    """Return the numbers of a list such as "0-3,8", each once and in the given order.
 
     Raises:
-        ValueError: it is no such list, or is empty.
+        ValueError: the text is malformed or empty.
     """
     found: dict[int, None] = {}
     for part in text.split(","):

@@ -1,4 +1,4 @@
-"""Options of captured steps, and the ladders of their sizes."""
+"""Options of captured steps (CUDA graphs), and their default sizes."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import Final
 from quire.config.checks import check_choices, check_flag, check_whole, choice
 from quire.errors import ConfigError, shown
 
-# The most sequences of a captured step, where no sizes are given.
+# Maximum number of sequences of a captured step, if no sizes are given.
 LARGEST_SIZE: Final = 512
-# Numbers of tokens of steps in pieces, where none are given: larger ones keep a GPU busy for longer than their launch.
+# Default numbers of tokens of piecewise captured steps: larger steps take a GPU longer than their host takes to launch.
 PIECE_SIZES: Final = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 DECODES, DECODES_AND_PIECES = CUDAGRAPH_MODES = ("full_decode_only", "full_and_piecewise")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaGraphConfig:
-    """Captured steps (CUDA graphs), which Triton kernels have.
+    """Captured steps (CUDA graphs), which require Triton kernels.
 
     Args:
-        enforce_eager: launch every step kernel by kernel, and capture none.
-        cudagraph_mode: "full_decode_only" captures decode steps. "full_and_piecewise" captures steps with prompts too,
-            in pieces between attention, which is launched; it has not run on a GPU yet.
-        cudagraph_capture_sizes: numbers of rows to capture decode steps for, such as (1, 2, 4, 8): a row for each
-            sequence, and one for each draft that is verified. A step replays the next larger one, and one with more
-            rows than all is launched kernel by kernel. By default 1, 2, 4 and multiples of 8, on a GPU.
-        piecewise_cudagraph_capture_sizes: numbers of tokens to capture steps in pieces for. By default 14 of them from
-            16 to 2048, on a GPU, with `cudagraph_mode` "full_and_piecewise".
+        enforce_eager: run every step eagerly, kernel by kernel, and capture none.
+        cudagraph_mode: "full_decode_only" captures decode steps. "full_and_piecewise" also captures steps with prompts,
+            in pieces between attention layers, which run eagerly; it has not run on a GPU yet.
+        cudagraph_capture_sizes: numbers of rows for which decode steps are captured, such as (1, 2, 4, 8): a row for
+            each sequence, and one for each draft that is verified. A step replays the next larger size; a step larger
+            than all sizes runs eagerly. By default 1, 2, 4 and multiples of 8, on a GPU.
+        piecewise_cudagraph_capture_sizes: numbers of tokens for which steps are captured piecewise. By default 14
+            numbers from 16 to 2048, on a GPU, with `cudagraph_mode` "full_and_piecewise".
     """
 
     enforce_eager: bool = False
@@ -66,13 +66,13 @@ class CudaGraphConfig:
             )
 
     def check_kernels(self, kernels: str) -> None:
-        """Refuse what captures steps where no kernels can be captured.
+        """Refuse options that capture steps, if the kernels cannot be captured.
 
         Args:
             kernels: option of this name.
 
         Raises:
-            ConfigError: other kernels than Triton's.
+            ConfigError: the kernels are not Triton kernels.
         """
         if kernels == "triton":
             return
@@ -83,11 +83,11 @@ class CudaGraphConfig:
             raise ConfigError(f"cudagraph_mode {self.cudagraph_mode!r} {needs}", field="cudagraph_mode")
 
     def sizes(self, kernels: str, device: str, max_num_rows: int) -> tuple[int, ...]:
-        """Return the sizes of decode steps to capture, rising; none where every step is launched kernel by kernel.
+        """Return the sizes of decode steps to capture, in ascending order; none if every step runs eagerly.
 
         Args:
             kernels: option of this name.
-            device: "cpu" or "cuda". On a CPU, where Triton's interpreter runs, only sizes that are given are captured.
+            device: "cpu" or "cuda". On a CPU, with Triton's interpreter, only explicitly given sizes are captured.
             max_num_rows: maximum number of rows of a step of decodes: a row for each sequence, and for each draft.
         """
         if self.enforce_eager or kernels != "triton":
@@ -102,7 +102,7 @@ class CudaGraphConfig:
         return tuple(size for size in given if size <= max_num_rows) or (min(given[0], max_num_rows),)
 
     def piece_sizes(self, device: str, max_num_batched_tokens: int) -> tuple[int, ...]:
-        """Return the numbers of tokens of other steps to capture in pieces, rising; none by default.
+        """Return the numbers of tokens of other steps to capture piecewise, in ascending order; none by default.
 
         Args:
             device: see `sizes`.
@@ -116,10 +116,10 @@ class CudaGraphConfig:
 
 
 def _sizes(name: str, given: object, of: str) -> tuple[int, ...]:
-    """Return checked sizes, rising.
+    """Return checked sizes, in ascending order.
 
     Raises:
-        ConfigError: they are no whole numbers of at least 1.
+        ConfigError: a size is not an integer of at least 1.
     """
     if not isinstance(given, Sequence) or isinstance(given, str) or not given:
         raise ConfigError(f"{name} must be numbers of {of} or None, got {shown(given)}", field=name)

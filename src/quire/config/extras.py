@@ -1,4 +1,4 @@
-"""Optional packages: the extra that each option needs, and the error where a package of it is missing."""
+"""Optional packages: the extra that each option needs, and the error if one of its packages is missing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 from quire.errors import ConfigError
 
-# Option -> the extra that it needs, and the modules of that.
+# Option -> the extra that it needs, and the extra's modules.
 EXTRAS = {
     "prefix_cache_dir": ("disk", "lmdb"),
     "prefix_cache_url": ("remote", "redis"),
@@ -19,13 +19,13 @@ EXTRAS = {
 
 
 def check_extra(option: str) -> None:
-    """Check that the packages of an option are installed, without an import of them.
+    """Check that the packages of an option are installed, without importing them.
 
     Args:
         option: an option of `EXTRAS`.
 
     Raises:
-        ConfigError: naming the option, what is missing and the extra.
+        ConfigError: a package is missing; the error names the option, the package and the extra.
     """
     extra, *modules = EXTRAS[option]
     missing = [module for module in modules if not _is_installed(module)]
@@ -40,7 +40,7 @@ def importing_extra(option: str) -> Iterator[None]:
     """Turn a failed import of a package of an option into the error of `check_extra`.
 
     Raises:
-        ConfigError: naming the option; with the reason where the package is installed and cannot be imported.
+        ConfigError: a package is missing, or cannot be imported (with the reason); the error names the option.
     """
     try:
         yield
@@ -56,5 +56,5 @@ def importing_extra(option: str) -> Iterator[None]:
 def _is_installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # a package that the module is in
+    except ModuleNotFoundError:  # a parent package of the module
         return False

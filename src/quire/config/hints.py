@@ -1,4 +1,4 @@
-"""Names of vLLM, transformers and OpenAI that do not exist here: their neutral values, and hints for all others."""
+"""Names from vLLM, transformers and OpenAI that do not exist in Quire: neutral values, and hints for other values."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from quire.errors import ConfigError, InvalidParameter, shown
 
 logger = logging.getLogger(__name__)
 
-# The neutral values of a name, which ask for nothing and are ignored, and the reason why others are refused. None is
-# always neutral; where the neutral values are None, all values are: they change speed or logs at most.
+# The neutral values of a name, which have no effect and are ignored, and the reason why others are refused. None is
+# always neutral; if the neutral values are given as None, all values are: they change speed or logs at most.
 Foreign = tuple[Iterable[Any] | None, str]
 
 _FLAGS: Final = (False, True)
@@ -144,7 +144,7 @@ SAMPLING_HINTS: Final[Mapping[str, str]] = {
     "top_logprobs": "use logprobs",
 }
 
-# vLLM's names of parsers whose format has another name here.
+# vLLM's names of parsers whose format has another name in Quire.
 PARSER_ALIASES: Final[Mapping[str, Mapping[str, str]]] = {
     "tool_call_parser": {
         "deepseek_v3": "deepseek",
@@ -165,15 +165,15 @@ PARSER_ALIASES: Final[Mapping[str, Mapping[str, str]]] = {
 
 
 def find_parser(option: str, name: object, known: Collection[str]) -> str:
-    """Return the name here of a format of tool calls or of thinking.
+    """Return Quire's name of a format of tool calls or of reasoning.
 
     Args:
         option: "tool_call_parser" or "reasoning_parser".
-        name: name of the format, here or in vLLM.
-        known: names that exist here.
+        name: name of the format, in Quire or in vLLM.
+        known: names that exist in Quire.
 
     Raises:
-        InvalidParameter: the name stands for none of them.
+        InvalidParameter: the name is unknown.
     """
     others = PARSER_ALIASES[option]
     if isinstance(name, str) and (found := others.get(name, name)) in known:
@@ -184,11 +184,11 @@ def find_parser(option: str, name: object, known: Collection[str]) -> str:
 
 
 def is_neutral(value: object, row: Foreign) -> bool:
-    """Return whether a value of a name that does not exist here asks for nothing.
+    """Return whether a value of a name that does not exist in Quire is neutral.
 
     Args:
         value: the value.
-        row: the name's row of a table.
+        row: the table row of the name.
     """
     neutral, _ = row
     # The type counts too: 0 and False are equal in Python.
@@ -196,7 +196,7 @@ def is_neutral(value: object, row: Foreign) -> bool:
 
 
 def drop_neutral(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options without those of vLLM whose values ask for nothing; one warning names these.
+    """Return the options without those of vLLM that have neutral values; one warning names these.
 
     Args:
         options: options by name.
@@ -216,7 +216,7 @@ def drop_neutral(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def hint_for(name: str, hints: Mapping[str, str], known: Collection[str]) -> str:
-    """Return advice on a name that does not exist here, with a leading semicolon; "" where there is none.
+    """Return advice on a name that does not exist in Quire, with a leading semicolon; "" without advice.
 
     Args:
         name: option or parameter as the user wrote it.
@@ -225,6 +225,6 @@ def hint_for(name: str, hints: Mapping[str, str], known: Collection[str]) -> str
     """
     if name in hints:
         return f"; {hints[name]}"
-    # Names that are less alike mean something else: `stop` is no `top_p`.
+    # Names that are less similar mean something else: `stop` is not `top_p`.
     similar = get_close_matches(name, known, n=1, cutoff=0.75)
     return f"; did you mean {similar[0]}?" if similar else ""

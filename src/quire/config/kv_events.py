@@ -13,7 +13,7 @@ from quire.errors import ConfigError, shown
 FORMATS = ("map", "array")
 PUBLISHERS = ("zmq", "null")
 ENDPOINT = re.compile(r"tcp://[^\s/:]+:(\*|\d{1,5})|tcp://\[[0-9a-fA-F:*]+\]:(\*|\d{1,5})|(ipc|inproc)://\S+")
-# Addresses of this machine, at which a socket listens; all others are connected to.
+# Addresses of this machine, on which a socket listens; the publisher connects to all others.
 LOCAL = re.compile(r"tcp://(\*|0\.0\.0\.0|127\.\d+\.\d+\.\d+|localhost|\[::1?\])(:|$)|ipc:|inproc:")
 
 
@@ -22,16 +22,16 @@ class KVEventsConfig:
     """Publication of KV events.
 
     Args:
-        enable_kv_cache_events: publish what the cache stores and evicts.
+        enable_kv_cache_events: publish blocks that the prefix cache stores and evicts.
         publisher: "zmq", or "null" for none.
-        endpoint: address of the batches. At an address of this machine, subscribers connect; a "*" as the port takes a
-            free one. To an address elsewhere, the publisher connects.
-        replay_endpoint: address at which lost batches can be asked for; None for no replays.
-        buffer_steps: number of batches that can be asked for.
-        hwm: number of batches that wait for a slow subscriber before it loses some.
-        max_queue_size: number of batches that wait for the publisher before some are dropped.
+        endpoint: address of the event batches. The publisher listens on an address of this machine, where a "*" as the
+            port takes a free one; it connects to any other address.
+        replay_endpoint: address at which lost batches can be requested; None for no replays.
+        buffer_steps: number of batches that can be replayed.
+        hwm: number of batches that are queued for a slow subscriber before it loses some.
+        max_queue_size: number of batches that are queued for the publisher before some are dropped.
         topic: topic of the batches.
-        form: form of an event: "map" or "array".
+        form: format of an event: "map" or "array".
     """
 
     enable_kv_cache_events: bool = False
@@ -71,10 +71,10 @@ class KVEventsConfig:
 
     @classmethod
     def read(cls, given: object, form: str) -> KVEventsConfig | None:
-        """Return the options in vLLM's mapping; None where events are not published.
+        """Return the options in vLLM's mapping; None if events are not published.
 
         Raises:
-            ConfigError: it is no mapping, or a key or a value is not known.
+            ConfigError: the value is not a mapping, or has an unknown key or value.
         """
         if given is None:
             return None

@@ -1,4 +1,4 @@
-"""Options of the hand-over of blocks between engines, in vLLM's spelling of `kv_transfer_config`."""
+"""Options of KV transfer between engines, with the keys of vLLM's `kv_transfer_config`."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ EXTRA = ("token", "timeout_s", "ttl_s", "allowed_hosts")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVTransferConfig:
-    """Hand-over of published blocks to and from other engines.
+    """Transfer of published blocks to and from other engines.
 
     Args:
         kv_connector: "QuireConnector", the only one.
-        kv_role: "kv_producer" (gives blocks away), "kv_consumer" (fetches them) or "kv_both".
-        kv_ip: address that a producer listens at, and names in its answers; "unix:PATH" for a socket of this host.
+        kv_role: "kv_producer" (exports blocks), "kv_consumer" (fetches blocks) or "kv_both".
+        kv_ip: address on which a producer listens, and which its responses name; "unix:PATH" for a socket of this host.
         kv_port: port; 0 takes a free one.
-        kv_buffer_size: bytes of blocks that a producer keeps for others.
-        kv_load_failure_policy: fate of a request whose blocks do not arrive: "recompute" or "fail".
-        engine_id: name of this engine; None draws one.
-        token: secret that both sides must know; needed where `kv_ip` is not of this host.
-        timeout_s: longest wait for an answer of another engine.
+        kv_buffer_size: maximum size in bytes of the blocks that a producer keeps for other engines.
+        kv_load_failure_policy: handling of a request whose blocks do not arrive: "recompute" or "fail".
+        engine_id: name of this engine; None takes a random one.
+        token: secret that both sides must know; required if `kv_ip` is not an address of this host.
+        timeout_s: maximum wait for a response of another engine.
         ttl_s: time for which a producer keeps a block.
-        allowed_hosts: hosts that requests may name, beside those of this machine.
+        allowed_hosts: hosts that requests may name, in addition to this machine.
     """
 
     kv_connector: str = CONNECTOR
@@ -71,7 +71,7 @@ class KVTransferConfig:
 
     @property
     def is_producer(self) -> bool:
-        """Whether the engine gives blocks away."""
+        """Whether the engine exports blocks."""
         return self.kv_role != "kv_consumer"
 
     @property
@@ -85,7 +85,7 @@ class KVTransferConfig:
 
 
 def is_local(host: str) -> bool:
-    """Return whether an address is one of this host, without asking for names."""
+    """Return whether an address is one of this host, without name resolution."""
     if host == "localhost" or host.startswith(UNIX):
         return True
     try:
@@ -95,10 +95,10 @@ def is_local(host: str) -> bool:
 
 
 def read_kv_transfer(value: object) -> KVTransferConfig | None:
-    """Return the configuration that a mapping, or its JSON, stands for; None for None.
+    """Return the configuration from a mapping or its JSON; None for None.
 
     Raises:
-        ConfigError: naming the key.
+        ConfigError: a key or value is invalid; the error names the key.
     """
     if value is None:
         return None
@@ -114,7 +114,7 @@ def read_kv_transfer(value: object) -> KVTransferConfig | None:
     extra = flat.pop("kv_connector_extra_config", None) or {}
     if not isinstance(extra, Mapping):
         raise _bad("kv_connector_extra_config", extra, "an object")
-    # vLLM's own fields that mean nothing here, with the values that ask for nothing.
+    # Fields of vLLM without a meaning here, with their neutral values.
     for name, neutral in (("kv_buffer_device", ("cpu", "cuda")), ("kv_rank", (None, 0, 1)), ("kv_parallel_size", (1,))):
         if name in flat and flat.pop(name) not in neutral:
             raise _bad(name, given[name], f"one of {', '.join(map(str, neutral))}, or absent")

@@ -18,16 +18,16 @@ DEFAULT_MAX_ADAPTERS: Final = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoRAConfig:
-    """Low-rank adapters (LoRA) in folders as PEFT writes them, which requests choose by name.
+    """LoRA adapters in PEFT's folder format, which requests select by name.
 
     Args:
-        enable_lora: serve adapters beside the model.
-        lora_modules: adapters that are loaded at the start, "name=path" or a JSON object with `name` and `path`; in
-            Python also a mapping of paths by name.
-        max_lora_rank: largest rank of an adapter, 1 to 512.
-        max_cpu_loras: maximum number of loaded adapters; all of them may be in one step. None takes 64.
-        merge_lora: add the one adapter of `lora_modules` into the weights while they are loaded, and serve the sum
-            under the adapter's name in place of the model; steps cost what they cost without an adapter.
+        enable_lora: serve adapters in addition to the model.
+        lora_modules: adapters that are loaded at start, "name=path" or a JSON object with `name` and `path`; in Python
+            also a mapping of paths by name.
+        max_lora_rank: maximum rank of an adapter, 1 to 512.
+        max_cpu_loras: maximum number of loaded adapters, all of which may be in one step. None takes 64.
+        merge_lora: merge the single adapter of `lora_modules` into the weights while they are loaded, and serve the
+            merged model under the adapter's name instead of the model; steps cost as much as without an adapter.
     """
 
     enable_lora: bool = False
@@ -74,7 +74,7 @@ class LoRAConfig:
 
     @property
     def adapters(self) -> dict[str, str]:
-        """Paths of the adapters that are loaded at the start, by name."""
+        """Paths of the adapters that are loaded at start, by name."""
         return dict(_pairs(self.lora_modules))
 
     @property
@@ -87,7 +87,7 @@ def _pairs(modules: Any) -> Iterator[tuple[str, str]]:
     """Yield name and path of each adapter of the option's value.
 
     Raises:
-        ConfigError: a value of another form.
+        ConfigError: the value has another form.
     """
     if isinstance(modules, Mapping):
         modules = [modules] if {"name", "path"} <= modules.keys() else [f"{k}={fspath(v)}" for k, v in modules.items()]

@@ -56,33 +56,32 @@ class ModelConfig:
         revision: revision of the model on the hub.
         dtype: dtype of the weights; "auto" keeps the checkpoint's.
         device: device that runs the model; "auto" takes a GPU when there is one.
-        max_model_len: maximum number of tokens of prompt and output; "auto" is the model's own limit, or what
-            the memory holds where that is less. None takes "auto".
-        served_model_name: name of the model in the server's API, or several, of which answers have the first; None
+        max_model_len: maximum number of tokens of prompt and output together; "auto" is the model's own limit, or the
+            number of tokens that fit into the KV memory if that is less. None takes "auto".
+        served_model_name: name of the model in the server's API, or several, the first of which is in responses; None
             takes `model`.
-        chat_template: file of a Jinja template for conversations, in place of the model's.
+        chat_template: file with a Jinja chat template to use instead of the model's.
         generation_config: source of the default sampling parameters: "auto" is the model's generation_config.json,
-            "vllm" is none.
-        seed: seed from which requests without one derive theirs.
-        num_threads: threads of the data plane on a CPU; None takes all cores that this process may use, or one for a
-            model so small that more threads are slower.
-        kernels: implementation of all operations but matrix products: "native" kernels, compiled when Quire was
-            installed, stock "torch" operators, or "triton" kernels for NVIDIA GPUs (the extra "gpu"); "auto" takes
-            native kernels on a CPU where they exist, and Triton's on a GPU of compute capability 8.0 or more where
-            Triton is installed.
-        quantization: rounding of the weights of linear layers while they are loaded: "int8" (one scale for each
-            output) or "int4" (one for each 32 inputs; the head has six bits); None takes the weights as they are. Other
+            "vllm" is no file.
+        seed: seed from which the seeds of requests without one are derived.
+        num_threads: number of threads of the data plane on a CPU; None takes all cores that this process may use, or
+            one for a model so small that more threads are slower.
+        kernels: kernel backend: "native" kernels, compiled when Quire was installed, stock "torch" operators, or
+            "triton" kernels for NVIDIA GPUs (the extra "gpu"); "auto" takes native kernels on a CPU if they were
+            compiled, and Triton kernels on a GPU of compute capability 8.0 or higher if Triton is installed.
+        quantization: quantisation of linear layers while they are loaded (round to nearest): "int8" (one scale per
+            output) or "int4" (one per 32 inputs; the output head has six bits); None keeps the weights unchanged. Other
             names of vLLM ("awq", "fp8", ...) set `stored_quantization`.
-        stored_quantization: method by which the checkpoint has to store its weights, which its files state themselves:
-            a model with another is refused. None takes any.
+        stored_quantization: quantisation method that the checkpoint must have; a checkpoint states its method itself,
+            and one with another is refused. None takes any.
         weight_packing: layout of the weights of linear layers: "plain", or "lossless" for bfloat16 weights in about
-            76 % of their bytes, with the same results bit for bit; it needs native kernels of level avx2 or better.
-            "auto" takes "lossless" where it is possible.
-        deterministic: a request's results are the same, bit for bit, for any batch, any chunks of its prompt, and any
-            mix of computed, cached and recomputed tokens. Native kernels only, with weights of 16 bits or quantized
-            ones; models with other layers than attention, or with gated attention, are refused.
-        classifier_from_token: the tokens for "no" and "yes" of a model that ranks documents by one of them, such as
-            Qwen3-Reranker: "no,yes". None takes the cosine of embeddings.
+            76 % of their bytes, with bit-identical results; it needs native kernels of level avx2 or better. "auto"
+            takes "lossless" if it is possible.
+        deterministic: batch invariance: a request's results are bit-identical for any batch, any chunks of its prompt,
+            and any mix of computed, cached and recomputed tokens. It needs native kernels, and 16-bit weights or
+            `quantization`; models with layers other than attention, or with gated attention, are refused.
+        classifier_from_token: tokens for "no" and "yes" of a model that ranks documents by the probability of one of
+            them, such as Qwen3-Reranker: "no,yes". None takes the cosine of embeddings.
     """
 
     model: str = "bundled"
@@ -143,7 +142,7 @@ class ModelConfig:
 
     @property
     def served_names(self) -> tuple[str, ...]:
-        """Names of the model in the server's API; answers have the first."""
+        """Names of the model in the server's API; the first is in responses."""
         names = self.served_model_name
         if names is None:
             return (self.model,)
@@ -159,21 +158,21 @@ class SchedulerConfig:
         max_num_batched_tokens: maximum number of tokens in a step; longer prompts are computed in chunks. None takes
             512 on a CPU and 8192 on a GPU, and at least `max_num_seqs`.
         scheduling_policy: "fcfs", or "priority": lower values first, then first come first served; a request may
-            preempt running ones of higher values.
+            preempt running ones with higher values.
         priority_aging: number of later requests that may overtake a request, for each level by which their priority
             value is lower; prevents starvation.
-        preemption_policy: sequence to preempt, among those after the one that lacks memory: the "last" in order, or
-            "least_waste" (least lost time for each freed byte).
-        preemption_mode: way in which a preempted sequence resumes: "recompute" its tokens, "swap" its blocks to
+        preemption_policy: choice of the preempted sequence, among those with a lower place in the order than the one
+            that lacks memory: the "last" in order, or "least_waste" (least lost time per freed byte).
+        preemption_mode: method of resuming a preempted sequence: "recompute" its tokens, "swap" its blocks to
             `swap_space` and back, or "auto", the cheaper one by the engine's measurements.
-        max_queue_len: maximum number of waiting requests; more are refused with `QueueFull`. None takes any
+        max_queue_len: maximum number of waiting requests; further ones are refused with `QueueFull`. None takes any
             number offline, and 1,024 in `quire serve`.
-        max_inter_token_ms: target for the longest wait for a stream's next token: while sequences decode, prompts are
+        max_inter_token_ms: target for the maximum inter-token latency of a stream: while sequences decode, prompts are
             computed in smaller chunks, by measured step times, of at least 16 tokens. None sets no target.
         async_scheduling: plan and launch the next step while one runs, before its tokens are read. None does so on a
-            GPU, where the other options allow it.
-        grammar_timeout_s: time limit of compiling a request's grammar or schema, in seconds.
-        grammar_memory_bytes: memory limit of that.
+            GPU, if the other options allow it.
+        grammar_timeout_s: time limit for compiling a request's grammar or schema, in seconds.
+        grammar_memory_bytes: memory limit for compiling a request's grammar or schema.
     """
 
     max_num_seqs: int = 256
@@ -260,7 +259,7 @@ class EngineConfig:
             )
 
     def to_options(self) -> dict[str, Any]:
-        """Return the flat options, with which `from_options` gives this configuration again."""
+        """Return the flat options from which `from_options` creates an equal configuration."""
         return {name: getattr(getattr(self, part), name) for name, part in option_sections().items()}
 
     @classmethod

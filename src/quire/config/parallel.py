@@ -1,4 +1,4 @@
-"""Options of several processes that share a model."""
+"""Options of tensor, pipeline and expert parallelism."""
 
 from __future__ import annotations
 
@@ -15,25 +15,24 @@ ALL_REDUCE_BACKENDS: Final = ("auto", "shared_memory", "gloo", "nccl")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """Several processes (ranks) that share a model: each has a part of every layer, or some layers, or parts of some.
+    """Several processes (ranks) that share a model: each has a part of every layer, some layers, or parts of some.
 
     Args:
-        tensor_parallel_size: number of ranks that have a part of a layer each, 1 to 64. Quire starts them on this
+        tensor_parallel_size: number of ranks among which each layer is divided, 1 to 64. Quire starts them on this
             host, unless torchrun has started this process as one of them.
-        pipeline_parallel_size: number of ranks that have consecutive layers each (stages), 1 to 64; they start in the
-            same way. With `tensor_parallel_size` above 1, each stage has as many ranks, which have a part of each of
-            its layers: the product of both is the number of processes, 64 at most.
+        pipeline_parallel_size: number of pipeline stages, which have consecutive layers, 1 to 64; their ranks are
+            started in the same way. Each stage has `tensor_parallel_size` ranks: the product of both is the number of
+            processes, 64 at most.
         pipeline_microbatches: number of batches, of different requests, that are in the stages at the same time, 1 to
-            64; None for one a stage.
-        all_reduce_backend: way in which ranks sum their parts: "shared_memory" (one host, native kernels) or "gloo"
-            (sockets); "auto" takes shared memory where all ranks have it. On GPUs, "auto" and "nccl" sum by NCCL, and
-            the other two go through the hosts' memory, which is slow.
-        distributed_timeout_s: seconds within which each rank must take part in a sum of a step; one that does not, or
-            has ended, ends all.
-        enable_expert_parallel: divide a model's experts by their number, so that each rank has whole experts, in place
-            of columns of each.
-        cpu_bind: processor cores of the ranks: "auto" gives each rank cores of its own, of one NUMA node where it can;
-            "none" leaves them to the system; or a list for each rank of a host, such as "0-3|4-7".
+            64; None for one per stage.
+        all_reduce_backend: transport of all-reduces: "shared_memory" (one host, native kernels) or "gloo" (sockets);
+            "auto" takes shared memory if all ranks have it. On GPUs, "auto" and "nccl" take NCCL, and the other two go
+            through host memory, which is slow.
+        distributed_timeout_s: seconds within which each rank must take part in an all-reduce of a step; a rank that
+            does not, or that has ended, ends all ranks.
+        enable_expert_parallel: expert parallelism: each rank has whole experts, instead of some columns of each expert.
+        cpu_bind: processor cores of the ranks: "auto" gives each rank its own cores, of one NUMA node if possible;
+            "none" leaves the choice to the operating system; or a list for each rank of a host, such as "0-3|4-7".
     """
 
     tensor_parallel_size: int = 1
@@ -80,13 +79,13 @@ class ParallelConfig:
 
 
 def check_num_threads(options: dict[str, Any]) -> None:
-    """Refuse more threads than there are cores for a rank.
+    """Refuse more threads than a rank has cores.
 
     Args:
         options: checked values of the options `cpu_bind` and `num_threads`.
 
     Raises:
-        ConfigError: `num_threads` is larger than a list of `cpu_bind` is long.
+        ConfigError: `num_threads` is larger than the number of cores in a list of `cpu_bind`.
     """
     fewest = min(map(len, cpu_lists(options["cpu_bind"]) or ()), default=MAX_CPU)
     if (options["num_threads"] or 1) > fewest:
@@ -98,14 +97,14 @@ def check_num_threads(options: dict[str, Any]) -> None:
 
 
 def check_served_by_ranks(options: dict[str, Any], size: int) -> None:
-    """Refuse options that ranks do not serve.
+    """Refuse options that are not supported with several ranks.
 
     Args:
         options: values of the options of the names below.
         size: number of ranks.
 
     Raises:
-        ConfigError: an option has another value than one that ranks serve; the message names both.
+        ConfigError: the value of an option is not supported; the message names both options.
     """
     if size > 1:
         check_served(options, _SERVED, "tensor_parallel_size above 1")
@@ -117,7 +116,7 @@ def check_served_by_ranks(options: dict[str, Any], size: int) -> None:
             )
 
 
-# Options with the values that ranks serve, and the reason why they do not serve others.
+# Options with the values that are supported with several ranks, and the reason why others are not.
 _SERVED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     **dict.fromkeys(
         ("prefix_cache_url", "kv_transfer_config"),

@@ -1,4 +1,4 @@
-"""Options that a model in stages does not serve."""
+"""Options that pipeline parallelism does not support."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from quire.config.checks import check_served
 
-# Options with the values that stages serve, and the reason why they do not serve others.
+# Options with the values that are supported with pipeline stages, and the reason why others are not.
 _SERVED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
     "speculative_method": (("off", "ngram", "suffix"), "models that make drafts are not divided into stages"),
     "prefix_cache_write_policy": ((None, "write_back"), "blocks go to disk in the order of plans, not as requests end"),
@@ -21,14 +21,14 @@ _SERVED: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
 
 
 def check_served_by_stages(options: dict[str, Any], size: int) -> None:
-    """Refuse options that a model in stages does not serve.
+    """Refuse options that are not supported with pipeline stages.
 
     Args:
         options: values of the options of the names above.
         size: number of stages.
 
     Raises:
-        ConfigError: an option has another value than one that stages serve; the message names both.
+        ConfigError: the value of an option is not supported; the message names both options.
     """
     if size > 1:
         check_served(options, _SERVED, "pipeline_parallel_size above 1")

@@ -19,7 +19,7 @@ from quire.errors import ConfigError
 GIB = 1 << 30
 # Models with fewer parameters use one thread: an operation ends before a second thread has started.
 SMALL_MODEL_PARAMETERS = 20_000_000
-# Share of a GPU's memory that adapters leave: PyTorch's allocator cannot use all that is free, and others take some.
+# Share of a GPU's memory that adapters leave free: for memory that the allocator cannot use, and other processes.
 ADAPTER_HEADROOM = 0.02
 NO_KERNELS = (
     "No native kernels: stock operators compute, at about a quarter of the speed. Install a C++ compiler, then Quire "
@@ -41,19 +41,19 @@ class ResolvedConfig:
         kv_cache_metrics_sample: share of the blocks.
         state_snapshot_interval: interval in tokens; None for the memory manager's default.
         host_bytes: size of the host tier, for swapping and for transfers of blocks on disk.
-        quantization: rounding of the weights of linear layers; None keeps them.
-        kv_cache_dtype: dtype of the cached keys and values.
+        quantization: quantisation of linear layers while they are loaded; None without.
+        kv_cache_dtype: dtype of the KV cache.
         speculative_method: method that proposes drafts.
-        num_speculative_tokens: maximum number of drafts of a sequence in a step; 0 for none.
-        lacks_kernels: True where stock operators compute on a CPU, because there are no native kernels.
-        fitted_from: longest context that the model supports, where `max_model_len` is what the memory holds instead;
-            None where it was not fitted.
+        num_speculative_tokens: maximum number of drafts per sequence and step; 0 for none.
+        lacks_kernels: True if stock operators are used on a CPU because there are no native kernels.
+        fitted_from: longest context that the model supports, if `max_model_len` was limited by the memory instead;
+            None if it was not.
         is_encoder: see `ModelFacts`.
-        adapter_bytes: bytes of a GPU for adapters that are loaded beside those of `lora_modules`; None for no limit.
-        kv_transfer: hand-over of blocks between engines; None for none.
-        cudagraph_capture_sizes: sizes of captured decode steps, rising; none where steps are launched as they come.
-        piecewise_cudagraph_capture_sizes: numbers of tokens of steps that are captured in pieces, rising.
-        async_scheduling: True where the next step is launched before the tokens of the present one are read.
+        adapter_bytes: GPU memory for adapters that are loaded in addition to `lora_modules`; None for no limit.
+        kv_transfer: options of KV transfer between engines; None without it.
+        cudagraph_capture_sizes: sizes of captured decode steps, in ascending order; none if all steps run eagerly.
+        piecewise_cudagraph_capture_sizes: numbers of tokens of piecewise captured steps, in ascending order.
+        async_scheduling: True if the next step is launched before the tokens of the current one are read.
     """
 
     device: str
@@ -108,7 +108,7 @@ class ResolvedConfig:
         return self.num_blocks * self.block_size
 
     def notices(self) -> tuple[str, ...]:
-        """Return the lines of `lines` that a user may want to act upon."""
+        """Return the lines of `lines` that may require an action of the user."""
         fitted = (
             f"Context: {self.max_model_len:,} of the model's {self.fitted_from or 0:,} tokens fit into this memory; "
             "max_model_len (--max-model-len) sets another length",
@@ -222,7 +222,7 @@ def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> Resolv
 
 
 def capture_sizes(config: EngineConfig, device: str) -> tuple[int, ...]:
-    """Return the sizes of captured decode steps, rising; none where no step can be captured."""
+    """Return the sizes of captured decode steps, in ascending order; none if no step can be captured."""
     if not _can_capture(config.parallel, device):
         return ()
     most = config.scheduler.max_num_seqs * (1 + config.speculative.num_tokens)
@@ -230,14 +230,14 @@ def capture_sizes(config: EngineConfig, device: str) -> tuple[int, ...]:
 
 
 def piece_sizes(config: EngineConfig, device: str) -> tuple[int, ...]:
-    """Return the numbers of tokens of steps that are captured in pieces, rising; none where no step can be captured."""
+    """Return the numbers of tokens of piecewise captured steps, in ascending order; none if no step can be captured."""
     if not _can_capture(config.parallel, device):
         return ()
     return config.graphs.piece_sizes(device, step_tokens(config.scheduler, device))
 
 
 def _can_capture(parallel: ParallelConfig, device: str) -> bool:
-    """Say whether steps can be captured: not by stages, which wait on hosts, nor by ranks on GPUs without NCCL."""
+    """Return whether steps can be captured: not with pipeline stages, which wait on hosts, nor without NCCL on GPUs."""
     is_staged = device == "cuda" and parallel.all_reduce_backend not in ("auto", "nccl")
     return parallel.pipeline_parallel_size == 1 and not (parallel.tensor_parallel_size > 1 and is_staged)
 
@@ -323,7 +323,7 @@ def pool_blocks(
 def _adapter_bytes(
     config: EngineConfig, machine: Machine, num_blocks: int, bytes_per_block: int, step: StepCost
 ) -> int | None:
-    """Return the bytes of a GPU that adapters may take; None without any, and on a CPU."""
+    """Return the number of bytes of GPU memory that adapters may take; None without adapters, and on a CPU."""
     if machine.total_bytes is None or not config.lora.enable_lora:
         return None
     pool_bytes = (num_blocks + 1) * (bytes_per_block + step.bytes_per_token * config.cache.block_size)

@@ -29,19 +29,19 @@ KEY_ALIASES: Final[Mapping[str, str]] = {"method": "speculative_method", "model"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """Speculative decoding: drafts are proposed, and one step verifies several of them.
+    """Speculative decoding: draft tokens are proposed, and one step verifies several of them.
 
     Args:
         speculative_method: source of the drafts: "off", "ngram" (tokens after an earlier occurrence of the last tokens
             in the sequence), "suffix" (the same, also in earlier outputs of the same tenant), "draft" (a smaller model,
-            see `draft_model`), or "mtp" (the model's own head for multi-token prediction).
-        num_speculative_tokens: maximum number of drafts of a sequence in a step, 1 to 32; fewer are used where they do
-            not pay. None takes 8.
-        prompt_lookup_min: number of last tokens that must occur earlier; None takes 2.
+            see `draft_model`), or "mtp" (the model's own MTP head for multi-token prediction).
+        num_speculative_tokens: maximum number of drafts per sequence and step, 1 to 32; the number adapts to the
+            acceptance rate and the cost of drafts. None takes 8.
+        prompt_lookup_min: minimum number of last tokens that must occur earlier; None takes 2.
         prompt_lookup_max: maximum length of a match that is compared, with "ngram"; None takes 8 or
             `prompt_lookup_min`, whichever is more.
         suffix_cache_bytes: memory for earlier outputs, with "suffix"; the oldest are evicted. None takes 64 MiB.
-        draft_model: folder or hub id of a model with the same vocabulary, with "draft"; each token goes through it
+        draft_model: folder or hub id of a draft model with the same vocabulary, with "draft"; it computes each token
             too.
     """
 
@@ -80,7 +80,7 @@ class SpeculativeConfig:
 
     @property
     def num_tokens(self) -> int:
-        """Maximum number of drafts of a sequence in a step; 0 where speculation is off."""
+        """Maximum number of drafts per sequence and step; 0 without speculative decoding."""
         return 0 if self.speculative_method == "off" else self.num_speculative_tokens or DEFAULT_TOKENS
 
     @property

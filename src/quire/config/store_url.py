@@ -1,4 +1,4 @@
-"""The address of a remote prefix cache: checked before anything connects, and shown without its password."""
+"""The address of a remote prefix cache: checked before a connection is made, and shown without its password."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def client_url(url: str) -> str:
     """Return an address in the form of the client library.
 
     Raises:
-        ConfigError: the address has another scheme, no host, or a port that is none.
+        ConfigError: the address has an unknown scheme, no host, or an invalid port.
     """
     try:
         parts = urlsplit(url)
@@ -40,7 +40,7 @@ def shown_url(url: str) -> str:
 
 
 def bad_url(url: str, reason: str) -> ConfigError:
-    """Return the error of an address that has another form."""
+    """Return the error of a malformed address."""
     allowed = "redis://HOST:PORT/DATABASE (also rediss, valkey, valkeys), or unix:///PATH"
     why = f" ({reason})" if reason else ""
     return ConfigError(f"prefix_cache_url must be {allowed}, got {shown_url(url)!r}{why}", field="prefix_cache_url")

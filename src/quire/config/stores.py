@@ -1,4 +1,4 @@
-"""Checks of the options on blocks outside memory."""
+"""Checks of the options of stores (disk, remote) and KV transfer."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ CACHES = ("prefix_cache_dir", "prefix_cache_url")
 
 
 def put_stores(config: Any) -> None:
-    """Check the options of a `CacheConfig` on stores and on the hand-over, and replace a mapping by its JSON.
+    """Check the options of a `CacheConfig` for stores and KV transfer, and replace a mapping by its JSON.
 
     Args:
         config: frozen dataclass instance.
 
     Raises:
-        ConfigError: naming the option.
+        ConfigError: a value is invalid; the error names the option.
     """
     if isinstance(config.kv_transfer_config, Mapping):
         object.__setattr__(config, "kv_transfer_config", json.dumps(dict(config.kv_transfer_config), default=str))

@@ -12,30 +12,28 @@ class RemoteStats(NamedTuple):
 
     num_hits: Annotated[int, Metric("Blocks loaded from the remote store.", "prefix_cache_remote_hits")]
     num_misses: Annotated[
-        int, Metric("Blocks that were asked of the remote store in vain.", "prefix_cache_remote_misses")
+        int, Metric("Requested blocks that the remote store did not have.", "prefix_cache_remote_misses")
     ]
     loaded_bytes: Annotated[int, Metric("Bytes loaded from the remote store.", "prefix_cache_remote_loaded_bytes")]
     load_s: Annotated[
         float, Metric("Time that prompts waited for the remote store.", "prefix_cache_remote_load_seconds")
     ]
-    num_late: Annotated[int, Metric("Prompts that stopped waiting for the remote store.", "prefix_cache_remote_late")]
+    num_late: Annotated[int, Metric("Timeouts of prompts that waited for the store.", "prefix_cache_remote_late")]
     num_refused: Annotated[
         int,
-        Metric("Prompts that did not ask the remote store: it had failed, or was busy.", "prefix_cache_remote_refused"),
+        Metric("Prompts without a request to the store: it had failed, or was busy.", "prefix_cache_remote_refused"),
     ]
-    num_failures: Annotated[int, Metric("Calls of the remote store that failed.", "prefix_cache_remote_failures")]
-    num_damaged: Annotated[
-        int, Metric("Blocks of the remote store that were not as they were written.", "prefix_cache_remote_damaged")
-    ]
+    num_failures: Annotated[int, Metric("Failed calls of the remote store.", "prefix_cache_remote_failures")]
+    num_damaged: Annotated[int, Metric("Damaged blocks of the remote store.", "prefix_cache_remote_damaged")]
     num_saved: Annotated[int, Metric("Blocks written to the remote store.", "prefix_cache_remote_saved")]
     num_dropped: Annotated[
         int,
         Metric(
-            "Blocks that were not written to the remote store: too many waited, or it had failed.",
+            "Blocks not written to the remote store: the write queue was full, or it had failed.",
             "prefix_cache_remote_dropped",
         ),
     ]
     is_open: Annotated[
         int,
-        Metric("1 while the remote store is left alone after failures.", "prefix_cache_remote_circuit_open", "gauge"),
+        Metric("1 while the circuit breaker is open, after failures.", "prefix_cache_remote_circuit_open", "gauge"),
     ]

@@ -36,11 +36,11 @@ class KvMetrics(Collector):
         self._prefix = prefix
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the present metrics."""
+        """Yield the current metrics."""
         usage, stats = self._engine.usage(), self._engine.stats
         blocks = GaugeMetricFamily(
             f"{self._prefix}:kv_blocks",
-            "Blocks by cache group, tier and state: used, idle (free to reuse and to evict) or free.",
+            "KV cache blocks by cache group, tier and state: used, idle (cached and evictable) or free.",
             labels=["model_name", "group", "tier", "state"],
         )
         for tier, groups in (("device", usage.groups), ("host", usage.host.groups if usage.host else ())):
@@ -49,16 +49,16 @@ class KvMetrics(Collector):
                     blocks.add_metric([self._model_name, str(idx), tier, state], getattr(group, state))
         yield blocks
         yield from self._declared(stats, NOT_IN_STEPS)
-        yield self._gauge("kv_saved_bytes", "Bytes that sharing saves among what is held.", usage.saved_bytes)
+        yield self._gauge("kv_saved_bytes", "Bytes saved by sharing among sequences and pins.", usage.saved_bytes)
         retention = self._engine.scheduler.memory.arena.retention
-        yield self._gauge("kv_pinned_blocks", "Blocks, or slabs, that pins fill.", self._engine.pins.report().filled)
-        yield self._gauge("kv_retained_bytes", "Bytes of blocks that are to be evicted last.", retention.num_bytes)
+        yield self._gauge("kv_pinned_blocks", "Pinned blocks, or slabs.", self._engine.pins.report().filled)
+        yield self._gauge("kv_retained_bytes", "Bytes of blocks of high retention priority.", retention.num_bytes)
         lifetimes = self._engine.block_lifetimes
         if lifetimes is not None:
             for name, meaning, times in (
-                ("kv_block_lifetime_seconds", "Taken to evicted, sampled.", lifetimes.lifetime),
-                ("kv_block_idle_before_evict_seconds", "Idle to evicted, sampled.", lifetimes.idle),
-                ("kv_block_reuse_gap_seconds", "Idle to hit again, sampled.", lifetimes.reuse_gap),
+                ("kv_block_lifetime_seconds", "Allocation to eviction of a block, sampled.", lifetimes.lifetime),
+                ("kv_block_idle_before_evict_seconds", "Idle time before eviction, sampled.", lifetimes.idle),
+                ("kv_block_reuse_gap_seconds", "Idle time of a block before a hit, sampled.", lifetimes.reuse_gap),
             ):
                 yield time_histogram(f"{self._prefix}:{name}", meaning, self._model_name, times)
         parts = ((stats.disk, StoreStats), (stats.remote, RemoteStats), (stats.transfer, TransferStats))

@@ -18,7 +18,7 @@ LABELS = ("running_lora_adapters", "waiting_lora_adapters", "max_lora")
 
 
 class LoraMetrics(Collector):
-    """Exports which adapters requests run with and wait for: one sample, whose value is the time of the scrape.
+    """Exports the adapters of running and waiting requests: one sample, whose value is the time of the scrape.
 
     The labels of earlier scrapes are not kept, and names are those of the operator's adapters.
 
@@ -32,7 +32,7 @@ class LoraMetrics(Collector):
         self._engine, self._name, self._clock = engine, f"{prefix}:lora_requests_info", clock
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metric; nothing where the engine has no adapters."""
+        """Yield the metric; nothing if the engine has no adapters."""
         adapters = self._engine.adapters
         if adapters is None:
             return
@@ -45,7 +45,7 @@ class LoraMetrics(Collector):
                 is_running = any(each.status is SequenceStatus.RUNNING for each in tuple(request.sequences))
                 (running if is_running else waiting).add(name)
         family = GaugeMetricFamily(
-            self._name, "Adapters that requests run with and wait for; the value is the time.", labels=LABELS
+            self._name, "Adapters of running and waiting requests; the value is the time.", labels=LABELS
         )
         family.add_metric([*map(_joined, (running, waiting)), str(adapters.limit)], self._clock())
         yield family

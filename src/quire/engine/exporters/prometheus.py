@@ -27,26 +27,26 @@ from quire.sequences.params import SamplingParams
 FINISH_REASONS = ("error", "abort", "length", "stop")
 # Name, meaning, and the two fields of `RequestMetrics` whose difference is the time of a finished request.
 REQUEST_TIMES = (
-    ("e2e_request_latency_seconds", "Arrival to end.", "arrival_s", "finished_s"),
-    ("request_queue_time_seconds", "Arrival to first step.", "arrival_s", "first_scheduled_s"),
-    ("request_prefill_time_seconds", "First step to first token.", "first_scheduled_s", "first_token_s"),
-    ("request_decode_time_seconds", "First token to end.", "first_token_s", "finished_s"),
-    ("request_inference_time_seconds", "First step to end.", "first_scheduled_s", "finished_s"),
+    ("e2e_request_latency_seconds", "Time from arrival to end.", "arrival_s", "finished_s"),
+    ("request_queue_time_seconds", "Time from arrival to first step.", "arrival_s", "first_scheduled_s"),
+    ("request_prefill_time_seconds", "Time from first step to first token.", "first_scheduled_s", "first_token_s"),
+    ("request_decode_time_seconds", "Time from first token to end.", "first_token_s", "finished_s"),
+    ("request_inference_time_seconds", "Time from first step to end.", "first_scheduled_s", "finished_s"),
 )
 
 
 class Metrics:
     """Metrics of one engine and model.
 
-    Each object has a registry of its own, so that two engines of a process never mix. Labels hold the model's name,
-    a finish reason, the mode of a preemption, the position of a draft, a source of tokens, the reason for which they
-    were computed, the engine's configuration, and names of adapters; no text of clients.
+    Each object has its own registry, so that metrics of two engines in a process never mix. The values of labels are
+    the model's name, finish reasons, preemption modes, positions of drafts, sources of tokens, reasons for computing
+    them, the engine's configuration, and names of adapters; no text of clients.
 
     Args:
-        model_name: value of the label `model_name`, as the server shows it.
-        prefix: part of each name before the colon.
+        model_name: value of the label `model_name`, as served.
+        prefix: prefix of each name, before the colon.
         registry: registry of the metrics; None makes a new one.
-        clock: clock of the engine's time stamps; seconds, monotonic.
+        clock: clock of the engine's timestamps, monotonic, in seconds.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Metrics:
             "swap_space_bytes": str(config.swap_space),
         }
         name = f"{self._prefix}:cache_config_info"
-        Gauge(name, "The KV cache, in labels.", list(shown), registry=self.registry).labels(**shown).set(1)
+        Gauge(name, "KV cache settings, in labels.", list(shown), registry=self.registry).labels(**shown).set(1)
 
     def set_engine(self, engine: Engine) -> None:
         """Export an engine's memory, its prefix cache on disk and its adapters, at each rendering; called once."""
@@ -211,7 +211,7 @@ class Metrics:
             self._time_per_token.observe(max(0.0, finished_s - first_s) / (live.num_generated - 1))
         for read_stamps, histogram in self._request_times:
             start_s, end_s = read_stamps(delta.metrics)
-            # A request that ended early has no times of later stages.
+            # A request that ended early has no timestamps of later stages.
             if start_s is not None and end_s is not None:
                 histogram.observe(max(0.0, end_s - start_s))
 
@@ -231,16 +231,16 @@ class Metrics:
                 else:
                     self._counters.append((read, self._histogram(metric.name, metric.help, metric.unit).observe))
         self._preemptions_by_mode = self._counter(
-            "preemptions_by_mode", "Times that a running sequence lost its memory, by how it is given back.", "mode"
+            "preemptions_by_mode", "Preemptions of running sequences, by mode: recompute or swap.", "mode"
         )
         for mode in ("recompute", "swap"):
             self._preemptions_by_mode.labels(self._model_name, mode)
-        self._cached_tokens = self._counter("prompt_tokens_cached", "Prompt tokens found in the prefix cache.").labels(
+        self._cached_tokens = self._counter("prompt_tokens_cached", "Prompt tokens hit in the prefix cache.").labels(
             self._model_name
         )
         waiting = Gauge(
             self._full("num_requests_waiting_by_reason"),
-            "Requests that wait, by reason; all of them wait for room.",
+            "Waiting requests, by reason; the reason is always capacity.",
             ["model_name", "reason"],
             registry=self.registry,
         )
@@ -248,9 +248,9 @@ class Metrics:
         self._waiting_for_room = waiting.labels(self._model_name, "capacity")
         meaning = metrics_of(StepStats)["accepted_by_position"].help
         self._accepted_by_position = self._counter("spec_decode_num_accepted_tokens_per_pos", meaning, "position")
-        meaning = "Tokens of the sequences that were let in, by where their KV came from."
+        meaning = "Tokens of admitted sequences, by the source of their KV cache."
         self._tokens_by_source = self._counter("prompt_tokens_by_source", meaning, "admission", "source")
-        meaning = "Of those, tokens that were computed, by why the prefix cache did not have them."
+        meaning = "Computed tokens of admitted sequences, by the reason for the prefix cache miss."
         self._tokens_by_reason = self._counter("prompt_tokens_computed_by_reason", meaning, "admission", "reason")
         for admission in ("first", "resumed"):
             for source in TokenSources._fields:
@@ -259,36 +259,34 @@ class Metrics:
                 self._tokens_by_reason.labels(self._model_name, admission, end.label)
 
     def _make_request_metrics(self) -> None:
-        self._success = self._counter("request_success", "Requests that ended, by reason.", "finished_reason")
+        self._success = self._counter("request_success", "Finished requests, by reason.", "finished_reason")
         for reason in FINISH_REASONS:
             self._success.labels(self._model_name, reason)
-        self._first_token_time = self._histogram("time_to_first_token_seconds", "Arrival to first token.", "seconds")
+        self._first_token_time = self._histogram("time_to_first_token_seconds", "Time to first token.", "seconds")
         name = self._full("inter_token_latency_seconds")
-        self.registry.register(_TimeCollector(name, "One token to the next.", self._model_name, self._token_gaps))
+        self.registry.register(_TimeCollector(name, "Inter-token latency.", self._model_name, self._token_gaps))
         self._time_per_token = self._histogram(
-            "request_time_per_output_token_seconds", "Mean time between two tokens of a finished request.", "seconds"
+            "request_time_per_output_token_seconds", "Mean time per output token of a finished request.", "seconds"
         )
         self._request_times = [
             (attrgetter(*stamps), self._histogram(name, meaning, "seconds")) for name, meaning, *stamps in REQUEST_TIMES
         ]
-        self._request_prompt_tokens = self._histogram(
-            "request_prompt_tokens", "Tokens of a request's prompt.", "tokens"
-        )
+        self._request_prompt_tokens = self._histogram("request_prompt_tokens", "Prompt tokens per request.", "tokens")
         self._request_generation_tokens = self._histogram(
-            "request_generation_tokens", "Tokens generated for a request, all its sequences together.", "tokens"
+            "request_generation_tokens", "Generated tokens per request, all its sequences together.", "tokens"
         )
 
     def _make_length_metrics(self) -> None:
         """Make the histograms of request lengths and parameters, and the counter of HTTP requests."""
         self._longest_sample_tokens = self._histogram(
-            "request_max_num_generation_tokens", "Tokens of a request's longest output.", "tokens"
+            "request_max_num_generation_tokens", "Tokens in the longest output of a request.", "tokens"
         )
-        self._request_preemptions = self._histogram("request_num_preemptions", "Preemptions of a request.", "tokens")
+        self._request_preemptions = self._histogram("request_num_preemptions", "Preemptions per request.", "tokens")
         self._prefill_tokens = self._histogram(
-            "request_prefill_kv_computed_tokens", "Prompt tokens of a request that no cache had.", "tokens"
+            "request_prefill_kv_computed_tokens", "Prompt tokens per request that were not cached.", "tokens"
         )
-        self._params_n = self._histogram("request_params_n", "Requested number of outputs.", "tokens")
-        self._params_max_tokens = self._histogram("request_params_max_tokens", "Requested length limits.", "tokens")
+        self._params_n = self._histogram("request_params_n", "Parameter n of requests.", "tokens")
+        self._params_max_tokens = self._histogram("request_params_max_tokens", "Parameter max_tokens.", "tokens")
         # The name is that of the usual Prometheus middleware for HTTP servers, without a prefix.
         labels = ["handler", "method", "status"]
         self._http_requests = Counter("http_requests", "HTTP requests by route.", labels, registry=self.registry)

@@ -19,9 +19,9 @@ class EngineCounters(SchedulerStats):
     _fields: ClassVar[tuple[str, ...]]
 
     prompt_tokens: Annotated[int, Metric("Prompt tokens of the requests that ran.", "prompt_tokens")] = 0
-    generation_tokens: Annotated[int, Metric("Tokens generated.", "generation_tokens")] = 0
-    swap_out_blocks: Annotated[int, Metric("Blocks copied to the host for preempted sequences.", "swap_out_blocks")] = 0
-    swap_in_blocks: Annotated[int, Metric("Blocks copied back when they came in again.", "swap_in_blocks")] = 0
+    generation_tokens: Annotated[int, Metric("Generated tokens.", "generation_tokens")] = 0
+    swap_out_blocks: Annotated[int, Metric("Blocks swapped out for preempted sequences.", "swap_out_blocks")] = 0
+    swap_in_blocks: Annotated[int, Metric("Blocks swapped in for resumed sequences.", "swap_in_blocks")] = 0
 
     def _replace(self, **changes: Any) -> Self:
         return replace(self, **changes)
@@ -35,16 +35,16 @@ class StepStats(EngineCounters):
     """Statistics of one step: the changes of the counters, and the engine's state at its end."""
 
     now_s: Annotated[float, Metric("End of the step, in seconds of a monotonic clock.")] = 0.0
-    num_running: Annotated[int, Metric("Sequences that run.", "num_requests_running", "gauge")] = 0
-    num_waiting: Annotated[int, Metric("Requests that wait.", "num_requests_waiting", "gauge")] = 0
-    num_swapped: Annotated[int, Metric("Sequences whose blocks are on the host.", "num_requests_swapped", "gauge")] = 0
+    num_running: Annotated[int, Metric("Running sequences.", "num_requests_running", "gauge")] = 0
+    num_waiting: Annotated[int, Metric("Waiting requests.", "num_requests_waiting", "gauge")] = 0
+    num_swapped: Annotated[int, Metric("Sequences swapped out to the host.", "num_requests_swapped", "gauge")] = 0
     kv_usage: Annotated[
-        float, Metric("Share of the KV blocks in use; 1 is all of them.", "kv_cache_usage_perc", "gauge")
+        float, Metric("Share of the KV cache blocks in use, from 0 to 1.", "kv_cache_usage_perc", "gauge")
     ] = 0.0
     host_usage: Annotated[
-        float, Metric("Share of the swap space in use; 1 is all of it.", "cpu_cache_usage_perc", "gauge")
+        float, Metric("Share of the swap space in use, from 0 to 1.", "cpu_cache_usage_perc", "gauge")
     ] = 0.0
-    step_tokens: Annotated[int, Metric("Tokens computed in a step.", "iteration_tokens_total", "histogram")] = 0
+    step_tokens: Annotated[int, Metric("Computed tokens per step.", "iteration_tokens_total", "histogram")] = 0
 
 
 @dataclass(slots=True)
@@ -54,14 +54,14 @@ class EngineStats(EngineCounters):
     num_steps: Annotated[int, Metric("Steps of the engine.")] = 0
     computed_tokens: Annotated[int, Metric("Tokens that went through the model.")] = 0
     num_evictions: Annotated[
-        int, Metric("Published blocks taken back for reuse.", "kv_block_evictions", kv_key="evictions")
+        int, Metric("Evicted blocks of the prefix cache.", "kv_block_evictions", kv_key="evictions")
     ] = 0
     num_copies: Annotated[int, Metric("Blocks copied on write.", "kv_block_copies", kv_key="copies")] = 0
     num_merges: Annotated[
-        int, Metric("Duplicate blocks given back when they filled.", "kv_block_merges", kv_key="merges")
+        int, Metric("Full blocks freed as duplicates of published ones.", "kv_block_merges", kv_key="merges")
     ] = 0
     disk: Annotated[StoreStats | None, Metric("Counters of the prefix cache on disk; None without one.")] = None
-    transfer: Annotated[TransferStats | None, Metric("Counters of the hand-over of blocks; None without it.")] = None
+    transfer: Annotated[TransferStats | None, Metric("Counters of KV transfer; None without it.")] = None
     remote: Annotated[RemoteStats | None, Metric("Counters of the remote prefix cache; None without one.")] = None
 
 
@@ -73,7 +73,7 @@ class Health(NamedTuple):
 
     Args:
         is_alive: True while its thread runs.
-        is_stuck: True where it has work, but has completed no step for a minute.
+        is_stuck: True if it has work, but has not completed a step for a minute.
         seconds_since_progress: seconds since the last step or idle moment.
         num_swapped: number of sequences whose blocks are on the host.
     """
