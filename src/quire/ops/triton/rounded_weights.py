@@ -1,4 +1,4 @@
-"""Plain weights that are rounded as they are loaded, in the form of weights that are stored quantised."""
+"""Quantisation of weights while they are loaded, to the in-memory form of stored quantised weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FORMS: Final = {
     "int6": WeightForm(6, 32, "bfloat16", offset=32),
     "int4": WeightForm(4, 32, "bfloat16", offset=8),
 }
-# Forms of int8, the largest group first: kernels read a scale for each group, and all groups of a row have the same.
+# Forms of int8, the largest group first: kernels read a scale per group; all groups of a row have the same scale.
 INT8_FORMS: Final = (
     WeightForm(8, 128, "float32", offset=128),
     WeightForm(8, 32, "float32", offset=128),
@@ -24,25 +24,26 @@ INT8_FORMS: Final = (
 
 
 def rounded_form(name: WeightFormat, width: int) -> WeightForm | None:
-    """Return the form of a rounded weight whose rows have `width` values; None where kernels have no groups for it."""
+    """Return the form of a quantised weight with `width` inputs; None if the kernels support no group size for it."""
     if name != "int8":
         return FORMS[name]
     return next((form for form in INT8_FORMS if width % form.group == 0), None)
 
 
 def round_weight(weight: Tensor, name: WeightFormat, device: torch.device) -> StoredWeight | None:
-    """Return a weight that is rounded where its rows are read, with the numbers of `TorchQuantisedLinear`.
+    """Return a weight whose rows are quantised when they are read, to the codes and scales of `TorchQuantisedLinear`.
 
-    Only the rows that are read are in float32, so little memory is taken beside the codes. A row of int8 that is not
-    finite, and a group of fewer bits that is not, has a scale of NaN.
+    Only the rows that are being read are in float32, so little memory is needed in addition to the codes. A row (int8)
+    or a group (fewer bits) that is not finite gets a scale of NaN.
 
     Args:
         weight: [out, in], of any dtype and on any device; the result refers to it.
-        name: format that `weight_format` gave for its width.
-        device: device on which rows are rounded.
+        name: format that `weight_format` returned for its width.
+        device: device on which rows are quantised.
 
     Returns:
-        None where kernels take no such weight, which stays as it is: int8 of a width that is no multiple of 16.
+        None if the kernels do not support the weight, which then stays unquantised: int8 with a width that is no
+        multiple of 16.
     """
     num_rows, width = weight.shape
     form = rounded_form(name, width)

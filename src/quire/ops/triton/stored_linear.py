@@ -1,4 +1,4 @@
-"""Linear layers on quantised weights by Triton kernels: on stored ones, and on those that were rounded at load."""
+"""Linear layers with quantised weights by Triton kernels: stored quantised, or quantised while loading."""
 
 from __future__ import annotations
 
