@@ -20,14 +20,14 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
         type=options.json_object,
         default={},
         metavar="JSON",
-        help="variables of the chat template, for requests that do not set them (default: {})",
+        help="default variables of the chat template, for requests that do not set them (default: {})",
     )
     group.add_argument(
         "--replicas",
         type=int,
         default=1,
         metavar="N",
-        help="servers on this machine behind one address, which routes by what their caches hold (default 1)",
+        help="number of servers on this machine behind one address, with cache-aware routing (default 1)",
     )
     _add_access(group)
     _add_times(group, defaults)
@@ -35,7 +35,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--allow-runtime-lora-updating",
         action="store_true",
-        help="let operators load adapters from folders of this machine, by /v1/load_lora_adapter",
+        help="allow operators to load adapters from local folders, by /v1/load_lora_adapter",
     )
     _add_bounds(group, defaults)
     group.add_argument("--watch", action="store_true", help="show the block map in the terminal; 2>FILE moves the log")
@@ -73,12 +73,12 @@ def add_address(group: argparse._ActionsContainer, port: int) -> None:
 
 
 def add_log_level(group: argparse._ActionsContainer) -> None:
-    """Add the option of the least level of what is logged."""
+    """Add the option of the minimum log level."""
     group.add_argument(
         "--log-level",
         choices=("debug", "info", "warning", "error"),
         default="info",
-        help="least level of what is logged (default info)",
+        help="minimum level of log messages (default info)",
     )
 
 
@@ -94,7 +94,7 @@ def _add_formats(group: argparse._ArgumentGroup, defaults: ServerConfig) -> None
         "--reasoning-parser",
         metavar="{" + ",".join(REASONING_PARSERS) + "}",
         default=defaults.reasoning_parser,
-        help="format of the model's thinking; auto detects it in the chat template, none leaves it in the content "
+        help="format of the model's reasoning; auto detects it in the chat template, none leaves it in the content "
         "(default auto)",
     )
     group.add_argument(
@@ -117,7 +117,7 @@ def _add_logs(group: argparse._ArgumentGroup) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="characters of a request's prompts in its line; 0 for none (default 0)",
+        help="maximum characters of the prompts in the log line of a request; 0 for none (default 0)",
     )
     group.add_argument(
         "--log-format",
@@ -139,14 +139,14 @@ def _add_access(group: argparse._ArgumentGroup) -> None:
         "--api-key",
         default=os.environ.get("QUIRE_API_KEY"),
         metavar="KEY",
-        help="key of the clients; QUIRE_API_KEY sets it without showing it to other users of this machine "
+        help="API key of clients; QUIRE_API_KEY sets it without showing it to other users of this machine "
         "(default: none)",
     )
     group.add_argument(
         "--operator-key",
         default=os.environ.get("QUIRE_OPERATOR_KEY"),
         metavar="KEY",
-        help="key for all routes, those of metrics, status, pins and resets included; QUIRE_OPERATOR_KEY sets it "
+        help="API key for all routes, including those of metrics, status, pins and resets; QUIRE_OPERATOR_KEY sets it "
         "(default: none)",
     )
     group.add_argument(
@@ -154,14 +154,13 @@ def _add_access(group: argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         metavar="ORIGIN",
-        help='a web origin whose pages may call the server, like "https://example.org"; may be repeated '
-        "(default: none)",
+        help='allowed web origin (CORS), like "https://example.org"; may be repeated (default: none)',
     )
     group.add_argument("--allowed-origins", type=_origins, default=[], help=argparse.SUPPRESS)
     group.add_argument(
         "--tenant-header",
         metavar="NAME",
-        help="a header that a gateway sets: only requests with the same value share cached prefixes (default: none)",
+        help="header set by a gateway: only requests with the same value share cached prefixes (default: none)",
     )
 
 
@@ -179,12 +178,12 @@ def _origins(text: str) -> list[str]:
 def _add_times(group: argparse._ArgumentGroup, defaults: ServerConfig) -> None:
     """Add the options in seconds."""
     for flag, default, help_text in (
-        ("--receive-timeout", defaults.receive_timeout_s, "seconds for a request to arrive; more for a long one"),
-        ("--send-timeout", defaults.send_timeout_s, "seconds for a client to read some of its answer"),
-        ("--keep-alive-timeout", defaults.keep_alive_timeout_s, "seconds for a connection without a request"),
+        ("--receive-timeout", defaults.receive_timeout_s, "seconds to receive a request; more for a long one"),
+        ("--send-timeout", defaults.send_timeout_s, "seconds for a client to read a part of its response"),
+        ("--keep-alive-timeout", defaults.keep_alive_timeout_s, "seconds to keep a connection without a request open"),
         ("--drain-timeout", defaults.drain_timeout_s, "seconds for running requests when the server stops"),
-        ("--ping-interval", defaults.ping_interval_s, "seconds of silence before a stream sends a comment"),
-        ("--log-interval", defaults.log_interval_s, "seconds between throughput lines; 0 for none"),
+        ("--ping-interval", defaults.ping_interval_s, "seconds without data before a stream sends a comment"),
+        ("--log-interval", defaults.log_interval_s, "seconds between log lines with the throughput; 0 for none"),
     ):
         group.add_argument(flag, type=float, default=default, metavar="S", help=f"{help_text} (default {default:g})")
 
@@ -197,24 +196,24 @@ def _add_bounds(group: argparse._ArgumentGroup, defaults: ServerConfig) -> None:
         type=size,
         default=defaults.max_body_bytes,
         metavar="SIZE",
-        help=f"longest body of a request (default {options.shown_size(defaults.max_body_bytes)})",
+        help=f"maximum size of a request body (default {options.shown_size(defaults.max_body_bytes)})",
     )
     for flag, default, help_text in (
         (
             "--api-server-count",
             defaults.api_server_count,
-            "processes that speak HTTP beside the engine's; 0 for none, needs the extra fronts (default 0)",
+            "number of front processes for HTTP; 0 for none, others need the extra fronts (default 0)",
         ),
-        ("--max-prompts", defaults.max_prompts, f"maximum of prompts in a request (default {defaults.max_prompts})"),
+        ("--max-prompts", defaults.max_prompts, f"maximum prompts per request (default {defaults.max_prompts})"),
         (
             "--max-request-logprobs",
             defaults.max_request_logprobs,
-            f"maximum of log probabilities in the answer to a request (default {defaults.max_request_logprobs})",
+            f"maximum log probabilities in the response to a request (default {defaults.max_request_logprobs})",
         ),
         (
             "--max-connections",
             defaults.max_connections,
-            "maximum of open connections (default: the limit of open files, 8192 at most)",
+            "maximum open connections (default: the limit of open files, 8192 at most)",
         ),
     ):
         group.add_argument(flag, type=int, default=default, metavar="N", help=help_text)
