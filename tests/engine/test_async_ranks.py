@@ -18,6 +18,7 @@ from quire.scheduling.async_scheduling import AsyncScheduler
 from quire.scheduling.command_log import CommandReplay, LoggedScheduler
 from quire.scheduling.plan import StepPlan
 from tests.distributed.engines import llm_of_threads
+from tests.engine.sampling_world import never_the_same
 from tests.engine.test_async_drafts import resting_drafts, short_rests
 from tests.engine.test_async_scheduling import run_ahead
 from tests.engine.test_ranks import GREEDY, OPTIONS, PROMPTS, check_a_killed_rank, texts
@@ -45,8 +46,9 @@ def pair() -> Iterator[tuple[LLM, LLM]]:
         SamplingParams(temperature=0.0, max_tokens=20, structured_outputs=StructuredOutputs(regex="[a-c]{3} [0-9]{4}")),
         SamplingParams(temperature=0.0, max_tokens=60, stop=("the", ".")),
         SamplingParams(temperature=0.0, max_tokens=5, prompt_logprobs=1, min_tokens=3),
+        SamplingParams(temperature=0.0, max_tokens=20, logits_processors=(never_the_same,)),
     ],
-    ids=["greedy", "penalties", "samples", "beams", "grammar", "stop strings", "prompt logprobs"],
+    ids=["greedy", "penalties", "samples", "beams", "grammar", "stop strings", "prompt logprobs", "processors"],
 )
 def test_ranks_that_run_ahead_give_what_one_process_gives(params: SamplingParams, pair: tuple[LLM, LLM]) -> None:
     one, two = pair

@@ -278,3 +278,28 @@ def test_a_failed_step_costs_a_later_request_its_hit_and_no_token() -> None:
         executor.execute = fails  # type: ignore[method-assign]
         assert llm.generate(second, params, use_tqdm=False)[0].error is not None
         assert tokens_of(llm.generate(first, params, use_tqdm=False)[0]) == expected
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["step-by-step", "asynchronous"])
+def test_nothing_is_saved_after_a_failed_step(is_async: bool, tmp_path: Path) -> None:
+    """Also where the step was still in flight: the blocks that it was to load have the content of others."""
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    first, second, other = ({"prompt_token_ids": list(range(*bounds))} for bounds in ((10, 58), (300, 372), (600, 612)))
+    options: dict[str, Any] = {"max_model_len": 96, "block_size": 8, "num_kv_blocks": 16, "num_threads": 1}
+    options |= {"swap_space": 1 << 22, "prefix_cache_dir": str(tmp_path), "async_scheduling": is_async}
+    with closing(LLM(**options)) as llm:
+        expected, _ = (tokens_of(llm.generate(prompt, params, use_tqdm=False)[0]) for prompt in (first, second))
+        llm.engine.add_request("other", other, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
+        for _ in range(2):
+            llm.engine.step()
+
+        def fails(plan: StepPlan) -> Any:
+            assert plan.ops.copies, "the first prompt is on the host"
+            raise WorkerError("no power")
+
+        llm.engine.executor._runner.execute = fails  # type: ignore[attr-defined]
+        llm.engine.add_request("first", first, params)
+        llm.engine.step()
+        assert ("first" in llm.engine.outputs) == is_async, "the failed step is in flight, or not"
+    with closing(LLM(**options)) as llm:
+        assert tokens_of(llm.generate(first, params, use_tqdm=False)[0]) == expected

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire import LLM, LoRARequest, SamplingParams
+from quire import LLM, LoRARequest, SamplingParams, StructuredOutputs
 from quire.errors import InvalidAdapter, LockstepDrift, WorkerError
 from tests.conformance.checkpoints import save_checkpoint
 from tests.conformance.test_draft_model import noisy_copy
@@ -95,6 +95,25 @@ def test_drafts_of_models_are_those_of_one_process(kind: str, tmp_path: Path) ->
     for is_async in (False, True):
         with llm_of_threads(str(model), async_scheduling=is_async, **options) as two:
             assert use(two) == expected
+
+
+@pytest.mark.parametrize(("size", "stages"), [(2, 1), (1, 2)])
+def test_a_rank_that_draws_no_tokens_needs_no_accepted_drafts(size: int, stages: int) -> None:
+    """What looks back on the tokens so far is known on rank 0 alone, which verifies drafts."""
+    options = {**OPTIONS, "speculative_method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    given: dict[str, Any] = {"temperature": 0.0, "max_tokens": 24, "logit_bias": {5: 50.0}, "ignore_eos": True}
+    looking_back: list[dict[str, Any]] = [{"bad_words": ("fox",)}, {"presence_penalty": 0.1}, {"dry_multiplier": 0.01}]
+    params = [SamplingParams(**given, **each) for each in looking_back]
+    form = StructuredOutputs(regex="(ab){20}")
+    params.append(SamplingParams(temperature=0.0, max_tokens=24, structured_outputs=form))
+
+    def use(llm: LLM) -> list[list[int]]:
+        outputs = llm.generate(["a b a b a b"] * len(params), params, use_tqdm=False)
+        assert llm.stats.num_accepted_tokens > 0
+        return [output.outputs[0].token_ids for output in outputs]
+
+    with LLM(**options) as one, llm_of_threads(size=size, stages=stages, **options) as two:
+        assert use(two) == use(one)
 
 
 # ---- experts ----

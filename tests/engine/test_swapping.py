@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError
 from quire.scheduling import TransferRates
+from tests.conformance.checkpoints import save_checkpoint
 
 OPTIONS = {"skip_tokenizer_init": True, "num_threads": 1, "max_model_len": 96, "block_size": 8, "num_kv_blocks": 12}
 PROMPTS = [[token] * 30 for token in (5, 6, 7, 8)]
@@ -41,11 +44,15 @@ def test_what_is_swapped_is_counted_and_changes_no_token() -> None:
     assert costs.prefill_tokens_per_s != TransferRates().prefill_tokens_per_s, "measured as it ran"
 
 
-def test_a_swap_space_below_one_block_is_refused_with_the_minimum() -> None:
+@pytest.mark.parametrize("family", [None, "gemma4", "falcon-h1"])
+def test_a_swap_space_below_one_block_is_refused_with_the_minimum(family: str | None, tmp_path: Path) -> None:
+    """Where groups have blocks of several sizes, a slab may take more than a block of each."""
+    options = {**OPTIONS, "num_kv_blocks": 100}
+    model = "bundled" if family is None else str(save_checkpoint(family, tmp_path))
     with pytest.raises(ConfigError, match=r"swap_space \(4,096\) must be 0, or at least ([\d,]+)") as caught:
-        LLM("bundled", **OPTIONS, swap_space=4096)
+        LLM(model, **options, swap_space=4096)
     assert caught.value.field == "swap_space"
     least = int(str(caught.value).split("at least ")[1].split(":")[0].replace(",", ""))
-    assert LLM("bundled", **OPTIONS, swap_space=least).usage().host is not None
+    assert LLM(model, **options, swap_space=least).usage().host is not None
     with pytest.raises(ConfigError):
-        LLM("bundled", **OPTIONS, swap_space=least - 1)
+        LLM(model, **options, swap_space=least - 1)

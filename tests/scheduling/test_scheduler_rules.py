@@ -8,7 +8,7 @@ import pytest
 
 from quire.decoding import Append, Finish
 from quire.errors import InvalidParameter, InvariantViolation, PromptTooLong
-from quire.memory import FullAttention, KVCacheManager, RecurrentState, TokenAccount, TokenSources
+from quire.memory import FullAttention, KVCacheManager, RecurrentState, SlidingWindow, TokenAccount, TokenSources
 from quire.scheduling import Scheduler
 from quire.scheduling.plan import ItemResult
 from quire.sequences import FinishReason, SequenceStatus
@@ -244,6 +244,18 @@ def test_the_refusal_names_the_longest_prompt_that_would_do(max_tokens: int, lim
     if limit:
         harness.add(Job(prompt=prompt(limit), max_tokens=max_tokens), seed=1)
         finish_all(harness)
+
+
+@pytest.mark.parametrize("num_tokens", [6, 9, 30])
+def test_beams_in_a_window_may_fit_where_those_of_a_shorter_prompt_do_not(num_tokens: int) -> None:
+    """Behind a prompt that ends with a block, each beam begins one of its own, beside those in the window."""
+    setting = Setting(num_blocks=3, block_size=3, caching=False, specs=(SlidingWindow(block_size=3, window=5),))
+    harness = Harness(setting)
+    with pytest.raises(PromptTooLong, match=f"at most {num_tokens - 1}$"):
+        harness.add(Job(prompt=prompt(num_tokens), beam_width=2, max_tokens=1), seed=0)
+    for seed, length in ((1, num_tokens - 1), (2, num_tokens + 1)):
+        harness.add(Job(prompt=prompt(length), beam_width=2, max_tokens=1), seed=seed)
+    finish_all(harness)
 
 
 def test_more_samples_than_slots_are_refused_at_the_door() -> None:

@@ -12,7 +12,7 @@ from quire.bench.roofline import ModelShape
 from quire.capacity.gpu_budget import plan_gpu
 from quire.config import CACHE_DTYPES, DTYPES, CacheDtype, EngineConfig, context_length, step_tokens
 from quire.errors import ConfigError, shown
-from quire.memory.capacity.sizing import ArenaSizing, arena_bytes, most_bytes, tokens_bytes
+from quire.memory.capacity.sizing import ArenaSizing, arena_bytes, least_host_bytes, most_bytes, tokens_bytes
 from quire.memory.recording.settings import MemorySettings
 from quire.memory.specs import KVCacheSpec
 from quire.models.cache_layout import cache_specs
@@ -77,8 +77,7 @@ class SimulatedEngine:
                 "kv_cache_memory_bytes or num_kv_blocks",
                 field="kv_cache_memory_bytes",
             )
-        if 0 < cache.swap_space < 2 * sum(spec.bytes_per_block for spec in specs):
-            least = 2 * sum(spec.bytes_per_block for spec in specs)
+        if 0 < cache.swap_space < (least := least_host_bytes(specs)):
             raise ConfigError(
                 f"swap_space ({cache.swap_space:,}) must be 0, or at least {least:,}: a block of every cache group",
                 field="swap_space",

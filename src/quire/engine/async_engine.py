@@ -59,8 +59,9 @@ class AsyncEngine(Engine):
         in_flight, self._in_flight = self._in_flight, None
         try:
             if in_flight is not None:
-                with suppress(WorkerError):  # nobody reads it
-                    in_flight.step.result()
+                in_flight.step.result()  # nobody reads it
+        except WorkerError:
+            self._early_ends.num_failed_steps += 1  # then nothing is saved
         finally:
             super().close()
 

@@ -18,6 +18,7 @@ from quire.execution.mtp_drafter import MTPDrafter
 from quire.execution.runner import ModelRunner
 from quire.execution.sampling.deferred_sampler import DeferredSampler
 from quire.execution.sampling.device_sampler import DeviceSampler, warm_up
+from quire.execution.sampling.following_sampler import FollowingSampler
 from quire.execution.sampling.sampler import Sampler
 from quire.kvstore.disk_blocks import DiskBlocks
 from quire.models.decoder import Decoder
@@ -87,6 +88,8 @@ def build_runner(
         sampler = Sampler(torch_device, grammar_states, keep)
         if is_apart:
             sampler = DeviceSampler(torch_device, grammar_states, keep, draws)
+    if decoder.is_follower:
+        sampler = FollowingSampler(torch_device)
     own, drafter = len(decoder.cache_groups), None
     if draft is not None:  # with it no plan is made ahead, so the only placeholders are drafts
         builder = drafting = DraftingBatchBuilder(block_size, torch_device, caches)

@@ -39,7 +39,8 @@ def check_can_ever_fit(memory: KVCacheManager, request: Request) -> None:
     """Refuse a request that could not fit into an empty cache; beams are assumed to share only the prompt.
 
     Raises:
-        PromptTooLong: the request can never fit; the error gives the length of the longest prompt that would.
+        PromptTooLong: the request can never fit; the error gives the length of a shorter prompt that would, without
+            beams of the longest one.
     """
     num_output = request.max_total_tokens - request.num_prompt
     width = request.params.beam_width or 1
@@ -49,12 +50,15 @@ def check_can_ever_fit(memory: KVCacheManager, request: Request) -> None:
 
     if not is_too_long(request.num_prompt):
         return
-    # Among prompts that end one token before a block boundary, fitting is monotonic in length: bisect these. All
-    # prompts shorter than the longest such prompt that fits also fit.
+    # Among prompts that end one token before a block boundary, fitting is monotonic in length, but for beams in windows
+    # and chunks: bisect these. All prompts shorter than the longest such prompt that fits also fit.
     size = memory.block_size
     ends = range(size - 1, request.num_prompt + size, size)
     limit = max(0, ends[0] + size * (bisect_left(ends, True, key=is_too_long) - 1))
-    limit = next(length for length in range(limit, request.num_prompt) if is_too_long(length + 1))
+    if limit < request.num_prompt:
+        limit = next(length for length in range(limit, request.num_prompt) if is_too_long(length + 1))
+    else:  # where a longer prompt of beams fits, so does one that is a little shorter
+        limit = next((length for length in range(request.num_prompt - 1, 0, -1) if not is_too_long(length)), 0)
     beams = "" if width == 1 else f", for each of {width} beams"
     raise PromptTooLong(request.num_prompt, limit, f"the KV cache (with room for the output asked for{beams})")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any, Final
 
 from quire.errors import UnsupportedFeature
@@ -39,6 +39,7 @@ def request_to_json(request: Request) -> dict[str, Any]:
     """Return a request that was not scheduled yet as a JSON value; see `check_travels`."""
     value = {name: getattr(request, name) for name in _PLAIN}
     value["params"] = params_to_json(request.params)
+    value["has_processors"] = bool(request.params.logits_processors)
     value["namespace"] = list(request.namespace)
     value["end_token_ids"] = sorted(request.end_token_ids)
     value["bad_words"] = list(map(list, request.bad_words))
@@ -49,19 +50,26 @@ def request_to_json(request: Request) -> dict[str, Any]:
 
 def request_from_json(value: dict[str, Any]) -> Request:
     """Return the request of a value of `request_to_json`."""
-    pooling = value["pooling"]
+    params, pooling = params_from_json(value["params"]), value["pooling"]
+    if value["has_processors"]:
+        params = replace(params, logits_processors=(_stay_elsewhere,))
     if pooling is not None:
         token_ids, kind, second_start = pooling
         pooling = Pooling(tuple(token_ids), kind, second_start)
     return Request(
         **{name: value[name] for name in _PLAIN},
-        params=params_from_json(value["params"]),
+        params=params,
         namespace=Namespace(*value["namespace"]),
         end_token_ids=frozenset(value["end_token_ids"]),
         bad_words=tuple(map(tuple, value["bad_words"])),
         dry_breakers=tuple(value["dry_breakers"]),
         pooling=pooling,
     )
+
+
+def _stay_elsewhere(*_: object) -> Any:
+    """Stand for logits processors in a process that draws no tokens, but plans by whether a request has any."""
+    raise AssertionError("logits are processed where tokens are drawn")
 
 
 def params_to_json(params: SamplingParams) -> dict[str, Any]:

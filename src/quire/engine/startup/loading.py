@@ -43,7 +43,7 @@ from quire.engine.startup.weight_check import check_weights
 from quire.engine.startup.wrappers import Wrappers
 from quire.errors import ConfigError
 from quire.kvstore.disk_blocks import DiskBlocks
-from quire.memory.capacity.sizing import ArenaSizing, arena_bytes
+from quire.memory.capacity.sizing import ArenaSizing, arena_bytes, least_host_bytes
 from quire.memory.manager import KVCacheManager
 from quire.memory.prefix.token_chain import Namespace
 from quire.memory.recording.recorder import MemoryRecorder
@@ -318,7 +318,7 @@ def _memory(
     Raises:
         ConfigError: the swap space holds no block.
     """
-    least = 2 * sum(spec.bytes_per_block for spec in sizing.specs)
+    least = least_host_bytes(sizing.specs)
     if 0 < resolved.swap_space < least:
         raise ConfigError(
             f"swap_space ({resolved.swap_space:,}) must be 0, or at least {least:,}: a block of every cache group",

@@ -47,6 +47,12 @@ def tokens_bytes(specs: Sequence[KVCacheSpec]) -> int:
     return sum(spec.bytes_per_block for spec in specs if not spec.is_recurrent)
 
 
+def least_host_bytes(specs: Sequence[KVCacheSpec]) -> int:
+    """Return the fewest bytes of a host tier: null blocks, and a slab or a block of every group, whichever is more."""
+    units = [spec.bytes_per_block for spec in specs]
+    return max(2 * sum(units), lay_out(units, num_slabs=1).num_bytes)
+
+
 def peak_blocks_per_group(
     specs: Sequence[KVCacheSpec],
     num_tokens: int,
