@@ -12,6 +12,7 @@ from quire.errors import ConfigError
 
 SMALL: dict[str, Any] = {
     "num_speculative_tokens": 3,
+    "num_speculative_branches": 3,
     "prompt_lookup_min": 3,
     "prompt_lookup_max": 5,
     "suffix_cache_bytes": 1 << 20,

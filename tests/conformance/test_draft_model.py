@@ -33,15 +33,15 @@ def noisy(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return noisy_copy(reference.folder, tmp_path_factory.mktemp("noisy"))
 
 
-def noisy_copy(model: Path, folder: Path) -> Path:
-    """Write a checkpoint with weights a little off those of another one."""
+def noisy_copy(model: Path, folder: Path, share: float = 0.15) -> Path:
+    """Write a checkpoint with weights a little off those of another one: noise is this share of them."""
     shutil.copytree(model, folder, dirs_exist_ok=True)
     generator = torch.Generator().manual_seed(0)
     for path in folder.glob("*.safetensors"):
         tensors = load_file(path)
         for name, tensor in tensors.items():
             if tensor.is_floating_point() and tensor.dim() == 2:
-                noise = torch.randn(tensor.shape, generator=generator) * tensor.float().std() * 0.15
+                noise = torch.randn(tensor.shape, generator=generator) * tensor.float().std() * share
                 tensors[name] = (tensor.float() + noise).to(tensor.dtype)
         save_file(tensors, path, metadata={"format": "pt"})
     return folder

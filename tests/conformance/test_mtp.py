@@ -57,6 +57,11 @@ class RecordingDrafter(ModelDrafter):
 
 @pytest.fixture(scope="module")
 def noisy(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """See `noisy_model`."""
+    return noisy_model(tmp_path_factory)
+
+
+def noisy_model(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """Return a model whose head often guesses right, and often wrong."""
     folder = save_mtp_checkpoint(tmp_path_factory.mktemp("noisy"), noise=0.07, head_noise=0.5)
     prompts = ragged_prompts()

@@ -41,15 +41,16 @@ from tests.scheduling.random_jobs import jobs, narrow_settings
 @given(
     arriving=st.lists(jobs, min_size=1, max_size=7),
     setting=narrow_settings(),
-    drafts=st.sampled_from(["guesser", "model"]),
+    drafts=st.sampled_from(["guesser", "model", "branches", "model branches"]),
 )
 def test_tokens_with_drafts_are_those_of_step_by_step(arriving: list[Job], setting: Setting, drafts: str) -> None:
     """Requests come and go while a step with their drafts is in flight; with drafts none is planned ahead."""
     arriving = [replace(job, prompt_logprobs=None, media=()) for job in arriving]
     world = run_ahead(arriving, replace(setting, drafts=drafts))
     assert_undisturbed(world, arriving)
-    assert world.executor.num_ahead == 0
-    assert world.executor.most_unread == 1
+    if not drafts.endswith("branches"):  # those may rest
+        assert world.executor.num_ahead == 0
+        assert world.executor.most_unread == 1
 
 
 @pytest.mark.slow
@@ -57,7 +58,7 @@ def test_tokens_with_drafts_are_those_of_step_by_step(arriving: list[Job], setti
 @given(
     arriving=st.lists(jobs, min_size=1, max_size=9),
     setting=narrow_settings(),
-    drafts=st.sampled_from(["guesser", "model"]),
+    drafts=st.sampled_from(["guesser", "model", "branches", "model branches"]),
 )
 def test_tokens_with_drafts_are_those_of_step_by_step_in_many_runs(
     arriving: list[Job], setting: Setting, drafts: str

@@ -65,9 +65,11 @@ def test_adapters_come_and_go_as_in_one_process(world: World, tmp_path: Path, si
 # ---- drafts ----
 
 
+@pytest.mark.parametrize("num_branches", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["divided", "whole", "mtp"])
-def test_drafts_of_models_are_those_of_one_process(kind: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = {**TINY, "num_speculative_tokens": 3, "num_kv_blocks": 120}
+def test_drafts_of_models_are_those_of_one_process(kind: str, num_branches: int, tmp_path: Path) -> None:
+    counts = {"num_speculative_tokens": 3, "num_speculative_branches": num_branches}
+    options: dict[str, Any] = {**TINY, **counts, "num_kv_blocks": 120}
     if kind == "mtp":
         model = save_mtp_checkpoint(tmp_path / "model", noise=0.07, head_noise=0.5)
         options |= {"speculative_method": "mtp", "num_kv_blocks": 400}
@@ -84,7 +86,7 @@ def test_drafts_of_models_are_those_of_one_process(kind: str, tmp_path: Path) ->
         # How often drafts are right is to change nothing of how many there are.
         llm.engine.step_recorder.speculation = None
         speculation: Any = llm.engine.scheduler.drafter
-        speculation.step_costs = [1.0] * 4
+        speculation.step_costs = [1.0] * len(speculation.step_costs)
         found = tokens(llm), tokens(llm)
         return found, llm.stats.num_draft_tokens, llm.stats.num_accepted_tokens
 

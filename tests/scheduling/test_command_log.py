@@ -26,7 +26,7 @@ from quire.sequences.pooling import Pooling
 from quire.sequences.request_json import request_from_json, request_to_json
 from quire.sequences.structured import StructuredOutputs
 from quire.sequences.thinking import ThinkingTokens
-from tests.scheduling.harness import NEVER, Guesser, Harness, Job, Setting
+from tests.scheduling.harness import NEVER, Harness, Job, Setting
 from tests.scheduling.random_jobs import jobs, narrow_settings, samples
 
 
@@ -41,7 +41,7 @@ class Pair:
                 scheduler.drafts.drafter = AdaptiveDrafter(PromptLookup(1, 4), 4)
         if setting.drafts:  # how many there are is guessed from the leader's data plane
             for scheduler in (self.leader.scheduler, self.follower):
-                scheduler.drafts.drafter = Guesser(self.leader.executor, leaves_them=setting.drafts == "model")
+                scheduler.drafts.drafter = setting.build_drafter(self.leader.executor)
         self.replay = CommandReplay(self.follower)
         self.plans: list[StepPlan] = []
         self.num_pinned = 0
@@ -173,10 +173,14 @@ def test_the_log_repeats_drafts_whose_number_follows_times(arriving: list[Job], 
 
 
 @settings(max_examples=30)
-@given(arriving=st.lists(samples, min_size=1, max_size=5), setting=narrow_settings())
-def test_the_log_repeats_drafts_of_a_model(arriving: list[Job], setting: Setting) -> None:
+@given(
+    arriving=st.lists(samples, min_size=1, max_size=5),
+    setting=narrow_settings(),
+    drafts=st.sampled_from(["model", "branches", "model branches"]),
+)
+def test_the_log_repeats_drafts_of_a_model(arriving: list[Job], setting: Setting, drafts: str) -> None:
     arriving = [Job(**{**vars(job), "media": (), "max_tokens": 9, "ignore_eos": True}) for job in arriving]
-    serve(Pair(Setting(**{**vars(setting), "drafts": "model"}), digest_interval=2), arriving)
+    serve(Pair(Setting(**{**vars(setting), "drafts": drafts}), digest_interval=2), arriving)
 
 
 @pytest.mark.parametrize("what", ["token", "block"])

@@ -88,7 +88,11 @@ class GraphRunner(ModelRunner):
             return False
         if not isinstance(items, DecodeItems):
             _, _, token_ids, _, num_samples, new_sequences, _ = zip(*items, strict=True)
-            if new_sequences.count(None) < len(items) or not all(num_samples):
+            is_known = new_sequences.count(None) == len(items)
+            # The runner has opened new sequences with few tokens; those from the first token on are prompts.
+            if not is_known and not (has_few and all(item.new_sequence is None or item.start for item in items)):
+                return False
+            if not all(num_samples):
                 return False
             if max(map(len, token_ids)) > 1 and not has_few:
                 return False

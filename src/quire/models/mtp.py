@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from quire.distributed.rank_group import greatest
 from quire.models.blocks import OutputRows
 from quire.models.decoder import Decoder
 from quire.models.norms import Norm
@@ -89,6 +90,9 @@ class MTPHead(Decoder):
         return self._norm(x) if len(x) else x
 
     def predict(self, normed: Tensor) -> Tensor:
-        """Return the likeliest token [R] after each normed hidden state [R, E] of the head, the same on every rank."""
+        """Return the likeliest tokens [R, C] after each normed hidden state [R, E] of the head; ranks get the same."""
         logits, ranks = self._head.run(normed), self._ranks
-        return logits.argmax(-1) if ranks is None else ranks.agreed_likeliest(logits.float(), self._widths)
+        count = self.num_draft_choices
+        if ranks is not None:
+            return ranks.agreed_likeliest(logits.float(), self._widths, count)
+        return greatest(logits, count)[1]

@@ -128,7 +128,7 @@ class AsyncScheduler(Scheduler):
             return
         # While end tokens are suppressed, the host draws.
         drawn_from = request.num_prompt + params.min_tokens
-        if not is_constrained(params):
+        if not params.is_constrained:
             request.ahead_from = drawn_from
         # It also draws several samples of one row, and measures prompts; penalties count drafts one after the other.
         if params.prompt_logprobs is None and not (params.penalizes_tokens and self.drafter is not None):
@@ -388,8 +388,3 @@ def is_drawn_on_device(params: SamplingParams) -> bool:
         or params.typical_p < 1.0
         or params.top_n_sigma
     )
-
-
-def is_constrained(params: SamplingParams) -> bool:
-    """Return whether a request's next token depends on a state that the host has once it has read the one before."""
-    return params.structured_outputs is not None or params.thinking_token_budget is not None

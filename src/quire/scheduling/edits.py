@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
+from quire.decoding import beams as beam_search
 from quire.scheduling.drafts import DraftSlots
 from quire.scheduling.registry import SequenceRegistry
+from quire.sequences.beams import Candidate
 from quire.sequences.sequence import Sequence
 from quire.sequences.status import FinishReason
 from quire.sequences.strategy import Append, BeamEdit, Drop, Edit, Fail, Finish, Fork, Truncate
@@ -60,6 +62,26 @@ class SequenceEdits:
             else:
                 events.append((idx, sequence, edit, len(sequence.tokens)))
         return events
+
+    def advance_beams(self, idx: int, beams: list[Sequence], candidates: Seq[Candidate]) -> list[SequenceEvent]:
+        """Apply the candidates of a search; return the events in order.
+
+        Args:
+            idx: index of the beam group in the step.
+            beams: all beams of the search.
+            candidates: its candidates, best first.
+        """
+        search = beams[0].request.search
+        assert search is not None
+        edits = beam_search.advance_beams(search, beams, candidates)
+        return self.apply(idx, beams[0], [candidate.token_id for candidate in candidates], edits)
+
+    def finish_at_stop_string(self, sequence: Sequence, stop: str) -> None:
+        """See `Scheduler.finish_at_stop_string`."""
+        if sequence.is_finished:
+            sequence.finish_reason, sequence.stop_reason = FinishReason.STOP, stop
+        else:
+            self.finish(sequence, FinishReason.STOP, stop)
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
         """End a sequence and free its memory; remove the request with its last sequence."""

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from itertools import takewhile
 
-from quire.decoding import beams as beam_search
 from quire.decoding.drafting import Drafter
 from quire.errors import InvalidParameter, InvariantViolation, PromptTooLong
 from quire.memory.manager import KVCacheManager
@@ -78,10 +77,10 @@ class Scheduler:
         self.chunk_tokens: int | None = None
         self._whole_prompts = whole_prompts
         self.stats = SchedulerStats()
-        self.drafts = DraftSlots(memory, drafter, self.stats)
         self._queues = Queues()
         order = Order(policy, priority_aging)
         self._registry = SequenceRegistry(memory, self._queues, order)
+        self.drafts = DraftSlots(memory, drafter, self.stats, self._queues, self._registry.take_id, max_num_seqs)
         self._edits = SequenceEdits(self._registry, self.drafts)
         # References to the same lists and dictionaries, not copies.
         self.waiting, self.running, self.swapped = self._queues.waiting, self._queues.running, self._queues.swapped
@@ -169,6 +168,8 @@ class Scheduler:
         finished_ids = tuple(self._queues.finished_ids)
         self._queues.finished_ids.clear()
         beams = beam_groups_of(scheduled, [item.num_samples for item in items]) if self._registry.num_searches else ()
+        if self.drafts.branches.seq_ids:
+            items += self.drafts.branches.take_items()
         return StepPlan(tick, items, self.memory.take_ops(), finished_ids, beams)
 
     def take_ops(self) -> MemoryOps:
@@ -179,7 +180,7 @@ class Scheduler:
         """Apply the results of a step: publish all items, then fork, append and finish item by item.
 
         Args:
-            items: items of the executed plan.
+            items: items of the executed plan; all of them if it has branches.
             results: result of each item.
 
         Returns:
@@ -188,6 +189,8 @@ class Scheduler:
         """
         find, computed = self.sequences.get, {}
         sequences = [find(item.seq_id) for item in items]
+        if self.drafts.branches.seq_ids:
+            results = self.drafts.choose_branches(items, tuple(results), sequences)
         for item, sequence in zip(items, sequences, strict=True):
             if sequence is not None and not sequence.draft:
                 computed[item.seq_id] = sequence.num_computed = sequence.num_computed + len(item.token_ids)
@@ -219,6 +222,7 @@ class Scheduler:
         Args:
             plan: failed plan; all of its sequences have ended.
         """
+        self.drafts.branches.close()
         finished_ids = self._queues.finished_ids
         # No duplicates: a sequence may be finished and opened again by the same plan, and have ended with it.
         finished_ids[:] = dict.fromkeys((*plan.finished_ids, *finished_ids))
@@ -235,18 +239,12 @@ class Scheduler:
         for idx, (group, candidates) in enumerate(zip(groups, found, strict=True)):
             beams = self.beams_of(group)
             if len(beams) == len(group.seq_ids):
-                search = beams[0].request.search
-                assert search is not None
-                edits = beam_search.advance_beams(search, beams, candidates)
-                events += self._edits.apply(idx, beams[0], [candidate.token_id for candidate in candidates], edits)
+                events += self._edits.advance_beams(idx, beams, candidates)
         return events
 
     def finish_at_stop_string(self, sequence: Sequence, stop: str) -> None:
         """End a sequence whose text has a stop string, which takes precedence over length and stop tokens."""
-        if sequence.is_finished:
-            sequence.finish_reason, sequence.stop_reason = FinishReason.STOP, stop
-        else:
-            self._edits.finish(sequence, FinishReason.STOP, stop)
+        self._edits.finish_at_stop_string(sequence, stop)
 
     def reset_prefix_cache(self) -> None:
         """Drop all cached prefixes, and what drafts are made from; running sequences keep their blocks."""
@@ -274,7 +272,7 @@ class Scheduler:
         spare = self.max_num_batched_tokens - num_decoding - leaves_room
         if num_decoding and self.chunk_tokens is not None:
             spare = min(spare, self.chunk_tokens)
-        proposals = self.drafts.propose(running, pending_counts, spare) if self.drafter and not leaves_room else {}
+        proposals = self.drafts.propose(pending_counts, spare) if self.drafter and not leaves_room else {}
         singles = self._find_singles(pending_counts, proposals)
         scheduled, position = dict[Sequence, int](), 0
         # A preemption during the loop removes only sequences after the group, and not always the last ones.
@@ -289,8 +287,8 @@ class Scheduler:
                     break
             group = lockstep_group(running[position])
             first, pending = group[0], group[0].num_pending
-            if first in proposals and self.drafts.reserve(first, position, proposals[first][: max(spare, 0)]):
-                spare -= len(first.draft)
+            if first in proposals and (num_rows := self.drafts.reserve(first, position, proposals[first], spare)):
+                spare -= num_rows
                 scheduled[first] = 1
             else:
                 count = 1 if pending == 1 else memory.step_limit(first.seq_id, min(pending, spare))

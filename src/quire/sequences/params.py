@@ -274,6 +274,11 @@ class SamplingParams:
         return self.logprobs is not None or self.is_ranked
 
     @property
+    def is_constrained(self) -> bool:
+        """True when the next token depends on a state that the host has once it has read the one before."""
+        return self.structured_outputs is not None or self.thinking_token_budget is not None
+
+    @property
     def is_greedy(self) -> bool:
         """True when the likeliest token is always chosen."""
         return self.temperature == 0.0

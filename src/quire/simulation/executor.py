@@ -152,15 +152,21 @@ class SimulatedExecutor:
         return item
 
     def _fill_drafts(self, item: ScheduledSequence) -> ScheduledSequence:
-        """Return the item with drafts in place of `UNKNOWN`; a draft is wrong where the context length is 3 k."""
-        if UNKNOWN not in item.token_ids:
+        """Return the item with drafts in place of placeholders.
+
+        The likeliest token is right, except where the context length is 3 k: then the second likeliest is.
+        """
+        if not item.num_draft or item.token_ids[-1] > UNKNOWN:
             return item
         sequence = self._open[item.seq_id]
         token_ids = list(item.token_ids[: len(item.token_ids) - item.num_draft])
         while len(token_ids) < len(item.token_ids):
             context = [*sequence.tokens[: item.start], *token_ids]
             draft = self._next_token(sequence.new_sequence, context, 0)
-            token_ids.append(draft if len(context) % 3 else (draft + 1) % self.vocab_size)
+            rank = UNKNOWN - item.token_ids[len(token_ids)]
+            if rank < 2 and len(context) % 3 == 0:
+                rank = 1 - rank
+            token_ids.append((draft + rank) % self.vocab_size)
         return item._replace(token_ids=tuple(token_ids))
 
     def _claim(self, slot: tuple[int, int], seq_id: int, written: dict[tuple[int, int], int]) -> None:

@@ -44,7 +44,7 @@ class StepRecorder:
         self.speculation = speculation
         self._scheduler = scheduler
         self._prefill_tokens = self._prefill_s = 0.0
-        self._draft_costs = None if speculation is None else DraftCosts(speculation.num_tokens)
+        self._draft_costs = None if speculation is None else DraftCosts(len(speculation.step_costs) - 1)
         self._num_decoding = 0
         self._chunk_size = None if max_inter_token_ms is None else ChunkSizeController(max_inter_token_ms / 1000)
         if self._chunk_size is not None:
@@ -69,7 +69,8 @@ class StepRecorder:
         counts = [1] * len(items) if is_decode else [len(item.token_ids) - item.num_draft for item in items]
         num_tokens = sum(counts)
         if num_tokens == len(items):
-            self._record_decode(len(items), num_drafts, None if overlaps else elapsed_s)
+            num_branches = branches.count(items) if (branches := self._scheduler.drafts.branches).seq_ids else 0
+            self._record_decode(len(items) - num_branches, num_drafts + num_branches, None if overlaps else elapsed_s)
         self.record_prefill(num_tokens, len(items), elapsed_s)
         if self._chunk_size is not None:
             num_decoding = counts.count(1)
@@ -95,7 +96,7 @@ class StepRecorder:
         preemption.rates = replace(preemption.rates, prefill_tokens_per_s=self.tokens_per_s)
 
     def _record_decode(self, num_seqs: int, num_drafts: int, elapsed_s: float | None) -> None:
-        """Update the draft costs after a step that only decoded."""
+        """Update the draft costs after a step that only decoded; see `DraftCosts.record_step`."""
         if self.speculation is None or self._draft_costs is None:
             return
         self._draft_costs.record_step(num_seqs, num_drafts, elapsed_s)

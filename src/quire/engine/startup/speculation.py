@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from quire.capacity.draft_compat import check_draft, mtp_spec
 from quire.config import EngineConfig, SpeculativeConfig
-from quire.decoding.drafting import Drafter, ModelDrafter
+from quire.decoding.drafting import BranchingDrafter, ModelDrafter
 from quire.decoding.lookup import PromptLookup
 from quire.decoding.speculation import AdaptiveDrafter
 from quire.decoding.suffixes import SuffixDrafter
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 def make_speculation(config: SpeculativeConfig) -> AdaptiveDrafter | None:
     """Return the drafter of speculative decoding; None without a method."""
-    source: Drafter
+    source: BranchingDrafter
     match config.speculative_method:
         case "ngram":
             source = PromptLookup(config.lookup_min, config.lookup_max)
@@ -37,7 +37,7 @@ def make_speculation(config: SpeculativeConfig) -> AdaptiveDrafter | None:
             source = ModelDrafter()
         case _:
             return None
-    return AdaptiveDrafter(source, config.num_tokens)
+    return AdaptiveDrafter(source, config.num_tokens, config.num_branches)
 
 
 def open_draft(config: EngineConfig, decoder: Decoder, tokenizer: Tokenizer | None) -> Checkpoint | None:
@@ -97,13 +97,17 @@ def load_draft(
     if config.speculative.speculative_method == "mtp":
         return None, _load_mtp_head(config, checkpoint, decoder, ranks)
     guide = open_draft(config, decoder, tokenizer)
-    if guide is None or ranks is None:
-        return guide, None if guide is None else load(guide)
-    if is_divisible(guide, share_of(ranks.group)):
-        return guide, load(guide, ranks=ranks)
-    logger.info("draft model: whole on every rank, since its heads or columns cannot be divided among %d", ranks.size)
-    draft = load(guide)
-    draft.replicas = ranks.group
+    if guide is None:
+        return None, None
+    if ranks is None:
+        draft = load(guide)
+    elif is_divisible(guide, share_of(ranks.group)):
+        draft = load(guide, ranks=ranks)
+    else:
+        logger.info("draft model: whole on every rank, as its heads or columns cannot be divided among %d", ranks.size)
+        draft = load(guide)
+        draft.replicas = ranks.group
+    draft.num_draft_choices = config.speculative.num_branches
     return guide, draft
 
 
@@ -128,4 +132,5 @@ def _load_mtp_head(config: EngineConfig, checkpoint: Checkpoint, target: Decoder
     head = MTPHead(target, spec)
     _, weight_map = build(without_quantization(checkpoint.config))
     load_weights(checkpoint, weight_map, head, splits)
+    head.num_draft_choices = config.speculative.num_branches
     return head

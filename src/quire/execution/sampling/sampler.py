@@ -75,8 +75,8 @@ class Sampler:
 
     def masks_drafts(self, items: Iterable[ScheduledSequence]) -> bool:
         """Say whether a grammar may mask rows of drafts: then the drafts must be known when the step begins."""
-        may_open = (item.num_draft and item.new_sequence is not None for item in items)
-        return self._grammar_states is not None and (self._has_grammars or any(may_open))
+        opened = (item.new_sequence for item in items if item.num_draft)
+        return self._has_grammars or any(each is not None and each.params.is_constrained for each in opened)
 
     def _close(self, seq_id: int) -> None:
         if self._grammar_states is not None:
