@@ -69,8 +69,8 @@ class Setting:
 
     Args:
         drafts: maker of drafts: "" for none, "guesser" in the control plane, "model" in the data plane; "adaptive" for
-            guesses, mostly wrong, where they pay, and "resting" where they never do, and rest; "branches" for guesses
-            with branches, "model branches" for those of the data plane.
+            guesses, mostly wrong, where they pay, and "resting" where they never do; "branches" and "model branches" for
+            guesses with branches.
         num_bytes: size of the arena, in place of `num_blocks`, for groups whose blocks differ.
     """
 
@@ -290,8 +290,7 @@ class Harness:
         run's time, are checked after the last one, and in every fourth step of single items after each.
         """
         result = self.executor.execute(plan)
-        has_branches = bool(self.scheduler.drafts.branches.seq_ids)
-        per_call = 1 if self.tick % 2 and not has_branches else len(plan.items)
+        per_call = 1 if self.tick % 2 and not self.scheduler.drafts.branches.seq_ids else len(plan.items)
         for start in range(0, len(plan.items), max(per_call, 1)):
             items = plan.items[start : start + per_call]
             sequences = [self.scheduler.sequences.get(item.seq_id) for item in items]
