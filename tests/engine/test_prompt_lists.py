@@ -40,6 +40,8 @@ def test_prompts_of_a_list_may_have_priorities(llm: LLM) -> None:
         llm.generate(STORIES[:3], greedy(1), use_tqdm=False, priority=[0, 1, 0])
     assert caught.value.field == "priority"
     assert not llm.engine.has_unfinished
+    with pytest.raises(InvalidParameter, match="priority must be 0"):  # before any prompt is read
+        llm.generate([[-1], [1]], greedy(1), use_tqdm=False, priority=[0, 1])
 
 
 @pytest.mark.parametrize(

@@ -371,7 +371,7 @@ class LLM(PooledLLM):
         many = as_prompts(prompts)
         each = self._params_of(params, len(many))
         adapters = adapters_of(lora_request, len(many))
-        levels = priorities_of(priority, len(many))
+        levels = priorities_of(priority, len(many), self.resolved)
         queued: list[str] = []
         try:
             for idx, (prompt, wanted, adapter, level) in enumerate(zip(many, each, adapters, levels, strict=True)):

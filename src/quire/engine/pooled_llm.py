@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
+from quire.config import ResolvedConfig
 from quire.engine.engine import Engine
 from quire.engine.inputs.prompts import Prompt, TextPair
 from quire.engine.outputs.outputs import RequestOutput
@@ -222,19 +223,22 @@ def as_conversations(messages: Any) -> Sequence[Any]:
     return messages if is_list and not (messages and isinstance(messages[0], Mapping)) else [messages]
 
 
-def priorities_of(priority: int | Sequence[int] | None, count: int) -> Sequence[int]:
-    """Return the priority of each prompt, which the engine checks.
+def priorities_of(priority: int | Sequence[int] | None, count: int, config: ResolvedConfig) -> Sequence[int]:
+    """Return the priority of each prompt.
 
     Args:
         priority: priority of all prompts, or one for each; None is 0.
         count: number of prompts.
+        config: configuration of the engine, which checks priorities.
 
     Raises:
-        InvalidParameter: a list of another length.
+        InvalidParameter: a list of another length, or a priority that the engine does not take.
     """
     levels = priority if isinstance(priority, Sequence) else [priority or 0] * count
     if len(levels) != count or isinstance(priority, str):
         raise InvalidParameter("priority", priority, f"an integer, or a list of one for each of {count} prompts")
+    for level in levels:
+        config.check_priority(level)
     return levels
 
 
