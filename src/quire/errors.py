@@ -152,6 +152,23 @@ class InvalidParameter(RequestError):
         self.allowed = allowed
 
 
+def renamed(error: RequestError, field: str | None, prompt: str = "") -> RequestError:
+    """Return an error that names its field as the caller does.
+
+    Args:
+        error: the error, which may be changed.
+        field: the caller's name of the field.
+        prompt: the caller's name of the prompt, one of several, that the error is about; it is put in front of a
+            message that does not begin with the field.
+    """
+    if isinstance(error, InvalidParameter):
+        return error if field == error.field else InvalidParameter(field or "", error.value, error.allowed)
+    if prompt:
+        error.args = (f"{prompt}: {error}",)
+    error.field = field
+    return error
+
+
 class InvalidAdapter(RequestError):
     """An adapter that cannot be loaded or used; the message names the file, the field or the name, and the reason."""
 

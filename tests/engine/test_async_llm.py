@@ -126,6 +126,16 @@ async def test_a_priority_is_refused_where_the_policy_has_none(llm: AsyncLLM) ->
 
 
 @scenario
+async def test_a_priority_is_refused_before_a_slot_is_reserved_and_a_text_is_read() -> None:
+    llm = load(max_queue_len=1)
+    with llm.reserve(1), pytest.raises(InvalidParameter, match="priority"):
+        await text_of(llm, STORIES[0], greedy(1), priority=1)
+    with pytest.raises(InvalidParameter, match="priority"):
+        await text_of(llm, [-1], greedy(1), priority=1)
+    llm.shutdown()
+
+
+@scenario
 async def test_the_queue_is_bounded_before_any_work() -> None:
     llm = load(max_num_seqs=1, max_queue_len=2)
     endless = SamplingParams(max_tokens=None, ignore_eos=True, seed=1)

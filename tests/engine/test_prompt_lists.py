@@ -9,8 +9,10 @@ import pytest
 
 from quire import LLM, PoolingParams
 from quire.engine.inputs.prompts import Prompt
-from quire.errors import InvalidParameter, RequestError, UnsupportedFeature
+from quire.errors import InvalidParameter, PromptTooLong, RequestError, UnsupportedFeature
 from tests.engine.test_llm import STORIES, greedy, load
+
+LONG = "fox " * 2000  # more tokens than the context has
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +42,16 @@ def test_prompts_of_a_list_may_have_priorities(llm: LLM) -> None:
         llm.generate(STORIES[:3], greedy(1), use_tqdm=False, priority=[0, 1, 0])
     assert caught.value.field == "priority"
     assert not llm.engine.has_unfinished
+    with pytest.raises(InvalidParameter, match="priority must be 0"):  # before any prompt is read
+        llm.generate([[-1], [1]], greedy(1), use_tqdm=False, priority=[0, 1])
 
 
 @pytest.mark.parametrize(
     ("wrong", "field", "words"),
     [
-        ("fox " * 2000, "prompts[1]", "prompts[1]: the prompt has "),
-        ([], "prompts[1]", "prompts[1]: prompt must be at least one token long"),
-        ({"prompt_token_ids": [-1]}, "prompts[1].prompt_token_ids", "prompts[1]: prompt_token_ids must be token ids"),
+        (LONG, "prompts[1]", "prompts[1]: the prompt has "),
+        ([], "prompts[1]", "prompts[1] must be at least one token long"),
+        ({"prompt_token_ids": [-1]}, "prompts[1]", "prompts[1] must be token ids from 0 to "),
     ],
 )
 def test_a_refused_prompt_of_a_list_is_named_and_none_runs(llm: LLM, wrong: Prompt, field: str, words: str) -> None:
@@ -60,6 +64,23 @@ def test_a_refused_prompt_of_a_list_is_named_and_none_runs(llm: LLM, wrong: Prom
             run([wrong], use_tqdm=False)  # type: ignore[operator]
         assert "prompts[" not in str(caught.value)
     assert llm.stats.num_steps == before
+
+
+@pytest.mark.parametrize(
+    ("queries", "documents", "field"),
+    [
+        ("a", ["b", LONG], "documents[1]"),
+        ("a", LONG, "documents"),
+        (LONG, ["b", "c"], "queries"),
+        (["a", LONG], ["b", "c"], "queries[1]"),
+    ],
+)
+def test_a_refused_text_of_a_score_has_the_name_of_its_argument(
+    llm: LLM, queries: str | list[str], documents: str | list[str], field: str
+) -> None:
+    with pytest.raises(PromptTooLong) as caught:
+        llm.score(queries, documents, use_tqdm=False)
+    assert (caught.value.field, str(caught.value).partition(" has ")[0]) == (field, f"{field}: the prompt")
 
 
 @pytest.mark.parametrize("wrong", ["hi", {"role": "user", "content": "hi"}, 3, None])

@@ -33,6 +33,7 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
     # What is wrong with all of them is not one prompt's.
     (COMPLETIONS, {"prompt": ["a", "b"], "stop": [""]}, "stop", "stop must be "),
     (COMPLETIONS, {"prompt": ["a", "b"], "priority": 1}, "priority", "priority must be 0 "),
+    (COMPLETIONS, {"prompt": ["a", LONG], "priority": 1}, "priority", "priority must be 0 "),  # before a text is read
     # The engine's own limits, which it checks last.
     (
         COMPLETIONS,

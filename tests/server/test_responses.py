@@ -119,6 +119,16 @@ def test_a_call_that_is_cut_off_is_incomplete(hermes: ServerProcess) -> None:
     assert ("incomplete", "function_call", "incomplete") in seen
 
 
+def test_a_limit_on_a_servers_tools_does_not_count_the_clients(tool_client: openai.OpenAI) -> None:
+    limited, free = (
+        tool_client.responses.create(model="tiny", input="hi", tools=TOOLS, temperature=0, max_tool_calls=limit)
+        for limit in (1, None)
+    )
+    calls = [[item.type for item in response.output] for response in (limited, free)]
+    assert calls[0] == calls[1] == ["message", "function_call"]
+    assert (limited.max_tool_calls, free.max_tool_calls) == (1, None)
+
+
 @needs_grammars
 @pytest.mark.parametrize(
     "choice",
@@ -176,6 +186,8 @@ def item(**fields: Any) -> dict[str, Any]:
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": "0"}, "temperature"),
         ({"store": "yes"}, "store"),
+        ({"max_tool_calls": 0}, "max_tool_calls"),
+        ({"max_tool_calls": "1"}, "max_tool_calls"),
         ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),

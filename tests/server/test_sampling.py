@@ -9,6 +9,7 @@ import pytest
 from quire.errors import InvalidParameter, UnsupportedFeature
 from quire.server import chat_completions, completions, sampling
 from quire.server.fields import Fields
+from tests.config.test_resolve import resolved
 
 
 def read(body: dict[str, Any], **own: Any) -> Any:
@@ -57,6 +58,7 @@ def test_an_error_names_the_field_as_the_client_wrote_it() -> None:
         ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
         ({"priority": 2**31}, "priority"),
         ({"priority": True}, "priority"),
+        ({"priority": 1}, "priority"),
         ({"cache_salt": 1}, "cache_salt"),
         ({"user": 1}, "user"),
         ({"return_token_ids": "x"}, "return_token_ids"),
@@ -64,8 +66,13 @@ def test_an_error_names_the_field_as_the_client_wrote_it() -> None:
 )
 def test_options_are_honoured_or_refused(body: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidParameter) as caught:
-        sampling.read_options(Fields(body))
+        sampling.read_options(Fields(body), resolved())
     assert caught.value.field == field
+
+
+def test_a_priority_needs_its_policy() -> None:
+    config = resolved(scheduling_policy="priority")
+    assert [sampling.read_options(Fields({"priority": value}), config).priority for value in (-5, None)] == [-5, 0]
 
 
 @pytest.mark.parametrize("table", [completions.UNSUPPORTED, chat_completions.UNSUPPORTED])

@@ -14,9 +14,10 @@ from quire.config.kv_transfer import KVTransferConfig
 from quire.config.options import EngineConfig, Quantization, SchedulerConfig
 from quire.config.parallel import ParallelConfig
 from quire.config.probed import Machine, ModelFacts, StepCost
-from quire.errors import ConfigError
+from quire.errors import ConfigError, InvalidParameter
 
 GIB = 1 << 30
+MAX_PRIORITY = 2**31 - 1
 # Models with fewer parameters use one thread: an operation ends before a second thread has started.
 SMALL_MODEL_PARAMETERS = 20_000_000
 # Share of a GPU's memory that adapters leave free: for memory that the allocator cannot use, and other processes.
@@ -106,6 +107,17 @@ class ResolvedConfig:
     def kv_tokens(self) -> int:
         """Number of tokens that the whole pool holds."""
         return self.num_blocks * self.block_size
+
+    def check_priority(self, priority: object) -> None:
+        """Check the priority of a request, which needs the scheduling policy "priority" unless it is 0.
+
+        Raises:
+            InvalidParameter: it is no integer of the range, or the policy knows no priorities.
+        """
+        if type(priority) is not int or abs(priority) > MAX_PRIORITY:
+            raise InvalidParameter("priority", priority, f"an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}")
+        if priority and self.scheduling_policy != "priority":
+            raise InvalidParameter("priority", priority, f"0 under the scheduling policy {self.scheduling_policy!r}")
 
     def notices(self) -> tuple[str, ...]:
         """Return the lines of `lines` that may require an action of the user."""

@@ -21,7 +21,7 @@ from quire.engine.outputs.outputs import OutputCollector, RequestOutput
 from quire.engine.outputs.progress import ProgressBar
 from quire.engine.outputs.reasoning import add_reasoning, with_reasoning
 from quire.engine.outputs.tool_calls import add_calls, with_calls
-from quire.engine.pooled_llm import PooledLLM, as_conversations, as_prompts, naming_prompt, priorities_of
+from quire.engine.pooled_llm import PooledLLM, as_conversations, as_prompts, naming_prompt, priorities_of, prompt_name
 from quire.engine.startup.loading import load
 from quire.errors import ConfigError, EngineClosed, InvalidParameter, UnsupportedFeature, WorkerError
 from quire.memory.usage import Usage
@@ -371,11 +371,11 @@ class LLM(PooledLLM):
         many = as_prompts(prompts)
         each = self._params_of(params, len(many))
         adapters = adapters_of(lora_request, len(many))
-        levels = priorities_of(priority, len(many))
+        levels = priorities_of(priority, len(many), self.resolved)
         queued: list[str] = []
         try:
             for idx, (prompt, wanted, adapter, level) in enumerate(zip(many, each, adapters, levels, strict=True)):
-                with naming_prompt(idx, len(many)):
+                with naming_prompt(prompt_name(idx, len(many))):
                     options |= {"lora_request": adapter, "priority": level}
                     self.engine.add_request(str(idx), prompt, wanted, **options)
                 queued.append(str(idx))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
+from quire.config import ResolvedConfig
 from quire.engine.engine import Engine
 from quire.engine.inputs.prompts import Prompt, TextPair
 from quire.engine.outputs.outputs import RequestOutput
@@ -22,7 +23,7 @@ from quire.engine.outputs.pooled_outputs import (
     pooled_values,
 )
 from quire.engine.scoring import CLASSES, class_scores, make_score_job
-from quire.errors import InvalidParameter, RequestError
+from quire.errors import InvalidParameter, RequestError, renamed
 from quire.models.pooling_config import PoolingConfig
 from quire.sequences.lora import LoRARequest
 from quire.sequences.params import SamplingParams
@@ -138,7 +139,8 @@ class PooledLLM(ABC):
         limit = PoolingParams(truncate_prompt_tokens=truncate_prompt_tokens).truncate_prompt_tokens
         options: dict[str, Any] = {"use_tqdm": use_tqdm, "cache_salt": cache_salt, "tenant": tenant}
         options["lora_request"] = lora_request
-        outputs = self._pool(job.prompts, job.pooling, limit, options, add_special_tokens=job.adds_special_tokens)
+        special, text_name = job.adds_special_tokens, partial(job.text_name, names=("queries", "documents"))
+        outputs = self._pool(job.prompts, job.pooling, limit, options, add_special_tokens=special, text_name=text_name)
         scores = job.scores([pooled_values(output) for output in outputs])
         found = (outputs[document] for _, document in job.pairs)
         return [
@@ -191,12 +193,18 @@ class PooledLLM(ABC):
         options: dict[str, Any],
         *,
         add_special_tokens: bool = True,
+        text_name: Callable[[int], str] | None = None,
     ) -> list[RequestOutput]:
-        """Run a pooled request for each prompt, with options of `generate`."""
+        """Run a pooled request for each prompt, with options of `generate`.
+
+        Args:
+            text_name: function that returns the caller's name of a prompt by its index; None where the caller has
+                passed the prompts.
+        """
         prepare = partial(self.engine.requests.prepare_pooled, add_special_tokens=add_special_tokens)
         prepared = []
         for idx, prompt in enumerate(prompts):
-            with naming_prompt(idx, len(prompts)):
+            with naming_prompt(text_name(idx) if text_name else prompt_name(idx, len(prompts))):
                 prepared.append(prepare(prompt, pooling, truncate_prompt_tokens))
         return self.generate(cast(list[Prompt], prepared), NO_SAMPLING, **options)
 
@@ -222,36 +230,42 @@ def as_conversations(messages: Any) -> Sequence[Any]:
     return messages if is_list and not (messages and isinstance(messages[0], Mapping)) else [messages]
 
 
-def priorities_of(priority: int | Sequence[int] | None, count: int) -> Sequence[int]:
-    """Return the priority of each prompt, which the engine checks.
+def priorities_of(priority: int | Sequence[int] | None, count: int, config: ResolvedConfig) -> Sequence[int]:
+    """Return the priority of each prompt.
 
     Args:
         priority: priority of all prompts, or one for each; None is 0.
         count: number of prompts.
+        config: configuration of the engine, which checks priorities.
 
     Raises:
-        InvalidParameter: a list of another length.
+        InvalidParameter: a list of another length, or a priority that the engine does not take.
     """
     levels = priority if isinstance(priority, Sequence) else [priority or 0] * count
     if len(levels) != count or isinstance(priority, str):
         raise InvalidParameter("priority", priority, f"an integer, or a list of one for each of {count} prompts")
+    for level in levels:
+        config.check_priority(level)
     return levels
 
 
+def prompt_name(idx: int, count: int) -> str | None:
+    """Return the name of one of `count` prompts; None where there is only one, which needs no index."""
+    return f"prompts[{idx}]" if count > 1 else None
+
+
 @contextmanager
-def naming_prompt(index: int, count: int) -> Iterator[None]:
-    """Add the index of a prompt to an error that is raised within the context.
+def naming_prompt(name: str | None) -> Iterator[None]:
+    """Let an error about a prompt that is raised within the context name the prompt.
 
     Args:
-        index: index of the prompt.
-        count: number of prompts; one needs no index.
+        name: the caller's name of the prompt; None leaves errors as they are.
     """
     try:
         yield
     except RequestError as error:
         field = error.field or ""
-        if count > 1 and field.partition("[")[0].partition(".")[0] in ("prompt", "prompt_token_ids", "media"):
-            where = f"prompts[{index}]"
-            error.field = where if field == "prompt" else f"{where}.{field}"
-            error.args = (f"{where}: {error}",)
-        raise
+        is_media = field.startswith("media")
+        if name is None or not (is_media or field in ("prompt", "prompt_token_ids")):
+            raise
+        raise renamed(error, f"{name}.{field}" if is_media else name, name) from None

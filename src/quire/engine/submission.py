@@ -96,6 +96,8 @@ class Submitter:
         Raises:
             RequestError, EngineClosed, WorkerError: see `AsyncLLM.generate`.
         """
+        # Refused before a slot is reserved and texts are made into tokens, which cost more.
+        self._engine.config.check_priority(options.get("priority", 0))
         begun_s = time.monotonic() if arrival_s is None else arrival_s
         final_only = options.get("final_only", False)
         if not isinstance(final_only, bool):

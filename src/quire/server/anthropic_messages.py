@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from quire.engine.outputs.outputs import CompletionOutput, RequestOutput
-from quire.errors import InvalidParameter, RequestError, UnsupportedFeature, shown
+from quire.errors import InvalidParameter, RequestError, UnsupportedFeature, renamed, shown
 from quire.server import sse
 from quire.server.chat_completions import ChatExtras, render_chat
 from quire.server.chat_protocols import (
@@ -29,7 +29,7 @@ from quire.server.chat_protocols import (
 )
 from quire.server.errors import REQUEST_ID, ApiError
 from quire.server.fields import Fields, Refusal
-from quire.server.generation import json_response, renamed
+from quire.server.generation import json_response
 from quire.server.models import read_fields
 from quire.server.sampling import NEVER_IGNORED
 from quire.server.served_model import model_name

@@ -98,7 +98,7 @@ def read_chat(state: ServerState, fields: Fields) -> tuple[GenerationRequest, Ch
         RequestError: naming the field.
     """
     tool_use = read_tool_use(state, fields)
-    options = sampling.read_options(fields)
+    options = sampling.read_options(fields, state.llm.resolved)
     length = "max_tokens" if fields.get("max_completion_tokens") is None else "max_completion_tokens"
     top_logprobs = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
     has_logprobs = fields.flag("logprobs")

@@ -16,10 +16,10 @@ from starlette.types import ASGIApp
 
 from quire.bounded.json_text import BadJSON, parse
 from quire.engine.outputs.outputs import CompletionOutput
-from quire.errors import InvalidParameter, RequestError, UnsupportedFeature, shown
+from quire.errors import InvalidParameter, RequestError, UnsupportedFeature, renamed, shown
 from quire.server.chat_completions import ChatExtras, read_chat
 from quire.server.fields import Fields
-from quire.server.generation import GenerationRequest, Reply, renamed, run
+from quire.server.generation import GenerationRequest, Reply, run
 from quire.server.reasoning import ReasoningSplitter
 from quire.server.state import ServerState
 from quire.text.messages import MAX_MESSAGES

@@ -90,7 +90,7 @@ def read_completion(state: ServerState, fields: Fields) -> tuple[GenerationReque
         RequestError: naming the field.
     """
     prompts = read_prompts(fields.get("prompt"), max_prompts(state))
-    options = sampling.read_options(fields)
+    options = sampling.read_options(fields, state.llm.resolved)
     max_tokens = fields.integer("max_tokens", 0, 2**31 - 1)
     max_tokens = DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
     has_echo = fields.flag("echo")

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from quire.engine.outputs.outputs import RequestOutput
-from quire.errors import InvalidParameter, RequestError, RequestFailed, UnsupportedFeature
+from quire.errors import InvalidParameter, RequestError, RequestFailed, UnsupportedFeature, renamed
 from quire.sequences.params import SamplingParams
 from quire.server import sse
 from quire.server.direct_events import DirectEvents
@@ -238,17 +238,7 @@ def _for_client(error: RequestError, job: GenerationRequest) -> RequestError:
     if error.prompt_idx is None or error.field not in ("prompt", "prompt_token_ids") or is_unsupported:
         return renamed(error, field)
     name = job.prompt_name(error.prompt_idx)
-    if name != field and not isinstance(error, InvalidParameter):  # whose message begins with the field
-        error.args = (f"{name}: {error}",)
-    return renamed(error, name)
-
-
-def renamed(error: RequestError, field: str | None) -> RequestError:
-    """Return an error that names a field as the client does."""
-    if isinstance(error, InvalidParameter) and field != error.field:
-        return InvalidParameter(field or "", error.value, error.allowed)
-    error.field = field
-    return error
+    return renamed(error, name, "" if name == field else name)
 
 
 async def _generate(

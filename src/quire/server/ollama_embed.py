@@ -117,5 +117,7 @@ async def _embed(
     prompts, pooling = config.with_prompt(inputs), Pooling(kind=config.kind)
     prepare = partial(state.llm.texts.prepare_pooled, prompts, pooling, params.truncate_prompt_tokens)
     own = Fields({name: fields.get(name) for name in OWN_OPTIONS})
-    job = GenerationRequest(len(prompts), prepare, NO_SAMPLING, read_options(own), {"prompt": field})
+    job = GenerationRequest(
+        len(prompts), prepare, NO_SAMPLING, read_options(own, state.llm.resolved), {"prompt": field}
+    )
     return await run(state, request, job, EmbeddingsReply(build), f"ollama-{request.scope[REQUEST_ID]}")

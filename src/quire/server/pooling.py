@@ -206,7 +206,7 @@ async def _answer(
     text_name: Callable[[int], str] | None = None,
 ) -> ASGIApp:
     """Run pooled requests and return the response; see `GenerationRequest`."""
-    options = read_options(fields)
+    options = read_options(fields, state.llm.resolved)
     if options.stream:
         raise InvalidParameter("stream", True, "false: the answer has no tokens")
     head = response_header(state, request, "pool", "list")

@@ -60,6 +60,10 @@ KNOWN_FIELDS = (
     *("model", "input", "instructions", "tools", "tool_choice", "text", "reasoning", "max_output_tokens"),
     *("store", "metadata", "include", "stream_options", "max_tool_calls"),
 )
+# Fields that a response repeats as they are.
+REPEATED = (
+    *("instructions", "max_output_tokens", "max_tool_calls", "reasoning", "temperature", "top_p", "user", "text"),
+)
 TEXT_PARTS = ("input_text", "output_text", "text")
 REASONING_PARTS = ("reasoning_text", "summary_text")
 ROLES = ("user", "assistant", "system", "developer")
@@ -184,6 +188,7 @@ def read_chat_fields(fields: Fields, reader: InputReader) -> dict[str, Any]:
     fields.flag("store")
     for name in ("metadata", "stream_options"):
         fields.object(name)
+    fields.integer("max_tool_calls", 1, 2**31 - 1)  # a limit on tools that a server runs, and this one runs none
     include = fields.get("include")
     if include is not None and (not isinstance(include, list) or any(one not in INCLUDABLE for one in include)):
         raise InvalidParameter("include", include, f"a list of nothing but {', '.join(INCLUDABLE)}")
@@ -226,8 +231,7 @@ def response_head(fields: Fields, answer_id: str, model: str) -> dict[str, Any]:
     Raises:
         InvalidParameter: a field that the response repeats has a number that JSON cannot write.
     """
-    echoed = ("instructions", "max_output_tokens", "reasoning", "temperature", "top_p", "user", "text")
-    for name in (*echoed, "metadata", "tools", "tool_choice"):
+    for name in (*REPEATED, "metadata", "tools", "tool_choice"):
         try:
             json.dumps(fields.get(name), allow_nan=False)
         except ValueError as error:
@@ -245,7 +249,7 @@ def response_head(fields: Fields, answer_id: str, model: str) -> dict[str, Any]:
         "parallel_tool_calls": fields.flag("parallel_tool_calls", True),
         "tools": fields.get("tools") or [],
         "tool_choice": fields.get("tool_choice") or "auto",
-        **{name: fields.get(name) for name in echoed},
+        **{name: fields.get(name) for name in REPEATED},
     }
 
 

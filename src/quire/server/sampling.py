@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from quire.config import ResolvedConfig
 from quire.errors import InvalidParameter
 from quire.sequences.params import NO_CHOICE, SamplingParams
 from quire.server import structured_fields
@@ -105,11 +106,12 @@ class Options:
     name_tokens_by_id: bool
 
 
-def read_options(fields: Fields) -> Options:
+def read_options(fields: Fields, config: ResolvedConfig) -> Options:
     """Read the options of both routes other than sampling parameters.
 
     Args:
         fields: body of the request.
+        config: configuration of the engine, which checks the priority.
 
     Raises:
         InvalidParameter: naming the field.
@@ -119,6 +121,8 @@ def read_options(fields: Fields) -> Options:
     fields.object("metadata")
     fields.flag("store")
     fields.object("prediction")
+    priority = 0 if fields.get("priority") is None else fields.get("priority")
+    config.check_priority(priority)
     stream = fields.flag("stream")
     stream_options = fields.object("stream_options")
     include_usage = continuous_usage = False
@@ -135,7 +139,7 @@ def read_options(fields: Fields) -> Options:
         stream=stream,
         include_usage=include_usage,
         continuous_usage=continuous_usage,
-        priority=fields.integer("priority", 1 - 2**31, 2**31 - 1) or 0,
+        priority=priority,
         cache_salt=fields.text("cache_salt"),
         retain_cache=fields.flag("retain_cache"),
         return_token_ids=fields.flag("return_token_ids"),

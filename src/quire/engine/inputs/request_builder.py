@@ -53,9 +53,6 @@ def _bytes(field: str, value: object, limit: int) -> bytes | None:
     raise InvalidParameter(field, value, f"a non-empty string of at most {limit} bytes")
 
 
-MAX_PRIORITY = 2**31 - 1
-
-
 class PreparedRequest(NamedTuple):
     """A prompt, and the strings of its request's parameters, as tokens.
 
@@ -177,7 +174,7 @@ class RequestBuilder:
         Raises:
             RequestError: a field is refused; the error names the field, the value and the allowed values.
         """
-        self._check_priority(priority)
+        self._config.check_priority(priority)
         namespace = read_namespace(self._cache_name, cache_salt, tenant, None if adapter is None else adapter.digest)
         if type(retain_cache) is not bool:
             raise InvalidParameter("retain_cache", retain_cache, "true or false")
@@ -220,13 +217,6 @@ class RequestBuilder:
         if params.allowed_token_ids is not None and set(params.allowed_token_ids) <= set(request.suppressed_ids):
             raise InvalidParameter("min_tokens", params.min_tokens, "0 where all allowed_token_ids end the output")
         return request, tokens.text
-
-    def _check_priority(self, priority: object) -> None:
-        policy = self._config.scheduling_policy
-        if type(priority) is not int or abs(priority) > MAX_PRIORITY:
-            raise InvalidParameter("priority", priority, f"an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}")
-        if priority and policy != "priority":
-            raise InvalidParameter("priority", priority, f"0 under the scheduling policy {policy!r}")
 
     def _max_total_tokens(self, num_prompt: int, params: SamplingParams) -> int:
         # A request of an encoder ends with its prompt, which may fill the context: the token after it is not computed.
