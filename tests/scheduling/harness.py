@@ -69,8 +69,8 @@ class Setting:
 
     Args:
         drafts: maker of drafts: "" for none, "guesser" in the control plane, "model" in the data plane; "adaptive" for
-            guesses, mostly wrong, where they pay, and "resting" where they never do; "branches" and "model branches" for
-            guesses with branches.
+            guesses, mostly wrong, where they pay, and "resting" where they never do; "branches" and "model branches"
+            with branches.
         num_bytes: size of the arena, in place of `num_blocks`, for groups whose blocks differ.
     """
 
