@@ -103,8 +103,8 @@ def read_chat(state: ServerState, fields: Fields) -> tuple[GenerationRequest, Ch
     length = "max_tokens" if fields.get("max_completion_tokens") is None else "max_completion_tokens"
     top_logprobs = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
     has_logprobs = fields.flag("logprobs")
-    if top_logprobs is not None and not has_logprobs:
-        raise InvalidParameter("top_logprobs", top_logprobs, "absent unless logprobs is true")
+    if top_logprobs and not has_logprobs:  # 0 is vLLM's default
+        raise InvalidParameter("top_logprobs", top_logprobs, "0 or absent unless logprobs is true")
     extras = ChatExtras(
         top_logprobs=(top_logprobs or 0) if has_logprobs else None,
         prompt_logprobs=fields.integer("prompt_logprobs", 0, MAX_LOGPROBS),
