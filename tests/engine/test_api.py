@@ -19,6 +19,7 @@ from quire import (
     EngineClosed,
     InvalidParameter,
     QuireError,
+    RequestError,
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
@@ -63,6 +64,16 @@ print("torch" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_a_stream_does_not_mix_with_another_call(llm: LLM) -> None:
+    each = [greedy(1), greedy(20, ignore_eos=True)]  # the first one ends while the second one runs
+    alone = [output.outputs[0].text for output in llm.stream(STORIES[:2], each)]
+    stream = llm.stream(STORIES[:2], each)
+    first = next(stream)
+    with pytest.raises(RequestError, match="an earlier stream of this LLM has not ended"):
+        llm.generate(STORIES[2], greedy(3), use_tqdm=False)
+    assert [output.outputs[0].text for output in (first, *stream)] == alone
 
 
 # ---- closing ----

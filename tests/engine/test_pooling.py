@@ -180,6 +180,8 @@ def test_scores_are_cosines_of_embeddings(llm: LLM) -> None:
             llm.score(queries, documents_, use_tqdm=False)  # type: ignore[arg-type]
     with pytest.raises(InvalidParameter, match="instruction must be a string"):
         llm.score("a", "b", instruction=5, use_tqdm=False)  # type: ignore[arg-type]
+    with pytest.raises(InvalidParameter, match="use_activation must be true, false or None, got 'no'"):
+        llm.score("a", "b", use_activation="no", use_tqdm=False)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedFeature, match="an embedding model has none"):
         llm.score("a", "b", instruction="c", use_tqdm=False)
 

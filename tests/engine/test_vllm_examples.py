@@ -147,8 +147,9 @@ def test_beam_search(llm: LLM) -> None:
             assert beam.text == f"{expected.prompt}{same.text}"
             # Without a length penalty the score is the sum.
             assert beam.cum_logprob == pytest.approx(same.beam_score, abs=1e-4)
-    with pytest.raises(InvalidParameter, match="beam_width must be an integer from 2 to 128, got 1"):
-        llm.beam_search(PROMPTS[:1], BeamSearchParams(beam_width=1, max_tokens=10))
+    for width in (0, 1, 129):
+        with pytest.raises(InvalidParameter, match=f"beam_width must be an integer from 2 to 128, got {width}"):
+            llm.beam_search(PROMPTS[:1], BeamSearchParams(beam_width=width, max_tokens=10))
 
 
 def test_an_asynchronous_engine(llm: LLM) -> None:

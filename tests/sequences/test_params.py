@@ -98,6 +98,12 @@ def test_numbers(name: str) -> None:
         assert refused(**{name: value}).field == name
 
 
+def test_minus_one_is_no_seed() -> None:
+    assert SamplingParams(seed=-1) == SamplingParams()
+    assert SamplingParams(seed=-2) != SamplingParams()
+    assert refused(seed=-1.0).field == "seed"
+
+
 @pytest.mark.parametrize("name", FLAGS)
 @pytest.mark.parametrize("value", [0, 1, "true", None, 1.0])
 def test_flags(name: str, value: object) -> None:

@@ -122,6 +122,8 @@ def test_chat_logprobs_carry_bytes(client: openai.OpenAI) -> None:
     assert all(len(entry.top_logprobs) == 2 and entry.top_logprobs[0].token == entry.token for entry in content)
     bare = client.chat.completions.create(model="tiny", messages=USER, logprobs=True, **GREEDY)
     assert all(entry.top_logprobs == [] for entry in bare.choices[0].logprobs.content)
+    none = client.chat.completions.create(model="tiny", messages=USER, logprobs=False, top_logprobs=0, **GREEDY)
+    assert none.choices[0].logprobs is None
 
 
 def test_streamed_and_whole_logprobs_agree(server: ServerProcess) -> None:

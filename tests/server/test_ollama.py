@@ -193,6 +193,8 @@ def test_what_is_known_of_the_model(server: ServerProcess, hermes: ServerProcess
         (CHAT, {"messages": USER, "stream": 1}, "stream"),
         (CHAT, {"messages": USER, "logprobs": True}, "logprobs"),
         (CHAT, {"messages": USER, "options": []}, "options"),
+        (CHAT, {"messages": [{"role": "assistant", "content": "a", "thinking": 1}]}, "messages[0].thinking"),
+        (CHAT, {"messages": [{"role": "tool", "content": "a", "tool_name": 1}]}, "messages[0].tool_name"),
         (CHAT, {"messages": USER, "options": {"temperature": "0"}}, "options.temperature"),
         (CHAT, {"messages": USER, "think": "foo"}, "think"),
         (CHAT, {"messages": USER, "options": {"num_predict": 8.5}}, "options.num_predict"),

@@ -7,6 +7,8 @@ import pytest
 from tests.server.process import ServerProcess
 
 PROMPT = list(range(30, 100))
+# Conversations of less than a block, and of more tokens than the context has.
+SHORT, LONG = ([{"role": "user", "content": content}] for content in ("a", "fox " * 5000))
 
 
 def num_cached(server: ServerProcess, **body: object) -> int:
@@ -50,10 +52,14 @@ def test_a_conversation_is_pinned_without_the_assistant_s_mark(server: ServerPro
         ("/pin_prefix", {"name": "x"}, "prompt", "invalid_parameter"),
         ("/pin_prefix", {"name": "x", "prompt": "a", "messages": []}, "prompt", "invalid_parameter"),
         ("/pin_prefix", {"name": "x", "prompt": [5]}, "prompt", "invalid_parameter"),
-        ("/pin_prefix", {"name": "x", "prompt": [{}] * 50}, "prompt_token_ids", "invalid_parameter"),
+        ("/pin_prefix", {"name": "x", "prompt": [{}] * 50}, "prompt", "invalid_parameter"),
         ("/pin_prefix", {"name": "x", "prompt": PROMPT, "cache_salt": 5}, "cache_salt", "invalid_parameter"),
         ("/pin_prefix", {"name": "", "prompt": PROMPT}, "name", "invalid_parameter"),
         ("/pin_prefix", {"name": "x", "prompt": PROMPT * 100}, "prompt", "context_length_exceeded"),
+        ("/pin_prefix", {"name": "x", "messages": LONG}, "messages", "context_length_exceeded"),
+        ("/pin_prefix", {"name": "x", "messages": SHORT}, "messages", "invalid_parameter"),
+        ("/tokenize", {"messages": LONG}, "messages", "context_length_exceeded"),
+        ("/tokenize", {"prompt": "fox " * 5000}, "prompt", "context_length_exceeded"),
         ("/pin_prefix", {"name": "x", "messages": [], "tools": [{}]}, "tools[0].type", "invalid_parameter"),
         ("/unpin_prefix", {"name": "nobody"}, "name", "invalid_parameter"),
         ("/unpin_prefix", {}, "name", "invalid_parameter"),

@@ -332,7 +332,7 @@ class LLM(PooledLLM):
         `generate`.
 
         Raises:
-            RequestError: a prompt or parameter that is refused; then nothing runs.
+            RequestError: a prompt or parameter that is refused, or an earlier stream that has not ended; nothing runs.
         """
         many = as_prompts(prompts)
         each = self._params_of(sampling_params, len(many))
@@ -368,6 +368,7 @@ class LLM(PooledLLM):
     ) -> Generator[RequestOutput, None, None]:
         """Queue all prompts, or none, with options of `Engine.add_request`; then step until they have finished."""
         self._check_open()
+        self._check_idle()
         many = as_prompts(prompts)
         each = self._params_of(params, len(many))
         adapters = adapters_of(lora_request, len(many))
@@ -376,8 +377,7 @@ class LLM(PooledLLM):
         try:
             for idx, (prompt, wanted, adapter, level) in enumerate(zip(many, each, adapters, levels, strict=True)):
                 with naming_prompt(prompt_name(idx, len(many))):
-                    options |= {"lora_request": adapter, "priority": level}
-                    self.engine.add_request(str(idx), prompt, wanted, **options)
+                    self.engine.add_request(str(idx), prompt, wanted, lora_request=adapter, priority=level, **options)
                 queued.append(str(idx))
             if on_start is not None:
                 on_start(sum(wanted.n for wanted in each))

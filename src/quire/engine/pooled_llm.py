@@ -208,6 +208,15 @@ class PooledLLM(ABC):
                 prepared.append(prepare(prompt, pooling, truncate_prompt_tokens))
         return self.generate(cast(list[Prompt], prepared), NO_SAMPLING, **options)
 
+    def _check_idle(self) -> None:
+        """Check that no stream is in progress, whose outputs would be taken for those of the next prompts.
+
+        Raises:
+            RequestError: one is.
+        """
+        if self.engine.has_unfinished:
+            raise RequestError("an earlier stream of this LLM has not ended: read it to its end, or close it")
+
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """Return a list of prompts; a list of integers is one prompt.

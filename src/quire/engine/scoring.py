@@ -116,6 +116,7 @@ def make_score_job(
                 raise InvalidParameter(f"{name}[{idx}]", text, "a string")
     if len(queries) not in (1, len(documents)):
         raise InvalidParameter(names[0], f"{len(queries)} texts", f"one text, or as many as {names[1]} has")
+    _check_activation(use_activation)
     if instruction is not None and not isinstance(instruction, str):
         raise InvalidParameter("instruction", instruction, "a string")
     places = [(0 if len(queries) == 1 else idx, idx) for idx in range(len(documents))]
@@ -155,8 +156,7 @@ def class_scores(head: ClassifierHead, logits: Sequence[float], *, use_activatio
     Raises:
         InvalidParameter: `use_activation` is no such value.
     """
-    if use_activation is not None and not isinstance(use_activation, bool):
-        raise InvalidParameter("use_activation", use_activation, "true, false or None")
+    _check_activation(use_activation)
     if use_activation is False or head.scores == "none":
         return list(logits)
     if head.scores == "sigmoid":
@@ -164,6 +164,11 @@ def class_scores(head: ClassifierHead, logits: Sequence[float], *, use_activatio
     largest = max(logits)
     powers = [math.exp(logit - largest) for logit in logits]
     return [power / sum(powers) for power in powers]
+
+
+def _check_activation(use_activation: object) -> None:
+    if not isinstance(use_activation, bool | None):
+        raise InvalidParameter("use_activation", use_activation, "true, false or None")
 
 
 def _probability_of_yes(logits: Sequence[float]) -> float:

@@ -87,7 +87,7 @@ class SamplingParams:
         bad_words: strings that may not occur in the output, at the beginning of a word or within one.
         logit_bias: token id -> value added to its logit.
         allowed_token_ids: if given, only these tokens can be sampled.
-        seed: makes the request's tokens a function of its own prompt and parameters alone.
+        seed: makes the request's tokens a function of its own prompt and parameters alone; -1 becomes None.
         stop: strings that end the output; not included in it unless `include_stop_str_in_output`.
         stop_token_ids: token ids that end the output; the id is kept in `token_ids`, its text only with
             `include_stop_str_in_output`.
@@ -228,8 +228,8 @@ class SamplingParams:
             if not allowed:
                 raise InvalidParameter("allowed_token_ids", (), "at least one token id, or None")
             put(self, "allowed_token_ids", allowed)
-        if self.seed is not None:
-            put(self, "seed", integer("seed", self.seed, -MAX_SEED - 1, MAX_SEED))
+        seed = None if self.seed is None else integer("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
+        put(self, "seed", None if seed == -1 else seed)
         put(self, "stop", strings("stop", self.stop))
         put(self, "stop_token_ids", token_ids("stop_token_ids", self.stop_token_ids, limit=MAX_STOP_IDS))
         put(self, "kept_special_ids", token_ids("kept_special_ids", self.kept_special_ids, limit=MAX_STOP_IDS))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from starlette.types import ASGIApp
 
 from quire.engine.outputs.logprobs import FlatLogprobs
 from quire.engine.outputs.outputs import CompletionOutput, RequestOutput
-from quire.errors import InvalidParameter, UnsupportedFeature
+from quire.errors import InvalidParameter, RequestError, UnsupportedFeature, renamed
 from quire.sequences.params import MAX_LOGPROBS, SamplingParams
 from quire.server import sampling, structured_fields
 from quire.server.fields import Fields, Refusal
@@ -102,8 +103,8 @@ def read_chat(state: ServerState, fields: Fields) -> tuple[GenerationRequest, Ch
     length = "max_tokens" if fields.get("max_completion_tokens") is None else "max_completion_tokens"
     top_logprobs = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
     has_logprobs = fields.flag("logprobs")
-    if top_logprobs is not None and not has_logprobs:
-        raise InvalidParameter("top_logprobs", top_logprobs, "absent unless logprobs is true")
+    if top_logprobs and not has_logprobs:  # 0 is vLLM's default
+        raise InvalidParameter("top_logprobs", top_logprobs, "0 or absent unless logprobs is true")
     extras = ChatExtras(
         top_logprobs=(top_logprobs or 0) if has_logprobs else None,
         prompt_logprobs=fields.integer("prompt_logprobs", 0, MAX_LOGPROBS),
@@ -163,6 +164,21 @@ async def render_chat(
         variables={**state.config.default_chat_template_kwargs, **(kwargs or {})},
         hints=read_effort(fields),
     )
+
+
+@contextmanager
+def naming_prompt(fields: Fields) -> Iterator[None]:
+    """Let an error about the prompt that is raised within the context name the client's field.
+
+    Args:
+        fields: body of the request, with a prompt, or with messages that were rendered as one.
+    """
+    try:
+        yield
+    except RequestError as error:
+        if error.field not in ("prompt", "prompt_token_ids"):
+            raise
+        raise renamed(error, "prompt" if fields.get("messages") is None else "messages") from None
 
 
 async def _prompts(

@@ -66,6 +66,11 @@ OPTIONS: Mapping[str, str] = {
     },
 }
 OPTION_NAMES = {chat: option for option, chat in OPTIONS.items()}
+NAMES: Sequence[tuple[str, str]] = (  # patterns of a chat's other fields, and Ollama's names in place of them
+    (r"^response_format(\.json_schema\.schema)?", "format"),
+    (r"^(messages\[\d+\])\.reasoning_content$", r"\1.thinking"),
+    (r"^(messages\[\d+\])\.name$", r"\1.tool_name"),
+)
 UNSUPPORTED_OPTIONS: Mapping[str, Refusal] = {
     "mirostat": ((0,), "use min_p, top_n_sigma or typical_p of /v1/chat/completions"),
     "tfs_z": ((1, 1.0), "use min_p"),
@@ -209,7 +214,9 @@ def rename(field: str) -> str:
     """Return Ollama's name of a field of a chat."""
     if field in OPTION_NAMES:
         return f"options.{OPTION_NAMES[field]}"
-    return re.sub(r"^response_format(\.json_schema\.schema)?", "format", field)
+    for pattern, name in NAMES:
+        field = re.sub(pattern, name, field)
+    return field
 
 
 def read_chat_fields(fields: Fields) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from quire.engine.inputs.prompts import Prompt
 from quire.errors import InvalidParameter
-from quire.server.chat_completions import render_chat
+from quire.server.chat_completions import naming_prompt, render_chat
 from quire.server.errors import stopping
 from quire.server.fields import Fields, Refusal
 from quire.server.generation import json_response
@@ -53,14 +53,15 @@ async def pin_prefix(state: ServerState, request: Request) -> Response:
         definitions = [tool.definition for tool in read_tools(fields.get("tools"))]
         prompt = await render_chat(state, fields, definitions, add_generation_prompt=False)
     name = _name(fields)
-    num_tokens = await state.llm.pin_prefix(
-        name,
-        prompt,
-        fields.text("cache_salt"),
-        tenant=tenant,
-        lora_request=lora_request(request),
-        add_special_tokens=fields.flag("add_special_tokens", not has_messages),
-    )
+    with naming_prompt(fields):
+        num_tokens = await state.llm.pin_prefix(
+            name,
+            prompt,
+            fields.text("cache_salt"),
+            tenant=tenant,
+            lora_request=lora_request(request),
+            add_special_tokens=fields.flag("add_special_tokens", not has_messages),
+        )
     return json_response({"name": name, "pinned_tokens": num_tokens})
 
 

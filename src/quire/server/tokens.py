@@ -10,7 +10,7 @@ from starlette.responses import Response, StreamingResponse
 
 from quire.engine.inputs.prompts import check_token_ids
 from quire.errors import InvalidParameter, UnsupportedFeature
-from quire.server.chat_completions import render_chat
+from quire.server.chat_completions import naming_prompt, render_chat
 from quire.server.fields import Fields, Refusal
 from quire.server.generation import json_response
 from quire.server.models import read_fields
@@ -53,7 +53,8 @@ async def tokenize(state: ServerState, request: Request) -> Response:
         text = fields.text("prompt") or ""
     llm = state.llm
     special = fields.flag("add_special_tokens", has_prompt)
-    ids = await llm.texts.encode(text, add_special_tokens=special)
+    with naming_prompt(fields):
+        ids = await llm.texts.encode(text, add_special_tokens=special)
 
     def respond() -> Response:
         texts = [tokenizer.token_text(token_id) for token_id in ids] if with_texts else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from quire.engine.outputs.logprobs import FlatLogprobs
 from quire.engine.outputs.outputs import RequestOutput
@@ -37,8 +37,7 @@ class BeamSearchParams:
         Raises:
             InvalidParameter: a value is not allowed.
         """
-        return SamplingParams(
-            n=self.beam_width,
+        params = SamplingParams(
             beam_width=self.beam_width,
             max_tokens=self.max_tokens,
             ignore_eos=self.ignore_eos,
@@ -47,6 +46,7 @@ class BeamSearchParams:
             include_stop_str_in_output=self.include_stop_str_in_output,
             logprobs=0,
         )
+        return replace(params, n=self.beam_width)  # now that the width is checked, which has another name
 
 
 @dataclass(slots=True)
