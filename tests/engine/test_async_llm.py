@@ -259,6 +259,18 @@ async def test_who_asks_for_what_makes_the_engine_die_is_told_as_well(monkeypatc
 
 
 @scenario
+async def test_leaving_a_request_whose_name_is_none_spares_the_engine(llm: AsyncLLM) -> None:
+    names: list[Any] = [[], 5, ""]
+    for wrong in names:
+        refused = asyncio.create_task(text_of(llm, STORIES[0], greedy(), request_id=wrong))
+        await asyncio.sleep(0)
+        refused.cancel()
+        with pytest.raises((InvalidParameter, asyncio.CancelledError)):
+            await refused
+    assert await text_of(llm, STORIES[0], greedy(1))
+
+
+@scenario
 async def test_cancelling_a_request_with_anothers_name_spares_the_other(llm: AsyncLLM) -> None:
     owner = llm.generate(STORIES[0], greedy(60, ignore_eos=True), request_id="shared")
     await anext(owner)
