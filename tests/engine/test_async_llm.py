@@ -136,6 +136,12 @@ async def test_a_priority_is_refused_before_a_slot_is_reserved_and_a_text_is_rea
 
 
 @scenario
+async def test_special_tokens_are_added_or_not(llm: AsyncLLM) -> None:
+    with pytest.raises(InvalidParameter, match="add_special_tokens must be true or false, got 'yes'"):
+        await text_of(llm, STORIES[0], greedy(1), add_special_tokens="yes")
+
+
+@scenario
 async def test_the_queue_is_bounded_before_any_work() -> None:
     llm = load(max_num_seqs=1, max_queue_len=2)
     endless = SamplingParams(max_tokens=None, ignore_eos=True, seed=1)
