@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from quire import AsyncLLM, SamplingParams
+from quire import AsyncLLM, RequestOutput, SamplingParams
 from quire.errors import InvalidParameter, QueueFull, RequestError, WorkerError
 from tests.engine.test_llm import STORIES, Failing, greedy
 
@@ -136,6 +136,28 @@ async def test_a_priority_is_refused_before_a_slot_is_reserved_and_a_text_is_rea
 
 
 @scenario
+async def test_a_reader_that_fails_ends_its_own_request_only(llm: AsyncLLM) -> None:
+    expected = await text_of(llm, STORIES[1], greedy(40))
+
+    def take(_: RequestOutput) -> bool:
+        raise OSError("no room")
+
+    endless = SamplingParams(max_tokens=None, ignore_eos=True)
+    failing = asyncio.create_task(text_of(llm, STORIES[0], endless, take=take))
+    other = asyncio.create_task(text_of(llm, STORIES[1], greedy(40)))
+    with pytest.raises(OSError, match="no room"):
+        await failing
+    assert await other == expected
+    assert await idle(llm)
+
+
+@scenario
+async def test_special_tokens_are_added_or_not(llm: AsyncLLM) -> None:
+    with pytest.raises(InvalidParameter, match="add_special_tokens must be true or false, got 'yes'"):
+        await text_of(llm, STORIES[0], greedy(1), add_special_tokens="yes")
+
+
+@scenario
 async def test_the_queue_is_bounded_before_any_work() -> None:
     llm = load(max_num_seqs=1, max_queue_len=2)
     endless = SamplingParams(max_tokens=None, ignore_eos=True, seed=1)
@@ -256,6 +278,18 @@ async def test_who_asks_for_what_makes_the_engine_die_is_told_as_well(monkeypatc
         assert llm.has_failed
     finally:
         llm.shutdown()
+
+
+@scenario
+async def test_leaving_a_request_whose_name_is_none_spares_the_engine(llm: AsyncLLM) -> None:
+    names: list[Any] = [[], 5, ""]
+    for wrong in names:
+        refused = asyncio.create_task(text_of(llm, STORIES[0], greedy(), request_id=wrong))
+        await asyncio.sleep(0)
+        refused.cancel()
+        with pytest.raises((InvalidParameter, asyncio.CancelledError)):
+            await refused
+    assert await text_of(llm, STORIES[0], greedy(1))
 
 
 @scenario

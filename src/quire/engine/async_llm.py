@@ -199,17 +199,13 @@ class AsyncLLM:
         collector = OutputCollector(params.output_kind)
         try:
             while not is_finished:
-                try:
-                    delta = await mailbox.next()
-                except Exception:
-                    is_finished = True
-                    raise
+                delta = await mailbox.next()
                 is_finished = delta.finished
                 output = collector.add(delta)
                 if output is not None:
                     yield output
         finally:
-            if not is_finished:
+            if not is_finished:  # a request that the engine has ended is left alone
                 self.submitter.abandon(stream)
 
     async def abort(self, request_id: str) -> bool:

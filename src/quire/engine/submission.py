@@ -98,6 +98,8 @@ class Submitter:
         """
         # Refused before a slot is reserved and texts are made into tokens, which cost more.
         self._engine.config.check_priority(options.get("priority", 0))
+        if request_id is not None and (type(request_id) is not str or not request_id):
+            raise InvalidParameter("request_id", request_id, "a non-empty string")
         begun_s = time.monotonic() if arrival_s is None else arrival_s
         final_only = options.get("final_only", False)
         if not isinstance(final_only, bool):

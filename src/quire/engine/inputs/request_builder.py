@@ -106,6 +106,8 @@ class RequestBuilder:
         """
         if type(params) is not SamplingParams:
             raise InvalidParameter("sampling_params", params, "SamplingParams")
+        if not isinstance(add_special_tokens, bool):
+            raise InvalidParameter("add_special_tokens", add_special_tokens, "true or false")
         config, tokenizer = self._config, self._prompts.tokenizer
         params.check_for_model(vocab_size=config.vocab_size, max_num_seqs=config.max_num_seqs)
         if params.stop and tokenizer is None:

@@ -18,7 +18,7 @@ class OutputMailbox:
 
     Args:
         take: function that is called with each delta that arrives while none is unread; a delta for which it returns
-            True is not kept.
+            True is not kept. An error of it ends the reading, not that of other requests.
     """
 
     __slots__ = ("_delta", "_error", "_has_item", "_take")
@@ -33,7 +33,7 @@ class OutputMailbox:
         """Wait for the next delta and return it.
 
         Raises:
-            Exception: the error that ended the stream, after all deltas.
+            Exception: the error that ended the stream, or that of `take`, after all deltas.
         """
         await self._has_item.wait()
         delta, self._delta = self._delta, None
@@ -48,10 +48,19 @@ class OutputMailbox:
         """Add an item."""
         if isinstance(item, Exception):
             self._error = item
-        elif self._take is not None and not self._has_item.is_set() and self._take(item):
+        elif self._is_taken(item):
             return
         elif self._delta is None:
             self._delta = item
         else:
             self._delta.add(item)
         self._has_item.set()
+
+    def _is_taken(self, delta: RequestOutput) -> bool:
+        if self._take is None or self._has_item.is_set():
+            return False
+        try:
+            return self._take(delta)
+        except Exception as error:  # the caller has deltas of other requests
+            self._error = error
+            return False
