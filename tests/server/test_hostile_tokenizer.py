@@ -37,7 +37,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         ("/v1/completions", {"prompt": "Z", "bad_words": [BOMB]}, "bad_words"),
         ("/v1/chat/completions", {"messages": USER}, "messages"),
         ("/tokenize", {"prompt": BOMB}, "prompt"),
-        ("/tokenize", {"messages": USER}, "prompt"),
+        ("/tokenize", {"messages": USER}, "messages"),
         ("/pin_prefix", {"name": "a", "prompt": BOMB}, "prompt"),
     ],
 )

@@ -87,7 +87,7 @@ class SamplingParams:
         bad_words: strings that may not occur in the output, at the beginning of a word or within one.
         logit_bias: token id -> value added to its logit.
         allowed_token_ids: if given, only these tokens can be sampled.
-        seed: makes the request's tokens a function of its own prompt and parameters alone; -1 becomes None.
+        seed: makes the request's tokens a function of its own prompt and parameters alone; -1 is no seed.
         stop: strings that end the output; not included in it unless `include_stop_str_in_output`.
         stop_token_ids: token ids that end the output; the id is kept in `token_ids`, its text only with
             `include_stop_str_in_output`.
