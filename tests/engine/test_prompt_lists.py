@@ -13,6 +13,7 @@ from quire.errors import InvalidParameter, PromptTooLong, RequestError, Unsuppor
 from tests.engine.test_llm import STORIES, greedy, load
 
 LONG = "fox " * 2000  # more tokens than the context has
+USER = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +82,23 @@ def test_a_refused_text_of_a_score_has_the_name_of_its_argument(
     with pytest.raises(PromptTooLong) as caught:
         llm.score(queries, documents, use_tqdm=False)
     assert (caught.value.field, str(caught.value).partition(" has ")[0]) == (field, f"{field}: the prompt")
+
+
+@pytest.mark.parametrize(
+    ("messages", "field", "words"),
+    [
+        ([USER, [{"role": "king", "content": "a"}]], "messages[1][0].role", "messages[1][0].role must be one of "),
+        ([USER, []], "messages[1]", "messages[1] must be from 1 to "),
+        ([USER, [{"role": "user", "content": LONG}]], "messages[1]", "messages[1]: the prompt has "),
+        ([{"role": "user", "content": LONG}], "messages", "the prompt has "),
+        ([{"role": "user", "content": "\ud800"}], "messages", "messages must be Unicode text "),
+        ([{"role": "king", "content": "a"}], "messages[0].role", "messages[0].role must be one of "),
+    ],
+)
+def test_a_refused_conversation_is_named(llm: LLM, messages: list[Any], field: str, words: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        llm.chat(messages, use_tqdm=False)
+    assert (caught.value.field, str(caught.value)[: len(words)]) == (field, words)
 
 
 @pytest.mark.parametrize("wrong", ["hi", {"role": "user", "content": "hi"}, 3, None])

@@ -13,6 +13,7 @@ from quire.config import EngineConfig, ResolvedConfig
 from quire.engine.adapters import Adapters, acquire_adapter, adapters_of
 from quire.engine.engine import Engine
 from quire.engine.exporters.kv_report import KvReport
+from quire.engine.inputs.prompt_names import naming_conversation, naming_prompt, prompt_name
 from quire.engine.inputs.prompts import Prompt
 from quire.engine.kv.pinning import ONE_TOKEN
 from quire.engine.metrics.stats import EngineStats
@@ -21,7 +22,7 @@ from quire.engine.outputs.outputs import OutputCollector, RequestOutput
 from quire.engine.outputs.progress import ProgressBar
 from quire.engine.outputs.reasoning import add_reasoning, with_reasoning
 from quire.engine.outputs.tool_calls import add_calls, with_calls
-from quire.engine.pooled_llm import PooledLLM, as_conversations, as_prompts, naming_prompt, priorities_of, prompt_name
+from quire.engine.pooled_llm import PooledLLM, as_conversations, as_prompts, priorities_of
 from quire.engine.startup.loading import load
 from quire.errors import ConfigError, EngineClosed, InvalidParameter, UnsupportedFeature, WorkerError
 from quire.memory.usage import Usage
@@ -241,8 +242,11 @@ class LLM(PooledLLM):
         use = model.read(tools, tool_choice, parallel_tool_calls)
         if use is not None:
             template_args["tools"] = use.definitions
-        texts = [self._chat_text(conversation, **template_args) for conversation in as_conversations(messages)]
-        prompts = [self.get_tokenizer().encode(text, add_special_tokens=False) for text in texts]
+        conversations, prompts = as_conversations(messages), list[Any]()
+        for idx, conversation in enumerate(conversations):
+            with naming_conversation(idx, len(conversations)):
+                text = self._chat_text(conversation, **template_args)
+                prompts.append(self.engine.requests.prepare(text, ONE_TOKEN, add_special_tokens=False).prompt)
         options: dict[str, Any] = {"use_tqdm": use_tqdm, "cache_salt": cache_salt, "tenant": tenant}
         options |= {"retain_cache": retain_cache, "lora_request": lora_request}
         thinking = ReasoningModel.find(reasoning_parser, self.tokenizer, self.engine.requests.end_token_ids)
@@ -253,8 +257,6 @@ class LLM(PooledLLM):
             if use is None:
                 raise
             raise use.explain(error, str(error.value)) from error
-        for output, text in zip(outputs, texts, strict=True):
-            output.prompt = text
         add_reasoning(outputs, thinking)
         if use is not None:
             add_calls(outputs, use)
@@ -389,11 +391,10 @@ class LLM(PooledLLM):
 
     def _params_of(self, params: Params, count: int) -> Sequence[SamplingParams]:
         """Return one set of parameters for each prompt."""
-        if params is None:
-            return [self.get_default_sampling_params()] * count
-        if isinstance(params, SamplingParams):
-            return [params] * count
-        if not isinstance(params, list | tuple) or len(params) != count:
+        given = self.get_default_sampling_params() if params is None else params
+        if isinstance(given, SamplingParams):
+            return [given] * count
+        if not isinstance(given, list | tuple) or len(given) != count:
             allowed = f"SamplingParams, or a list of one for each of {count} prompts"
-            raise InvalidParameter("sampling_params", params, allowed)
-        return params
+            raise InvalidParameter("sampling_params", given, allowed)
+        return given

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
 from quire.config import ResolvedConfig
 from quire.engine.engine import Engine
+from quire.engine.inputs.prompt_names import naming_prompt, prompt_name
 from quire.engine.inputs.prompts import Prompt, TextPair
 from quire.engine.outputs.outputs import RequestOutput
 from quire.engine.outputs.pooled_outputs import (
@@ -23,7 +23,7 @@ from quire.engine.outputs.pooled_outputs import (
     pooled_values,
 )
 from quire.engine.scoring import CLASSES, class_scores, make_score_job
-from quire.errors import InvalidParameter, RequestError, renamed
+from quire.errors import InvalidParameter, RequestError
 from quire.models.pooling_config import PoolingConfig
 from quire.sequences.lora import LoRARequest
 from quire.sequences.params import SamplingParams
@@ -256,25 +256,3 @@ def priorities_of(priority: int | Sequence[int] | None, count: int, config: Reso
     for level in levels:
         config.check_priority(level)
     return levels
-
-
-def prompt_name(idx: int, count: int) -> str | None:
-    """Return the name of one of `count` prompts; None where there is only one, which needs no index."""
-    return f"prompts[{idx}]" if count > 1 else None
-
-
-@contextmanager
-def naming_prompt(name: str | None) -> Iterator[None]:
-    """Let an error about a prompt that is raised within the context name the prompt.
-
-    Args:
-        name: the caller's name of the prompt; None leaves errors as they are.
-    """
-    try:
-        yield
-    except RequestError as error:
-        field = error.field or ""
-        is_media = field.startswith("media")
-        if name is None or not (is_media or field in ("prompt", "prompt_token_ids")):
-            raise
-        raise renamed(error, f"{name}.{field}" if is_media else name, name) from None

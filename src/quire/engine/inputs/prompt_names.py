@@ -1,0 +1,48 @@
+"""Names of prompts and conversations in errors, as the callers of `LLM` know them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from quire.errors import RequestError, renamed
+
+
+def prompt_name(idx: int, count: int) -> str | None:
+    """Return the name of one of `count` prompts; None where there is only one, which needs no index."""
+    return f"prompts[{idx}]" if count > 1 else None
+
+
+@contextmanager
+def naming_prompt(name: str | None) -> Iterator[None]:
+    """Let an error about a prompt that is raised within the context name the prompt.
+
+    Args:
+        name: the caller's name of the prompt; None leaves errors as they are.
+    """
+    try:
+        yield
+    except RequestError as error:
+        field = error.field or ""
+        is_media = field.startswith("media")
+        if name is None or not (is_media or field in ("prompt", "prompt_token_ids")):
+            raise
+        raise renamed(error, f"{name}.{field}" if is_media else name, name) from None
+
+
+@contextmanager
+def naming_conversation(idx: int, count: int) -> Iterator[None]:
+    """Let an error about a conversation that is raised within the context name `messages`, and which of several.
+
+    Args:
+        idx: index of the conversation.
+        count: number of conversations; one needs no index.
+    """
+    name = f"messages[{idx}]" if count > 1 else "messages"
+    try:
+        yield
+    except RequestError as error:
+        root, mark, rest = (error.field or "").partition("[")
+        if root not in ("prompt", "messages"):
+            raise
+        raise renamed(error, f"{name}{mark}{rest}", name if count > 1 else "") from None
