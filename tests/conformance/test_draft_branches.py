@@ -99,13 +99,10 @@ def test_a_branch_goes_on_where_the_draft_is_wrong(reference: Reference, choices
     assert llm.usage().used == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [
-        {"swap_space": 8 << 20, "preemption_mode": "swap"},
-        pytest.param({}, marks=pytest.mark.slow),
-        pytest.param({"async_scheduling": True}, marks=pytest.mark.slow),
-    ],
+    [{"swap_space": 8 << 20, "preemption_mode": "swap"}, {}, {"async_scheduling": True}],
     ids=["swapped", "recomputed", "async"],
 )
 def test_preempted(reference: Reference, choices: list[int], options: dict[str, Any]) -> None:
