@@ -124,8 +124,8 @@ def test_branches_stop_where_they_do_not_pay(second: float, row_cost: float, use
         num_used += bool(branches) and step >= 300
         is_right, is_second = rng.random() < 0.6, rng.random() < second
         sequence.tokens += [2]
-        if draft and not is_right:
-            drafter.record_branches(int(bool(branches) and not is_second), is_right=bool(branches) and is_second)
+        if branches and not is_right:
+            drafter.record_branches(int(not is_second), is_right=is_second)
         if draft:
             drafter.record(sequence, len(draft), len(draft) if is_right else 0)
     assert num_used > 250 if used else num_used < 60
@@ -136,3 +136,19 @@ def test_a_single_draft_is_the_default() -> None:
     drafter.step_costs = [1.0] * 4
     assert drafter.propose(sequence, 3)
     assert drafter.propose_branches(sequence, (0, 0, 0), 3) == []
+
+
+def test_branches_that_did_not_pay_are_tried_again() -> None:
+    drafter, sequence = AdaptiveDrafter(Choices(), 3, 2), sequence_of(0, [1], [2])
+    drafter.step_costs = [1.0 + 0.005 * k for k in range(8)]
+    tried = []
+    for _ in range(1000):
+        draft = drafter.propose(sequence, 3)
+        assert draft
+        tried.append(bool(drafter.propose_branches(sequence, draft, 3)))
+        if tried[-1]:
+            drafter.record_branches(1, is_right=False)
+        drafter.record(sequence, 3, 1)
+        sequence.tokens += [2]
+    assert all(tried[:2])
+    assert 0 < sum(tried[500:]) < 100

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as Seq
+from itertools import accumulate
 from math import inf
 from typing import Any
 
@@ -132,6 +133,9 @@ class AdaptiveDrafter:
             return []
         rates = [rate.share(FIRST_BRANCH_RATE, PRIOR_DRAFTS) for rate in self._branch_rates]
         lengths = branch_lengths(self._share_of(record), rates, len(draft), self.step_costs)
+        for rate in self._branch_rates[len(lengths) :]:
+            # Not tried: the estimate returns to the initial one, with which a branch is tried again.
+            rate.fade()
         if not lengths:
             return []
         found = self._call("propose_branches", sequence, draft, min(limit, max(lengths)), len(lengths)) or ()
@@ -153,9 +157,6 @@ class AdaptiveDrafter:
                 rate.add(0, 1)
             elif idx == num_wrong and is_right:
                 rate.add(1, 0)
-            elif not is_right:
-                # Not tried: the estimate returns to the initial one, with which branches are tried again.
-                rate.fade()
 
     def resumes_at(self, sequence: Sequence) -> float:
         """Return the number of tokens below which a sequence gets no drafts, whatever its tokens are."""
@@ -232,9 +233,7 @@ def branch_lengths(share: float, branch_shares: Seq[float], depth: int, step_cos
         step_costs: see `AdaptiveDrafter`.
     """
     # Expected tokens of the leading n tokens of a draft whose first token is right: 1 + a + ... + a^(n - 1).
-    gains = [0.0]
-    for idx in range(depth + 1):
-        gains.append(gains[-1] + share**idx)
+    gains = list(accumulate((share**idx for idx in range(depth + 1)), initial=0.0))
     expected, num_rows, missed, lengths = gains[depth + 1], depth, 1.0 - share, list[int]()
     for right in branch_shares:
         present = expected / step_costs[num_rows]

@@ -32,15 +32,15 @@ class DraftCosts:
     first of them. A step alone takes the time from its launch to its end, to which other load can only add.
 
     Args:
-        num_tokens: largest number of further rows of a sequence in a step.
+        num_rows: largest number of further rows of a sequence in a step.
 
     Attributes:
         needs_baseline: True where the next step should have no drafts, so that the baseline is measured.
     """
 
-    def __init__(self, num_tokens: int) -> None:
+    def __init__(self, num_rows: int) -> None:
         self.needs_baseline = False
-        self._num_tokens = num_tokens
+        self._num_rows = num_rows
         self._baseline_s: dict[int, float] = {}
         # By the bit length of S: the measured depths in ascending order, and the added cost of each, relative to the
         # baseline.
@@ -69,7 +69,7 @@ class DraftCosts:
 
     def by_depth(self, num_seqs: int) -> Sequence[float]:
         """Return the predicted duration with 0, 1, 2, ... further rows per sequence, relative to a step without."""
-        return [1.0 + self._added_at(num_seqs.bit_length(), float(depth)) for depth in range(self._num_tokens + 1)]
+        return [1.0 + self._added_at(num_seqs.bit_length(), float(depth)) for depth in range(self._num_rows + 1)]
 
     def _record_added(self, num_seqs: int, depth: float, added: float) -> None:
         """Record the added cost of drafts, relative to the baseline."""
