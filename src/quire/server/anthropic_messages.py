@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from quire.engine.outputs.outputs import CompletionOutput, RequestOutput
-from quire.errors import InvalidParameter, RequestError, UnsupportedFeature, renamed, shown
+from quire.errors import InvalidParameter, UnsupportedFeature, shown
 from quire.server import sse
 from quire.server.chat_completions import ChatExtras, render_chat
 from quire.server.chat_protocols import (
@@ -28,6 +28,7 @@ from quire.server.chat_protocols import (
     thinking_switch,
 )
 from quire.server.errors import REQUEST_ID, ApiError
+from quire.server.field_names import renaming
 from quire.server.fields import Fields, Refusal
 from quire.server.generation import json_response
 from quire.server.models import read_fields
@@ -88,13 +89,11 @@ async def messages(state: ServerState, request: Request) -> ASGIApp:
 async def count_tokens(state: ServerState, request: Request) -> Response:
     """Answer `POST /v1/messages/count_tokens`: the length of the prompt, as `usage` would have it."""
     fields = await read_fields(state, request, UNSUPPORTED, KNOWN_FIELDS)
-    try:
+    with renaming(rename):
         chat = Fields(read_chat_fields(state, fields))
         use = read_tool_use(state, chat)
         text = await render_chat(state, chat, () if use is None else use.definitions)
         ids = await state.llm.texts.encode(text, add_special_tokens=False)
-    except RequestError as error:
-        raise renamed(error, None if error.field is None else rename(error.field)) from None
     return json_response({"input_tokens": len(ids)})
 
 

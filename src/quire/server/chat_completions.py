@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from starlette.types import ASGIApp
 
 from quire.engine.outputs.logprobs import FlatLogprobs
 from quire.engine.outputs.outputs import CompletionOutput, RequestOutput
-from quire.errors import InvalidParameter, RequestError, UnsupportedFeature, renamed
+from quire.errors import InvalidParameter, UnsupportedFeature
 from quire.sequences.params import MAX_LOGPROBS, SamplingParams
 from quire.server import sampling, structured_fields
 from quire.server.fields import Fields, Refusal
@@ -164,21 +163,6 @@ async def render_chat(
         variables={**state.config.default_chat_template_kwargs, **(kwargs or {})},
         hints=read_effort(fields),
     )
-
-
-@contextmanager
-def naming_prompt(fields: Fields) -> Iterator[None]:
-    """Let an error about the prompt that is raised within the context name the client's field.
-
-    Args:
-        fields: body of the request, with a prompt, or with messages that were rendered as one.
-    """
-    try:
-        yield
-    except RequestError as error:
-        if error.field not in ("prompt", "prompt_token_ids"):
-            raise
-        raise renamed(error, "prompt" if fields.get("messages") is None else "messages") from None
 
 
 async def _prompts(

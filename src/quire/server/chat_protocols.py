@@ -16,8 +16,9 @@ from starlette.types import ASGIApp
 
 from quire.bounded.json_text import BadJSON, parse
 from quire.engine.outputs.outputs import CompletionOutput
-from quire.errors import InvalidParameter, RequestError, UnsupportedFeature, renamed, shown
+from quire.errors import InvalidParameter, UnsupportedFeature, shown
 from quire.server.chat_completions import ChatExtras, read_chat
+from quire.server.field_names import renaming
 from quire.server.fields import Fields
 from quire.server.generation import GenerationRequest, Reply, run
 from quire.server.reasoning import ReasoningSplitter
@@ -54,11 +55,9 @@ async def answer_chat(
         RequestError: naming the protocol's field.
         ApiError: as in `generation.run`.
     """
-    try:
+    with renaming(rename):
         job, extras = read(state, Fields(chat))
         return await run(state, request, job, make_reply(extras), answer_id)
-    except RequestError as error:
-        raise renamed(error, None if error.field is None else rename(error.field)) from None
 
 
 def thinking_switch(is_on: bool | None) -> dict[str, Any]:

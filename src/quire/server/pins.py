@@ -7,8 +7,9 @@ from starlette.responses import Response
 
 from quire.engine.inputs.prompts import Prompt
 from quire.errors import InvalidParameter
-from quire.server.chat_completions import naming_prompt, render_chat
+from quire.server.chat_completions import render_chat
 from quire.server.errors import stopping
+from quire.server.field_names import naming_prompt
 from quire.server.fields import Fields, Refusal
 from quire.server.generation import json_response
 from quire.server.models import read_fields

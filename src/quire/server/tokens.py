@@ -10,7 +10,8 @@ from starlette.responses import Response, StreamingResponse
 
 from quire.engine.inputs.prompts import check_token_ids
 from quire.errors import InvalidParameter, UnsupportedFeature
-from quire.server.chat_completions import naming_prompt, render_chat
+from quire.server.chat_completions import render_chat
+from quire.server.field_names import naming_prompt
 from quire.server.fields import Fields, Refusal
 from quire.server.generation import json_response
 from quire.server.models import read_fields
