@@ -246,7 +246,8 @@ async def test_metrics_count_what_happened() -> None:
 async def test_a_request_that_cannot_even_start_is_its_own_affair(
     llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = asyncio.create_task(text_of(llm, STORIES[1], greedy(30)))
+    other = llm.generate(STORIES[1], greedy(30))
+    assert (await anext(other)).outputs  # it has started before the others fail
     for name in (["a"], 7, ""):
         with pytest.raises(InvalidParameter, match="request_id"):
             await anext(llm.generate(STORIES[0], greedy(), request_id=name))  # type: ignore[arg-type]
@@ -256,7 +257,7 @@ async def test_a_request_that_cannot_even_start_is_its_own_affair(
         patch.setattr(llm._engine.requests, "_seed", lambda number: number // 0)
         with pytest.raises(ZeroDivisionError):
             await anext(llm.generate(STORIES[0], greedy()))
-    assert await other
+    assert [delta async for delta in other][-1].finished
     assert llm.health().is_alive
 
 
