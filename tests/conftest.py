@@ -30,6 +30,8 @@ settings.load_profile("ci" if os.environ.get("CI") else "person")
 # Cases that were measured to take long, which are slow as well, but not the last of their kind: CI runs them with the
 # slow tests, and for the coverage of the control plane. Written by a run with `--list-long-tests`.
 LONG_CASES = Path(__file__).with_name("long_cases.txt")
+# The ids of all cases of a run, also of those that marks leave out of it.
+COLLECTED_CASES = pytest.StashKey[frozenset[str]]()
 # Modules, and tests, that stay in the default run however long they take.
 NEVER_LONG = (
     "tests/architecture/",
@@ -167,6 +169,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             for item in wanting:
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
     mark_beyond_pairs(items)
+    if items:
+        items[0].config.stash[COLLECTED_CASES] = frozenset(item.nodeid for item in items)
     long_cases = frozenset(LONG_CASES.read_text(encoding="utf-8").splitlines())
     for item in items:
         if item.get_closest_marker("exhaustive"):
