@@ -17,6 +17,7 @@ import transformers
 
 from quire import LLM, PoolingParams, SamplingParams
 from quire.engine.outputs.pooled_outputs import embedding_of
+from quire.engine.scoring import SIMILARITIES
 from quire.errors import (
     CheckpointError,
     ConfigError,
@@ -161,6 +162,13 @@ def test_a_result_that_is_not_finite_ends_its_request_alone(tmp_path: Path) -> N
             llm.embed([[5, 11], [5, 6]], use_tqdm=False)
         (output,) = llm.embed([5, 6], use_tqdm=False)
         assert length(output.outputs.embedding) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("embedding", [(6.0, 5.0, 7.0, -1.0), (-8.0, -7.0, 8.0, 3.0)])
+def test_a_cosine_is_at_most_one(embedding: tuple[float, ...]) -> None:
+    """The product of these with themselves, as unit vectors, rounds to more."""
+    assert SIMILARITIES["cosine"](embedding, embedding) == 1.0
+    assert SIMILARITIES["cosine"](embedding, [-each for each in embedding]) == -1.0
 
 
 def test_scores_are_cosines_of_embeddings(llm: LLM) -> None:

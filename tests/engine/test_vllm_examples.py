@@ -15,6 +15,7 @@ from quire import (
     AsyncLLMEngine,
     BeamSearchParams,
     InvalidParameter,
+    RequestError,
     RequestOutputKind,
     SamplingParams,
     StructuredOutputsParams,
@@ -72,6 +73,9 @@ def test_chat_with_a_template_of_the_caller_and_its_variables(llm: LLM) -> None:
     for name in ("chat_template", "chat_template_kwargs"):
         with pytest.raises(InvalidParameter, match=f"{name} must be"):
             llm.chat(messages, **{name: ["x"]})  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="the chat template cannot be compiled: ") as refused:
+        llm.chat(messages, chat_template="{% for %}")
+    assert refused.value.field == "chat_template"
 
     messages.append({"role": "assistant", "content": "Once upon a "})
     (output,) = llm.chat(messages, SamplingParams(max_tokens=2), continue_final_message=True, **options)

@@ -34,7 +34,7 @@ def _manhattan(first: Sequence[float], second: Sequence[float]) -> float:
 
 def _cosine(first: Sequence[float], second: Sequence[float]) -> float:
     units = (embedding_of(each, None, normalize=True) for each in (first, second))
-    return _dot(*units)
+    return max(-1.0, min(_dot(*units), 1.0))  # a unit vector times itself can round to more than 1
 
 
 # Similarity functions of two embeddings, by their names in a checkpoint; higher for more similar texts.

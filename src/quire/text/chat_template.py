@@ -9,7 +9,7 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from quire.errors import MAX_SHOWN, InvalidParameter, RequestError, UnsupportedFeature
+from quire.errors import MAX_SHOWN, InvalidParameter, RequestError, UnsupportedFeature, renamed
 from quire.text.messages import Message, normalise_messages
 from quire.text.rendering import GLOBALS, Renderer
 from quire.text.written_calls import writes_no_calls, written_calls
@@ -182,12 +182,22 @@ class ChatTemplate:
         return used
 
     def with_source(self, source: str) -> ChatTemplate:
-        """Return another template with this one's special tokens and processes."""
+        """Return another template with this one's special tokens and processes.
+
+        Raises:
+            RequestError: it cannot be compiled; the error's field is `chat_template`.
+            WorkerError: the process that compiles does not start.
+        """
         tokens = dict(self._special_tokens)
         bos, eos = tokens.pop("bos_token"), tokens.pop("eos_token")
-        return ChatTemplate(
+        template = ChatTemplate(
             source, bos_token=bos, eos_token=eos, special_tokens=tokens, clock=self._clock, renderer=self._renderer
         )
+        try:
+            _ = template._variables
+        except RequestError as error:
+            raise renamed(error, "chat_template") from None
+        return template
 
     @property
     def supports_tools(self) -> bool:

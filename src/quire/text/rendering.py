@@ -87,12 +87,12 @@ class Renderer:
             most = f"{self._memory_bytes >> 20} MiB, or nests too deeply"
             if error.limit == "time":
                 most = f"{self._timeout_s:g} s"
-            raise RequestError(f"the model's chat template takes more than {most}", field="messages") from error
+            raise RequestError(f"the chat template takes more than {most}", field="messages") from error
         kind, text = answer[:1], answer[1:].decode("utf-8", "surrogatepass")
         if kind == DONE:
             return text
         why = "cannot be compiled" if kind == BROKEN else "refuses this conversation"
-        raise RequestError(f"the model's chat template {why}: {text}", field="messages")
+        raise RequestError(f"the chat template {why}: {text}", field="messages")
 
 
 # ---- within the process ----

@@ -35,8 +35,8 @@ def _template_of(tokenizer: Tokenizer, path: str) -> ChatTemplate:
     source = read_template(Path(path).expanduser())
     if source is None:
         raise ConfigError(f"chat_template {path!r} is no file", field="chat_template")
-    template = tokenizer.make_chat_template(source)
     try:
+        template = tokenizer.make_chat_template(source)
         if template.used_variables({}, {"messages": None}):
             return template
     except RequestError as error:
