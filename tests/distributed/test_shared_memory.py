@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch.distributed
 from quire.distributed.gloo import GlooTransport
 from quire.distributed.rank_group import RankGroup
 from quire.distributed.shared_memory import SLOT_BYTES
-from quire.errors import RankFailed
+from quire.errors import LockstepDrift, RankFailed
 from tests.distributed.in_threads import make_transports, run_ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -171,6 +172,48 @@ def test_all_operations_in_any_order(transports: Any) -> None:
     assert [other for other in second if other is not None] == [
         5 * (2 * idx + 1.0) for idx, kind in enumerate(kinds) if kind == 0
     ]
+
+
+def add(num_values: int) -> Callable[[RankGroup], Any]:
+    return lambda group: group.all_reduce(torch.ones(num_values))
+
+
+def gather(group: RankGroup) -> Any:
+    return group.transport.gather(torch.ones(1, 4), (4, 4))
+
+
+def talk(group: RankGroup) -> Any:
+    return group.send_commands(b"abc") if group.rank == 0 else group.receive_commands()
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (add(8), add(4)),
+        (add(8), talk),
+        (talk, add(8)),
+        (gather, add(8)),
+        (add(8), gather),
+        (gather, talk),
+        (talk, gather),
+    ],
+    ids=lambda operation: operation.__qualname__.partition(".")[0],
+)
+def test_ranks_that_do_different_things_do_not_use_what_they_find(
+    first: Callable[[RankGroup], Any], second: Callable[[RankGroup], Any]
+) -> None:
+    """Sums of another step, or a message that is read as a sum, would be wrong tokens."""
+    done: list[Any] = []
+
+    def body(group: RankGroup) -> None:
+        talk(group)
+        found = (second if group.rank else first)(group)
+        add(4)(group)  # who has nothing to read notices with the next operation
+        done.append(found)
+
+    with pytest.raises(LockstepDrift, match=r"ranks [01] and [01] exchange different things"):
+        run_ranks(2, body)
+    assert done == []
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:

@@ -15,7 +15,7 @@ from quire.distributed.cpu_sets import CpuSets
 from quire.distributed.links import LEADER, RankLinks
 from quire.distributed.rank_group import RankGroup
 from quire.distributed.rank_memory import RankMemory
-from quire.errors import ConfigError, RankFailed, WorkerError
+from quire.errors import ConfigError, LockstepDrift, RankFailed, WorkerError
 
 logger = logging.getLogger(__name__)
 
@@ -127,11 +127,11 @@ class Ranks:
         """Send commands from rank 0 to all others.
 
         Raises:
-            WorkerError: a rank has failed.
+            WorkerError: a rank has failed, or has planned another step.
         """
         try:
             self.group.send_commands(commands)
-        except RankFailed as error:
+        except (LockstepDrift, RankFailed) as error:
             raise self.cause_of(error) from error
 
     # ---- failures ----

@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from quire.errors import RankFailed
+from quire.errors import LockstepDrift, RankFailed
 from quire.ops.native_library import TYPES, NativeLibrary
 from quire.ops.native_ranks import RankGroupCall
 
@@ -20,6 +20,8 @@ from quire.ops.native_ranks import RankGroupCall
 SLOT_BYTES: Final = 1 << 22
 REGION_ALIGNMENT: Final = 1 << 16
 MAX_RANKS: Final = 64
+# Status of an operation in which rank 0 does something else than this one; less by one for each later rank.
+DIFFERS: Final = -1 - MAX_RANKS
 # Polling before a wait sleeps. Ranks that have a core each arrive within some microseconds of each other.
 SPIN_US: Final = 300
 # Time after which `receive` looks whether rank 0 is still there.
@@ -119,7 +121,7 @@ class SharedMemoryTransport:
         length = ctypes.c_int64()
         while True:
             status = self._kernels.wait(self.call, LOOK_US, length)
-            if status >= 0:  # otherwise rank 0 has nothing to say yet; a failure is a status above 0
+            if status >= 0 or status <= DIFFERS:  # otherwise rank 0 has sent nothing yet; a failure is above 0
                 break
         self.check(status)
         message = torch.empty(length.value, dtype=torch.uint8)
@@ -130,6 +132,9 @@ class SharedMemoryTransport:
         """Raise the error of a status."""
         if status > 0:
             raise RankFailed(status - 1, "has ended")
+        if status <= DIFFERS:
+            other, own = self._members[DIFFERS - status], self._members[self.rank]
+            raise LockstepDrift(f"ranks {own} and {other} exchange different things: they have planned different steps")
         if status < 0:
             late = self._members[-1 - status]
             self.fail(late)

@@ -3,7 +3,8 @@
 Ranks that share a model each have a scheduler and a memory manager of their own. The first one's is given its commands
 by the engine; they are written down in order, and the others repeat them. So no plan travels, only requests, aborts,
 the tokens of each step, and what was decided by a clock. A digest of plan and block tables shows where ranks have come
-to differ.
+to differ. It does not show a plan that only some of them make: where ranks share memory, what they exchange does
+(`ops/native/rank_group.h`).
 
 ```
  ["add", REQUEST]                 Scheduler.add

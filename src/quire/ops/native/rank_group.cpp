@@ -51,17 +51,14 @@ QUIRE_EXPORT Status quire_gather(RankGroup* group, const char* rows, int64_t num
     const int64_t count = std::min(part, num_rows - done);
     Status status = quire::begin(*group);
     if (status != 0) return status;
-    if (group->rank != 0) {
-      std::memcpy(slot_of(*group, group->rank), rows + done * own, count * own);
-      quire::arrive(*group);
-      continue;
-    }
-    quire::arrive(*group);
+    if (group->rank != 0) std::memcpy(slot_of(*group, group->rank), rows + done * own, count * own);
+    quire::arrive(*group, quire::operation(quire::Kind::Gather, count * total));
+    if (group->rank != 0) continue;
     int64_t column = 0;
     for (int64_t rank = 0; rank < group->size; column += widths[rank++]) {
       const char* from = rows + done * own;
       if (rank != 0) {
-        status = quire::wait_for(*group, rank, group->turn, group->timeout_us);
+        status = quire::meet(*group, rank);
         if (status != 0) return status;
         from = slot_of(*group, rank);
       }
@@ -83,7 +80,7 @@ QUIRE_EXPORT Status quire_send(RankGroup* group, const char* bytes, int64_t num_
     char* slot = slot_of(*group, 0);
     std::memcpy(slot, &num_bytes, sizeof(int64_t));
     std::memcpy(slot + sizeof(int64_t), bytes + done, count);
-    quire::arrive(*group);
+    quire::arrive(*group, quire::operation(quire::Kind::Message, count));
     done += count;
   } while (done < num_bytes);
   return 0;
@@ -94,7 +91,10 @@ QUIRE_EXPORT Status quire_send(RankGroup* group, const char* bytes, int64_t num_
 QUIRE_EXPORT Status quire_await(RankGroup* group, int64_t timeout_us, int64_t* num_bytes) {
   const Status status = quire::wait_for(*group, 0, group->turn + 1, timeout_us);
   if (status != 0) return status;
-  std::memcpy(num_bytes, group->slots + (group->turn + 1) % 2 * group->slot_bytes, sizeof(int64_t));
+  const int64_t next = (group->turn + 1) % 2;
+  const uint64_t sent = group->page->ranks[0].operations[next].load(std::memory_order_relaxed);
+  if (sent >> 56 != uint64_t(quire::Kind::Message)) return quire::kDiffers;
+  std::memcpy(num_bytes, group->slots + next * group->slot_bytes, sizeof(int64_t));
   return 0;
 }
 
@@ -108,7 +108,7 @@ QUIRE_EXPORT Status quire_receive(RankGroup* group, char* bytes, int64_t num_byt
     if (status != 0) return status;
     const int64_t count = std::min(room, num_bytes - done);
     std::memcpy(bytes + done, slot_of(*group, 0) + sizeof(int64_t), count);
-    quire::arrive(*group);
+    quire::arrive(*group, quire::operation(quire::Kind::Message, count));
     done += count;
   } while (done < num_bytes);
   return 0;

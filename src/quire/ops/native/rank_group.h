@@ -5,6 +5,10 @@
 // its two slots, says so by setting its turn, and reads the slots of others once these have set theirs. A slot is
 // written again two turns later; by then its readers have arrived at the turn in between, which the writer waits for.
 //
+// Each rank also says what it does in a turn: a sum, a gathering or a message, and of how many bytes. Ranks that differ
+// have planned different steps, so what is in their slots is not used: the operation ends with an error, or the next
+// one does where a rank has nothing to read.
+//
 // A wait first polls, then sleeps on a futex of the word that it waits for. It ends with an error where a rank was
 // reported to have failed, or where the time is over.
 #pragma once
@@ -34,6 +38,7 @@ constexpr int64_t kMaxRanks = 64;
 struct RankLine {
   alignas(64) std::atomic<uint32_t> turn;   // last turn that the rank has arrived at
   std::atomic<uint32_t> num_sleepers;       // ranks that sleep until it arrives
+  std::atomic<uint64_t> operations[2];      // of its last two turns, at turn % 2; see `operation`
 };
 
 struct SharedPage {
@@ -41,7 +46,13 @@ struct SharedPage {
   RankLine ranks[kMaxRanks];
 };
 
-static_assert(std::atomic<uint32_t>::is_always_lock_free, "the words are shared by processes");
+static_assert(std::atomic<uint32_t>::is_always_lock_free && std::atomic<uint64_t>::is_always_lock_free,
+              "the words are shared by processes");
+
+enum class Kind : uint64_t { Sum = 1, Gather, Message };
+
+// What all ranks do in a turn: the kind in the highest byte, and the number of bytes.
+inline uint64_t operation(Kind kind, int64_t num_bytes) { return uint64_t(kind) << 56 | uint64_t(num_bytes); }
 
 // A rank's own view of the group; the caller in Python has the same structure.
 struct RankGroup {
@@ -55,8 +66,10 @@ struct RankGroup {
   int64_t timeout_us;    // of a whole wait
 };
 
-// 0, or the rank that failed + 1, or -1 - the rank that did not arrive in time.
+// 0, or the rank that failed + 1, or -1 - the rank that did not arrive in time, or kDiffers - the rank that does
+// something else than this one.
 using Status = int64_t;
+constexpr Status kDiffers = -1 - kMaxRanks;
 
 inline char* slot_of(const RankGroup& group, int64_t rank) {
   return group.slots + (rank * 2 + group.turn % 2) * group.slot_bytes;
@@ -126,10 +139,20 @@ inline Status wait_for(const RankGroup& group, int64_t rank, int64_t turn, int64
   return status;
 }
 
-inline Status wait_for_all(const RankGroup& group, int64_t turn) {
+// Waits until a rank has arrived at this rank's last turn, to do the same.
+inline Status meet(const RankGroup& group, int64_t rank) {
+  const Status status = wait_for(group, rank, group.turn, group.timeout_us);
+  if (status != 0) return status;
+  const auto done_by = [&](int64_t which) {
+    return group.page->ranks[which].operations[group.turn % 2].load(std::memory_order_relaxed);
+  };
+  return done_by(rank) == done_by(group.rank) ? 0 : kDiffers - rank;
+}
+
+inline Status meet_all(const RankGroup& group) {
   for (int64_t rank = 0; rank < group.size; ++rank) {
     if (rank == group.rank) continue;
-    const Status status = wait_for(group, rank, turn, group.timeout_us);
+    const Status status = meet(group, rank);
     if (status != 0) return status;
   }
   return 0;
@@ -139,14 +162,15 @@ inline Status wait_for_all(const RankGroup& group, int64_t turn) {
 inline Status begin(RankGroup& group) {
   const uint32_t failed = group.page->failed.load(std::memory_order_relaxed);
   if (failed != 0) return failed;
-  const Status status = wait_for_all(group, group.turn);  // these have read what the slot held
+  const Status status = meet_all(group);  // these have read what the slot held
   if (status == 0) ++group.turn;
   return status;
 }
 
-// Says that the rank has written its slot, or has nothing to write.
-inline void arrive(const RankGroup& group) {
+// Says that the rank has written its slot for an operation, or has nothing to write.
+inline void arrive(const RankGroup& group, uint64_t operation) {
   RankLine& line = group.page->ranks[group.rank];
+  line.operations[group.turn % 2].store(operation, std::memory_order_relaxed);
   line.turn.store(uint32_t(group.turn));
   wake(line);
 }
@@ -177,8 +201,8 @@ void add_slots(const RankGroup& group, int64_t count, const T* residual, T* outp
 // Ends a sum: the rank has written its part to its slot.
 template <typename T>
 Status end_sum(RankGroup& group, int64_t count, const T* residual, T* output) {
-  arrive(group);
-  const Status status = wait_for_all(group, group.turn);
+  arrive(group, operation(Kind::Sum, count * int64_t(sizeof(T))));
+  const Status status = meet_all(group);
   if (status == 0) add_slots(group, count, residual, output);
   return status;
 }
