@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from quire.ops.static_steps import vector
 
 logger = logging.getLogger(__name__)
 
@@ -15,6 +18,11 @@ logger = logging.getLogger(__name__)
 def placed(numbers: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor of the host to a device, asynchronously from pinned memory."""
     return numbers if device.type == "cpu" else numbers.pin_memory().to(device, non_blocking=True)
+
+
+def select_rows(x: Tensor, rows: Iterable[int]) -> Tensor:
+    """Return rows of a tensor; the host does not wait, as it would for `x[rows]` on a GPU."""
+    return x.index_select(0, placed(vector(rows), x.device))
 
 
 def pinned_bytes(num_bytes: int) -> Tensor:
