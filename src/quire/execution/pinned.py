@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -37,6 +38,8 @@ def pinned_bytes(num_bytes: int) -> Tensor:
     error = int(runtime.cudaHostRegister(memory.data_ptr(), num_bytes, 0))
     if error:
         logger.warning("%d bytes of the host cannot be registered (CUDA error %d): torch pins them", num_bytes, error)
+        with suppress(RuntimeError):  # CUDA keeps the error for the next launch, which would be that of a step
+            torch.ones(1, device="cuda")
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     # Not at exit: the end of the process unpins all memory.
     weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
