@@ -180,6 +180,7 @@ def measure_model(bench: Bench, ops: TritonOps, shape: Shape) -> None:
             tokens_per_s=batch / seconds,
             share=decode_floor(shape, batch, context, bench.rates) / seconds,
         )
+        del run  # a GPU may have no room for its cache beside that of the captured step
         if bench.left_s() > 45:
             measure_captured(bench, decoder, shape, batch, context)
     # A prompt together with decodes, as in most steps of a server, and one alone.

@@ -68,6 +68,28 @@ def test_tokens_that_are_on_the_device_are_those_of_the_items_and_not_of_their_e
     assert builder.lay_out(ITEMS).input_ids.tolist() == WITH_PLACEHOLDERS
 
 
+def test_no_batch_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy from memory that is not pinned waits for all that was launched before: the passes, and the target."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    waits = list[bool]()
+
+    class Copies(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.overloadpacket.__name__ == "_to_copy":
+                waits.append(not kwargs.get("non_blocking"))
+            return func(*args, **(kwargs or {}))
+
+    builder = DraftingBatchBuilder(4, "meta", [TokenCacheShape(1, 8)])
+    for item in ITEMS:
+        builder.tables[item.seq_id] = (BlockTable(),)
+        builder.tables[item.seq_id][0].change(TableDelta(0, 0, tuple(range(4))))
+    with Copies():  # type: ignore[no-untyped-call]
+        builder.lay_out(ITEMS)
+        builder.lay_out_ends(ITEMS, [1, 1, 2, 1, 0])
+    assert waits
+    assert not any(waits)
+
+
 def recorded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list to which an engine with a draft model adds what it does in its steps."""
     events = list[str]()

@@ -276,6 +276,23 @@ def test_a_measured_prompt_beside_others(tiny: Tiny) -> None:
         assert entry.logprob == pytest.approx(row[entry.token_id].item(), abs=1e-4)
 
 
+class Hidden(torch.Tensor):
+    """Hidden states of which no list of rows is taken: the list would be copied to a GPU, which the host waits for."""
+
+    def __getitem__(self, index: object) -> torch.Tensor:
+        assert not isinstance(index, list)
+        return super().__getitem__(index)  # type: ignore[no-any-return, index]
+
+
+def test_the_host_does_not_wait_for_the_rows_that_are_sampled(qwen: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = qwen.runner()
+    compute = runner._compute
+    monkeypatch.setattr(runner, "_compute", lambda *args: compute(*args).as_subclass(Hidden))
+    params = SamplingParams(temperature=0.0, prompt_logprobs=0)
+    (result,) = run(runner, [Lane(0, PROMPT, params)])
+    assert list(result.token_ids) == qwen.greedy(PROMPT, 1)
+
+
 def test_prompt_logprobs_are_measured_in_tiles_of_bounded_size() -> None:
     assert 4 * 151_936 * rows_per_tile(151_936) <= TILE_BYTES
     assert rows_per_tile(10**9) == 1

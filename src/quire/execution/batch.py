@@ -11,6 +11,7 @@ from operator import add
 import torch
 from torch import Tensor
 
+from quire.execution.pinned import placed
 from quire.execution.row_layout import RowLayout, layout_kernels
 from quire.models.blocks import OutputRows
 from quire.models.spec import StateCacheShape, TokenCacheShape
@@ -207,16 +208,13 @@ class BatchBuilder:
         return StateBatch([table.ids[-1] for table in tables], row_starts, [item.start > 0 for item in items])
 
     def _placed(self, numbers: Tensor | Iterable[int]) -> Tensor:
-        """Return integers as an int64 tensor on the device; building it from an `array` is fastest."""
+        """Return integers as an int64 tensor on the device; the host does not wait. From an `array` it is fastest."""
         if not isinstance(numbers, Tensor):
             values = numbers if isinstance(numbers, array) else array("q", numbers)
             if not values:
                 return torch.empty(0, dtype=torch.int64, device=self._device)
             numbers = torch.frombuffer(values, dtype=torch.int64)
-        return numbers if self._is_cpu else self._to_device(numbers)
-
-    def _to_device(self, numbers: Tensor) -> Tensor:
-        return numbers.to(self._device)
+        return numbers if self._is_cpu else placed(numbers, self._device)
 
 
 def end_rows(items: Iterable[ScheduledSequence], counts: Iterable[int]) -> list[int]:

@@ -156,6 +156,3 @@ class AheadBatchBuilder(BatchBuilder):
         if isinstance(items, DecodeItems) or any(item.token_ids[0] == UNKNOWN for item in items):
             own = input_ids[: rows[len(items) - 1] + len(items[-1].token_ids)]
             own.copy_(ranks.of_first(own))
-
-    def _to_device(self, numbers: Tensor) -> Tensor:
-        return placed(numbers, self._device)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from quire.ops.static_steps import vector
 
 logger = logging.getLogger(__name__)
 
@@ -15,6 +19,11 @@ logger = logging.getLogger(__name__)
 def placed(numbers: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor of the host to a device, asynchronously from pinned memory."""
     return numbers if device.type == "cpu" else numbers.pin_memory().to(device, non_blocking=True)
+
+
+def select_rows(x: Tensor, rows: Iterable[int]) -> Tensor:
+    """Return rows of a tensor; the host does not wait, as it would for `x[rows]` on a GPU."""
+    return x.index_select(0, placed(vector(rows), x.device))
 
 
 def pinned_bytes(num_bytes: int) -> Tensor:
@@ -29,6 +38,8 @@ def pinned_bytes(num_bytes: int) -> Tensor:
     error = int(runtime.cudaHostRegister(memory.data_ptr(), num_bytes, 0))
     if error:
         logger.warning("%d bytes of the host cannot be registered (CUDA error %d): torch pins them", num_bytes, error)
+        with suppress(RuntimeError):  # CUDA keeps the error for the next launch, which would be that of a step
+            torch.ones(1, device="cuda")
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     # Not at exit: the end of the process unpins all memory.
     weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False

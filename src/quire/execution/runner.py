@@ -18,6 +18,7 @@ from quire.execution.embeddings import MultimodalEmbeddings
 from quire.execution.executor import Runner
 from quire.execution.kv_storage import Storage
 from quire.execution.mtp_drafter import MTPDrafter
+from quire.execution.pinned import select_rows
 from quire.execution.pooling import Pooler
 from quire.execution.sampling.beam_sampling import sample_apart, sample_beams
 from quire.execution.sampling.prompt_logprobs import with_prompt_logprobs
@@ -128,7 +129,7 @@ class ModelRunner:
             return StepResult(plan.tick, ())
         if self._pooler.by_sequence:
             self._pooler.add_rows(items, row_starts_of(items), hidden)
-        sampled = hidden[end_rows(items, counts)] if reads_all else hidden
+        sampled = select_rows(hidden, end_rows(items, counts)) if reads_all else hidden
         results, found = self._sample(items, plan.beams, sampled)
         if is_measured:
             results = [

@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import weakref
+from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -51,8 +55,6 @@ def test_all_but_the_engine_needs_torch_and_triton_alone() -> None:
 
 @pytest.mark.slow
 def test_without_a_gpu() -> None:
-    import torch
-
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     found = run()
@@ -77,6 +79,52 @@ def test_rehearsal(tmp_path: Path) -> None:
         "nano-vllm's benchmark",
     }
     assert names <= report["figures"].keys()
+
+
+@pytest.mark.slow
+def test_a_part_that_fails_is_a_figure_and_the_others_are_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from benchmarks.gpu import __main__, speed, states
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("a kernel does not compile")
+
+    monkeypatch.setattr(speed, "measure_attention", fail)
+    monkeypatch.setattr(states, "measure_states", lambda bench, _: bench.add("states of a layer", us=1.0))
+    file = tmp_path / "gpu.json"
+    options = Namespace(limit_s=60.0, parts=("attention", "states"), json=file, despite_errors=False)
+    assert __main__.run(torch.device("cpu"), options) == 1
+    figures = json.loads(file.read_text())["figures"]
+    assert figures["attention"] == {"failed": "RuntimeError: a kernel does not compile"}
+    assert figures["states of a layer"] == {"us": 1.0}
+
+
+@pytest.mark.slow
+def test_no_cache_of_a_launched_step_lies_beside_that_of_the_captured_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU of 80 GB has no room for the weights of Llama-3.1-8B and two caches of 256 sequences."""
+    pytest.importorskip("triton")
+    from benchmarks.gpu import speed
+    from benchmarks.gpu.memory import make_memory
+    from benchmarks.gpu.shapes import REHEARSED
+    from benchmarks.gpu.timing import Bench
+
+    made, num_left = list[weakref.ref[torch.Tensor]](), list[int]()
+
+    def make_seen(*args: Any) -> Any:
+        memory = make_memory(*args)
+        made.append(weakref.ref(memory.data))
+        return memory
+
+    def capture(*_: Any) -> None:
+        num_left.append(sum(each() is not None for each in made))
+
+    monkeypatch.setattr(speed, "make_memory", make_seen)
+    monkeypatch.setattr(speed, "measure_captured", capture)
+    for name in ("make_decoder", "run_step", "measure_pieces", "measure_drafts"):
+        monkeypatch.setattr(speed, name, lambda *_: None)
+    speed.measure_model(Bench(torch.device("cpu"), 600.0), None, REHEARSED)  # type: ignore[arg-type]
+    assert made
+    assert num_left == [0]
 
 
 @pytest.mark.slow

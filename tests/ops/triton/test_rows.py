@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -63,3 +63,18 @@ def test_token_bitmask(vocab_size: int) -> None:
     REFERENCE.apply_token_bitmask(expected, [3, 1], masks)
     assert torch.equal(found, expected)
     assert torch.equal(found[[0, 2]], logits[[0, 2]])
+
+
+def test_token_bitmasks_are_copied_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of other memory may wait for the layers, which are launched before."""
+    ops, copied = make_ops(), list[tuple[int, ...]]()
+    placed = type(ops.device).placed
+
+    def placed_seen(device: Any, tensor: torch.Tensor) -> torch.Tensor:
+        copied.append(tuple(tensor.shape))
+        return placed(device, tensor)
+
+    monkeypatch.setattr(type(ops.device), "placed", placed_seen)
+    masks = [torch.zeros(5, dtype=torch.int32) for _ in range(2)]
+    ops.apply_token_bitmask(torch.zeros(3, 160, device=DEVICE), [2, 0], masks)
+    assert sorted(copied) == [(2,), (2, 5)]

@@ -152,7 +152,7 @@ class TritonOps(TorchFallback):
         if not rows:
             return
         vocab_size = logits.shape[1]
-        words = torch.stack(list(masks)).to(logits.device, non_blocking=True)
+        words = self.device.placed(torch.stack(list(masks)))
         row_kernels.apply_token_bitmask[len(rows), -(-vocab_size // COLUMNS)](
             logits, self.device.numbers(rows), words, vocab_size, words.shape[1], COLUMNS=COLUMNS
         )
