@@ -68,6 +68,20 @@ def test_tokens_with_drafts_are_those_of_step_by_step_in_many_runs(
     )
 
 
+def test_branches_of_a_request_that_ends_in_flight_are_not_counted() -> None:
+    """Neither their tokens nor the time of the step, as where the sequence has none."""
+    world = AheadEngine(Setting(drafts="branches"))
+    world.add(Job(prompt=(1, 2, 1, 2, 1), max_tokens=60, ignore_eos=True), 0)
+    branches = world.scheduler.drafts.branches
+    while not branches.seq_ids:
+        assert world.engine.has_unfinished
+        world.step()
+    before = world.engine.stats.computed_tokens
+    world.abort(0)
+    assert world.executor.num_unread == 0
+    assert world.engine.stats.computed_tokens == before
+
+
 # ---- drafts that rest ----
 
 

@@ -159,3 +159,18 @@ def test_the_twin_agrees_on_a_long_decode(kinds: tuple[Kind, ...]) -> None:
     world.enter(2, [0, 1, 0] + [0, 1] * 12)
     world.free(2)
     assert world.manager.usage().used == 0
+
+
+def test_an_alternative_draft_that_is_closed_leaves_the_order_of_eviction() -> None:
+    """No turn follows on its tokens: what is out of the window of the sequence stays first to be evicted."""
+    world = World(WorldSize(40, 2, kinds=(FULL, WINDOW)))
+    world.enter(1, list(range(6)))
+    queues = world.manager.groups[1].pool.idle.queues
+    for token in range(6, 18):
+        world.fork(1, 2, [token + 100])
+        assert world.grow(2, 1)
+        before = list(map(len, queues))
+        world.free(2, is_sound=False)
+        assert len(queues[RetentionPriority.LOW]) == before[RetentionPriority.LOW]
+        decode(world, 1, [token])
+    assert len(queues[RetentionPriority.LOW]) > 3

@@ -277,7 +277,6 @@ class Twin:
         is_on_device = self.host is None or seq_id not in self.host.tables
         if is_sound and is_on_device:
             publish_tail(self, sequence)
-        if is_on_device:
             keep_for_next_turn(self, sequence)
         if retain and self.retention_limit:
             evict_last(self, sequence.pages)

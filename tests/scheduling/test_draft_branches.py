@@ -47,13 +47,22 @@ def test_a_failed_step_leaves_no_branch() -> None:
 
 
 def test_an_abort_in_flight_leaves_no_branch() -> None:
+    """Its branches end with a sequence: blocks are free at once, and none of their tokens counts as verified."""
     harness = harness_of(2)
     plan = plan_with_branches(harness)
+    stats = harness.scheduler.stats
+    num_draft_tokens, num_drafts = stats.num_draft_tokens, stats.num_drafts
+    num_drafted = [request.sequences[0].num_drafted for request in harness.requests]
     for request in harness.requests:
         harness.abort(request)
-    harness.finish_step(plan)
     assert not harness.scheduler.drafts.branches.seq_ids
     assert harness.memory.usage().used == 0
+    harness.finish_step(plan)
+    assert harness.memory.usage().used == 0
+    assert (stats.num_draft_tokens, stats.num_drafts) == (num_draft_tokens, num_drafts)
+    assert [request.sequences[0].num_drafted for request in harness.requests] == num_drafted
+    harness.add(Job(prompt=(0,)), seed=9)
+    assert {item.seq_id for item in plan.items} <= set(harness.plan().finished_ids)
 
 
 @pytest.mark.parametrize(("max_num_seqs", "count", "most"), [(8, 2, 4), (3, 2, 1), (2, 2, 0), (4, 6, 0)])

@@ -61,7 +61,7 @@ class ReplayedStep(NamedTuple):
 
     Args:
         hidden: hidden states before the last norm, [n, E]; those of an MTP head are normed.
-        outputs: logits, float32 [n, V], with ranks [n, 0]; for draft passes, the likeliest tokens, int64 [n].
+        outputs: logits, float32 [n, V], with ranks [n, 0]; for draft passes, the likeliest tokens, int64 [n, C].
         next_positions: position of the token that is sampled for each row, int64 [n] on the device.
     """
 

@@ -31,7 +31,9 @@ class CommandObserver(Protocol):
     def published(self, seq_id: int, state: SequenceBlocks, num_before: int) -> None:
         """The sequence had `num_before` published blocks before, and has `state.num_published` now."""
 
-    def freed(self, seq_id: int, state: SequenceBlocks, *, retain: bool, tail: NodePosition | None) -> None:
+    def freed(
+        self, seq_id: int, state: SequenceBlocks, *, retain: bool, is_sound: bool, tail: NodePosition | None
+    ) -> None:
         """`tail` is the tree position of the partly filled last block's tokens; None where they are not published."""
 
     def swapped_out(self, seq_ids: Sequence[int]) -> None: ...

@@ -284,14 +284,14 @@ class KVCacheManager:
         Args:
             seq_id: a live sequence.
             retain: True to evict its published blocks after all blocks that are not retained, within `retention_limit`.
-            is_sound: False when it ends because a step failed: requested block copies may not have been made.
+            is_sound: False where no turn follows on its tokens, or requested block copies may not have been made.
         """
         state = self.sequences.pop(seq_id)
         self.tables.version += 1
         state.is_publishing &= is_sound
         if self.archive is not None:
             self.archive.note_end(state)
-        tail = None if state.is_swapped else self._publication.end(state)
+        tail = self._publication.end(state) if is_sound and not state.is_swapped else None
         if retain:
             self.arena.evict_last(state.tables)
         self.tables.release(state)
@@ -299,7 +299,7 @@ class KVCacheManager:
             self.host.num_sequences -= 1
             swap.release_tier(self.tables, state, Tier.HOST)
         if self.tables.observer is not None:
-            self.tables.observer.freed(seq_id, state, retain=retain, tail=tail)
+            self.tables.observer.freed(seq_id, state, retain=retain, is_sound=is_sound, tail=tail)
 
     def swap_out(self, seq_ids: Sequence[int]) -> None:
         """Swap sequences out to the host: each block is copied once, and stays shared among them (M8).

@@ -11,7 +11,7 @@ block tables of its own, and copies the last block on write; so kernels need no 
 have branches, also recurrent states. It computes the sequence's last token `x` again, for its own copy of the block.
 
 If a branch has the token that was sampled after `x`, and the draft has not, the sequence takes over the blocks of the
-branch. Otherwise they are released.
+branch. Otherwise they are released, and so they are at once where the sequence ends while the step runs.
 """
 
 from __future__ import annotations
@@ -41,15 +41,18 @@ class Branch:
 
 
 class Choice(NamedTuple):
-    """Choice for a sequence whose draft is wrong from its first token on.
+    """Choice for a sequence that has branches.
 
     Args:
         sequence: the sequence.
-        num_wrong: number of leading branches that are wrong as well.
-        branch: the branch after them, with which the sequence goes on; None where all are wrong.
+        num_drafted: number of tokens of all its branches.
+        num_wrong: number of leading branches that are wrong from their first tokens on, as the first draft is; 0 where
+            that is right.
+        branch: the branch after them, with which the sequence goes on; None for no branch.
     """
 
     sequence: Sequence
+    num_drafted: int
     num_wrong: int
     branch: Branch | None
 
@@ -77,17 +80,13 @@ class DraftBranches:
         self._chosen: dict[Sequence, Branch] = {}
         self.seq_ids: set[int] = set()
 
-    def open(self, sequence: Sequence, drafts: Seq[tuple[int, ...]]) -> int:
+    def open(self, sequence: Sequence, drafts: Seq[tuple[int, ...]]) -> None:
         """Fork a sequence for each draft, with slots for its last token and the draft, as long as there are blocks.
 
         Args:
             sequence: sequence without slots for its last token.
             drafts: drafts of the branches.
-
-        Returns:
-            The number of tokens of these drafts.
         """
-        num_drafted = 0
         for draft in drafts:
             branch = Branch(self._new_id(), sequence.tokens.copy(), draft)
             self._memory.fork(sequence.seq_id, branch.seq_id, branch.tokens)
@@ -99,8 +98,6 @@ class DraftBranches:
                 self._open[sequence] = []
                 self._unplanned.append(sequence)
             self._open[sequence].append(branch)
-            num_drafted += len(draft)
-        return num_drafted
 
     def take_items(self) -> tuple[ScheduledSequence, ...]:
         """Return the plan's items of the branches that were opened since the last call."""
@@ -119,7 +116,7 @@ class DraftBranches:
     def choose(
         self, items: Seq[ScheduledSequence], results: Seq[ItemResult], sequences: list[Sequence | None]
     ) -> list[Choice]:
-        """Choose a branch for each sequence whose draft is wrong from its first token on; close all other branches.
+        """Choose a branch for each sequence whose draft is wrong from its first token on; close all others of the plan.
 
         Args:
             items, results: all items of the executed plan, and their results.
@@ -127,22 +124,18 @@ class DraftBranches:
                 on with a branch is moved to the item of the branch.
 
         Returns:
-            The choice for each such sequence.
+            The choice for each sequence with branches.
         """
         places = {item.seq_id: idx for idx, item in enumerate(items)}
         choices: list[Choice] = []
         for sequence in [sequence for sequence in self._open if sequence.seq_id in places]:
             place, branches = places[sequence.seq_id], self._open.pop(sequence)
-            choice = None
-            if sequences[place] is sequence:
-                found = [results[places[branch.seq_id]] for branch in branches]
-                choice = _choose(sequence, results[place], branches, found)
-            if choice is not None:
-                choices.append(choice)
-                if choice.branch is not None:
-                    self._chosen[sequence] = choice.branch
-                    branches.remove(choice.branch)
-                    sequences[place], sequences[places[choice.branch.seq_id]] = None, sequence
+            choice = _choose(sequence, results[place], branches, [results[places[each.seq_id]] for each in branches])
+            choices.append(choice)
+            if choice.branch is not None:
+                self._chosen[sequence] = choice.branch
+                branches.remove(choice.branch)
+                sequences[place], sequences[places[choice.branch.seq_id]] = None, sequence
             for branch in branches:
                 self._close(branch)
         return choices
@@ -172,16 +165,11 @@ class DraftBranches:
         return sum([item.seq_id in self.seq_ids for item in items])
 
     def close_of(self, sequence: Sequence) -> None:
-        """Close the branches of a sequence."""
+        """Close the branches of a sequence, if it has any."""
         for branch in self._open.pop(sequence, ()):
             self._close(branch)
         if sequence in self._unplanned:
             self._unplanned.remove(sequence)
-
-    def close(self) -> None:
-        """Close all branches."""
-        for sequence in tuple(self._open):
-            self.close_of(sequence)
 
     def _close(self, branch: Branch) -> None:
         self._memory.free(branch.seq_id, is_sound=False)
@@ -189,8 +177,8 @@ class DraftBranches:
         self.seq_ids.discard(branch.seq_id)
 
 
-def _choose(sequence: Sequence, result: ItemResult, branches: Seq[Branch], found: Seq[ItemResult]) -> Choice | None:
-    """Return the choice for a sequence; None where the first token of its draft is right, or its item failed.
+def _choose(sequence: Sequence, result: ItemResult, branches: Seq[Branch], found: Seq[ItemResult]) -> Choice:
+    """Return the choice for a sequence.
 
     Args:
         sequence: the sequence.
@@ -198,11 +186,11 @@ def _choose(sequence: Sequence, result: ItemResult, branches: Seq[Branch], found
         branches: its branches.
         found: results of their items.
     """
-    if not result.token_ids or result.token_ids[0] == (result.draft or sequence.draft)[0]:
-        return None
-    first = result.token_ids[:1]
+    num_drafted, first = sum(len(branch.draft) for branch in branches), result.token_ids[:1]
+    if first == (result.draft or sequence.draft)[:1]:
+        return Choice(sequence, num_drafted, 0, None)
     for idx, (branch, other) in enumerate(zip(branches, found, strict=True)):
         # A branch computes the logits of the first token in a row of its own, where rounding may lead to another token.
         if (other.draft or branch.draft)[:1] == first == other.token_ids[:1]:
-            return Choice(sequence, idx, branch)
-    return Choice(sequence, len(branches), None)
+            return Choice(sequence, num_drafted, idx, branch)
+    return Choice(sequence, num_drafted, len(branches), None)

@@ -128,11 +128,10 @@ class DraftSlots:
             others.pop()
         if not others and not fits(self._blocks_needed((draft,), position)):
             return 0
-        num_tokens = self.branches.open(sequence, others)
+        self.branches.open(sequence, others)
         if not memory.append_slots((seq_id,), 1, lookahead=len(draft)):
             self.branches.close_of(sequence)
             return 0
-        self._count_rejected(sequence, num_tokens)
         sequence.draft = draft
         return len(draft) + _num_rows(others)
 
@@ -153,7 +152,8 @@ class DraftSlots:
             items, results, sequences: see `DraftBranches.choose`.
         """
         drafter = self.drafter
-        for sequence, num_wrong, branch in self.branches.choose(items, results, sequences):
+        for sequence, num_drafted, num_wrong, branch in self.branches.choose(items, results, sequences):
+            self._count_rejected(sequence, num_drafted)
             if isinstance(drafter, AdaptiveDrafter):
                 drafter.record_branches(num_wrong, is_right=branch is not None)
             if branch is not None:

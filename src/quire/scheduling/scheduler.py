@@ -222,7 +222,6 @@ class Scheduler:
         Args:
             plan: failed plan; all of its sequences have ended.
         """
-        self.drafts.branches.close()
         finished_ids = self._queues.finished_ids
         # No duplicates: a sequence may be finished and opened again by the same plan, and have ended with it.
         finished_ids[:] = dict.fromkeys((*plan.finished_ids, *finished_ids))

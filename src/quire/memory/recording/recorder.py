@@ -14,8 +14,9 @@ A line has the command's arguments and its result:
  t SEQ SLOTS                 truncate
  p SEQ COMPUTED [NAME ...]   publish: names of the blocks that were published, or merged, by this
  f SEQ SLOTS COMPUTED KEPT [NAME]
-                             free: the sequence's lengths, 1 where its blocks are retained (evicted last), and the name
-                             of its published tail, or of the block that has its tokens already
+                             free: the sequence's lengths, 1 where its blocks are retained (evicted last), plus 2 where
+                             it is not sound, and the name of its published tail, or of the block that has its tokens
+                             already
  > SEQ ...                   swap_out: these sequences together
  < SEQ ...                   swap_in
  l TOKENS NAME ... GROUP:BLOCK:TICKET ...
@@ -128,9 +129,12 @@ class MemoryRecorder:
         names = self._names(state.chain, num_before, state.num_published) if state.num_published > num_before else ()
         self._write(_joined("p", seq_id, state.num_computed, *names))
 
-    def freed(self, seq_id: int, state: SequenceBlocks, *, retain: bool, tail: NodePosition | None) -> None:
+    def freed(
+        self, seq_id: int, state: SequenceBlocks, *, retain: bool, is_sound: bool, tail: NodePosition | None
+    ) -> None:
         name = "" if tail is None else self._name_at(tail)
-        self._write(f"f {seq_id} {state.num_slots} {state.num_computed} {int(retain)}{name}")
+        kept = int(retain) + 2 * (not is_sound)
+        self._write(f"f {seq_id} {state.num_slots} {state.num_computed} {kept}{name}")
         if not self.manager.sequences:
             self._write_counts()
 

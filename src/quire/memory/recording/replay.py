@@ -278,7 +278,7 @@ class _Replay:
         self.hit_tokens += hit.num_tokens
 
     def _free(self, words: list[str]) -> None:
-        seq_id, is_kept, name = int(words[0]), words[3] == "1", words[4] if len(words) > 4 else None
+        seq_id, kept, name = int(words[0]), int(words[3]), words[4] if len(words) > 4 else None
         state, size = self.memory.sequences[seq_id], self.memory.block_size
         num_full = state.num_computed // size
         if name is not None:
@@ -286,7 +286,9 @@ class _Replay:
             parent = tokens[num_full * size - 1] if num_full else 0
             number = self._blocks.number(name, parent)
             tokens[num_full * size : state.num_computed] = [number] * (state.num_computed % size)
-        self.memory.free(seq_id, retain=is_kept, is_sound=name is not None)
+        else:
+            state.is_publishing = False  # it has no published tail
+        self.memory.free(seq_id, retain=kept % 2 == 1, is_sound=kept < 2)
 
     def _append_slots(self, words: list[str]) -> None:
         seq_id, num_tokens, lookahead, _ = map(int, words)
