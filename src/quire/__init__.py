@@ -25,10 +25,12 @@ if TYPE_CHECKING:
     from quire.engine.async_engine_args import AsyncEngineArgs
     from quire.engine.async_llm import AsyncLLM, AsyncLLMEngine
     from quire.engine.llm import LLM
-    from quire.engine.outputs.beam_search import BeamSearchParams
+    from quire.engine.outputs.beam_search import BeamSearchOutput, BeamSearchParams
     from quire.engine.outputs.logprobs import Logprob
     from quire.engine.outputs.outputs import CompletionOutput, RequestOutput
     from quire.engine.outputs.pooled_outputs import (
+        ClassificationOutput,
+        ClassificationRequestOutput,
         EmbeddingOutput,
         EmbeddingRequestOutput,
         ScoringOutput,
@@ -67,9 +69,12 @@ __all__ = [
     "AsyncEngineArgs",
     "AsyncLLM",
     "AsyncLLMEngine",
+    "BeamSearchOutput",
     "BeamSearchParams",
     "CacheConfig",
     "CheckpointError",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "CompletionOutput",
     "ConfigError",
     "CudaGraphConfig",
@@ -127,11 +132,13 @@ _EXPORTS = {
     "decoding.strategies": ("Sampling",),
     "engine.async_engine_args": ("AsyncEngineArgs",),
     "engine.async_llm": ("AsyncLLM", "AsyncLLMEngine"),
-    "engine.outputs.beam_search": ("BeamSearchParams",),
+    "engine.outputs.beam_search": ("BeamSearchOutput", "BeamSearchParams"),
     "engine.llm": ("LLM",),
     "engine.outputs.logprobs": ("Logprob",),
     "engine.outputs.outputs": ("CompletionOutput", "RequestOutput"),
     "engine.outputs.pooled_outputs": (
+        "ClassificationOutput",
+        "ClassificationRequestOutput",
         "EmbeddingOutput",
         "EmbeddingRequestOutput",
         "ScoringOutput",

@@ -147,6 +147,12 @@ def test_the_help_of_an_option_with_fixed_values_shows_them(parser: argparse.Arg
     assert shown["quantization"] == "{int8,int4,none}"
 
 
+def test_the_help_of_a_limit_that_none_removes_shows_its_default(parser: argparse.ArgumentParser) -> None:
+    helps = {action.dest: action.help for action in parser._actions}
+    assert str(helps["prefix_cache_ttl_s"]).endswith('; "none" for no limit (default: 86400.0)')
+    assert str(helps["pipeline_microbatches"]).endswith("; by default one per stage.")
+
+
 def test_the_help_is_there_without_docstrings() -> None:
     command = [sys.executable, "-OO", "-m", "quire", "serve", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

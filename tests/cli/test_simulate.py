@@ -31,6 +31,14 @@ def test_figures_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
         assert title in text
 
 
+def test_the_figures_of_the_page_are_what_the_command_says(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "simulate.md").read_text(encoding="utf-8")
+    _, _, blocks = page.partition("```sh\nquire ")
+    command, shown = blocks.split("```")[0], blocks.split("```")[2]
+    assert main(command.split()) == 0
+    assert capsys.readouterr().out.startswith(shown.removeprefix("\n").removesuffix("  ...\n"))
+
+
 def test_the_same_seed_gives_the_same_figures(capsys: pytest.CaptureFixture[str]) -> None:
     first = simulated(capsys, "--traffic", "chat-sessions", "--seeds", "2")
     assert first == simulated(capsys, "--traffic", "chat-sessions", "--seeds", "2")

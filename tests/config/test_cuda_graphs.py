@@ -16,6 +16,7 @@ def test_the_default_ladder_ends_at_the_most_sequences() -> None:
     assert config.sizes("triton", "cuda", 1) == (1,)
     ladder = config.sizes("triton", "cuda", 4096)
     assert ladder[-2:] == (496, 512)
+    assert len(ladder) == 51  # as docs/gpu.md counts them
     assert list(ladder) == sorted(set(ladder))
 
 

@@ -101,6 +101,17 @@ def test_a_request_is_answered(page: str, command: str, server_address: str) -> 
     assert answer.text
 
 
+def test_a_request_with_a_body_has_its_content_type() -> None:
+    bodies = 0
+    for block in blocks():
+        text = block.text.replace("\\\n", " ")
+        for match in re.finditer(r"^(?:\$ )?(curl )", text, re.MULTILINE):
+            words = shlex.split(_whole(text[match.start(1) :]))
+            bodies += "-d" in words
+            assert "-d" not in words or "Content-Type: application/json" in words, (block.page, words)
+    assert bodies > 10
+
+
 def ending_commands() -> dict[str, list[list[str]]]:
     """Return the commands that end by themselves, by page and in their order: one may need the file of another."""
     found: dict[str, list[list[str]]] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -45,6 +46,13 @@ def test_exported_names_exist_and_request_errors_share_a_base() -> None:
     assert all(issubclass(thing, QuireError) for thing in errors if issubclass(thing, Exception))
     with pytest.raises(AttributeError, match="no attribute 'Engine'"):
         quire.Engine  # noqa: B018
+
+
+def test_the_outputs_of_every_method_are_exported() -> None:
+    methods = [getattr(LLM, name) for name in dir(LLM) if not name.startswith("_") and callable(getattr(LLM, name))]
+    outputs = {name for method in methods for name in re.findall(r"\w+Output\b", method.__annotations__["return"])}
+    assert {"RequestOutput", "ClassificationRequestOutput"} <= outputs
+    assert outputs <= {*quire.__all__}
 
 
 def test_importing_quire_imports_nothing_of_it() -> None:

@@ -301,6 +301,7 @@ def _reader(flag: Flag) -> tuple[Callable[[str], Any], str]:
 def _for_shells(text: str) -> str:
     """Return the description of a field with flags in place of fields, and without Python's None."""
     text = re.sub(r"(?<=\. )None (?:takes )?", "By default ", text)
+    text = re.sub(r"(?<=; )None for ", '"none" for ', text)
     text = re.sub(r"(?<=; )None (?:takes )?", "by default ", text)
     return re.sub(r"`(\w+)`", lambda name: _flag_name(name[1]), text)
 

@@ -117,7 +117,7 @@ def register(subparsers: Subparsers) -> None:
     )
     fleet("--transfer-rate", type=parse_size, metavar="SIZE", help="bytes a second between replicas (default 12.5e9)")
     fleet("--transfer-latency-ms", type=_not_negative, metavar="X", help="milliseconds of a hand-over (default 1)")
-    fleet("--slo", metavar="LIMITS", help="time limits, such as ttft=500ms,tpot=50ms; goodput counts who keeps them")
+    fleet("--slo", metavar="LIMITS", help="time limits, such as ttft=500ms,tpot=50ms; goodput is the share within all")
     fleet("--price", type=_not_negative, default=0.0, metavar="X", help="price of a replica for an hour")
     study = parser.add_argument_group("study options").add_argument
     study("--compare", action="append", default=[], metavar="NAME=A,B", help="simulate each value of an option")

@@ -26,7 +26,7 @@ class CudaGraphConfig:
             in pieces between attention layers, which run eagerly; it has not run on a GPU yet.
         cudagraph_capture_sizes: numbers of rows for which decode steps are captured, such as (1, 2, 4, 8): a row for
             each sequence, and one for each draft that is verified. A step replays the next larger size; a step larger
-            than all sizes runs eagerly. By default 1, 2, 4 and multiples of 8, on a GPU.
+            than all sizes runs eagerly. By default 1, 2, 4, multiples of 8 up to 256 and of 16 up to 512, on a GPU.
         piecewise_cudagraph_capture_sizes: numbers of tokens for which steps are captured piecewise. By default 14
             numbers from 16 to 2048, on a GPU, with `cudagraph_mode` "full_and_piecewise".
     """

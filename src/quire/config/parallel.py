@@ -24,7 +24,7 @@ class ParallelConfig:
             started in the same way. Each stage has `tensor_parallel_size` ranks: the product of both is the number of
             processes, 64 at most.
         pipeline_microbatches: number of batches, of different requests, that are in the stages at the same time, 1 to
-            64; None for one per stage.
+            64; None takes one per stage.
         all_reduce_backend: transport of all-reduces: "shared_memory" (one host, native kernels) or "gloo" (sockets);
             "auto" takes shared memory if all ranks have it. On GPUs, "auto" and "nccl" take NCCL, and the other two go
             through host memory, which is slow.
