@@ -279,7 +279,7 @@ def test_a_rank_that_admits_another_sequence_ends_all(tmp_path: Path, monkeypatc
     assert "rank 0 admits sequence 7 next, and this rank 0" in str(errors[0])
 
 
-@pytest.mark.parametrize("is_made_here", [True, False])
+@pytest.mark.parametrize("is_made_here", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_plan_that_some_ranks_make_ahead_is_an_error(is_made_here: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """No digest says so, since there is no such plan on the other ranks: what ranks exchange does."""
 
