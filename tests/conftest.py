@@ -156,7 +156,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks select what is run
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip tests that need a GPU where there is none; of tests marked `pairwise`, mark all but a cover slow.
 
     Exhaustive tests are slow ones, and so are the cases that were measured to take long.
@@ -169,8 +169,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             for item in wanting:
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
     mark_beyond_pairs(items)
-    if items:
-        items[0].config.stash[COLLECTED_CASES] = frozenset(item.nodeid for item in items)
+    config.stash[COLLECTED_CASES] = frozenset(item.nodeid for item in items)
     long_cases = frozenset(LONG_CASES.read_text(encoding="utf-8").splitlines())
     for item in items:
         if item.get_closest_marker("exhaustive"):

@@ -6,6 +6,7 @@ import pytest
 
 from quire.decoding.speculation import AdaptiveDrafter
 from quire.scheduling import StepPlan
+from quire.scheduling.plan import ItemResult
 from tests.scheduling.harness import Harness, Job, Setting, finish_all
 from tests.scheduling.random_jobs import FULL, STATE
 
@@ -63,6 +64,18 @@ def test_an_abort_in_flight_leaves_no_branch() -> None:
     assert [request.sequences[0].num_drafted for request in harness.requests] == num_drafted
     harness.add(Job(prompt=(0,)), seed=9)
     assert {item.seq_id for item in plan.items} <= set(harness.plan().finished_ids)
+
+
+def test_branches_of_an_item_that_failed_were_not_wrong() -> None:
+    harness = harness_of(1)
+    plan = plan_with_branches(harness)
+    drafter = harness.scheduler.drafts.drafter
+    assert isinstance(drafter, AdaptiveDrafter)
+    before = [(rate.num_right, rate.num_wrong) for rate in drafter._branch_rates]
+    failed = [ItemResult(item.seq_id, (), error="logits are not finite") for item in plan.items]
+    harness.scheduler.update_from_results(plan.items, failed)
+    assert not harness.scheduler.drafts.branches.seq_ids
+    assert [(rate.num_right, rate.num_wrong) for rate in drafter._branch_rates] == before
 
 
 @pytest.mark.parametrize(("max_num_seqs", "count", "most"), [(8, 2, 4), (3, 2, 1), (2, 2, 0), (4, 6, 0)])

@@ -11,9 +11,8 @@ from torch import Tensor
 from quire.decoding.drafting import UNKNOWN
 from quire.distributed.rank_group import RankGroup
 from quire.execution.batch import Batch, BatchBuilder
-from quire.execution.pinned import placed
+from quire.execution.pinned import placed, select_rows
 from quire.models.spec import StateCacheShape, TokenCacheShape
-from quire.ops.static_steps import vector
 from quire.scheduling.decode_columns import DecodeItems, seq_ids_of
 from quire.scheduling.plan import ItemResult, ScheduledSequence, StepPlan
 
@@ -94,7 +93,7 @@ class DeferredTokens:
         place_of = {seq_id: place for place, seq_id in enumerate(seq_ids)}
         sources = [place_of[seq_id] for seq_id in wanted]
         if are_first:
-            input_ids[: len(wanted)].copy_(drawn.index_select(0, placed(vector(sources), self._device)))
+            input_ids[: len(wanted)].copy_(select_rows(drawn, sources))
             return
         targets = [row for row, item in zip(rows, items, strict=False) if item.token_ids[0] == UNKNOWN]
         numbers = placed(torch.tensor((targets, sources), dtype=torch.int64), self._device)

@@ -14,9 +14,8 @@ from quire.execution.decode_rows import few_rows_of
 from quire.execution.device_tokens import DeviceDrafts, DeviceTokens, DraftingBatchBuilder, choose_first, num_wanted
 from quire.execution.graph_ladder import GraphLadder
 from quire.execution.kv_storage import Storage
-from quire.execution.pinned import placed
+from quire.execution.pinned import select_rows
 from quire.models.decoder import Decoder
-from quire.ops.static_steps import vector
 from quire.scheduling.plan import ItemResult, ScheduledSequence
 
 
@@ -94,7 +93,7 @@ class DraftModel:
             rows, counts = found
             step = ladder.run(rows, self._builder, None, counts)
             # A copy: the next pass overwrites the static memory.
-            return step.outputs.index_select(0, placed(vector(end_rows(items, is_read)), step.outputs.device))
+            return select_rows(step.outputs, end_rows(items, is_read))
         batch = self._builder.lay_out(items, self._groups)
         read = self._builder.lay_out_ends(items, is_read, self._groups)
         hidden = self._decoder(batch.input_ids, batch.positions, batch.groups, self._storages, output_rows=read)

@@ -47,7 +47,7 @@ class Choice(NamedTuple):
         sequence: the sequence.
         num_drafted: number of tokens of all its branches.
         num_wrong: number of leading branches that are wrong from their first tokens on, as the first draft is; 0 where
-            that is right.
+            that is right, or the sequence's item failed.
         branch: the branch after them, with which the sequence goes on; None for no branch.
     """
 
@@ -187,7 +187,7 @@ def _choose(sequence: Sequence, result: ItemResult, branches: Seq[Branch], found
         found: results of their items.
     """
     num_drafted, first = sum(len(branch.draft) for branch in branches), result.token_ids[:1]
-    if first == (result.draft or sequence.draft)[:1]:
+    if not first or first == (result.draft or sequence.draft)[:1]:  # its item failed, or its draft is right
         return Choice(sequence, num_drafted, 0, None)
     for idx, (branch, other) in enumerate(zip(branches, found, strict=True)):
         # A branch computes the logits of the first token in a row of its own, where rounding may lead to another token.
