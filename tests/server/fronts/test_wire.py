@@ -29,7 +29,7 @@ from quire.sequences.thinking import ThinkingTokens
 from quire.server.errors import ApiError, api_error
 from quire.server.fronts import channel
 from quire.server.fronts.channel import Channel
-from quire.server.fronts.messages import Outputs, TextRow, decode, encode
+from quire.server.fronts.messages import DeltaRow, Outputs, TextRow, decode, encode
 from quire.server.fronts.output_sender import MAX_UNACKNOWLEDGED, OutputSender, SentStream
 from quire.server.fronts.peer import Peer
 from quire.server.fronts.wire_errors import decode_error, encode_error
@@ -101,7 +101,9 @@ def test_a_delta_comes_as_it_was() -> None:
     delta.outputs[0].logprobs = logprobs
     delta.outputs[0].stop_reason = 7
     message = decode(encode(Outputs([delta_row(3, delta)])))
+    assert isinstance(message, Outputs)
     (row,) = message.rows
+    assert isinstance(row, DeltaRow)
     assert read_delta(row, "r", None, [1, 2], None) == delta
     assert not is_plain(delta)
 
@@ -173,7 +175,11 @@ def test_messages_of_any_size_come_whole_and_in_order() -> None:
 def test_what_is_no_message_ends_the_channel(data: bytes) -> None:
     async def scenario(one: socket.socket, two: socket.socket) -> None:
         over = asyncio.Event()
-        Channel(two, lambda message: decode(message), over.set)
+
+        def read(message: memoryview) -> None:
+            decode(message)
+
+        Channel(two, read, over.set)
         one.send(data)
         await over.wait()
         one.close()
