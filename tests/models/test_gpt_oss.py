@@ -12,6 +12,7 @@ from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from quire.bench.exact_ops import ExactOps
 from quire.cli.main import main
 from quire.errors import CheckpointError, ConfigError, UnsupportedModel
 from quire.models.checkpoint import Checkpoint
@@ -24,7 +25,7 @@ from quire.models.quantization_config import without_quantization
 from quire.models.rotations import YarnScaling
 from quire.models.spec import Attention, Experts, ModelSpec
 from quire.models.weights import load_weights
-from tests.models.gguf.test_models import CPU, DequantizedOps
+from tests.models.gguf.test_models import CPU
 from tests.models.gguf.writer import write_gguf
 from tests.models.published import CONFIGS
 from tests.models.stored_quantization.packers import fp4_values, pack_fp4, random_codes
@@ -124,7 +125,7 @@ def logits_of(path: Path) -> Tensor:
     """Return the logits of a checkpoint by exact products with its values."""
     checkpoint = Checkpoint.open(str(path))
     spec, weight_map = build(without_quantization(checkpoint.config))
-    decoder = Decoder(spec, ops=DequantizedOps(), dtype=torch.float32, device=CPU)
+    decoder = Decoder(spec, ops=ExactOps(), dtype=torch.float32, device=CPU)
     load_weights(checkpoint, weight_map, decoder)
     with torch.inference_mode():
         return PagedRun(decoder).step({0: random_tokens(30)})[0]

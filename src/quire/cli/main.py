@@ -12,6 +12,7 @@ from typing import NoReturn
 from quire import __version__
 from quire.cli import (
     bench,
+    bench_quality,
     bench_serve,
     chat,
     doctor,
@@ -46,7 +47,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"quire {__version__}")
     subparsers = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
     for command in (
-        *(generate, chat, serve, route, bench, bench_serve, plan, simulate, inspect, quantize, doctor, replay),
+        *(generate, chat, serve, route, bench, bench_serve, bench_quality, plan, simulate, inspect, quantize, doctor),
+        replay,
     ):
         command.register(subparsers)
     for name, subparser in subparsers.choices.items():
@@ -68,8 +70,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the arguments after `quire`; None takes those of the process."""
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     # A command of two words; with subparsers, `bench` would take a model's name for a command.
-    if " ".join(arguments[:2]) == bench_serve.NAME:
-        arguments[:2] = [bench_serve.NAME]
+    if (name := " ".join(arguments[:2])) in (bench_serve.NAME, bench_quality.NAME):
+        arguments[:2] = [name]
     parser = build_parser()
     (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     if not arguments[0].startswith("-") and arguments[0] not in commands.choices:

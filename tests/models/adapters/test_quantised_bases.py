@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from quire import LLM, LoRARequest, SamplingParams
+from quire.bench.exact_ops import ExactOps
 from quire.errors import ConfigError
 from quire.models.checkpoint import Checkpoint
 from quire.models.decoder import Decoder
@@ -30,7 +31,7 @@ from tests.engine.test_stored_quantization import METHODS, Tensors, groups_of
 from tests.models.adapters.expert_folders import linear_adapter, products_of
 from tests.models.adapters.folders import random_matrices, write_adapter
 from tests.models.gguf.cases import save_checkpoint
-from tests.models.gguf.test_models import DequantizedOps, mixed
+from tests.models.gguf.test_models import mixed
 from tests.models.gguf.writer import write_gguf
 from tests.models.stored_quantization.packers import pack_awq
 from tests.models.stored_quantization.test_float8_models import CONFIGS, SUFFIXES, is_quantised, quantise, save
@@ -188,7 +189,7 @@ def logits_of_values(checkpoint: Checkpoint, values: Tensors) -> Tensor:
 def assert_exact(checkpoint: Checkpoint, adapter: Path, expected: Tensor) -> None:
     """Compare with the logits of a decoder whose products are exact."""
     spec, weight_map = build(without_quantization(checkpoint.config))
-    exact = Decoder(spec, ops=DequantizedOps(), dtype=torch.float32, device=torch.device("cpu"))
+    exact = Decoder(spec, ops=ExactOps(), dtype=torch.float32, device=torch.device("cpu"))
     load_weights(checkpoint, weight_map, exact)
     found = logits(WithAdapter(checkpoint, exact, adapter))
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))

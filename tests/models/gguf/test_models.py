@@ -10,49 +10,21 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
+from quire.bench.exact_ops import ExactOps
 from quire.models.checkpoint import Checkpoint
 from quire.models.decoder import Decoder
 from quire.models.families import build
 from quire.models.gguf.architectures import read_architecture
 from quire.models.loading import load_decoder
 from quire.models.weights import load_weights
-from quire.ops.gated import GatedLinear
-from quire.ops.interface import Activation, Linear, Ops
-from quire.ops.quantized_weight import StoredWeight
-from quire.ops.reference import ReferenceLinear, ReferenceOps
+from quire.ops.interface import Ops
+from quire.ops.reference import ReferenceOps
 from tests.models.gguf.cases import GGUF_CASES, save_checkpoint
 from tests.models.gguf.test_architectures import read
 from tests.models.gguf.writer import TypeOf, f32, write_gguf
 from tests.models.tiny import PagedRun, fill, random_tokens, reference_logits
 
 CPU = torch.device("cpu")
-
-
-class DequantizedLinear(ReferenceLinear):
-    """The exact product with the values of a stored weight."""
-
-    def __init__(self, weight: StoredWeight, bias: Tensor | None) -> None:
-        self.whole = weight.dequantize()
-        super().__init__(self.whole, bias)
-
-    def rows(self, ids: Tensor) -> Tensor:
-        return self.whole[ids]
-
-
-class DequantizedOps(ReferenceOps):
-    """The reference on the values of stored weights; rows are not rounded."""
-
-    def pack_linear(
-        self,
-        weight: Tensor | StoredWeight,
-        bias: Tensor | None = None,
-        min_bits: int = 4,
-        gate: Activation | None = None,
-    ) -> Linear:
-        if not isinstance(weight, StoredWeight):
-            return super().pack_linear(weight, bias, min_bits, gate)
-        linear = DequantizedLinear(weight, bias)
-        return linear if gate is None else GatedLinear(linear, self.gate, gate)
 
 
 def mixed(name: str, shape: tuple[int, ...]) -> Type:
@@ -102,8 +74,7 @@ def test_logits_are_those_of_the_values(name: str, type_of: TypeOf, tmp_path: Pa
     path = write_gguf(tmp_path, tmp_path / "model.gguf", type_of)
     tokens = random_tokens(20, 1)
     found, expected = (
-        PagedRun(decoder).step({0: tokens})[0]
-        for decoder in (stored_decoder(path, DequantizedOps()), plain_decoder(path))
+        PagedRun(decoder).step({0: tokens})[0] for decoder in (stored_decoder(path, ExactOps()), plain_decoder(path))
     )
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 

@@ -1,0 +1,63 @@
+"""Texts that are read from files as documents: for calibrations and for measurements of quality."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Any, Final
+
+from quire.bounded.files import read_file
+from quire.bounded.json_text import parse
+from quire.errors import ConfigError, QuireError, shown
+from quire.text.tokenizer import Tokenizer
+
+MAX_TEXT_BYTES: Final = 64 << 20
+JSON_LINES: Final = ".jsonl"
+
+
+def bundled_text(name: str) -> Path:
+    """Return the path of a text that the package ships."""
+    return Path(str(resources.files("quire").joinpath("bundled", name)))
+
+
+def read_text(path: Path, field: str) -> str:
+    """Return the text of a file.
+
+    Raises:
+        ConfigError: the file cannot be read, is too large or is not UTF-8; it names `field`.
+    """
+    try:
+        return read_file(path, MAX_TEXT_BYTES).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{field} {path} cannot be read: {error}", field=field) from error
+
+
+def encode_lines(path: Path, tokenizer: Tokenizer, field: str) -> Iterator[list[int]]:
+    """Yield the tokens of each line of a file that has text, as a document.
+
+    In a file of JSON lines, a document is an object with `text`, or with `messages`, which the chat template renders.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line is malformed; it names `field`.
+    """
+    for number, line in enumerate(read_text(path, field).split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            document = parse(line.encode()) if path.suffix == JSON_LINES else {"text": line}
+            yield _encode(document, tokenizer)
+        except (QuireError, ValueError) as error:
+            raise ConfigError(f"{field} {path}, line {number}: {error}", field=field) from error
+
+
+def _encode(document: Any, tokenizer: Tokenizer) -> list[int]:
+    if isinstance(document, dict) and isinstance(document.get("text"), str):
+        return tokenizer.encode(document["text"])
+    messages = document.get("messages") if isinstance(document, dict) else None
+    if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
+        raise ValueError(f"an object with a string text or a list messages is needed, got {shown(document)}")
+    if tokenizer.chat_template is None:
+        return tokenizer.encode("\n".join(str(each.get("content")) for each in messages))
+    rendered = tokenizer.chat_template.render(messages, add_generation_prompt=False)
+    return tokenizer.encode(rendered, add_special_tokens=False)
