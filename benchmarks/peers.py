@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from benchmarks.serving import NUM_KV_TOKENS, Figures, Setup, serve_by_steps
@@ -207,6 +208,29 @@ class LlamaCppEngine:
             if self._kept:
                 self._lib.llama_memory_seq_cp(self._memory, 0, self._kept_id, 0, len(self._kept))
         return figures
+
+    @property
+    def outputs(self) -> list[list[int]]:
+        """The tokens of each request that was served last."""
+        return self._outputs
+
+    def logits(self, ids: list[int]) -> Iterator[bytes]:
+        """Yield the logits of each token of a sequence, float32."""
+        self.add([BenchRequest(ids, 0)])
+        batch = self._batch
+        for first in range(0, len(ids), UBATCH):
+            part = ids[first : first + UBATCH]
+            batch.n_tokens = len(part)
+            for idx, token_id in enumerate(part):
+                batch.token[idx], batch.pos[idx] = token_id, first + idx
+                batch.n_seq_id[idx], batch.seq_id[idx][0] = 1, 0
+                batch.logits[idx] = True
+            status = self._lib.llama_decode(self._context, batch)
+            if status:
+                raise RuntimeError(f"llama_decode answers {status}")
+            for idx in range(len(part)):
+                logits = self._lib.llama_get_logits_ith(self._context, idx)
+                yield self._as_array(logits, self._logits_shape).tobytes()
 
     def _next_rows(self) -> list[_Row]:
         """Return the tokens of the next step, and count them as computed."""

@@ -1,133 +1,188 @@
-"""The cost of an option in quality: `python -m benchmarks.quality quantization=int8 quantization=int4`.
+"""The quality of a GGUF file in Quire's forms and in peers: `python -m benchmarks.quality FILE --folder TWIN`.
 
-Each engine reads the same text and writes on from the same beginnings, and is compared with one that has its defaults.
-The text is of the generator that the bundled model was trained on, from a seed that its training did not use; for
-another model it is just English.
+All are compared, on the text of `quire bench quality`, with the exact values of the file: its weights, dequantised,
+multiplied in float32. Forms with `--quantization` are those of the twin, a folder with the same weights in 16 or 32
+bits. Peers get the same token ids and give logits of all positions. Prints a table and saves it.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import math
-from dataclasses import asdict, dataclass
-from itertools import islice
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from benchmarks import machine
-from quire import LLM, SamplingParams
-from tools.bundled_model.corpus import BOS, documents
+from benchmarks.peer_logits import READERS, PeerReader
+from quire.bench.divergence import Divergence, DivergenceTally, GreedyAgreement
+from quire.bench.exact_ops import ExactOps
+from quire.bench.quality import PIECE, ReadingEngine, exact_config
+from quire.bench.quality_text import greedy_prompts, read_quality_text
+from quire.config import EngineConfig
 
-HELD_OUT_SEED = 9  # training took 7 and 8, and looked at this one
-NUM_START = 24  # tokens of a document that an engine writes on from
-
-
-@dataclass(frozen=True)
-class Reading:
-    """The results of one engine on the text.
-
-    Args:
-        logprobs: log probability of each token after a document's first.
-        tops: the likeliest token at each of those places.
-        written: greedy output for each document.
-    """
-
-    logprobs: list[float]
-    tops: list[int]
-    written: list[list[int]]
+BF16, F32 = {"dtype": "bfloat16"}, {"dtype": "float32"}
 
 
-@dataclass(frozen=True)
-class Quality:
-    """An engine beside the first.
+class Form(NamedTuple):
+    """A form in which Quire serves a model.
 
     Args:
-        mean_logprob: mean log probability of the text's tokens.
-        perplexity: e to the power of its negative.
-        same_top: share of places where both find the same token likeliest.
-        same_start: share of what the first wrote that the other wrote alike up to where they part.
+        options: options of the engine.
+        is_folder: whether it is that of the folder with the same weights.
     """
 
-    mean_logprob: float
-    perplexity: float
-    same_top: float
-    same_start: float
-
-    @classmethod
-    def of(cls, reading: Reading, first: Reading) -> Quality:
-        """Compare two readings of the same text."""
-        mean = math.fsum(reading.logprobs) / len(reading.logprobs)
-        same_tops = sum(ours == theirs for ours, theirs in zip(reading.tops, first.tops, strict=True))
-        alike = sum(_num_alike(*pair) for pair in zip(reading.written, first.written, strict=True))
-        return cls(mean, math.exp(-mean), same_tops / len(first.tops), alike / sum(map(len, first.written)))
+    options: dict[str, Any]
+    is_folder: bool = False
 
 
-def read(model: str, options: dict[str, Any], texts: list[str], num_new: int) -> Reading:
-    """Let an engine read texts, and write on from their beginnings."""
-    llm = LLM(model, **options)
-    try:
-        whole = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=1)
-        outputs = llm.generate(texts, whole, use_tqdm=False)
-        starts: list[Any] = [{"prompt_token_ids": output.prompt_token_ids[:NUM_START]} for output in outputs]
-        greedy = SamplingParams(temperature=0.0, max_tokens=num_new, ignore_eos=True, detokenize=False)
-        written = [output.outputs[0].token_ids for output in llm.generate(starts, greedy, use_tqdm=False)]
-    finally:
-        llm.close()
-    logprobs, tops = [], []
-    for output in outputs:
-        for token_id, found in zip(output.prompt_token_ids[1:], (output.prompt_logprobs or [])[1:], strict=True):
-            assert found is not None
-            logprobs.append(found[token_id].logprob)
-            tops.append(max(found, key=lambda each: found[each].logprob))
-    return Reading(logprobs, tops, written)
+FORMS = {
+    "bfloat16": Form(BF16),
+    "float32": Form(F32),
+    "float32, torch": Form(F32 | {"kernels": "torch"}),
+    **{f"bfloat16, KV {kv}": Form(BF16 | {"kv_cache_dtype": kv}) for kv in ("float16", "float32", "fp8", "int8")},
+    "16 bits, bfloat16": Form(BF16, is_folder=True),
+    **{
+        f"{bits}, {dtype['dtype']}": Form(dtype | {"quantization": bits}, is_folder=True)
+        for bits in ("int8", "int4")
+        for dtype in (BF16, F32)
+    },
+}
 
 
-def parse_options(text: str) -> dict[str, Any]:
-    """Read an engine's options, `key=value,key=value`; a value is JSON, or else a word."""
-    options: dict[str, Any] = {}
-    for pair in filter(None, text.split(",")):
-        key, _, value = pair.partition("=")
+class Row(NamedTuple):
+    """A form or a peer beside the exact values."""
+
+    name: str
+    divergence: Divergence
+    greedy: GreedyAgreement
+
+
+class ExactText:
+    """The exact values of a file on the text.
+
+    Args:
+        file: the checkpoint.
+        num_prompts, num_tokens: numbers of greedy outputs, and of their tokens.
+        max_tokens: maximum number of tokens of the text; 0 for no limit.
+        text: file of the text; None for the bundled one.
+    """
+
+    def __init__(self, file: Path, num_prompts: int, num_tokens: int, max_tokens: int, text: Path | None) -> None:
+        config = EngineConfig.from_options(model=str(file))
+        tokenizer_engine = ReadingEngine(config)
+        tokenizer = tokenizer_engine.tokenizer
+        self.sequences = read_quality_text(tokenizer, text, tokenizer_engine.max_length, max_tokens)
+        self.prompts = greedy_prompts(tokenizer, num_prompts, None if text is None else self.sequences)
+        tokenizer_engine.close()
+        self.num_tokens = num_tokens
+        self._engine = ReadingEngine(exact_config(config), lambda _: ExactOps())
+        self.vocab_size = self._engine.vocab_size
+        self._hidden = [self._engine.hidden(ids)[:-1] for ids in self.sequences]
+        self._greedy = self._engine.greedy(self.prompts, num_tokens)
+
+    def compare(self, name: str, read: Callable[[list[int]], Iterator[Tensor]], greedy: list[list[int]]) -> Row:
+        """Compare logits and greedy outputs.
+
+        Args:
+            name: name of the row.
+            read: function from a sequence to the logits of its positions, in order, some at a time.
+            greedy: outputs after the prompts.
+        """
+        tally = DivergenceTally()
+        for ids, hidden in zip(self.sequences, self._hidden, strict=True):
+            targets, first = torch.tensor(ids[1:]), 0
+            for logits in read(ids):
+                part = slice(first, first + len(logits))
+                count = len(targets[part])  # nothing follows the last position
+                if count:
+                    tally.add(logits[:count], self._engine.logits(hidden[part]), targets[part])
+                first += len(logits)
+            assert first == len(ids), "logits of all positions"
+        return Row(name, tally.result(), GreedyAgreement.of(greedy, self._greedy))
+
+    def of_form(self, name: str, config: EngineConfig) -> Row:
+        """Compare a served form."""
+        engine = ReadingEngine(config)
+        size = max(1, PIECE // self.vocab_size)
+
+        def read(ids: list[int]) -> Iterator[Tensor]:
+            hidden = engine.hidden(ids)
+            for first in range(0, len(ids), size):
+                yield engine.logits(hidden[first : first + size])
+
         try:
-            options[key] = json.loads(value)
-        except json.JSONDecodeError:
-            options[key] = value
-    return options
+            return self.compare(name, read, engine.greedy(self.prompts, self.num_tokens))
+        finally:
+            engine.close()
+
+    def of_peer(self, name: str, reader: PeerReader) -> Row:
+        """Compare a peer."""
+        size = max(1, PIECE // self.vocab_size)
+        return self.compare(
+            name, lambda ids: reader.logits(ids, self.vocab_size, size), reader.greedy(self.prompts, self.num_tokens)
+        )
 
 
-def _num_alike(ours: list[int], theirs: list[int]) -> int:
-    pairs = zip(ours, theirs, strict=True)
-    return next((idx for idx, (our, their) in enumerate(pairs) if our != their), len(ours))
+def lines(rows: list[Row]) -> Iterator[str]:
+    """Yield the table."""
+    yield "| | KL mean | median | 99th percentile | largest | perplexity | same best token | greedy equal | tokens |"
+    yield "|---|---:|---:|---:|---:|---:|---:|---:|---:|"
+    for name, found, greedy in rows:
+        yield (
+            f"| {name} | {found.kl_mean:.5f} | {found.kl_median:.5f} | {found.kl_p99:.4f} | {found.kl_max:.3f} | "
+            f"{found.perplexity:.3f} | {found.same_best:.1%} | {greedy.num_equal} of {greedy.num_prompts} | "
+            f"{greedy.mean_equal_tokens:.1f} |"
+        )
 
 
 def main() -> None:
-    """Read with each engine, print and save."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "engines", nargs="+", metavar="KEY=VALUE,...", help="options of an engine, which may be none: ''"
-    )
-    parser.add_argument("--model", default="bundled")
-    parser.add_argument("--first", default="", metavar="KEY=VALUE,...", help="options of what all are compared with")
-    parser.add_argument("--documents", type=int, default=100)
-    parser.add_argument("--new", type=int, default=48, help="tokens that are written on from each document")
+    """Measure, print and save."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, help="a GGUF file, or another checkpoint")
+    parser.add_argument("--folder", type=Path, help="a folder with the same weights in 16 or 32 bits")
+    parser.add_argument("--forms", default=";".join(FORMS), help="of Quire, with semicolons between; '' for none")
+    for name in READERS:
+        parser.add_argument(f"--{name}-python", type=Path, help=f"interpreter of an environment that has {name}")
+    parser.add_argument("--text", type=Path, help="text to read; the bundled one by default")
+    parser.add_argument("--tokens", type=int, default=0, help="most tokens of the text; all by default")
+    parser.add_argument("--greedy", type=int, nargs=2, default=(20, 32), metavar=("PROMPTS", "TOKENS"))
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--name", default="quality", help="the name of the file under results/")
     args = parser.parse_args()
-    texts = [
-        "".join(text for text, _ in made).removeprefix(BOS) for made in islice(documents(HELD_OUT_SEED), args.documents)
-    ]
-    first = read(args.model, parse_options(args.first), texts, args.new)
-    table: dict[str, Any] = {}
-    print(f"{len(first.logprobs):,} tokens of text")
-    print(f"{'':32} {'log prob':>9} {'perplexity':>10} {'same top':>9} {'same start':>10}")
-    for name in [args.first, *args.engines]:
-        reading = first if name == args.first else read(args.model, parse_options(name), texts, args.new)
-        quality = Quality.of(reading, first)
-        table[name] = asdict(quality)
-        print(
-            f"{name or 'defaults':32} {quality.mean_logprob:9.4f} {quality.perplexity:10.4f} {quality.same_top:9.2%} "
-            f"{quality.same_start:10.2%}"
+    num_prompts, num_tokens = args.greedy
+    exact = ExactText(args.file, num_prompts, num_tokens, args.tokens, args.text)
+    rows: list[Row] = []
+    versions: dict[str, str | None] = {}
+
+    def add(row: Row) -> None:
+        rows.append(row)
+        print(list(lines([row]))[-1], flush=True)
+
+    for name in READERS:
+        python = getattr(args, f"{name}_python")
+        model = args.folder if READERS[name].reads_folder else args.file
+        if python is not None and model is not None:
+            with PeerReader(python, name, model, args.threads) as reader:
+                versions[name] = reader.version
+                add(exact.of_peer(name, reader))
+    for name in filter(None, args.forms.split(";")):
+        form = FORMS[name]
+        if form.is_folder and args.folder is None:
+            continue
+        options = form.options | {"num_threads": args.threads}
+        add(
+            exact.of_form(
+                name, EngineConfig.from_options(model=str(args.folder if form.is_folder else args.file), **options)
+            )
         )
-    settings = {"model": args.model, "documents": args.documents, "new": args.new}
-    print(machine.save(args.name, {"settings": settings, "num_tokens": len(first.logprobs), "engines": table}))
+    print("\n".join(lines(rows)), f"\nexact perplexity {rows[0].divergence.exact_perplexity:.3f}")
+    table = {name: {"divergence": asdict(found), "greedy": asdict(greedy)} for name, found, greedy in rows}
+    settings = {"model": args.file.name, "num_positions": rows[0].divergence.num_positions, "versions": versions}
+    print(machine.save(args.name, {"settings": settings, "rows": table}))
 
 
 if __name__ == "__main__":

@@ -119,12 +119,22 @@ def test_bad_texts_are_refused(
     assert caught.value.field == "text"
 
 
-def test_prompts_are_spread_over_the_text() -> None:
-    sequences = [[1, *range(10, 60)], [1, *range(60, 110)]]
-    prompts = greedy_prompts(sequences, 3, 1)
-    assert prompts == [[1, *range(start, start + 16)] for start in (10, 52, 94)]
-    assert greedy_prompts(sequences, 1, 1) == prompts[:1]
-    assert greedy_prompts([[5, 6]], 2, None) == [[5, 6], [5, 6]]
+def test_prompts_are_spread_over_a_text(tokenizer: Tokenizer) -> None:
+    begin = tokenizer.bos_token_id
+    assert begin is not None
+    sequences = [[begin, *range(10, 60)], [begin, *range(60, 110)]]
+    prompts = greedy_prompts(tokenizer, 3, sequences)
+    assert prompts == [[begin, *range(start, start + 16)] for start in (10, 52, 94)]
+    assert greedy_prompts(tokenizer, 1, sequences) == prompts[:1]
+    assert greedy_prompts(tokenizer, 2, [[5, 6]]) == [[5, 6], [5, 6]]
+
+
+def test_there_are_twenty_bundled_prompts(tokenizer: Tokenizer) -> None:
+    prompts = greedy_prompts(tokenizer, 20)
+    assert prompts[0] == tokenizer.encode("The quick brown fox")
+    assert len({tuple(prompt) for prompt in prompts}) == 20
+    with pytest.raises(ConfigError, match="at most 24 without a text, got 25"):
+        greedy_prompts(tokenizer, 25)
 
 
 # ---- models ----

@@ -32,7 +32,8 @@ def test_figures_are_lines_or_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["--text", "missing.txt"], "text missing.txt cannot be read"),
         (["--reference", "missing"], "missing"),
         (["--tensor-parallel-size", "2"], "tensor_parallel_size must be 1 where quality is measured"),
-        (["--greedy", "2x5000"], "greedy outputs must have at most 1007 tokens, got 5000"),
+        (["--greedy", "2x5000"], "greedy outputs must have at most"),
+        (["--greedy", "2000x5"], "greedy prompts must be at most 24 without a text, got 2000"),
         (["--dtype", "int3"], "dtype must be one of"),
     ],
 )

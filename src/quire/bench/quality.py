@@ -165,6 +165,7 @@ class QualityBench:
                     field="reference",
                 )
             length = min(self.served.max_length, self.exact.max_length)
+            self._is_bundled = text is None
             self.sequences = read_quality_text(self.served.tokenizer, text, length, max_tokens)
         except BaseException:
             self.close()
@@ -187,8 +188,8 @@ class QualityBench:
         Raises:
             ConfigError: prompts and outputs are longer than a model's context.
         """
-        prompts = greedy_prompts(self.sequences, num_prompts, self.served.tokenizer.bos_token_id)
-        most = min(self.served.max_length, self.exact.max_length) + 1 - len(prompts[0])
+        prompts = greedy_prompts(self.served.tokenizer, num_prompts, None if self._is_bundled else self.sequences)
+        most = min(self.served.max_length, self.exact.max_length) + 1 - max(map(len, prompts))
         if num_tokens > most:
             raise ConfigError(f"greedy outputs must have at most {most} tokens, got {num_tokens}", field="greedy")
         return GreedyAgreement.of(*(engine.greedy(prompts, num_tokens) for engine in (self.served, self.exact)))

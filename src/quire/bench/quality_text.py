@@ -12,8 +12,9 @@ from quire.text.tokenizer import Tokenizer
 
 # Prose, dialogues, arithmetic, code, data and eleven languages: 3,445 positions of Gemma 3's vocabulary.
 BUNDLED_TEXT: Final = "quality.jsonl"
+BUNDLED_PROMPTS: Final = "quality_prompts.txt"
 FIELD: Final = "text"
-# Maximum number of tokens of a sequence, and of a greedy prompt.
+# Maximum number of tokens of a sequence, and of a greedy prompt from a text.
 MAX_SEQUENCE: Final = 1024
 PROMPT_TOKENS: Final = 16
 
@@ -49,9 +50,25 @@ def read_quality_text(tokenizer: Tokenizer, file: Path | None, max_length: int, 
     return sequences
 
 
-def greedy_prompts(sequences: list[list[int]], count: int, bos_token_id: int | None) -> list[list[int]]:
-    """Return `count` prompts: tokens of the sequences from places that are equally far apart, the first ones first."""
-    begin = [] if bos_token_id is None or sequences[0][0] != bos_token_id else [bos_token_id]
+def greedy_prompts(tokenizer: Tokenizer, count: int, sequences: list[list[int]] | None = None) -> list[list[int]]:
+    """Return prompts of greedy outputs.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        count: number of prompts.
+        sequences: text whose tokens to take, from places that are equally far apart; None for the bundled prompts.
+
+    Raises:
+        ConfigError: there are fewer bundled prompts.
+    """
+    if sequences is None:
+        lines = bundled_text(BUNDLED_PROMPTS).read_text(encoding="utf-8").splitlines()
+        if count > len(lines):
+            raise ConfigError(
+                f"greedy prompts must be at most {len(lines)} without a text, got {count}", field="greedy"
+            )
+        return [tokenizer.encode(line) for line in lines[:count]]
+    begin = sequences[0][:1] if sequences[0][0] == tokenizer.bos_token_id else []
     stream = [token_id for ids in sequences for token_id in ids[len(begin) :]]
     width = min(PROMPT_TOKENS, len(stream))
     starts = [idx * (len(stream) - width) // max(1, count - 1) for idx in range(count)]
