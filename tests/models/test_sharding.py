@@ -229,8 +229,8 @@ def test_stored_quantised_weights_are_divided_between_groups(
     if form.startswith("q"):
         out = tmp_path / "out.gguf"
     quantize(model, out, QuantizeOptions(form, method="rounded"))
-    # Rows are rounded by their largest value, and a rank has a part of a row: without that, the sums are equal.
-    monkeypatch.setattr("quire.ops.torch_stored.round_rows", lambda rows: (rows, rows.new_ones(len(rows), 1)))
+    # Float32 sums of ranks differ in the last bits, which may decide between two codes of int8: without these, no more.
+    monkeypatch.setattr("quire.ops.torch_quantised.rounded_rows", lambda rows: rows)
     assert_near(ranked_steps(out, 2, kernels="torch"), whole_steps(out, kernels="torch"), 3e-5)
 
 

@@ -66,7 +66,8 @@ def test_kernels_that_multiply_rounded_weights_wrongly_are_left(
 ) -> None:
     library = find_library()
     assert not isinstance(library, str)
-    library.weight_kernels[name] = library.weight_kernels[name]._replace(pack=lambda *_: None)
+    kernels = library.rounded[name]
+    library.rounded[name] = kernels._replace(quantized=kernels.quantized._replace(pack_rounded=lambda *_: True))
     monkeypatch.setattr("quire.ops.find_library", lambda: library)
     ops = make_ops(CPU, quantization="int4")
     assert isinstance(ops, TorchOps)

@@ -17,13 +17,13 @@ from quire.ops.native_linear import NativeLinear
 from quire.ops.reference import ReferenceOps
 from quire.ops.reference_quantised import ReferenceQuantisedLinear
 from quire.ops.torch_quantised import TorchQuantisedLinear
-from quire.ops.weight_formats import BITS, MAX_WIDTH, WeightFormat
+from quire.ops.weight_formats import FORMS, WeightFormat
 from tests.ops.backends import CPU_BACKENDS, Backend
 from tests.ops.world import randn
 
 pytestmark = pytest.mark.pairwise
 
-FORMATS: list[WeightFormat] = ["int8", "int6", "int4"]
+FORMATS = list(FORMS)
 QUANTISED = (NativeLinear, TorchQuantisedLinear, ReferenceQuantisedLinear)
 
 
@@ -35,8 +35,8 @@ def inference() -> Iterator[None]:
 
 def pack(backend: Backend, name: WeightFormat, weight: Tensor, bias: Tensor | None = None) -> tuple[Linear, Linear]:
     quantization: Quantization = "int8" if name == "int8" else "int4"
-    linear = backend.make(quantization).pack_linear(weight.clone(), bias, min_bits=BITS[name])
-    return linear, ReferenceOps(quantization).pack_linear(weight, bias, min_bits=BITS[name])
+    linear = backend.make(quantization).pack_linear(weight.clone(), bias, min_bits=FORMS[name].bits)
+    return linear, ReferenceOps(quantization).pack_linear(weight, bias, min_bits=FORMS[name].bits)
 
 
 def assert_same_numbers(found: Tensor, expected: Tensor) -> None:
@@ -51,9 +51,9 @@ def assert_same_numbers(found: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize(("width", "num_columns"), [(1120, 130), (512, 64), (32, 1), (96, 17)])
+@pytest.mark.parametrize(("width", "num_columns"), [(1120, 130), (512, 64), (32, 1), (96, 17), (77, 20), (5, 3)])
 def test_numbers(backend: Backend, name: WeightFormat, width: int, num_columns: int) -> None:
-    """Widths past a piece, columns that do not fill a panel, rows that lie apart, tiles and jobs of all sizes."""
+    """Widths past a piece and not of whole groups, columns that do not fill a panel, rows that lie apart, all tiles."""
     weight, bias = randn(num_columns, width) * width**-0.5, randn(num_columns, seed=1)
     linear, twin = pack(backend, name, weight, bias)
     x = randn(200, width + 3, seed=2)[:, :width]
@@ -79,17 +79,28 @@ def test_types(backend: Backend, name: WeightFormat, dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
 def test_whole_numbers_are_multiplied_exactly(backend: Backend) -> None:
-    """With a largest magnitude of 127 one is worth one: ties go to the even number, and nothing else is rounded."""
+    """With largest magnitudes of 128 and 127 one is worth one: ties go to the even number, all else is as it was."""
     numbers = torch.randint(-127, 128, (90, 256), generator=torch.Generator().manual_seed(0)).float()
     weight, x = numbers[:40].clone(), numbers[40:].clone()
-    weight[:, 0], x[:, 0] = 127.0, -127.0
+    weight[:, ::32], x[:, ::32] = -128.0, -127.0
     linear, _ = pack(backend, "int8", weight)
     assert torch.equal(linear(x), x @ weight.T)
-    x[:, 1:] = x[:, 1:].abs() / 2.0
+    x[:, 1:] = torch.where(torch.arange(1, 256) % 32 == 0, x[:, 1:], x[:, 1:].abs() / 2.0)
     assert torch.equal(linear(x), x.round() @ weight.T)
     extreme = torch.full((3, 8192), 127.0)
     linear, _ = pack(backend, "int8", -extreme)
     torch.testing.assert_close(linear(extreme), torch.full((3, 3), -127.0 * 127.0 * 8192))
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_large_value_rounds_its_own_group_only(backend: Backend, name: WeightFormat) -> None:
+    """Rows of real models have values of 20 times the others' spread; one scale for a row would lose the others."""
+    linear, _ = pack(backend, name, randn(30, 256) / 16.0)
+    x, is_beside = randn(40, 256, seed=1), torch.arange(256) // 32 != 2
+    x[:, 70] *= 1000.0
+    apart = linear(x * is_beside) + linear(x * ~is_beside)
+    torch.testing.assert_close(linear(x), apart, rtol=0.0, atol=1e-6 * apart.abs().max().item())
 
 
 def extremes(width: int) -> tuple[Tensor, Tensor]:
@@ -153,10 +164,7 @@ def test_what_is_rounded(kernels: str) -> None:
 
     assert [bits("int8", 64, min_bits) for min_bits in (4, 6, 8)] == [8.0, 8.0, 8.0]
     assert [bits("int4", 64, min_bits) for min_bits in (4, 6, 8)] == [4.0, 6.0, 8.0]
-    for name in get_args(Quantization):
-        assert bits(name, 36) == 8.0
-        assert bits(name, 33) == 16.0
-        assert bits(name, MAX_WIDTH + 4) == 16.0
+    assert [bits("int4", width) for width in (36, 33)] == [4.0, 4.0]
 
 
 def _error(linear: Linear, width: int) -> float:
@@ -180,17 +188,17 @@ def test_stock_operators_on_a_gpu(name: WeightFormat) -> None:
     quantization: Quantization = "int8" if name == "int8" else "int4"
     weight, bias, x, residual = randn(130, 512), randn(130, seed=1), randn(70, 512, seed=2), randn(70, 130, seed=3)
     ops = make_ops(torch.device("cuda"), "torch", quantization)
-    found = ops.pack_linear(weight.cuda(), bias.cuda(), BITS[name])(x.cuda(), residual.cuda())
-    expected = ReferenceOps(quantization).pack_linear(weight, bias, BITS[name])(x, residual)
+    found = ops.pack_linear(weight.cuda(), bias.cuda(), FORMS[name].bits)(x.cuda(), residual.cuda())
+    expected = ReferenceOps(quantization).pack_linear(weight, bias, FORMS[name].bits)(x, residual)
     assert_same_numbers(found.cpu(), expected)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_rounded_weights_are_near_those_that_came(name: WeightFormat) -> None:
-    """A step of int8 is 1/127 of a row's largest value, one of int6 a 32nd of a group's, one of int4 an eighth."""
+    """A step of int8 is 1/128 of a group's largest value, one of int6 a 32nd, one of int4 an eighth."""
     weight = randn(40, 320)
     _, twin = pack(Backend("cpu", ReferenceOps), name, weight)
     assert isinstance(twin, ReferenceQuantisedLinear)
     error = (twin.dequantised() - weight).square().mean().sqrt() / weight.square().mean().sqrt()
-    low, high = {"int8": (0.004, 0.008), "int6": (0.0175, 0.0225), "int4": (0.07, 0.09)}[name]
+    low, high = {"int8": (0.004, 0.006), "int6": (0.0175, 0.0225), "int4": (0.07, 0.09)}[name]
     assert low < error < high

@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from hatch_build import Compiler, compile_levels, find_compiler, levels_of
 from quire.ops.native_library import ACTIVATIONS, FOLDER, TYPES
+from quire.ops.weight_formats import FORMS
 
 pytestmark = pytest.mark.slow
 HERE = platform.machine()
@@ -26,6 +27,7 @@ COMMANDS = Path(__file__).with_name("kernel_calls.cpp")
 ALIGNMENT = 64
 CROSS_COMPILER, EMULATOR = "aarch64-linux-gnu-g++", ("qemu-aarch64-static", "-L", "/usr/aarch64-linux-gnu")
 ROWS = (1, 2, 3, 7, 16, 33)
+INT8_FORM = 15  # its number in grouped_form.h
 
 
 class Machine(NamedTuple):
@@ -153,10 +155,15 @@ def test_products_of_int8(machine: Machine, dtype: torch.dtype) -> None:
     for num_rows in ROWS:
         x = values(num_rows, width, dtype=dtype, seed=2)
         memory, type_id, output = Memory(machine), TYPES[dtype], torch.empty(num_rows, columns, dtype=dtype)
-        packed, place = memory.room(bytes(4 * 192 * width)), memory.put(output)
+        panels, place = memory.room(bytes(4 * 192 * width)), memory.put(output)
+        # `QuantizedWeight` of the sources: the number and the address of segments; then the only segment.
+        table = memory.room(bytes(7 * 8))
+        segment: tuple[str | int, ...] = (INT8_FORM, columns, FORMS["int8"].offset, 0, panels)
+        fields = (1, f"p{int(table[1:]) + 16}", *segment)
         memory.run(
-            ("quire_pack_int8", type_id, memory.put(weight), columns, width, 0, packed),
-            ("quire_linear_int8", type_id, memory.put(x), width, num_rows, packed, columns, width, 0, 0, 0, place),
+            *(("store", f"p{int(table[1:]) + 8 * idx}", field) for idx, field in enumerate(fields)),
+            ("quire_pack_rounded", INT8_FORM, type_id, memory.put(weight), columns, width, 0, panels),
+            ("quire_linear_quantized", type_id, memory.put(x), width, num_rows, table, columns, width, 0, 0, 0, place),
         )
         expected = functional.linear(x.float(), weight.float())
         error = (memory.read(place, output).float() - expected).std() / expected.std()

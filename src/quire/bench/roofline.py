@@ -9,18 +9,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from quire.config import Quantization
-from quire.models.parameter_estimate import estimate_parameters
+from quire.models.parameter_estimate import QUANTISED_BYTES, estimate_parameters
 from quire.models.spec import FFN, Attention, LayerSpec, Mixer, ModelSpec, StateCacheShape, experts_of
 from quire.simulation.step_time import StepItem
 
 # Tables from which a step reads one row for each token.
 TABLES = ("embedding.weight", "per_layer_inputs.embedding.weight")
 HEAD = "head.weight"
-# Bytes of a quantized weight, and of one of the head: at four and at six bits, 32 weights share a scale of two bytes.
-ROUNDED_BYTES: Final[Mapping[Quantization, tuple[float, float]]] = {"int8": (1.0, 1.0), "int4": (9 / 16, 13 / 16)}
 # Two multiply-adds for each value of a state: the update by a token, and the read of its output.
 STATE_OPERATIONS = 4
 
@@ -88,12 +86,13 @@ class ModelShape(NamedTuple):
         num_tail = sum(size for name, size in sizes.items() if _is_late(name, last)) - sum(num_idle[last:])
         # Weights of queries are stored with those of keys and values, which all tokens need.
         num_tail += sum(_num_queries(part, spec.width) for part in spec.layers[last].parts)
+        body, head = (element_bytes, element_bytes) if quantization is None else QUANTISED_BYTES[quantization]
         return cls(
             num_body=sum(sizes.values()) - sum(num_idle) - num_tail,
             num_tail=num_tail,
             num_head=spec.vocab_size * spec.width,
             element_bytes=cached_bytes or element_bytes,
-            weight_bytes=(element_bytes, element_bytes) if quantization is None else ROUNDED_BYTES[quantization],
+            weight_bytes=(float(body), float(head)),
             attention=_attention(spec.layers[:last]),
             late_attention=_attention(spec.layers[last:]),
             state_bytes=sum(cache.sum_bytes + cache.num_inputs * element_bytes for cache in states),

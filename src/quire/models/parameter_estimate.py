@@ -26,13 +26,11 @@ from quire.models.spec import (
 
 # Bytes of one quantised weight, scales included: of a matrix in the layers, and of the output head.
 QUANTISED_BYTES: Final[Mapping[Quantization, tuple[Fraction, Fraction]]] = {
-    "int8": (Fraction(1), Fraction(1)),
+    "int8": (Fraction(17, 16), Fraction(17, 16)),
     "int4": (Fraction(9, 16), Fraction(13, 16)),
 }
-# With Triton's kernels (`ops/triton/rounded_weights.py`) weights of four and of six bits have a scale of bfloat16 for
-# so many inputs, and those of int8 one of float32 for the largest of these groups that divides the inputs.
-NARROW_GROUP: Final = 32
-INT8_GROUPS: Final = (128, 32, 16)
+# Quantised weights have a scale of bfloat16 for so many inputs.
+GROUP: Final = 32
 
 # Bytes of a weight of experts that a checkpoint stores in MXFP4.
 MXFP4_BYTES: Final = Fraction(9, 16)
@@ -62,17 +60,12 @@ class Matrix(NamedTuple):
         """Return the bytes of the weights with Triton's kernels, scales included."""
         if quantization is None:
             return self.size * element_bytes
-        bits = max(self.min_bits, 4 if quantization == "int4" else 8)
-        if bits < 8 and self.width % NARROW_GROUP == 0:
-            num_groups = self.width // NARROW_GROUP
-            if bits == 4:
-                num_groups += num_groups % 2  # pairs of groups share bytes
-            # A code of six bits takes a byte.
-            return self.num_rows * num_groups * (NARROW_GROUP * (4 if bits == 4 else 8) // 8 + 2)
-        group = next((group for group in INT8_GROUPS if self.width % group == 0), None)
-        if group is None:
-            return self.size * element_bytes
-        return self.num_rows * (self.width + self.width // group * 4)
+        is_paired = max(self.min_bits, 4 if quantization == "int4" else 8) == 4
+        num_groups = -(-self.width // GROUP)
+        if is_paired:
+            num_groups += num_groups % 2  # pairs of groups share bytes
+        # A code of six bits takes a byte.
+        return self.num_rows * num_groups * (GROUP * (4 if is_paired else 8) // 8 + 2)
 
 
 class ParameterCounts(NamedTuple):

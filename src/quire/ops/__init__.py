@@ -10,8 +10,7 @@ from quire.ops.interface import Ops
 from quire.ops.native_library import NativeLibrary, find_library
 from quire.ops.native_ops import NativeOps
 from quire.ops.torch_ops import TorchOps
-from quire.ops.torch_quantised import TorchQuantisedLinear
-from quire.ops.weight_formats import BITS
+from quire.ops.weight_formats import FORMS
 
 
 def make_ops(
@@ -106,9 +105,10 @@ def _rounds_alike(library: NativeLibrary) -> bool:
     """Return whether small products of rounded weights are those of stock operators."""
     weight = torch.linspace(-1, 1, 70 * 96).view(70, 96).sin()
     x = torch.linspace(0, 9, 7 * 96).view(7, 96).sin()
-    for name, bits in BITS.items():
-        stock = TorchQuantisedLinear(name, weight, None)
-        native = NativeOps(library, "int8" if bits == 8 else "int4").pack_linear(weight, min_bits=bits)
+    for form in FORMS.values():
+        quantization: Quantization = "int8" if form.bits == 8 else "int4"
+        backends = TorchOps(torch.device("cpu"), quantization=quantization), NativeOps(library, quantization)
+        stock, native = (ops.pack_linear(weight, min_bits=form.bits) for ops in backends)
         for rows in (x[:1], x[:2], x):
             if not torch.allclose(native(rows), stock(rows), rtol=1e-4, atol=1e-4):
                 return False

@@ -35,12 +35,13 @@ from quire.ops.native_structures import (
     StateRows,
     StepRows,
 )
-from quire.ops.weight_formats import UNITS, WeightFormat
+from quire.ops.quantized_weight import WeightForm
+from quire.ops.weight_formats import FORMS
 from quire.ops.weight_memory import WeightMemory
 
 FOLDER: Final = Path(__file__).parent / "native"
 # `quire_interface_version` must return this number.
-INTERFACE_VERSION: Final = 33
+INTERFACE_VERSION: Final = 34
 # The best level last. A processor that supports one supports those before it, except that some with AVX-512 lack
 # AVX-VNNI.
 LEVELS: Final = ("portable", "avx2", "avx_vnni", "avx512", "avx512_bf16")
@@ -64,26 +65,47 @@ _LAYERS: Final = (_INT, _POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _POI
 _LOOK_UP: Final = (_INT, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER)
 
 
-class WeightKernels(NamedTuple):
-    """The kernels of a weight format that is one range of bytes: plain weights, or weights quantised while loading.
+class PlainKernels(NamedTuple):
+    """The kernels of plain weights.
 
     Args:
-        num_bytes: number of bytes of a weight [out, in] in this format.
-        pack: `quire_pack` or `quire_pack_*` of the sources.
-        multiply: `quire_linear` or `quire_linear_*`.
-        rows: `quire_rows`; None for formats that lose bits.
+        num_bytes: number of bytes of a packed weight [out, in].
+        pack: `quire_pack` of the sources.
+        multiply: `quire_linear`.
+        rows: `quire_rows`.
     """
 
     num_bytes: Callable[[Tensor], int]
     pack: Callable[..., Any]
     multiply: Callable[..., Any]
-    rows: Callable[..., Any] | None = None
+    rows: Callable[..., Any]
 
     def pack_weight(self, memory: WeightMemory, weight: Tensor, is_gated: bool) -> tuple[Tensor, ...]:
         """Pack a contiguous weight; return the tensor whose pointer is passed to `multiply` and `rows`."""
         packed = memory.take(self.num_bytes(weight))
         self.pack(TYPES[weight.dtype], weight.data_ptr(), *weight.shape, is_gated, packed.data_ptr())
         return (packed,)
+
+
+class RoundedKernels(NamedTuple):
+    """The kernels of a format of weights that are quantised while loading; their rows cannot be looked up.
+
+    Args:
+        quantized: kernels of all forms.
+        form: form of the quantised weights.
+    """
+
+    quantized: QuantizedKernels
+    form: WeightForm
+
+    @property
+    def multiply(self) -> Callable[..., Any]:
+        """The matmul, as for stored weights."""
+        return self.quantized.multiply
+
+    def pack_weight(self, memory: WeightMemory, weight: Tensor, is_gated: bool) -> tuple[Tensor, ...]:
+        """Quantise and pack a contiguous weight; return the tensors of `QuantizedKernels.pack_weight`."""
+        return self.quantized.round_weight(memory, weight, TYPES[weight.dtype], self.form, is_gated)
 
 
 class LosslessKernels(NamedTuple):
@@ -146,8 +168,8 @@ class NativeLibrary:
         row_layout: layout of the rows of a step.
         step_work: attention work items of other steps on a GPU, and shared prefixes of captured decode steps.
         plain: kernels of plain weights.
-        weight_kernels: kernels of each format of weights quantised while loading.
-        quantized: kernels of stored quantised weights.
+        quantized: kernels of quantised weights.
+        rounded: kernels of each format of weights quantised while loading.
         lossless: kernels of losslessly compressed weights, on AVX2 and better.
 
     Raises:
@@ -210,8 +232,8 @@ class NativeLibrary:
         panel_columns = typed(library.quire_panel_columns, _BOOL, returns=_INT)
         self.panel_columns = {is_rounded: panel_columns(is_rounded) for is_rounded in (False, True)}
         self.plain = _plain_kernels(library)
-        self.weight_kernels = {name: _rounded_kernels(library, name) for name in UNITS}
-        self.quantized = _quantized_kernels(library, self.panel_columns[True])
+        self.quantized = quantized_kernels(library, self.panel_columns[True])
+        self.rounded = {name: RoundedKernels(self.quantized, form) for name, form in FORMS.items()}
         packs = typed(library.quire_packs, _INT, returns=_BOOL)
         self.packed_types = frozenset(dtype for dtype, number in TYPES.items() if packs(number))
         self.lossless = LosslessKernels.of(library) if hasattr(library, "quire_lossless_linear") else None
@@ -247,36 +269,26 @@ def runnable_libraries(folder: Path = FOLDER) -> dict[str, Path]:
     return {level: paths[level] for level in levels if paths[level].exists() and has_level(level.encode())}
 
 
-def _plain_kernels(library: Any) -> WeightKernels:
+def _plain_kernels(library: Any) -> PlainKernels:
     packed_columns = typed(library.quire_packed_columns, _INT, returns=_INT)
-    pack, multiply = _pack_and_multiply(library.quire_pack, library.quire_linear)
-    return WeightKernels(
+    return PlainKernels(
         num_bytes=lambda weight: packed_columns(weight.shape[0]) * weight.shape[1] * weight.itemsize,
-        pack=pack,
-        multiply=multiply,
+        pack=typed(library.quire_pack, _INT, _POINTER, _INT, _INT, _BOOL, _POINTER),
+        multiply=typed(library.quire_linear, *_PRODUCT),
         rows=typed(library.quire_rows, *_LOOK_UP, returns=_BOOL),
     )
 
 
-def _rounded_kernels(library: Any, name: WeightFormat) -> WeightKernels:
-    num_bytes, *functions = (getattr(library, f"quire_{part}_{name}") for part in ("bytes", "pack", "linear"))
-    num_bytes = typed(num_bytes, _INT, _INT, returns=_INT)
-    pack, multiply = _pack_and_multiply(*functions)
-    return WeightKernels(lambda weight: num_bytes(*weight.shape), pack, multiply)
-
-
-def _quantized_kernels(library: Any, panel_columns: int) -> QuantizedKernels:
+def quantized_kernels(library: Any, panel_columns: int) -> QuantizedKernels:
+    """Load the functions for quantised weights from a library."""
     place = (_INT, _INT, _INT, _INT, _INT, _POINTER)
     return QuantizedKernels(
         typed(library.quire_form_of, _INT, _INT, _INT, _BOOL, _BOOL, _INT, returns=_INT),
         typed(library.quire_bytes_quantized, _INT, _INT, _INT, returns=_INT),
         typed(library.quire_pack_quantized, _INT, ctypes.POINTER(UnpackedRows), *place),
         typed(library.quire_pack_blocks, _INT, ctypes.POINTER(BlockRows), *place, returns=_BOOL),
+        typed(library.quire_pack_rounded, _INT, _INT, _POINTER, _INT, _INT, _BOOL, _POINTER, returns=_BOOL),
         typed(library.quire_linear_quantized, *_PRODUCT),
         typed(library.quire_rows_quantized, *_LOOK_UP, returns=_BOOL),
         panel_columns,
     )
-
-
-def _pack_and_multiply(pack: Any, multiply: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    return typed(pack, _INT, _POINTER, _INT, _INT, _BOOL, _POINTER), typed(multiply, *_PRODUCT)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.interface import Activation
-from quire.ops.native_library import ACTIVATIONS, TYPES, LosslessKernels, WeightKernels
+from quire.ops.native_library import ACTIVATIONS, TYPES, LosslessKernels, PlainKernels, RoundedKernels
 from quire.ops.native_quantized import QuantizedKernels
 from quire.ops.native_structures import LinearCall
 from quire.ops.quantized_weight import StoredWeight
@@ -37,7 +37,7 @@ class NativeLinear:
 
     def __init__(
         self,
-        kernels: WeightKernels | LosslessKernels | QuantizedKernels,
+        kernels: PlainKernels | RoundedKernels | LosslessKernels | QuantizedKernels,
         memory: WeightMemory,
         weight: Tensor | StoredWeight,
         bias: Tensor | None,
@@ -97,8 +97,7 @@ class ExactNativeLinear(NativeLinear):
         """
         num_columns, width = self._weight[-2:]
         output, ids = torch.empty(len(ids), width, dtype=self._dtype), ids.contiguous()
-        look_up = self._kernels.rows
-        assert look_up is not None
-        if not look_up(TYPES[self._dtype], *self._weight, ids.data_ptr(), len(ids), output.data_ptr()):
+        assert not isinstance(self._kernels, RoundedKernels)
+        if not self._kernels.rows(TYPES[self._dtype], *self._weight, ids.data_ptr(), len(ids), output.data_ptr()):
             raise IndexError(f"rows are from 0 to {num_columns - 1}, got ids from {ids.min()} to {ids.max()}")
         return output

@@ -93,12 +93,12 @@ class NativeOps(TorchFallback):
         """
         if isinstance(weight, StoredWeight):
             return self._pack_stored(weight, bias, min_bits, gate)
-        chosen = weight_format(self._quantization, weight.shape[1], min_bits)
+        chosen = weight_format(self._quantization, min_bits)
         if gate is not None and weight.shape[0] % self._library.panel_columns[chosen is not None]:
             # The last panel would not have equally many gates and other columns.
             return GatedLinear(self.pack_linear(weight, bias, min_bits), self.gate, gate)
         if chosen is not None:
-            return NativeLinear(self._library.weight_kernels[chosen], self._memory, weight, bias, gate)
+            return NativeLinear(self._library.rounded[chosen], self._memory, weight, bias, gate)
         if weight.dtype in self._library.packed_types and weight.shape[1] % 2 == 0:
             if self._lossless is None or weight.dtype != torch.bfloat16:
                 return ExactNativeLinear(self._library.plain, self._memory, weight, bias, gate)

@@ -17,7 +17,7 @@ from quire.ops.weight_memory import WeightMemory
 # The libraries' numbers of scale dtypes; there are no kernels for others.
 SCALES: Final = {"bfloat16": 0, "float16": 1, "two_level": 2, "float32": 3}
 
-# Number of fields of a segment (`Segment` in linear_quantized.cpp).
+# Number of fields of a segment.
 SEGMENT_FIELDS: Final = 5
 
 
@@ -46,6 +46,7 @@ class QuantizedKernels(NamedTuple):
         num_bytes: `quire_bytes_quantized`.
         pack: `quire_pack_quantized`.
         pack_blocks: `quire_pack_blocks`; it returns False for block types that it does not unpack.
+        pack_rounded: `quire_pack_rounded`, which quantises a plain weight.
         multiply: `quire_linear_quantized`.
         rows: `quire_rows_quantized`.
         panel_columns: columns of a panel.
@@ -55,6 +56,7 @@ class QuantizedKernels(NamedTuple):
     num_bytes: Callable[..., int]
     pack: Callable[..., Any]
     pack_blocks: Callable[..., bool]
+    pack_rounded: Callable[..., bool]
     multiply: Callable[..., Any]
     rows: Callable[..., Any]
     panel_columns: int
@@ -78,16 +80,30 @@ class QuantizedKernels(NamedTuple):
             panels = self._pack_segment(memory, segment, is_gated)
             has_levels = isinstance(form.levels, tuple)
             levels = torch.tensor(form.levels if has_levels else [0] * 16, dtype=torch.int8)
-            table += [
-                self.number_of(form),
-                sum(part.shape[0] for part in segment),
-                form.offset,
-                levels.data_ptr() if has_levels else 0,
-                panels.data_ptr(),
-            ]
+            num_columns = sum(part.shape[0] for part in segment)
+            table += self._segment(form, num_columns, panels, levels if has_levels else None)
             owned += [levels, panels]
-        entries = torch.tensor(table)
-        return torch.tensor([len(table) // SEGMENT_FIELDS, entries.data_ptr()]), entries, *owned
+        return *_table_of(table), *owned
+
+    def round_weight(
+        self, memory: WeightMemory, weight: Tensor, type_id: int, form: WeightForm, is_gated: bool
+    ) -> tuple[Tensor, ...]:
+        """Quantise and pack a contiguous plain weight; see `pack_weight`.
+
+        Args:
+            type_id: the libraries' number of the weight's dtype.
+            form: form of 32 inputs with scales in bfloat16 and an offset that makes the lowest level 0.
+        """
+        number = self.number_of(form)
+        panels = memory.take(self.num_bytes(number, *weight.shape))
+        is_packed = self.pack_rounded(number, type_id, weight.data_ptr(), *weight.shape, is_gated, panels.data_ptr())
+        assert is_packed, f"weights cannot be rounded to {form}"
+        return *_table_of(self._segment(form, weight.shape[0], panels, None)), panels
+
+    def _segment(self, form: WeightForm, num_columns: int, panels: Tensor, levels: Tensor | None) -> list[int]:
+        """Return the fields of a segment (`Segment` in linear_quantized.cpp)."""
+        address = 0 if levels is None else levels.data_ptr()
+        return [self.number_of(form), num_columns, form.offset, address, panels.data_ptr()]
 
     def _pack_segment(self, memory: WeightMemory, parts: Sequence[QuantizedWeight], is_gated: bool) -> Tensor:
         """Pack parts of one form, a range of rows at a time: the whole weight is never unpacked in memory.
@@ -131,3 +147,9 @@ class QuantizedKernels(NamedTuple):
             if not self.pack_blocks(number, ctypes.byref(from_rows), *place(rows)):
                 return False
         return True
+
+
+def _table_of(fields: list[int]) -> tuple[Tensor, Tensor]:
+    """Return the number and the address of segments, and the segments."""
+    entries = torch.tensor(fields)
+    return torch.tensor([len(fields) // SEGMENT_FIELDS, entries.data_ptr()]), entries

@@ -24,6 +24,8 @@ from torch import Tensor
 
 # Inputs that share a super-scale.
 SUPER_GROUP: Final = 256
+# Inputs of a row of activations that share a scale when they are quantised to int8, for weights of every form.
+INPUT_GROUP: Final = 32
 
 ScaleDtype = Literal["float16", "bfloat16", "float32", "two_level"]
 
@@ -34,7 +36,7 @@ class WeightForm(NamedTuple):
     Args:
         bits: number of bits of a code.
         group: number of inputs that share a scale, 16 or 32; formats with larger groups repeat scales. 128 too for
-            e4m3, and for weights that the Triton backend quantises to int8 while loading (in that backend only).
+            e4m3.
         scale: dtype of scales; "two_level" for int8 multiples of float16 super-scales, one per 256 inputs.
         has_mins: True if each group has a minimum: of the dtype of the scales, or uint8 multiples of float16
             super-minima.

@@ -30,7 +30,7 @@ from quire.ops.lora import TorchLoraLayer
 from quire.ops.quantized_weight import StoredWeight
 from quire.ops.recurrent_mixers import RecurrentMixers
 from quire.ops.reference_encoder import activate, layer_norm, ragged_attention
-from quire.ops.reference_quantised import ReferenceQuantisedLinear, ReferenceStoredLinear
+from quire.ops.reference_quantised import ReferenceQuantisedLinear, ReferenceStoredLinear, round_weight
 from quire.ops.reference_states import ReferenceStepStates
 from quire.ops.reordered import ReorderedLinear
 from quire.ops.weight_formats import weight_format
@@ -64,10 +64,10 @@ class ReferenceOps:
             if weight.has_plain:
                 return pack_joined(partial(self.pack_linear, min_bits=min_bits), weight, bias)
             return ReferenceStoredLinear(weight, bias)
-        chosen = weight_format(self._quantization, weight.shape[1], min_bits)
-        return (
-            ReferenceLinear(weight.clone(), bias) if chosen is None else ReferenceQuantisedLinear(chosen, weight, bias)
-        )
+        chosen = weight_format(self._quantization, min_bits)
+        if chosen is None:
+            return ReferenceLinear(weight.clone(), bias)
+        return ReferenceQuantisedLinear(round_weight(weight, chosen), bias)
 
     def make_lora(self, num_columns: int, max_rank: int | None = None) -> TorchLoraLayer:  # noqa: ARG002 (nothing is captured)
         """Multiply by each adapter in turn."""

@@ -30,10 +30,10 @@ from quire.ops.lora import TorchLoraLayer
 from quire.ops.quantized_weight import StoredWeight
 from quire.ops.recurrent_mixers import RecurrentMixers
 from quire.ops.reordered import ReorderedLinear
+from quire.ops.rounded_weights import round_weight
 from quire.ops.torch_attention import Scratch, TorchStepAttention
-from quire.ops.torch_quantised import TorchQuantisedLinear
+from quire.ops.torch_quantised import TorchQuantisedLinear, TorchStoredLinear
 from quire.ops.torch_states import TorchStepStates
-from quire.ops.torch_stored import TorchStoredLinear
 from quire.ops.torch_widened import WIDENED, WidenedStepAttention
 from quire.ops.weight_formats import weight_format
 
@@ -77,9 +77,9 @@ class TorchOps:
                 return pack_joined(partial(self.pack_linear, min_bits=min_bits), weight, bias)
             return TorchStoredLinear(weight, bias, self._device)
         weight = weight.to(self._device)
-        chosen = weight_format(self._quantization, weight.shape[1], min_bits)
+        chosen = weight_format(self._quantization, min_bits)
         if chosen is not None:
-            return TorchQuantisedLinear(chosen, weight, bias)
+            return TorchQuantisedLinear(round_weight(weight, chosen, self._device), bias, self._device)
         dtype = weight.dtype
         if dtype not in self._can_pack:
             self._can_pack[dtype] = self._device.type == "cpu" and packing_works(dtype)

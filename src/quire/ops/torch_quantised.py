@@ -1,85 +1,125 @@
-"""Linear layers with weights quantised while loading, by stock torch operators: less memory, but not faster."""
+"""Linear layers with quantised weights, by stock torch operators: less memory, but not faster."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quire.ops.weight_formats import BITS, GROUP, SMALLEST, WeightFormat
+from quire.ops.quantized_weight import INPUT_GROUP, QuantizedRows, StoredWeight, WeightForm, chunks, dequantize
+from quire.ops.weight_formats import SMALLEST
 
-# Number of weights that are widened at a time, so that they stay in the CPU cache.
-CHUNK = 1 << 20
+# Number of codes that are dequantised at a time, so that they stay in the CPU cache.
+CHUNK: Final = 1 << 20
 
 
 class TorchQuantisedLinear:
-    """A matmul of int8 activations and weights of few bits, which are widened a chunk of columns at a time."""
+    """A matmul with a quantised weight, which is dequantised a chunk of columns at a time.
 
-    __slots__ = ("_bias", "_num_columns", "_scales", "_values", "_width")
+    Activations are quantised to int8 in groups, except for e4m3 weights. There is no look-up of rows, as the weight may
+    have been quantised while it was loaded.
 
-    def __init__(self, format_name: WeightFormat, weight: Tensor, bias: Tensor | None) -> None:
-        self._num_columns, self._width = weight.shape
-        self._bias = bias
-        bits = BITS[format_name]
-        parts = (weight[part].float() for part in self._parts())
-        chunks = [round_rows(part) if bits == 8 else round_groups(part, bits) for part in parts]
-        values, scales = map(torch.cat, zip(*chunks, strict=True))
-        self._values, self._scales = (_pair(values) if bits == 4 else values), scales
+    Args:
+        weight: weight without unquantised parts.
+        bias: [out], or None.
+        device: device of the weight.
+    """
+
+    __slots__ = ("_bias", "_dtype", "_parts", "_width")
+
+    def __init__(self, weight: StoredWeight, bias: Tensor | None, device: torch.device) -> None:
+        self._parts = [
+            (part.form, _paired(part.form, part.read(slice(None)).apply(lambda field: field.to(device))))
+            for part in weight.quantized
+        ]
+        self._dtype, self._bias, self._width = weight.dtype, bias, weight.shape[1]
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Quantise the activations, multiply, and add bias and residual."""
-        rows, row_scales = round_rows(x.float())
-        wide = rows.float()
-        y = torch.cat([functional.linear(wide, self._widened(part)) for part in self._parts()], -1).mul_(row_scales)
+        plain = x.float()
+        rounded = None if all(form.levels == "e4m3" for form, _ in self._parts) else rounded_rows(plain)
+        products = []
+        for form, part in self._parts:
+            rows = plain if rounded is None or form.levels == "e4m3" else rounded[:, : self._width]
+            products += [functional.linear(rows, weights) for weights in self._dequantized(form, part)]
+        y = torch.cat(products, -1)
         for addend in (self._bias, residual):
             if addend is not None:
                 y += addend
         return y.to(x.dtype)
 
-    def _parts(self) -> Iterator[slice]:
-        step = max(1, CHUNK // self._width)
-        return (slice(first, first + step) for first in range(0, self._num_columns, step))
-
-    def _widened(self, part: slice) -> Tensor:
-        """Return weights [columns, in] as float32."""
-        values, scales = self._values[part], self._scales[part]
-        if values.dtype == torch.uint8:
-            values = torch.stack((values & 15, values >> 4), -1).to(torch.int8) - 8
-        return (values.reshape(*scales.shape, -1) * scales[..., None].float()).view(len(values), self._width)
+    def _dequantized(self, form: WeightForm, part: QuantizedRows) -> Iterator[Tensor]:
+        """Yield chunks of rows of the weight."""
+        for rows in chunks(len(part.codes), self._width, num_codes=CHUNK):
+            yield dequantize(form, _unpaired(form, part.at(rows)))
 
 
-def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise each row of float32 [T, E] to int8 by its largest magnitude; return the codes and the scales [T, 1].
+class TorchStoredLinear(TorchQuantisedLinear):
+    """A linear layer with a weight that the checkpoint stores quantised, whose rows can be looked up."""
 
-    A row that is not finite becomes zeros with a scale of NaN.
+    __slots__ = ()
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Look up rows of the weight: ids [T] to [T, in].
+
+        Raises:
+            IndexError: an id is out of range.
+        """
+        output = torch.empty(len(ids), self._width, dtype=self._dtype, device=ids.device)
+        start, num_found = 0, 0
+        for form, part in self._parts:
+            count = len(part.codes)
+            (places,) = ((ids >= start) & (ids < start + count)).nonzero(as_tuple=True)
+            output[places] = dequantize(form, _unpaired(form, part.at(ids[places] - start))).to(self._dtype)
+            start, num_found = start + count, num_found + len(places)
+        if num_found < len(ids):
+            raise IndexError(f"rows are from 0 to {start - 1}, got ids from {ids.min()} to {ids.max()}")
+        return output
+
+
+def rounded_rows(x: Tensor) -> Tensor:
+    """Return float32 rows [T, K] as int8 times the scales of groups, [T, K padded to whole groups].
+
+    A group that is not finite becomes NaN.
     """
-    largest = x.abs().amax(-1, keepdim=True)
+    codes, scales = round_inputs(x)
+    return (codes * scales[..., None]).flatten(-2)
+
+
+def round_inputs(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise groups of float32 [T, K] to int8 by their largest magnitude.
+
+    Returns:
+        Codes, int8 [T, groups, G], and scales, float32 [T, groups]. A group that is not finite becomes zeros with a
+        scale of NaN.
+    """
+    groups = padded_groups(x)
+    largest = groups.abs().amax(-1, keepdim=True)
     largest = torch.where(largest.isfinite(), largest, torch.nan)
     # A GPU divides by a host scalar by multiplying with its reciprocal, which may be off by one bit.
     most = torch.full_like(largest, 127.0)
     inverse = torch.where(largest >= SMALLEST, most / largest, 0.0)
-    return (x * inverse).round_().nan_to_num_(0.0, 0.0, 0.0).to(torch.int8), torch.where(
-        largest < SMALLEST, 0.0, largest / most
-    )
+    codes = (groups * inverse).round_().nan_to_num_(0.0, 0.0, 0.0).to(torch.int8)
+    return codes, torch.where(largest < SMALLEST, 0.0, largest / most).squeeze(-1)
 
 
-def round_groups(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Quantise each group of float32 [T, E] to `bits` bits; the value of the largest magnitude gets the lowest code.
-
-    Returns:
-        Codes, int8 [T, E], and scales, bfloat16 [T, E / GROUP].
-    """
-    groups, lowest = x.reshape(len(x), -1, GROUP), -float(1 << (bits - 1))
-    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
-    scales = torch.where(largest.abs() < SMALLEST, 0.0, largest / lowest).to(torch.bfloat16)
-    scales = torch.where(scales.isfinite(), scales, torch.nan)
-    values = (groups / scales.float()).round_().clamp_(lowest, -lowest - 1.0).nan_to_num_(0.0)
-    return values.to(torch.int8).flatten(-2), scales.squeeze(-1)
+def padded_groups(x: Tensor) -> Tensor:
+    """Return rows [T, K] in groups of inputs [T, groups, G]; the last group is padded with zeros."""
+    missing = -x.shape[1] % INPUT_GROUP
+    return (functional.pad(x, (0, missing)) if missing else x).reshape(len(x), -1, INPUT_GROUP)
 
 
-def _pair(values: Tensor) -> Tensor:
-    """Pack two values of -8..7 into a byte."""
-    pairs = (values + 8).to(torch.uint8).view(len(values), -1, 2)
-    return pairs[..., 0] | pairs[..., 1] << 4
+def _paired(form: WeightForm, rows: QuantizedRows) -> QuantizedRows:
+    """Store two codes of four bits in a byte."""
+    if form.bits != 4:
+        return rows
+    return rows._replace(codes=rows.codes[:, 0::2] | rows.codes[:, 1::2] << 4)
+
+
+def _unpaired(form: WeightForm, rows: QuantizedRows) -> QuantizedRows:
+    if form.bits != 4:
+        return rows
+    return rows._replace(codes=torch.stack((rows.codes & 15, rows.codes >> 4), -1).flatten(-2))

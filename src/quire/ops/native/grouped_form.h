@@ -46,9 +46,9 @@ struct Form {
   // Codes are bytes without a sign; where bytes of the instruction set have one, those of eight bits lose 128.
   static constexpr int kShift = kBits == 8 ? kWeightOffset - 128 : 0;
 
-  static int64_t panel_bytes(int64_t width) {
-    return width / kGroup * kGroupBytes + (kIsTwoLevel ? width / kSuperGroup * kSuperBytes : 0);
-  }
+  // The last group of a weight of one level may be padded.
+  static int num_groups(int64_t width) { return int((width + kGroup - 1) / kGroup); }
+  static int64_t panel_bytes(int64_t width) { return bytes_of(num_groups(width)); }
 
   // Where the lower four bits of a pair of steps lie in a group, and its upper bits.
   static constexpr int codes_of(int pair) {
@@ -205,14 +205,15 @@ bool with_form(int64_t number, Body body) {
     QUIRE_FORM(20, 4, 32, float, false, true)
     QUIRE_FORM(21, 8, 32, float)
     QUIRE_FORM(22, 8, 32, float, false, true)
+    QUIRE_FORM(23, 6, 32, BFloat16)
 #undef QUIRE_FORM
-    case 23: return call(static_cast<Float8Form<16>*>(nullptr));
-    case 24: return call(static_cast<Float8Form<32>*>(nullptr));
-    case 25: return call(static_cast<Float8Form<128>*>(nullptr));
+    case 24: return call(static_cast<Float8Form<16>*>(nullptr));
+    case 25: return call(static_cast<Float8Form<32>*>(nullptr));
+    case 26: return call(static_cast<Float8Form<128>*>(nullptr));
     default: return false;
   }
 }
 
-constexpr int kNumForms = 26;
+constexpr int kNumForms = 27;
 
 }  // namespace

@@ -1,7 +1,9 @@
 // Rows of int8 activations, and their products with weights of bytes.
 //
-// A row is scaled by its largest magnitude: q = round(x * 127 / largest), ties to even, so x is about q * largest /
-// 127. A step is four values of a row and four weights, whose products are added to a sum of 32 bits.
+// Each group of 32 inputs of a row is scaled by its largest magnitude: q = round(x * 127 / largest), ties to even, so x
+// is about q * largest / 127. Rows of real models have a few values 15 to 25 times as large as the others: with one
+// scale for a row these would leave the others a few levels. A step is four values of a row and four weights, whose
+// products are added to a sum of 32 bits.
 #pragma once
 
 #include <memory>
@@ -12,8 +14,9 @@
 namespace {
 
 constexpr int kStepBytes = 4;
+constexpr int kInputGroup = 32;  // inputs of a row that share a scale
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
-// Rows and groups without a larger magnitude count as zeros: smaller scales would leave the range of floats.
+// Groups without a larger magnitude count as zeros: smaller scales would leave the range of floats.
 constexpr float kSmallest = 1e-30f;
 
 typedef int16_t Shorts __attribute__((vector_size(4 * QUIRE_LANES)));
@@ -35,17 +38,6 @@ QUIRE_INLINE void multiply_add(Ints& sum, Ints weights, Ints values) {
 #endif
 }
 
-#elif QUIRE_LANES == 8
-
-constexpr int kWeightOffset = 0;
-
-// A pair of products fits in 16 bits: a weight may be -128, whose magnitude is an unsigned byte; a value never is.
-QUIRE_INLINE void multiply_add(Ints& sum, Ints weights, Ints values) {
-  const __m256i pairs =
-      _mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)weights), _mm256_sign_epi8((__m256i)values, (__m256i)weights));
-  sum += (Ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-}
-
 #else
 
 constexpr int kWeightOffset = 0;
@@ -54,6 +46,8 @@ constexpr int kWeightOffset = 0;
 QUIRE_INLINE Ints multiply_pairs(Shorts a, Shorts b) {
 #if defined(__AVX512BW__)
   return (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif QUIRE_LANES == 8
+  return (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
 #elif defined(__SSE2__)
   return (Ints)_mm_madd_epi16((__m128i)a, (__m128i)b);
 #else
@@ -62,9 +56,19 @@ QUIRE_INLINE Ints multiply_pairs(Shorts a, Shorts b) {
 #endif
 }
 
+// The even and the odd bytes of a step in 16 bits each.
+QUIRE_INLINE Shorts even_bytes(Ints step) { return (bit_cast<Shorts>(step) << 8) >> 8; }
+QUIRE_INLINE Shorts odd_bytes(Ints step) { return bit_cast<Shorts>(step) >> 8; }
+
 QUIRE_INLINE void multiply_add(Ints& sum, Ints weights, Ints values) {
-  const Shorts a = bit_cast<Shorts>(weights), b = bit_cast<Shorts>(values);
-  sum += multiply_pairs((a << 8) >> 8, (b << 8) >> 8) + multiply_pairs(a >> 8, b >> 8);
+#if QUIRE_LANES == 8
+  // A pair of products fits in 16 bits: a weight may be -128, whose magnitude is an unsigned byte; a value never is.
+  const __m256i pairs =
+      _mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)weights), _mm256_sign_epi8((__m256i)values, (__m256i)weights));
+  sum += multiply_pairs((Shorts)pairs, Shorts{} + 1);
+#else
+  sum += multiply_pairs(even_bytes(weights), even_bytes(values)) + multiply_pairs(odd_bytes(weights), odd_bytes(values));
+#endif
 }
 
 #endif
@@ -89,78 +93,76 @@ QUIRE_INLINE Ints nearest(Floats values) {
 #endif
 }
 
-// Returns the largest magnitude, or NaN where a value is not finite.
-template <typename T>
-float largest_of(const T* values, int count) {
+// Rounds a group of inputs to values of int8, and returns its scale. A group with a non-finite value becomes zeros with
+// the scale NaN.
+//
+// sums: gets the sum of the values of each group of weights, `kGroup` inputs.
+template <int kGroup, typename T>
+QUIRE_INLINE float round_inputs(const T* from, int8_t* to, int32_t* sums) {
+  constexpr int kVectors = kInputGroup / kLanes, kSums = kInputGroup / kGroup;
   // Magnitudes have the same order as integers, and non-finite ones are above all others.
   constexpr int32_t kMagnitude = 0x7fffffff, kInfinite = 0x7f800000;
-  Ints found{};
-  int idx = 0;
-  for (; idx + kLanes <= count; idx += kLanes) {
-    const Ints magnitudes = bit_cast<Ints>(load(values + idx)) & kMagnitude;
-    found = magnitudes > found ? magnitudes : found;
+  Floats values[kVectors];
+  Ints highest{};
+#pragma GCC unroll 8
+  for (int vector = 0; vector < kVectors; ++vector) {
+    values[vector] = load(from + vector * kLanes);
+    highest = max(highest, bit_cast<Ints>(values[vector]) & kMagnitude);
   }
-  int32_t largest = 0;
-  for (int lane = 0; lane < kLanes; ++lane) largest = std::max(largest, found[lane]);
-  for (; idx < count; ++idx) largest = std::max(largest, bit_cast<int32_t>(widen(values[idx])) & kMagnitude);
-  return largest < kInfinite ? bit_cast<float>(largest) : kNaN;
-}
-
-// Vectors of rounded values in memory: int8, or int16 for products of 16 bits.
-template <typename Value>
-struct Rounded {
-  using Vector = Bytes;
-};
-template <>
-struct Rounded<int16_t> {
-  typedef int16_t Vector __attribute__((vector_size(2 * QUIRE_LANES)));
-};
-
-// Rounds a row to values of int8, and returns its scale. A row with a non-finite value becomes zeros with the scale
-// NaN.
-template <typename T, typename Value>
-float round_row(const T* from, int width, Value* to) {
-  const float largest = largest_of(from, width);
+  const int32_t bits = max_of(highest)[0];
+  const float largest = bits < kInfinite ? bit_cast<float>(bits) : kNaN;
   if (!(largest >= kSmallest)) {
-    std::memset(to, 0, width * sizeof(Value));
+    std::memset(to, 0, kInputGroup);
+    std::fill_n(sums, kSums, 0);
     return largest == largest ? 0.0f : kNaN;
   }
   const float inverse = 127.0f / largest;
-  int idx = 0;
-  for (; idx + kLanes <= width; idx += kLanes)
-    store_bits(to + idx,
-               __builtin_convertvector(nearest(load(from + idx) * inverse), typename Rounded<Value>::Vector));
-  for (; idx < width; ++idx) to[idx] = Value(nearest(splat(widen(from[idx]) * inverse))[0]);
+#pragma GCC unroll 2
+  for (int part = 0; part < kSums; ++part) {
+    Ints sum{};
+#pragma GCC unroll 8
+    for (int vector = part * kVectors / kSums; vector < (part + 1) * kVectors / kSums; ++vector) {
+      const Ints rounded = nearest(values[vector] * inverse);
+      store_bits(to + vector * kLanes, __builtin_convertvector(rounded, Bytes));
+      sum += rounded;
+    }
+    sums[part] = sum_of(sum)[0];
+  }
   return largest / 127.0f;
 }
 
-// Rows of int8 as the first operand of a product; each value is stored as a `Value`.
-template <typename Value = int8_t>
+// Rows of int8 as the first operand of a product with weights whose groups have `kGroup` inputs. Rows are padded with
+// zeros to whole groups.
+template <int kGroup>
 struct Int8Rows {
-  int width;
-  int num_groups;                     // number of parts of a row with a sum each
-  std::unique_ptr<Value[]> values;   // [rows, width]
-  std::unique_ptr<float[]> scales;    // [rows]
-  std::unique_ptr<int32_t[]> starts;  // start values of the sums, [rows, groups]
+  static_assert(kGroup == kInputGroup || kGroup == kInputGroup / 2);
 
-  // offset: offset of the weights.
+  int width;       // a multiple of `kInputGroup`
+  int num_scales;  // groups of inputs of a row
+  int num_sums;    // groups of weights of a row
+  std::unique_ptr<int8_t[]> values;  // [rows, width]
+  std::unique_ptr<float[]> scales;   // [rows, num_scales]
+  std::unique_ptr<int32_t[]> sums;   // sums of the values, [rows, num_sums]
+
   template <typename T>
-  Int8Rows(const T* x, int64_t row_stride, int64_t num_rows, int width, int num_groups, int offset)
-      : width(width),
-        num_groups(num_groups),
-        values(new Value[num_rows * width]),
-        scales(new float[num_rows]),
-        starts(new int32_t[num_rows * num_groups]) {
+  Int8Rows(const T* x, int64_t row_stride, int64_t num_rows, int num_inputs)
+      : width(round_up(num_inputs, kInputGroup)),
+        num_scales(width / kInputGroup),
+        num_sums(width / kGroup),
+        values(new int8_t[num_rows * width]),
+        scales(new float[num_rows * num_scales]),
+        sums(new int32_t[num_rows * num_sums]) {
     constexpr int kFewRows = 8;  // finished before another thread has woken up
     quire::in_parallel(num_rows, kFewRows, [&](int64_t begin, int64_t end) {
-      const int group = width / num_groups;
       for (int64_t row = begin; row < end; ++row) {
-        Value* to = values.get() + row * width;
-        scales[row] = round_row(x + row * row_stride, width, to);
-        for (int part = 0; part < num_groups; ++part) {
-          int32_t sum = 0;
-          for (int idx = part * group; idx < (part + 1) * group; ++idx) sum += to[idx];
-          starts[row * num_groups + part] = -offset * sum;
+        const T* from = x + row * row_stride;
+        for (int group = 0; group < num_scales; ++group) {
+          const int first = group * kInputGroup, count = std::min(kInputGroup, num_inputs - first);
+          T padded[kInputGroup] = {};
+          if (count < kInputGroup) std::copy_n(from + first, count, padded);
+          scales[row * num_scales + group] =
+              round_inputs<kGroup>(count < kInputGroup ? padded : from + first, values.get() + row * width + first,
+                                   sums.get() + row * num_sums + group * (kInputGroup / kGroup));
         }
       }
     });

@@ -32,6 +32,7 @@ from quire.ops.piecewise_steps import (
 from quire.ops.quantized_weight import StoredWeight
 from quire.ops.recurrent_mixers import RecurrentMixers
 from quire.ops.reordered import ReorderedLinear
+from quire.ops.rounded_weights import round_weight
 from quire.ops.static_steps import StaticAttentionBatch, StaticLimits, StaticMemory, StaticStateBatch
 from quire.ops.token_draws import RowParameters
 from quire.ops.torch_fallback import TorchFallback
@@ -40,7 +41,6 @@ from quire.ops.triton.adapters import TritonLoraLayer, TritonStaticAdapters
 from quire.ops.triton.kernels import rows as row_kernels
 from quire.ops.triton.launches import ACTIVATIONS, Device
 from quire.ops.triton.plain_linear import TritonLinear
-from quire.ops.triton.rounded_weights import round_weight
 from quire.ops.triton.routed_experts import TritonExperts, fuse_experts
 from quire.ops.triton.static_attention import TritonStaticAttention, TritonStaticTokens
 from quire.ops.triton.static_states import TritonStaticStates, TritonStaticStepStates
@@ -80,9 +80,9 @@ class TritonOps(TorchFallback):
     ) -> Linear:
         """Keep the codes of quantized weights, and quantize plain weights or leave their matmuls to torch."""
         if not isinstance(weight, StoredWeight):
-            chosen = weight_format(self._quantization, weight.shape[1], min_bits)
-            rounded = None if chosen is None else round_weight(weight, chosen, self.device.torch_device)
-            if rounded is not None:
+            chosen = weight_format(self._quantization, min_bits)
+            if chosen is not None:
+                rounded = round_weight(weight, chosen, self.device.torch_device)
                 linear = TritonQuantizedLinear(rounded, bias, self.device)
                 return linear if gate is None else GatedLinear(linear, self.gate, gate)
             # Row-major, even if the stored weight is column-major, as transposed experts are.
