@@ -248,6 +248,16 @@ def test_wrong_fields_are_named(changes: dict[str, Any], error: type[Exception],
         read_gguf_tokenizer(PATH, fields)
 
 
+def test_tokens_too_long_to_derive_merges_from_are_refused() -> None:
+    """The search would take the square of their length: hours for a file of some megabytes."""
+    fields = FIELDS | {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["a", "b", "a" * (1 << 18)]}
+    del fields["tokenizer.ggml.merges"]
+    with pytest.raises(
+        CheckpointError, match=r"tokens must be tokens whose squared lengths sum to at most 1,073,741,824"
+    ):
+        read_gguf_tokenizer(PATH, fields | {"tokenizer.ggml.scores": [0.0, 0.0, 0.0]})
+
+
 def test_a_template_that_is_no_text_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"tokenizer\.chat_template must be a string"):
         read_gguf_tokenizer(PATH, FIELDS | {"tokenizer.chat_template": 3})
