@@ -46,6 +46,7 @@ class NewSequence(NamedTuple):
         dry_breakers: tokens that end a repetition for the DRY penalty.
         pooling: result to return at the last token of the prompt, instead of tokens; None to sample.
         adapter: slot of the sequence's LoRA adapter; None for the base model.
+        arrival: number of the request, which no other request has; None for a sequence without siblings.
     """
 
     params: SamplingParams
@@ -59,6 +60,7 @@ class NewSequence(NamedTuple):
     dry_breakers: tuple[int, ...] = ()
     pooling: Pooling | None = None
     adapter: int | None = None
+    arrival: int | None = None
 
     @classmethod
     def of(cls, sequence: Sequence) -> NewSequence:
@@ -66,7 +68,7 @@ class NewSequence(NamedTuple):
         request, tokens = sequence.request, tuple(sequence.tokens)
         fixed = request.suppressed_ids, request.media, request.bad_words, request.dry_breakers, request.pooling
         start = request.params, request.seed, sequence.sample_idx, sequence.num_prompt, tokens
-        return cls(*start, *fixed, adapter=request.adapter)
+        return cls(*start, *fixed, adapter=request.adapter, arrival=request.arrival)
 
 
 class ScheduledSequence(NamedTuple):

@@ -44,7 +44,7 @@ class GrammarState:
 
     Attributes:
         error: reason for which the sequence cannot continue; it ends its request.
-        fork_key: value that is equal for the sequences of one request.
+        arrival: number of the sequence's request, None for a sequence without siblings.
         num_prompt: number of tokens before the output.
         token_ids: tokens of the output that the matcher has consumed.
     """
@@ -58,7 +58,7 @@ class GrammarState:
     ) -> None:
         params = new_sequence.params
         self.error = error
-        self.fork_key = (params, new_sequence.seed, new_sequence.num_prompt)
+        self.arrival = new_sequence.arrival
         self._grammar = grammar
         self._matcher: Any = None if grammar is None else grammar.open()
         self._account = GrammarAccount(GrammarBudget(0) if grammar is None else grammar.budget)

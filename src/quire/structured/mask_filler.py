@@ -82,11 +82,13 @@ class GrammarStates:
         self._wait()
         # Without a grammar, an output may go on after an end token.
         ends = () if params.ignore_eos else self._cache.end_token_ids
-        fork_key = (new_sequence.params, new_sequence.seed, new_sequence.num_prompt)
         output = list(new_sequence.token_ids[new_sequence.num_prompt :])
-        known = (*self._open.values(), *self._finished) if output else ()
-        # A sibling's matcher has consumed these tokens already.
-        siblings = [one for one in known if one.fork_key == fork_key and one.error is None and one.is_prefix_of(output)]
+        # A sibling's matcher has consumed these tokens already. Equal parameters, seeds and lengths of prompts make no
+        # sibling: the prompt decides whether the output begins inside thinking.
+        has_siblings = bool(output) and new_sequence.arrival is not None
+        known = (*self._open.values(), *self._finished) if has_siblings else ()
+        family = [one for one in known if one.arrival == new_sequence.arrival]
+        siblings = [one for one in family if one.error is None and one.is_prefix_of(output)]
         nearest = max(siblings, key=lambda one: len(one.token_ids), default=None)
         if nearest is not None:
             state = nearest.fork(new_sequence)
