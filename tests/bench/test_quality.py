@@ -140,8 +140,9 @@ def test_there_are_twenty_bundled_prompts(tokenizer: Tokenizer) -> None:
 # ---- models ----
 
 
+@pytest.mark.parametrize("room", [0, 77 * 256 * 4])
 @pytest.mark.parametrize("name", [*FORMS, *FLOAT8])
-def test_exact_layers_multiply_dequantised_weights(name: str) -> None:
+def test_exact_layers_multiply_dequantised_weights(name: str, room: int) -> None:
     """A row of a weight in parts, one of them plain, with columns in another order, and rows that are looked up."""
     quantised, other = random_weight((FORMS | FLOAT8)[name], 40, 256), random_weight(FORMS["q5_k"], 30, 256, seed=1)
     plain = PlainWeight(torch.randn(7, 256))
@@ -150,7 +151,7 @@ def test_exact_layers_multiply_dequantised_weights(name: str) -> None:
     values = torch.empty_like(whole).index_copy_(1, order, whole)
     bias, x, residual = torch.randn(77), torch.randn(5, 256), torch.randn(5, 77)
     x[:, 3] *= 40.0
-    linear = ExactOps().pack_linear(StoredWeight((quantised, plain, other), torch.float32, order), bias)
+    linear = ExactOps(room).pack_linear(StoredWeight((quantised, plain, other), torch.float32, order), bias)
     assert isinstance(linear, ExactLinear)
     expected = x @ values.T + bias
     torch.testing.assert_close(linear(x), expected, rtol=1e-5, atol=1e-4)

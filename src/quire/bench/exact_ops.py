@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -17,11 +19,17 @@ CHUNK = 1 << 20
 
 
 class ExactOps(TorchOps):
-    """Stock torch in float32, with the dequantised values of stored weights; nothing else is rounded."""
+    """Stock torch in float32, with the dequantised values of stored weights; nothing else is rounded.
 
-    def __init__(self) -> None:
+    Args:
+        room: bytes for dequantised weights. Those that find room are dequantised once, the others at each call, which
+            takes several times as long as the matmul.
+    """
+
+    def __init__(self, room: int = 0) -> None:
         super().__init__(torch.device("cpu"))
         self.name = "exact"
+        self._room = room
 
     def pack_linear(
         self,
@@ -30,30 +38,40 @@ class ExactOps(TorchOps):
         min_bits: int = 4,
         gate: Activation | None = None,
     ) -> Linear:
-        """Keep a stored weight as it is stored."""
+        """Keep a stored weight as it is stored, or dequantised."""
         if gate is None and isinstance(weight, StoredWeight):
-            return ExactLinear(weight, bias)
+            num_bytes = math.prod(weight.shape) * torch.float32.itemsize
+            is_kept = num_bytes <= self._room
+            self._room -= num_bytes if is_kept else 0
+            return ExactLinear(weight, bias, is_kept)
         return super().pack_linear(weight, bias, min_bits, gate)
 
 
 class ExactLinear:
-    """A linear layer whose stored weight is dequantised a chunk of outputs at a time, at each call.
+    """A linear layer with the values of a stored weight, dequantised once, or a chunk of outputs at a time at each call.
 
     Args:
         weight: weight whose parts may have different forms.
         bias: [out], or None.
+        is_kept: dequantise once.
     """
 
     __slots__ = ("_bias", "_weight")
 
-    def __init__(self, weight: StoredWeight, bias: Tensor | None) -> None:
-        self._weight = StoredWeight(tuple(map(_held, weight.parts)), torch.float32, weight.input_order)
+    def __init__(self, weight: StoredWeight, bias: Tensor | None, is_kept: bool = False) -> None:
+        held = StoredWeight(tuple(map(_held, weight.parts)), torch.float32, weight.input_order)
+        self._weight = (
+            StoredWeight((PlainWeight(torch.cat(list(_in_chunks(held)))),), torch.float32) if is_kept else held
+        )
         self._bias = bias
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Multiply float32 activations by the dequantised weight."""
-        parts = chunks(*self._weight.shape, num_codes=CHUNK)
-        y = torch.cat([functional.linear(x, self._weight.rows(part).dequantize()) for part in parts], -1)
+        whole = self._weight.parts[0]
+        if isinstance(whole, PlainWeight) and len(self._weight.parts) == 1 and self._weight.input_order is None:
+            y = functional.linear(x, whole.values)
+        else:
+            y = torch.cat([functional.linear(x, part) for part in _in_chunks(self._weight)], -1)
         for addend in (self._bias, residual):
             if addend is not None:
                 y += addend
@@ -66,6 +84,11 @@ class ExactLinear:
             IndexError: an id that is no row.
         """
         return self._weight.rows(ids).dequantize()
+
+
+def _in_chunks(weight: StoredWeight) -> Iterator[Tensor]:
+    """Yield the dequantised rows of a weight, some at a time."""
+    return (weight.rows(part).dequantize() for part in chunks(*weight.shape, num_codes=CHUNK))
 
 
 def _held(part: QuantizedWeight | PlainWeight) -> QuantizedWeight | PlainWeight:

@@ -21,6 +21,7 @@ from quire.errors import ConfigError, WorkerError
 from quire.models.blocks import OutputRows
 from quire.models.decoder import Decoder
 from quire.ops.interface import Ops
+from quire.platform.host_probe import probe
 from quire.sequences.params import SamplingParams
 from quire.text.tokenizer import Tokenizer
 
@@ -157,7 +158,8 @@ class QualityBench:
             raise ConfigError("skip_tokenizer_init must be False: a text is read", field="skip_tokenizer_init")
         self.served = ReadingEngine(config)
         try:
-            self.exact = ReadingEngine(exact_config(config, reference), lambda _: ExactOps())
+            room = probe("cpu").available_bytes // 2  # weights of the served form are in memory already
+            self.exact = ReadingEngine(exact_config(config, reference), lambda _: ExactOps(room))
             if self.exact.vocab_size != self.served.vocab_size:
                 raise ConfigError(
                     f"reference {reference!r} has {self.exact.vocab_size} tokens in its vocabulary, and the model "
