@@ -28,7 +28,7 @@ def read_all(file: GGUFFile) -> int:
     """Read all tensors of a file, and return the number of their values."""
     num_values = 0
     for tensor in file.tensors.values():
-        stored = stored_tensor(tensor, TensorSource(tensor.name, None, None, None, None, tensor.shape))
+        stored = stored_tensor(tensor, TensorSource(tensor.name, None, None, None, None, None, tensor.shape))
         assert stored.decode is not None
         weight = stored.decode(MappedFile(stored).bytes_of(stored))
         num_values += (weight.dequantize() if isinstance(weight, QuantizedWeight) else weight).numel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,9 +76,11 @@ def write(name: str, folder: Path) -> Written:
     return Written(model, config, tensors, fields, stored)
 
 
-def read(source: TensorSource, stored: dict[str, Tensor]) -> Tensor:
+def read(source: TensorSource, stored: Mapping[str, Tensor]) -> Tensor:
     """Return the values of a source, in the order of its fields."""
     values = stored[source.name]
+    if source.rows is not None:
+        values = values[source.rows.start : source.rows.start + source.rows.num_rows]
     if source.expert is not None:
         values = values[source.expert]
     if source.row_order is not None:

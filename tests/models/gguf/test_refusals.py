@@ -130,8 +130,8 @@ def test_gates_and_ups_of_experts_in_one_tensor(folder: Path) -> None:
     shapes = {name: (6, 64, 64) if "gate_up_exps" in name else shape for name, shape in shapes.items()}
     _, sources = read_architecture(written.fields, shapes)
     (gate_up,), (down,) = (sources[f"model.layers.3.mlp.experts.{name}"] for name in ("gate_up_proj", "down_proj"))
-    assert gate_up == TensorSource("blk.3.ffn_gate_up_exps.weight", None, None, None, None, (6 * 64, 64))
-    assert down == TensorSource("blk.3.ffn_down_exps.weight", None, None, None, None, (6 * 64, 32))
+    assert gate_up == TensorSource("blk.3.ffn_gate_up_exps.weight", None, None, None, None, None, (6 * 64, 64))
+    assert down == TensorSource("blk.3.ffn_down_exps.weight", None, None, None, None, None, (6 * 64, 32))
 
 
 def test_largest_gemma_scales_scores_otherwise(folder: Path) -> None:

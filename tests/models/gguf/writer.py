@@ -27,7 +27,7 @@ PLAIN = (".bias", "conv", "ssm_a", "ssm_d", "ssm_norm")
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
 
 
-def write_gguf(folder: Path, out: Path, type_of: TypeOf, *, pre: str = "default") -> Path:
+def write_gguf(folder: Path, out: Path, type_of: TypeOf, *, pre: str = "default", fuses_qkv: bool = False) -> Path:
     """Write a checkpoint as a GGUF file.
 
     Args:
@@ -35,6 +35,7 @@ def write_gguf(folder: Path, out: Path, type_of: TypeOf, *, pre: str = "default"
         out: path of the file.
         type_of: function that chooses the type of a matrix; vectors are float32.
         pre: name of the tokenizer's splits of texts, where the folder has a tokenizer of byte-level BPE.
+        fuses_qkv: True where layers with queries, keys and values of their own have them in one tensor.
 
     Returns:
         `out`.
@@ -52,10 +53,13 @@ def write_gguf(folder: Path, out: Path, type_of: TypeOf, *, pre: str = "default"
         name: values for path in sorted(folder.glob("*.safetensors")) for name, values in load_file(path).items()
     }
     changed = CHANGES.get(architecture, _same)(tensors, config)
+    stored: dict[str, Tensor] = {}
     for name, values in stack_experts(changed).items():
-        stored = name if name.startswith("blk.") else name_map.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert stored is not None, f"{name} has no name in files"
-        _add(writer, stored, values, type_of)
+        own = name if name.startswith("blk.") else name_map.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert own is not None, f"{name} has no name in files"
+        stored[own] = values
+    for name, values in (fuse_qkv(stored) if fuses_qkv else stored).items():
+        _add(writer, name, values, type_of)
     for name, factors in frequency_factors(config).items():
         _add(writer, name, factors, type_of)
     writer.write_header_to_file()
@@ -63,6 +67,16 @@ def write_gguf(folder: Path, out: Path, type_of: TypeOf, *, pre: str = "default"
     writer.write_tensors_to_file()
     writer.close()
     return out
+
+
+def fuse_qkv(stored: Tensors) -> Tensors:
+    """Join the queries, keys and values of each layer that has all three, and their biases."""
+    joined = dict(stored)
+    for name in [name for name in stored if ".attn_q." in name]:
+        parts = [name.replace("attn_q", part) for part in ("attn_q", "attn_k", "attn_v")]
+        if all(part in stored for part in parts):
+            joined[name.replace("attn_q", "attn_qkv")] = torch.cat([joined.pop(part) for part in parts])
+    return joined
 
 
 def f32(_name: str, _shape: tuple[int, ...]) -> Type:

@@ -87,6 +87,10 @@ def _dtype(file: GGUFFile) -> str:
 def stored_tensor(tensor: GGUFTensor, source: TensorSource) -> StoredTensor:
     """Return a tensor of the family: where it lies, and how its bytes are read."""
     offset, num_bytes, shape = tensor.offset, tensor.num_bytes, tensor.shape
+    if source.rows is not None:
+        row_bytes = num_bytes // shape[0]
+        num_bytes, shape = source.rows.num_rows * row_bytes, (source.rows.num_rows, *shape[1:])
+        offset += source.rows.start * row_bytes
     if source.expert is not None:
         num_bytes, shape = num_bytes // shape[0], shape[1:]
         offset += source.expert * num_bytes

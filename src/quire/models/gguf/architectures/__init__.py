@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from quire.errors import UnsupportedModel, shown
 from quire.models.families import build
+from quire.models.gguf.architectures.fused_qkv import find_ranges, with_parts
 from quire.models.gguf.architectures.gemma import GEMMA
 from quire.models.gguf.architectures.gpt_oss import GPT_OSS
 from quire.models.gguf.architectures.lfm2 import LFM2
@@ -65,11 +66,12 @@ def read_architecture(
     """
     name = _name(fields)
     architecture = ARCHITECTURES[name]
-    config = architecture.read_config(Metadata(fields, name), shapes, floats)
-    _, weight_map = build(config)
-    changes = architecture.changes(config)
+    known = with_parts(shapes)
+    config = architecture.read_config(Metadata(fields, name), known, floats)
+    spec, weight_map = build(config)
+    changes, ranges = architecture.changes(config), find_ranges(shapes, spec)
     return config, {
-        source: find_sources(architecture, changes, architecture.renamed(config, source), shapes)
+        source: find_sources(architecture, changes, architecture.renamed(config, source), known, ranges)
         for sources in weight_map.values()
         for source in sources
     }

@@ -65,11 +65,26 @@ class Change(NamedTuple):
     layout: Literal["flatten", "unsqueeze_0", "unsqueeze_1"] | None = None
 
 
+class RowRange(NamedTuple):
+    """Rows of a tensor of a file, which are a tensor by themselves.
+
+    Args:
+        name: name of the tensor in the file.
+        start: first row.
+        num_rows: number of rows.
+    """
+
+    name: str
+    start: int
+    num_rows: int
+
+
 class TensorSource(NamedTuple):
     """The tensor of a file that a tensor of the family is read from, in the order of these fields.
 
     Args:
         name: name in the file.
+        rows: range of rows that is read; None for all.
         expert: index in a stack of experts; None where it is no stack.
         row_order: order in which the stored rows are taken; None for the stored one.
         column_order: order in which the stored columns are taken; None for the stored one.
@@ -78,6 +93,7 @@ class TensorSource(NamedTuple):
     """
 
     name: str
+    rows: RowRange | None
     expert: int | None
     row_order: AxisSwap | None
     column_order: AxisSwap | None
@@ -114,7 +130,11 @@ class Architecture(NamedTuple):
 
 
 def find_sources(
-    architecture: Architecture, changes: Mapping[str, Change], name: str, shapes: Shapes
+    architecture: Architecture,
+    changes: Mapping[str, Change],
+    name: str,
+    shapes: Shapes,
+    ranges: Mapping[str, RowRange],
 ) -> tuple[TensorSource, ...]:
     """Find the tensors of a file that make up a tensor of the family, joined on dimension 0.
 
@@ -123,13 +143,15 @@ def find_sources(
         changes: changes of tensors, by the family's names.
         name: name of the tensor in the family.
         shapes: shapes of the file's tensors.
+        ranges: rows of tensors that stand for a tensor which the file lacks, by its name.
 
     Raises:
         CheckpointError: the file lacks a tensor, or it has an impossible shape.
     """
     match = _LAYER.fullmatch(name)
     if match is None:
-        return (_source(architecture.ends.get(name, name), None, changes.get(name, Change()), name, shapes),)
+        stored = architecture.ends.get(name, name)
+        return (_source(stored, None, None, changes.get(name, Change()), name, shapes.get(stored)),)
     numbered = _EXPERT.search(match[2])
     inner = match[2] if numbered is None else _EXPERT.sub("", match[2])
     expert = None if numbered is None else int(numbered[1])
@@ -138,12 +160,15 @@ def find_sources(
         module, _, kind = inner.rpartition(".")
         found, kind = architecture.layer.get(module, module), f".{kind}"
     change = changes.get(inner, Change())
-    stored = (found,) if isinstance(found, str) else found
-    return tuple(_source(f"blk.{match[1]}.{each}{kind}", expert, change, name, shapes) for each in stored)
+    names = [f"blk.{match[1]}.{each}{kind}" for each in ((found,) if isinstance(found, str) else found)]
+    return tuple(_source(each, ranges.get(each), expert, change, name, shapes.get(each)) for each in names)
 
 
-def _source(stored: str, expert: int | None, change: Change, name: str, shapes: Shapes) -> TensorSource:
-    shape = shapes.get(stored)
+def _source(
+    stored: str, rows: RowRange | None, expert: int | None, change: Change, name: str, shape: tuple[int, ...] | None
+) -> TensorSource:
+    if rows is not None and shape is not None:
+        stored, shape = rows.name, (rows.num_rows, *shape[1:])
     if shape is None:
         raise CheckpointError(f"the file has no tensor {shown(stored)} (for {name})", field=stored)
     wrong = CheckpointError(f"the tensor {shown(stored)} has shape {list(shape)}, which is none for {name}")
@@ -162,4 +187,4 @@ def _source(stored: str, expert: int | None, change: Change, name: str, shapes: 
         shape = (1, *shape)
     elif change.layout == "unsqueeze_1":
         shape = (*shape[:1], 1, *shape[1:])
-    return TensorSource(stored, expert, change.row_order, change.column_order, change.transform, shape)
+    return TensorSource(stored, rows, expert, change.row_order, change.column_order, change.transform, shape)
