@@ -18,7 +18,8 @@ from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX a
 
 from quire.errors import CheckpointError, UnsupportedModel
 from quire.models.checkpoint import locate
-from quire.text.gguf_tokenizer import NORMALIZED, PATTERNS, WHOLE_WORDS, end_token_ids, read_gguf_tokenizer
+from quire.text.gguf_pre_tokenizers import PRE_TOKENIZERS, ROWS
+from quire.text.gguf_tokenizer import read_gguf_tokenizer
 from quire.text.tokenizer import Tokenizer
 from tests.text.gguf_fields import BYTE, CONTROL, NORMAL, UNKNOWN, tokenizer_fields
 
@@ -50,14 +51,16 @@ def texts(count: int, seed: int = 0) -> list[str]:
 @cache
 def byte_level(pre: str) -> tokenizers.Tokenizer:
     """Train a tokenizer with one of the known pre-tokenizers."""
-    library = tokenizers.Tokenizer(BPE(ignore_merges=pre in WHOLE_WORDS))
-    pattern = PATTERNS[pre]
-    split: pre_tokenizers.PreTokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
-    if pattern is not None:
-        split = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), split])
-    if pre == "smollm":
-        split = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), split])
-    if pre in NORMALIZED:
+    row = PRE_TOKENIZERS[pre]
+    library = tokenizers.Tokenizer(BPE(ignore_merges=row.takes_words))
+    splits: list[pre_tokenizers.PreTokenizer] = [
+        pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in row.patterns
+    ]
+    if row.has_digits:
+        splits.append(pre_tokenizers.Digits(individual_digits=True))
+    splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not row.patterns))
+    split = pre_tokenizers.Sequence(splits)
+    if row.is_normalized:
         library.normalizer = normalizers.NFC()
     library.pre_tokenizer, library.decoder = split, decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -118,7 +121,7 @@ def check(library: tokenizers.Tokenizer, fields: dict[str, Any], count: int) -> 
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "tekken", "gpt-4o", "qwen2", "qwen35"])
+@pytest.mark.parametrize("pre", [names[0] for _, names in ROWS])
 def test_byte_level(pre: str, count: int) -> None:
     library = byte_level(pre)
     check(library, tokenizer_fields(library, pre, None, "<|end|>"), count)
@@ -179,20 +182,8 @@ def test_the_default_of_the_first_token(pre: str, changes: dict[str, bool], expe
 
 
 def test_patterns_are_those_of_published_tokenizers() -> None:
-    assert PATTERNS["qwen2"] == QWEN2_PATTERN
-    assert PATTERNS["qwen35"] == QWEN35_PATTERN
-
-
-def test_what_ends_a_sequence() -> None:
-    prefix = "tokenizer.ggml."
-    assert end_token_ids({f"{prefix}eos_token_id": 7, f"{prefix}eot_token_id": 9, f"{prefix}eom_token_id": 7}) == (7, 9)
-    assert end_token_ids({}) == ()
-
-
-def test_turns_of_phi3_end_with_a_token_that_files_do_not_name() -> None:
-    fields = {"general.architecture": "phi3", "tokenizer.ggml.eos_token_id": 0}
-    assert end_token_ids(fields | {"tokenizer.ggml.tokens": ["<|endoftext|>", "a", "<|end|>"]}) == (0, 2)
-    assert end_token_ids(fields | {"tokenizer.ggml.tokens": ["<|endoftext|>", "a"]}) == (0,)
+    assert PRE_TOKENIZERS["qwen2"].patterns == (QWEN2_PATTERN,)
+    assert PRE_TOKENIZERS["qwen35"].patterns == (QWEN35_PATTERN,)
 
 
 def test_control_tokens_of_phi3_absorb_spaces() -> None:
@@ -218,46 +209,135 @@ FIELDS = {
 }
 
 
+def changed(changes: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields with others, without the merges where they have a sentencepiece tokenizer."""
+    fields = FIELDS | {f"tokenizer.ggml.{name}": value for name, value in changes.items()}
+    if changes.get("model") == "llama":
+        del fields["tokenizer.ggml.merges"]
+    return fields
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
         ({"model": "bert"}, UnsupportedModel, "tokenizer.ggml.model is 'bert', which is not read"),
         ({"pre": "klingon"}, UnsupportedModel, "tokenizer.ggml.pre is 'klingon', an unknown pre-tokenizer; known are"),
+        (
+            {"pre": "llama-bep"},
+            UnsupportedModel,
+            "an unknown pre-tokenizer; did you mean llama-bpe or llama-v3 or llama4",
+        ),
+        ({"pre": 3}, CheckpointError, "tokenizer.ggml.pre must be a string, got 3"),
         ({"tokens": []}, CheckpointError, "tokenizer.ggml.tokens must be at least one token"),
         ({"tokens": ["a", 1]}, CheckpointError, "tokenizer.ggml.tokens must be a list of strings"),
-        ({"tokens": ["a", "b", "a"]}, CheckpointError, "tokenizer.ggml.tokens must be texts that differ, got 'a'"),
-        ({"token_type": [1]}, CheckpointError, "tokenizer.ggml.token_type must be 3 numbers from 0 to 7"),
-        ({"token_type": [1, 1, 9]}, CheckpointError, "tokenizer.ggml.token_type must be 3 numbers from 0 to 7"),
+        ({"token_type": [1]}, CheckpointError, "tokenizer.ggml.token_type must be 3 integers"),
+        ({"token_type": [1, 1, "a"]}, CheckpointError, "tokenizer.ggml.token_type must be 3 integers"),
         ({"merges": ["ab"]}, CheckpointError, "tokenizer.ggml.merges must be two tokens with a space"),
         ({"merges": ["a c"]}, CheckpointError, "tokenizer.ggml.merges must be two tokens with a space"),
         ({"merges": None}, CheckpointError, "tokenizer.ggml.merges must be a list of strings, got None"),
-        ({"bos_token_id": 3}, CheckpointError, "tokenizer.ggml.bos_token_id must be a token id from 0 to 2, got 3"),
         ({"bos_token_id": "a"}, CheckpointError, "tokenizer.ggml.bos_token_id must be a token id"),
         ({"bos_token_id": 0, "add_bos_token": 1}, CheckpointError, "tokenizer.ggml.add_bos_token must be true or fal"),
+        (
+            {"bos_token_id": 3, "add_bos_token": True},
+            CheckpointError,
+            "bos_token_id must be a token id where tokenizer",
+        ),
+        (
+            {"add_eos_token": True},
+            CheckpointError,
+            "eos_token_id must be a token id where tokenizer.ggml.add_eos_token",
+        ),
         ({"model": "gemma4", "merges": None}, CheckpointError, "tokenizer.ggml.merges must be a list of strings, got"),
         ({"model": "llama"}, CheckpointError, "tokenizer.ggml.scores must be 3 finite numbers"),
+        ({"model": "llama", "scores": [0.0, 1.0]}, CheckpointError, "tokenizer.ggml.scores must be 3 finite numbers"),
         ({"model": "llama", "scores": [0.0, 1.0, float("nan")]}, CheckpointError, "scores must be 3 finite numbers"),
     ],
     ids=str,
 )
 def test_wrong_fields_are_named(changes: dict[str, Any], error: type[Exception], words: str) -> None:
-    fields = FIELDS | {f"tokenizer.ggml.{name}": value for name, value in changes.items()}
-    if changes.get("model") == "llama":
-        del fields["tokenizer.ggml.merges"]
     with pytest.raises(error, match=words):
-        read_gguf_tokenizer(PATH, fields)
+        read_gguf_tokenizer(PATH, changed(changes))
 
 
 def test_tokens_too_long_to_derive_merges_from_are_refused() -> None:
     """The search would take the square of their length: hours for a file of some megabytes."""
-    fields = FIELDS | {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["a", "b", "a" * (1 << 18)]}
-    del fields["tokenizer.ggml.merges"]
-    with pytest.raises(
-        CheckpointError, match=r"tokens must be tokens whose squared lengths sum to at most 1,073,741,824"
-    ):
-        read_gguf_tokenizer(PATH, fields | {"tokenizer.ggml.scores": [0.0, 0.0, 0.0]})
+    fields = changed({"model": "llama", "tokens": ["a", "b", "a" * (1 << 18)], "scores": [0.0, 0.0, 0.0]})
+    with pytest.raises(CheckpointError, match=r"tokens whose squared lengths sum to at most 1,073,741,824"):
+        read_gguf_tokenizer(PATH, fields)
 
 
-def test_a_template_that_is_no_text_is_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"tokenizer\.chat_template must be a string"):
-        read_gguf_tokenizer(PATH, FIELDS | {"tokenizer.chat_template": 3})
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        *(
+            ({f"{name}_token_id": token_id}, f"tokenizer.ggml.{name}_token_id is {token_id:,}, which is none of the 3")
+            for name in ("padding", "unknown", "bos", "eos")
+            for token_id in (3, -1, 0xFFFFFFFF)
+        ),
+        ({"tokens": ["a", "b", "ab", "", ""], "token_type": [1] * 5}, "2 of tokenizer.ggml.tokens are empty"),
+        (
+            {"tokens": ["a", "b", "ab", "b"], "token_type": [1] * 4},
+            "tokenizer.ggml.tokens has 'b' twice, as 1 and as 3",
+        ),
+    ],
+    ids=str,
+)
+def test_what_a_tokenizer_does_not_need_is_only_logged(
+    changes: dict[str, Any], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """llama.cpp loads such files; they are published."""
+    files = read_gguf_tokenizer(PATH, changed(changes))
+    assert words in caplog.text
+    assert Tokenizer.from_files(files).encode("abb") == [2, 1]
+    assert files.bos_token is None
+
+
+def test_longer_lists_and_other_types_are_taken_as_llama_cpp_does() -> None:
+    fields = changed({"token_type": [1, 0, 99, 3], "scores": [0.0] * 4})
+    assert Tokenizer.from_files(read_gguf_tokenizer(PATH, fields)).encode("ab") == [2]
+    scored = changed({"model": "llama", "scores": [0, -1, -2, -3], "add_space_prefix": False})
+    assert Tokenizer.from_files(read_gguf_tokenizer(PATH, scored)).encode("ab") == [2]
+
+
+def test_tokens_of_one_text_are_all_decoded() -> None:
+    """The first is encoded; the text of another one is the same, here and in a process of its own."""
+    fields = changed({"tokens": ["a", "b", "ab", "b", "<x>", "<x>"], "token_type": [1, 1, 1, 1, 3, 3]})
+    tokenizer = Tokenizer.from_files(read_gguf_tokenizer(PATH, fields))
+    for one in (tokenizer, Tokenizer.from_parts(tokenizer.parts)):
+        assert one.encode("b<x>") == [1, 4]
+        assert one.decode([3, 2, 3, 5]) == "babb"
+        assert one.decode([3, 5], skip_special_tokens=False) == "b<x>"
+        assert [one.token_text(token_id) for token_id in range(6)] == ["a", "b", "ab", "b", "<x>", "<x>"]
+        assert (one.special_ids, one.vocab_size) == ({4, 5}, 6)
+
+
+def test_a_sentencepiece_file_without_special_tokens_has_the_usual_ones() -> None:
+    _, fields = sentencepiece(adds_space=True)
+    named = {"bos_token_id", "eos_token_id", "unknown_token_id", "add_bos_token"}
+    bare = {name: value for name, value in fields.items() if name.rpartition(".")[2] not in named}
+    files = read_gguf_tokenizer(PATH, bare)
+    assert (files.bos_token, files.eos_token) == ("<s>", "</s>")
+    assert Tokenizer.from_files(files).encode("boat")[0] == 1
+    assert read_gguf_tokenizer(PATH, bare | {"tokenizer.ggml.bos_token_id": 2}).bos_token == "</s>"
+
+
+def test_texts_of_gemma4_begin_with_a_token_whatever_the_file_says() -> None:
+    """Published files say false, as if a template always wrote it; without it, the model writes nonsense."""
+    fields = changed({"model": "gemma4", "bos_token_id": 1, "add_bos_token": False})
+    assert Tokenizer.from_files(read_gguf_tokenizer(PATH, fields)).encode("ab") == [1, 2]
+
+
+def test_a_template_that_is_no_text_is_none(caplog: pytest.LogCaptureFixture) -> None:
+    for source in (3, ["default", "tool_use"]):
+        assert read_gguf_tokenizer(PATH, FIELDS | {"tokenizer.chat_template": source}).chat_template is None
+        assert "tokenizer.chat_template is" in caplog.text
+    with pytest.raises(CheckpointError, match=r"tokenizer\.chat_template must be a string of at most 1048576"):
+        read_gguf_tokenizer(PATH, FIELDS | {"tokenizer.chat_template": "x" * (1 << 20 | 1)})
+
+
+def test_special_tokens_have_the_names_that_templates_use() -> None:
+    source = "{{ pad_token }}|{{ unk_token }}|{{ messages[0].content }}"
+    fields = changed({"padding_token_id": 0, "unknown_token_id": 1}) | {"tokenizer.chat_template": source}
+    template = read_gguf_tokenizer(PATH, fields).chat_template
+    assert template is not None
+    assert template.render([{"role": "user", "content": "Hi"}]) == "a|b|Hi"

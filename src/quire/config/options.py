@@ -52,6 +52,8 @@ class ModelConfig:
     Args:
         model: local folder, Hugging Face hub id, or "bundled" for the model that ships with Quire.
         tokenizer: local folder or hub id of the tokenizer; None takes the model's.
+        tokenizer_pre: way in which the tokenizer of a GGUF file divides texts, by llama.cpp's name ("llama-bpe"), for
+            files that name none or an unknown one; None takes the file's.
         skip_tokenizer_init: work on token ids only.
         revision: revision of the model on the hub.
         dtype: dtype of the weights; "auto" keeps the checkpoint's.
@@ -86,6 +88,7 @@ class ModelConfig:
 
     model: str = "bundled"
     tokenizer: str | None = None
+    tokenizer_pre: str | None = None
     skip_tokenizer_init: bool = False
     revision: str | None = None
     dtype: str = choice("auto", DTYPES)
@@ -117,6 +120,7 @@ class ModelConfig:
         put_path(self, "model")
         put_path(self, "tokenizer", optional=True)
         put_path(self, "chat_template", optional=True)
+        check_text("tokenizer_pre", self.tokenizer_pre, optional=True)
         check_text("revision", self.revision, optional=True)
         names = self.served_model_name
         if isinstance(names, Sequence) and not isinstance(names, str):

@@ -64,6 +64,7 @@ class Checkpoint:
         tensors: every stored tensor by name.
         gguf_fields: metadata of the GGUF file that the model is read from; None for a folder.
         divided: names of the parts of tensors that a GGUF file divides.
+        gguf_path: the GGUF file, of a split one the given part; None for a folder.
     """
 
     folder: Path
@@ -72,6 +73,7 @@ class Checkpoint:
     tensors: Mapping[str, StoredTensor]
     gguf_fields: Mapping[str, Any] | None = None
     divided: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    gguf_path: Path | None = None
 
     @classmethod
     def open(cls, model: str, revision: str | None = None) -> Checkpoint:
@@ -91,7 +93,7 @@ class Checkpoint:
             from quire.models.gguf.opening import open_gguf
 
             found = open_gguf(file)
-            return cls(file.parent, found.config, {}, found.tensors, found.fields, found.divided)
+            return cls(file.parent, found.config, {}, found.tensors, found.fields, found.divided, file)
         folder = locate(model, revision)
         config, tensors = read_object(folder / "config.json"), _read_headers(folder)
         if has_linear_experts(tensors):

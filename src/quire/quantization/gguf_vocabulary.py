@@ -14,20 +14,10 @@ from typing import Any, Final
 from quire.errors import QuireError, UnsupportedModel, shown
 from quire.quantization.calibration_text import bundled_texts
 from quire.quantization.gguf_header import FieldValue
-from quire.text.gguf_tokenizer import (
-    BYTE,
-    CHAT_TEMPLATE,
-    CONTROL,
-    NORMAL,
-    NORMALIZED,
-    PATTERNS,
-    PREFIX,
-    UNKNOWN,
-    UNUSED,
-    USER_DEFINED,
-    WHOLE_WORDS,
-    read_gguf_tokenizer,
-)
+from quire.text.gguf_pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+from quire.text.gguf_tokenizer import CHAT_TEMPLATE, read_gguf_tokenizer
+from quire.text.gguf_tokenizer import end_token_ids as ends_of_file
+from quire.text.gguf_vocabulary import BYTE, CONTROL, NORMAL, PREFIX, UNKNOWN, UNUSED, USER_DEFINED
 from quire.text.tokenizer import Tokenizer
 
 # The fields of tokens that end a sequence: end of text, of turn, of message.
@@ -54,8 +44,8 @@ def tokenizer_fields(tokenizer: Tokenizer, vocab_size: int, end_token_ids: Seque
     stored = json.loads(tokenizer.to_json())
     model, eos = stored["model"], tokenizer.eos_token_id
     ends = [*dict.fromkeys((*([] if eos is None else [eos]), *end_token_ids))]
-    if model["type"] != "BPE" or len(ends) > len(ENDS) or tokenizer.vocab_size > vocab_size:
-        raise _refusal(f"of type {shown(model['type'])}, with {len(ends)} end tokens and {tokenizer.vocab_size} tokens")
+    if model["type"] != "BPE" or tokenizer.vocab_size > vocab_size:
+        raise _refusal(f"of type {shown(model['type'])} with {tokenizer.vocab_size} tokens")
     kind = "gpt2" if "ByteLevel" in {step["type"] for step in _steps(stored["pre_tokenizer"])} else "llama"
     merges = [" ".join(each) if isinstance(each, list) else each for each in model["merges"]]
     tokens, types = _tokens(stored, vocab_size)
@@ -78,6 +68,9 @@ def tokenizer_fields(tokenizer: Tokenizer, vocab_size: int, end_token_ids: Seque
         named[CHAT_TEMPLATE] = template.source
         if template.for_tools is not template:
             named[f"{CHAT_TEMPLATE}.tool_use"] = template.for_tools.source
+    lost = {*ends} - {*ends_of_file(named)}  # those with known texts need no field
+    if lost:
+        raise _refusal(f"with {len(ends)} end tokens, of which the file would lose {shown(sorted(lost))}")
     _check(tokenizer, named)
     return named
 
@@ -107,12 +100,15 @@ def _division(stored: Mapping[str, Any]) -> str:
         UnsupportedModel: the pre-tokenizer has no name in GGUF.
     """
     steps = [*_steps(stored["pre_tokenizer"])]
-    patterns = [step["pattern"].get("Regex") for step in steps if step["type"] == "Split"]
-    is_normalized = "NFC" in {step["type"] for step in _steps(stored["normalizer"])}
-    takes_words = bool(stored["model"].get("ignore_merges"))
-    for name, pattern in PATTERNS.items():
-        is_same = patterns == ([] if pattern is None else [pattern])
-        if is_same and (name in NORMALIZED) == is_normalized and (name in WHOLE_WORDS) == takes_words:
+    patterns = tuple(step["pattern"].get("Regex") for step in steps if step["type"] == "Split")
+    division = PreTokenizer(
+        patterns,
+        has_digits="Digits" in {step["type"] for step in steps},
+        is_normalized="NFC" in {step["type"] for step in _steps(stored["normalizer"])},
+        takes_words=bool(stored["model"].get("ignore_merges")),
+    )
+    for name, row in PRE_TOKENIZERS.items():
+        if row._replace(adds_bos=False) == division:  # a field says that
             return name
     raise _refusal(f"that divides texts by {shown(patterns)}, which has no name in GGUF files")
 

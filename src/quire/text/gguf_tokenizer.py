@@ -1,275 +1,201 @@
 """Tokenizers from the metadata of GGUF files.
 
-A file names its tokenizer model and, for byte-level BPE, its pre-tokenizer. Both are rows of tables here; a name that
-is in neither is refused, since a guess would be wrong for some texts only.
+A file names its tokenizer model and, for byte-level BPE, its pre-tokenizer. Both are rows of tables; a name that is in
+neither is refused, since a guess would be wrong for some texts only.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers, processors
+from tokenizers import decoders, normalizers, processors
 from tokenizers.models import BPE
 
-from quire.errors import CheckpointError, UnsupportedModel, shown
+from quire.errors import ConfigError, UnsupportedModel, shown
 from quire.text.chat_template import ChatTemplate
 from quire.text.components import guarded
+from quire.text.ends import END_TEXTS, FILL_TEXTS, ends_by_text
+from quire.text.gguf_pre_tokenizers import PRE_TOKENIZERS, UNNAMED, family_of, near_names
+from quire.text.gguf_vocabulary import BYTE, CONTROL, PREFIX, UNKNOWN, USER_DEFINED, GGUFVocabulary
 from quire.text.tokenizer_files import MAX_TEMPLATE_BYTES, TokenizerFiles
 
-PREFIX: Final = "tokenizer.ggml."
+logger = logging.getLogger(__name__)
+
 CHAT_TEMPLATE: Final = "tokenizer.chat_template"
-# Types of tokens.
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-# The control tokens of Phi-3 that do not absorb the spaces that follow.
-UNSTRIPPED: Final = frozenset({"<unk>", "<s>", "<|endoftext|>"})
+# Names of special tokens in files -> names of the template's variables.
+VARIABLES: Final = {"bos": "bos_token", "eos": "eos_token", "padding": "pad_token", "unknown": "unk_token"}
+# Names of the tokens that end a sequence: of a text, a turn and a message, a filler, another file or repository.
+ENDS: Final = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+# The special tokens of a sentencepiece tokenizer whose file does not name them.
+SENTENCEPIECE_TOKENS: Final = {"bos": "<s>", "eos": "</s>", "unknown": "<unk>"}
 # Sum of the squared lengths of tokens up to which their halves are searched for: a vocabulary of 262,144 tokens of 16
 # characters has 67 million.
 MAX_SQUARED_CHARS: Final = 1 << 30
-# Tokens that end a turn, of architectures whose files name the end of a text only.
-TURN_ENDS: Final[Mapping[str, tuple[str, ...]]] = {
-    "phi3": ("<|end|>",),
-    "gpt-oss": ("<|return|>", "<|call|>"),
-}
-# Pieces of patterns that several families share: contractions, the rest of a text after words and numbers.
-_CONTRACTIONS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_REST: Final = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3: Final = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
-_QWEN2: Final = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}"
-_QWEN35: Final = (
-    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_CASED_REST: Final = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_TEKKEN: Final = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}|{_CASED_REST}"
-)
-_GPT4O: Final = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
-    rf"|\p{{N}}{{1,3}}|{_CASED_REST}"
-)
-# Name of a pre-tokenizer -> its split pattern; None for GPT-2's. Texts are not normalised ...
-PATTERNS: Final[dict[str, str | None]] = {
-    "gpt-2": None,
-    "command-r": None,
-    "refact": None,
-    "smollm": None,
-    "starcoder": None,
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "smaug-bpe": _LLAMA3,
-    "falcon3": _LLAMA3,
-    "falcon-h1": _LLAMA3,
-    "pixtral": _LLAMA3,
-    "dbrx": _LLAMA3,
-    "lfm2": _LLAMA3,
-    "tekken": _TEKKEN,
-    "gpt-4o": _GPT4O,
-    "llama4": _GPT4O,
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "qwen35": _QWEN35,
-}
-# ... except by these, which apply NFC. DIGITS split every digit off first; WHOLE_WORDS take a word that is a token
-# without merging its bytes.
-NORMALIZED: Final = frozenset({"qwen2", "qwen35"})
-DIGITS: Final = frozenset({"command-r", "refact", "smollm", "starcoder"})
-WHOLE_WORDS: Final = frozenset(PATTERNS) - {"gpt-2", "dbrx", "deepseek-r1-qwen"} - DIGITS - NORMALIZED
-# A file with one of these that does not say otherwise has the BOS token before a text.
-ADDS_BOS: Final = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2", "tekken"})
 
 
-def read_gguf_tokenizer(path: Path, fields: Mapping[str, Any]) -> TokenizerFiles:
+def read_gguf_tokenizer(path: Path, fields: Mapping[str, Any], pre: str | None = None) -> TokenizerFiles:
     """Build the tokenizer that the metadata of a file describes.
 
     Args:
         path: path of the file, for messages.
         fields: metadata by key.
+        pre: name of the pre-tokenizer, in place of the one that the file names.
 
     Raises:
         CheckpointError: a field is missing or wrong; the message names its key.
         UnsupportedModel: a kind of tokenizer that is not read.
+        ConfigError: `pre` is unknown, or the file has no pre-tokenizer.
     """
-    vocabulary = _Vocabulary(path, fields)
+    vocabulary = GGUFVocabulary(path, fields)
     kind = fields.get(f"{PREFIX}model")
+    adds_bos = True
+    defaults = SENTENCEPIECE_TOKENS if kind == "llama" else {}
+    special = {name: vocabulary.token(name, defaults.get(name)) for name in VARIABLES}
     if kind == "gpt2":
-        library = _byte_level(vocabulary)
+        name = _name_of_pre_tokenizer(path, vocabulary, fields, pre)
+        adds_bos = PRE_TOKENIZERS[name].adds_bos
+        library = _byte_level(vocabulary, name)
     elif kind in ("llama", "gemma4"):
-        library = _sentencepiece(vocabulary, adds_space=kind == "llama", has_scores=kind == "llama")
+        if pre is not None:
+            raise ConfigError(
+                f"tokenizer_pre is {shown(pre)}, but {path} has a tokenizer of the model {kind}, which has no "
+                "pre-tokenizer: leave it out",
+                field="tokenizer_pre",
+            )
+        library = _sentencepiece(vocabulary, special["unknown"], adds_space=kind == "llama")
     else:
         raise UnsupportedModel(
             f"{path}: {PREFIX}model is {shown(kind)}, which is not read; read are gpt2, llama and gemma4",
             field=f"{PREFIX}model",
         )
     vocabulary.add_special_tokens(library, strips=kind == "llama" and fields.get("general.architecture") == "phi3")
-    bos, eos = vocabulary.token("bos_token_id"), vocabulary.token("eos_token_id")
-    _frame_texts(library, vocabulary, bos, eos, adds_bos=kind != "gpt2" or fields.get(f"{PREFIX}pre") in ADDS_BOS)
-    template = None
-    source = fields.get(CHAT_TEMPLATE)
-    if source is not None:
-        if not isinstance(source, str) or len(source) > MAX_TEMPLATE_BYTES:
-            raise vocabulary.wrong(CHAT_TEMPLATE, source, f"a string of at most {MAX_TEMPLATE_BYTES} characters")
-        tools = fields.get(f"{CHAT_TEMPLATE}.tool_use")
-        special = {
-            f"{name}_token": token
-            for name in ("bos", "eos", "padding", "unknown")
-            if (token := vocabulary.token(f"{name}_token_id")) is not None
-        }
-        template = ChatTemplate(
-            source,
-            tool_source=tools if isinstance(tools, str) else None,
-            bos_token=bos or "",
-            eos_token=eos or "",
-            special_tokens=special,
-        )
-    return TokenizerFiles(path, library, bos, eos, template)
+    bos, eos = special["bos"], special["eos"]
+    _frame_texts(library, vocabulary, bos, eos, adds_bos=adds_bos, needs_bos=kind == "gemma4")
+    template = _template(vocabulary, fields, {VARIABLES[name]: token for name, token in special.items() if token})
+    return TokenizerFiles(path, library, bos, eos, template, vocabulary.doubles)
 
 
 def end_token_ids(fields: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the tokens that end a sequence: of a text, of a turn, of a message."""
-    ids = [fields.get(f"{PREFIX}{name}_token_id") for name in ("eos", "eot", "eom")]
-    architecture, tokens = fields.get("general.architecture"), fields.get(f"{PREFIX}tokens")
-    if isinstance(architecture, str) and isinstance(tokens, list):
-        ids += [tokens.index(token) for token in TURN_ENDS.get(architecture, ()) if token in tokens]
-    return tuple(dict.fromkeys(token_id for token_id in ids if type(token_id) is int and token_id >= 0))
+    """Return the tokens that end a sequence: those that the metadata of a file names, then those with known texts."""
+    return tuple(dict.fromkeys((*named_ends(fields), *sorted(end_texts(fields)))))
 
 
-class _Vocabulary:
-    """The tokens of a file, checked.
-
-    Attributes:
-        tokens: text of each token.
-        types: type of each token.
-        ids: token id by text.
-    """
-
-    def __init__(self, path: Path, fields: Mapping[str, Any]) -> None:
-        self._path, self._fields = path, fields
-        self.tokens = self.texts("tokens")
-        if not self.tokens:
-            raise self.wrong(f"{PREFIX}tokens", [], "at least one token")
-        types = fields.get(f"{PREFIX}token_type", [NORMAL] * len(self.tokens))
-        if not isinstance(types, list) or len(types) != len(self.tokens) or not {*types} <= {*range(8)}:
-            raise self.wrong(f"{PREFIX}token_type", types, f"{len(self.tokens)} numbers from 0 to 7")
-        self.types: list[int] = types
-        # The library knows a text once; of tokens of one text, the first is what is encoded.
-        self.ids: dict[str, int] = {}
-        for token_id, token in enumerate(self.tokens):
-            self.ids.setdefault(token, token_id)
-        if len(self.ids) != len(self.tokens):
-            twice = next(token for token_id, token in enumerate(self.tokens) if self.ids[token] != token_id)
-            raise self.wrong(f"{PREFIX}tokens", twice, "texts that differ")
-
-    def texts(self, name: str) -> list[str]:
-        """Read a list of strings."""
-        value = self._fields.get(f"{PREFIX}{name}")
-        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-            raise self.wrong(f"{PREFIX}{name}", value, "a list of strings")
-        return value
-
-    def numbers(self, name: str) -> list[float]:
-        """Read a number for each token."""
-        value = self._fields.get(f"{PREFIX}{name}")
-        count = len(self.tokens)
-        if not isinstance(value, list) or len(value) != count or not all(map(_is_finite, value)):
-            raise self.wrong(f"{PREFIX}{name}", value, f"{count} finite numbers")
-        return value
-
-    def flag(self, name: str, default: bool) -> bool:
-        """Read true or false."""
-        value = self._fields.get(f"{PREFIX}{name}", default)
-        if not isinstance(value, bool):
-            raise self.wrong(f"{PREFIX}{name}", value, "true or false")
-        return value
-
-    def text(self, name: str, default: str) -> str:
-        """Read a string."""
-        value = self._fields.get(f"{PREFIX}{name}", default)
-        if not isinstance(value, str):
-            raise self.wrong(f"{PREFIX}{name}", value, "a string")
-        return value
-
-    def has(self, name: str) -> bool:
-        """Return whether there is a field."""
-        return f"{PREFIX}{name}" in self._fields
-
-    def token(self, name: str) -> str | None:
-        """Return the token of an id that a field has; None without the field."""
-        token_id = self._fields.get(f"{PREFIX}{name}")
-        if token_id is None:
-            return None
-        if type(token_id) is not int or not 0 <= token_id < len(self.tokens):
-            raise self.wrong(f"{PREFIX}{name}", token_id, f"a token id from 0 to {len(self.tokens) - 1}")
-        return self.tokens[token_id]
-
-    def add_special_tokens(self, library: tokenizers.Tokenizer, *, strips: bool) -> None:
-        """Have texts of control and user-defined tokens matched before the pre-tokenizer runs.
-
-        Args:
-            strips: control tokens absorb the spaces that follow, but for those of `UNSTRIPPED`.
-        """
-        special = [
-            AddedToken(token, special=True, normalized=False, rstrip=strips and token not in UNSTRIPPED)
-            for token in self._of_type(CONTROL)
-        ]
-        plain = [AddedToken(token, special=False, normalized=False) for token in self._of_type(USER_DEFINED)]
-        library.add_special_tokens(special)
-        library.add_tokens(plain)
-
-    def _of_type(self, kind: int) -> list[str]:
-        return [token for token, its in zip(self.tokens, self.types, strict=True) if its == kind and token]
-
-    def wrong(self, key: str, value: object, allowed: str) -> CheckpointError:
-        """Return the error for a field of another value than is allowed."""
-        return CheckpointError(f"{self._path}: {key} must be {allowed}, got {shown(value)}", field=key)
+def named_ends(fields: Mapping[str, Any]) -> Iterator[int]:
+    """Yield the tokens that the metadata of a file names as ends."""
+    ids = (fields.get(f"{PREFIX}{name}_token_id") for name in ENDS)
+    tokens = tokens_of(fields)
+    return (each for each in ids if type(each) is int and each >= 0 and (each < len(tokens) or not tokens))
 
 
-def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+def end_texts(fields: Mapping[str, Any]) -> dict[int, str]:
+    """Return the texts of tokens that are known ends, by id."""
+    tokens, types = tokens_of(fields), fields.get(f"{PREFIX}token_type")
+    if not isinstance(types, list):  # a file without types has no other sign of control tokens than their texts
+        types = [CONTROL] * len(tokens)
+    known = END_TEXTS | FILL_TEXTS
+    texts: dict[int, dict[int, str]] = {CONTROL: {}, USER_DEFINED: {}}
+    for token_id, (token, kind) in enumerate(zip(tokens, types, strict=False)):
+        if token in known and kind in texts:
+            texts[kind][token_id] = token
+    return ends_by_text(texts[CONTROL], texts[USER_DEFINED], known)
 
 
-def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
-    """Build a tokenizer that merges the bytes of the parts of a text."""
-    name = vocabulary.text("pre", "gpt-2")
-    if name not in PATTERNS:
-        raise UnsupportedModel(
-            f"{PREFIX}pre is {shown(name)}, an unknown pre-tokenizer; known are {', '.join(PATTERNS)}",
-            field=f"{PREFIX}pre",
-        )
-    is_whole = name in WHOLE_WORDS
-    library = tokenizers.Tokenizer(
-        guarded(BPE, vocabulary.ids, _merges(vocabulary), fuse_unk=False, byte_fallback=False, ignore_merges=is_whole)
+def tokens_of(fields: Mapping[str, Any]) -> list[Any]:
+    """Return the tokens of a file, unchecked; none where it has no list of them."""
+    tokens = fields.get(f"{PREFIX}tokens")
+    return tokens if isinstance(tokens, list) else []
+
+
+def _template(
+    vocabulary: GGUFVocabulary, fields: Mapping[str, Any], special_tokens: Mapping[str, str]
+) -> ChatTemplate | None:
+    """Return the chat template of a file; None without one."""
+    source = fields.get(CHAT_TEMPLATE)
+    if source is None:
+        return None
+    if not isinstance(source, str):
+        vocabulary.warn(f"{CHAT_TEMPLATE} is {shown(source)}, which is no string: the file has no chat template")
+        return None
+    if len(source) > MAX_TEMPLATE_BYTES:
+        raise vocabulary.wrong(CHAT_TEMPLATE, source, f"a string of at most {MAX_TEMPLATE_BYTES} characters")
+    tools = fields.get(f"{CHAT_TEMPLATE}.tool_use")
+    others = dict(special_tokens)
+    return ChatTemplate(
+        source,
+        tool_source=tools if isinstance(tools, str) else None,
+        bos_token=others.pop("bos_token", ""),
+        eos_token=others.pop("eos_token", ""),
+        special_tokens=others,
     )
-    pattern = PATTERNS[name]
-    if name in NORMALIZED:
+
+
+def _name_of_pre_tokenizer(
+    path: Path, vocabulary: GGUFVocabulary, fields: Mapping[str, Any], wanted: str | None
+) -> str:
+    """Return the name of the pre-tokenizer: the wanted one, the file's, or the one of the family of its vocabulary.
+
+    Raises:
+        CheckpointError: the file's name is no string.
+        UnsupportedModel: the file's name is unknown.
+        ConfigError: the wanted one is unknown.
+    """
+    key = f"{PREFIX}pre"
+    stated = fields.get(key, UNNAMED)
+    if not isinstance(stated, str):
+        raise vocabulary.wrong(key, stated, "a string")
+    name = stated if wanted is None else wanted
+    if name in PRE_TOKENIZERS:
+        return name
+    if name != UNNAMED:
+        near = [*near_names(name)]
+        hint = f"did you mean {' or '.join(near)}? Known are" if near else "known are"
+        known = f"{shown(name)}, an unknown pre-tokenizer; {hint} {', '.join(PRE_TOKENIZERS)}"
+        if wanted is not None:
+            raise ConfigError(f"tokenizer_pre is {known}", field="tokenizer_pre")
+        raise UnsupportedModel(f"{path}: {key} is {known}; the option tokenizer_pre chooses one of these", field=key)
+    family = family_of(len(vocabulary.tokens), {*vocabulary.of_type(CONTROL), *vocabulary.of_type(USER_DEFINED)})
+    if family is not None:
+        logger.info("%s: %s is missing; the vocabulary is that of %s", path, key, family)
+        return family
+    logger.warning(
+        "%s: %s is missing, and the vocabulary is of no known family: texts are divided as GPT-2 does, which may be "
+        "wrong for some. The option tokenizer_pre names another way; known are %s",
+        *(path, key, ", ".join(PRE_TOKENIZERS)),
+    )
+    return "gpt-2"
+
+
+def _byte_level(vocabulary: GGUFVocabulary, name: str) -> tokenizers.Tokenizer:
+    """Build a tokenizer that merges the bytes of the parts of a text."""
+    row = PRE_TOKENIZERS[name]
+    merges = _merges(vocabulary)
+    library = tokenizers.Tokenizer(
+        guarded(BPE, vocabulary.ids, merges, fuse_unk=False, byte_fallback=False, ignore_merges=row.takes_words)
+    )
+    if row.is_normalized:
         library.normalizer = normalizers.NFC()
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
-    steps: list[pre_tokenizers.PreTokenizer] = [pre_tokenizers.Digits(individual_digits=True)] * (name in DIGITS)
-    if pattern is not None:
-        steps.append(pre_tokenizers.Split(Regex(pattern), "isolated"))
-    library.pre_tokenizer = pre_tokenizers.Sequence([*steps, byte_level])
+    library.pre_tokenizer = row.build()
     library.decoder = decoders.ByteLevel()
     return library
 
 
-def _sentencepiece(vocabulary: _Vocabulary, *, adds_space: bool, has_scores: bool) -> tokenizers.Tokenizer:
+def _sentencepiece(vocabulary: GGUFVocabulary, unknown: str | None, *, adds_space: bool) -> tokenizers.Tokenizer:
     """Build a tokenizer that merges the characters of a text with ▁ in place of spaces.
 
     Args:
-        adds_space: default of `add_space_prefix`.
-        has_scores: a file without merges has scores, from which they follow.
+        unknown: token of characters without one.
+        adds_space: default of `add_space_prefix`; only such a file may have scores, from which the merges follow.
     """
-    unknown = vocabulary.token("unknown_token_id")
+    by_score = adds_space and not vocabulary.has("merges")
     library = tokenizers.Tokenizer(
         guarded(
             BPE,
             vocabulary.ids,
-            _merges_by_score(vocabulary) if has_scores and not vocabulary.has("merges") else _merges(vocabulary),
+            _merges_by_score(vocabulary) if by_score else _merges(vocabulary),
             unk_token=unknown,
             fuse_unk=True,
             byte_fallback=BYTE in vocabulary.types,
@@ -285,7 +211,7 @@ def _sentencepiece(vocabulary: _Vocabulary, *, adds_space: bool, has_scores: boo
     return library
 
 
-def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+def _merges(vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
     """Return the merges of a file."""
     ids, merges = vocabulary.ids, []
     for merge in vocabulary.texts("merges"):
@@ -297,7 +223,7 @@ def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     return merges
 
 
-def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+def _merges_by_score(vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
     """Return all pairs of tokens whose join is a token, the best score first.
 
     Raises:
@@ -309,8 +235,9 @@ def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
         allowed = f"tokens whose squared lengths sum to at most {MAX_SQUARED_CHARS:,} where merges are missing"
         raise vocabulary.wrong(f"{PREFIX}tokens", total, allowed)
     merges = []
-    for token, score, kind in zip(tokens, vocabulary.numbers("scores"), vocabulary.types, strict=True):
-        if kind not in (NORMAL, USER_DEFINED, UNUSED):
+    scores, types = vocabulary.numbers("scores"), vocabulary.types
+    for token, token_id in ids.items():
+        if types[token_id] in (CONTROL, UNKNOWN, BYTE):
             continue
         for middle in range(1, len(token)):
             # Most halves are no tokens: the second one is made only where the first one is.
@@ -318,17 +245,40 @@ def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
             if left in ids:
                 right = token[middle:]
                 if right in ids:
-                    merges.append((-score, ids[left], ids[right]))
+                    merges.append((-scores[token_id], ids[left], ids[right]))
     merges.sort()
     return [(tokens[left], tokens[right]) for _, left, right in merges]
 
 
 def _frame_texts(
-    library: tokenizers.Tokenizer, vocabulary: _Vocabulary, bos: str | None, eos: str | None, *, adds_bos: bool
+    library: tokenizers.Tokenizer,
+    vocabulary: GGUFVocabulary,
+    bos: str | None,
+    eos: str | None,
+    *,
+    adds_bos: bool,
+    needs_bos: bool,
 ) -> None:
-    """Have the tokens put around a text that the file wants there."""
-    first = [bos] if bos is not None and vocabulary.flag("add_bos_token", adds_bos) else []
-    last = [eos] if eos is not None and vocabulary.flag("add_eos_token", False) else []
+    """Have the tokens put around a text that the file wants there.
+
+    Args:
+        bos, eos: tokens that begin and end a text.
+        adds_bos: default of `add_bos_token`.
+        needs_bos: True where the model's texts begin with the BOS token whatever the file says.
+
+    Raises:
+        CheckpointError: the file wants a token there and names none.
+    """
+    wanted = {"bos": vocabulary.flag("add_bos_token", adds_bos), "eos": vocabulary.flag("add_eos_token", False)}
+    for name, token in (("bos", bos), ("eos", eos)):
+        if wanted[name] and token is None and vocabulary.has(f"add_{name}_token"):
+            key = f"{PREFIX}{name}_token_id"
+            raise vocabulary.wrong(key, None, f"a token id where {PREFIX}add_{name}_token is true")
+    if needs_bos and not wanted["bos"]:
+        vocabulary.warn(f"{PREFIX}add_bos_token is false, but the model needs the token before each text: it is added")
+        wanted["bos"] = True
+    first = [bos] if bos is not None and wanted["bos"] else []
+    last = [eos] if eos is not None and wanted["eos"] else []
     if not first and not last:
         return
     library.post_processor = processors.TemplateProcessing(

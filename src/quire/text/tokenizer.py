@@ -8,6 +8,7 @@ from contextlib import suppress
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import tokenizers
@@ -47,6 +48,7 @@ class TokenizerParts(NamedTuple):
     bos_token: str | None
     eos_token: str | None
     chat_template: TemplateParts | None
+    doubles: tuple[tuple[int, int], ...] = ()
 
 
 class _Pieces(dict[int, TokenPiece]):
@@ -72,6 +74,8 @@ class Tokenizer:
         bos_token: token that begins a text, None where the model has none.
         eos_token: token that ends a text, None where the model has none.
         chat_template: the model's chat template, None where it has none.
+        doubles: the token of the same text, by the id of each token that is decoded but never encoded; the library
+            does not know these.
 
     Attributes:
         pieces: the token of each id as a part of a text.
@@ -88,6 +92,7 @@ class Tokenizer:
         bos_token: str | None = None,
         eos_token: str | None = None,
         chat_template: ChatTemplate | None = None,
+        doubles: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         # Many published files contain the truncation of their training run.
         library.no_truncation()
@@ -102,16 +107,17 @@ class Tokenizer:
                 )
         check_settings(library)
         self._library = library
-        self._bos_token, self._eos_token = bos_token, eos_token
+        self._bos_token, self._eos_token, self._doubles = bos_token, eos_token, doubles
         self._long_texts = LongTexts(library, self._ids_of)
         self._alphabet = byte_alphabet() if "ByteLevel" in kinds else None
         self.pieces: Mapping[int, TokenPiece] = _Pieces(self._derive_piece)
         self.has_byte_fallback = "ByteFallback" in kinds
-        self.vocab_size: int = library.get_vocab_size(with_added_tokens=True)
+        self.vocab_size: int = library.get_vocab_size(with_added_tokens=True) + len(doubles)
         added = library.get_added_tokens_decoder()
         # Tokens that are matched in a text before the model divides it.
         self.added_ids: dict[str, int] = {token.content: token_id for token_id, token in added.items()}
-        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        special = {token_id for token_id, token in added.items() if token.special}
+        self.special_ids = frozenset(special | {token_id for token_id, first in doubles.items() if first in special})
         self.bos_token_id = None if bos_token is None else library.token_to_id(bos_token)
         self.eos_token_id = None if eos_token is None else library.token_to_id(eos_token)
         self.chat_template = chat_template
@@ -148,6 +154,7 @@ class Tokenizer:
                 bos_token=files.bos_token,
                 eos_token=files.eos_token,
                 chat_template=files.chat_template,
+                doubles=files.doubles,
             )
         except CheckpointError:
             raise
@@ -163,13 +170,14 @@ class Tokenizer:
             bos_token=parts.bos_token,
             eos_token=parts.eos_token,
             chat_template=template,
+            doubles=dict(parts.doubles),
         )
 
     @property
     def parts(self) -> TokenizerParts:
         """Parts of which another process makes the same tokenizer."""
         template = None if self.chat_template is None else self.chat_template.parts
-        return TokenizerParts(self.to_json(), self._bos_token, self._eos_token, template)
+        return TokenizerParts(self.to_json(), self._bos_token, self._eos_token, template, tuple(self._doubles.items()))
 
     def differs_at(self, other: Tokenizer) -> int | None:
         """Return the first token id that differs between two tokenizers, or exists in one only; None without one."""
@@ -276,7 +284,8 @@ class Tokenizer:
             InvalidParameter: an id is negative or has more than 32 bits, or the tokenizer fails.
         """
         try:
-            (text,) = guarded(self._library.decode_batch, [ids], skip_special_tokens=skip_special_tokens)
+            known = [self._doubles.get(token_id, token_id) for token_id in ids] if self._doubles else ids
+            (text,) = guarded(self._library.decode_batch, [known], skip_special_tokens=skip_special_tokens)
         except (OverflowError, TypeError) as error:
             raise InvalidParameter("token_ids", ids, f"integers from 0 to {MAX_TOKEN_ID}") from error
         except Exception as error:
@@ -341,6 +350,7 @@ class Tokenizer:
         raise CannotCut(0)
 
     def _derive_piece(self, token_id: int) -> TokenPiece:
+        token_id = self._doubles.get(token_id, token_id)
         token: str | None = self._library.id_to_token(token_id)
         if token is None:
             return TokenPiece(b"", is_token=False, is_special=False, is_fallback_byte=False)

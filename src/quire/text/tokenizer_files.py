@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import tokenizers
@@ -24,11 +25,12 @@ class TokenizerFiles(NamedTuple):
     """The parts of a tokenizer, as the files of a folder give them.
 
     Args:
-        path: path of `tokenizer.json`.
+        path: path of `tokenizer.json`, or of a GGUF file.
         library: tokenizer of the `tokenizers` library.
         bos_token: token that begins a text, None where the model has none.
         eos_token: token that ends a text, None where the model has none.
         chat_template: the model's chat template, None where it has none.
+        doubles: the token of the same text, by the id of each token that is decoded but never encoded.
     """
 
     path: Path
@@ -36,6 +38,7 @@ class TokenizerFiles(NamedTuple):
     bos_token: str | None
     eos_token: str | None
     chat_template: ChatTemplate | None
+    doubles: Mapping[int, int] = MappingProxyType({})
 
 
 def read_tokenizer_files(folder: Path) -> TokenizerFiles:

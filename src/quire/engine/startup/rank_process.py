@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 OF_LEADER: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "tokenizer": None,
+    "tokenizer_pre": None,
     "chat_template": None,
     "classifier_from_token": None,
     "record_memory": None,

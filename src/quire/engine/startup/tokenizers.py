@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from quire.config import ModelConfig
-from quire.errors import ConfigError, RequestError
+from quire.errors import ConfigError, RequestError, shown
 from quire.models.checkpoint import Checkpoint, locate
 from quire.text.chat_template import ChatTemplate
 from quire.text.gguf_tokenizer import read_gguf_tokenizer
@@ -14,11 +14,22 @@ from quire.text.tokenizer_files import read_template
 
 
 def open_tokenizer(options: ModelConfig, checkpoint: Checkpoint) -> Tokenizer | None:
-    """Return the tokenizer; None where the options skip it."""
+    """Return the tokenizer; None where the options skip it.
+
+    Raises:
+        ConfigError: the files have no tokenizer that can be served, or an option does not apply to them.
+    """
+    path, fields, pre = checkpoint.gguf_path, checkpoint.gguf_fields, options.tokenizer_pre
+    is_own = options.tokenizer is None
+    if pre is not None and (fields is None or not is_own):
+        raise ConfigError(
+            f"tokenizer_pre is {shown(pre)}, but it is for the tokenizer of a GGUF file only: leave it out",
+            field="tokenizer_pre",
+        )
     if options.skip_tokenizer_init:
         return None
-    if options.tokenizer is None and checkpoint.gguf_fields is not None:
-        tokenizer = Tokenizer.from_files(read_gguf_tokenizer(checkpoint.folder, checkpoint.gguf_fields))
+    if is_own and path is not None and fields is not None:
+        tokenizer = Tokenizer.from_files(read_gguf_tokenizer(path, fields, pre))
     else:
         tokenizer = Tokenizer.from_folder(checkpoint.folder if options.tokenizer is None else locate(options.tokenizer))
     if options.chat_template is not None:

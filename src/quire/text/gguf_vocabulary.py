@@ -1,0 +1,151 @@
+"""The vocabulary of a GGUF file: its tokens, checked, with what a tokenizer needs; the rest may be wrong.
+
+Published files have padding ids outside the vocabulary, empty tokens and tokens of the same text. Nothing of that is
+needed to read a text or to write one, so it is logged, and the file is served.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import tokenizers
+from tokenizers import AddedToken
+
+from quire.errors import CheckpointError, shown
+
+logger = logging.getLogger(__name__)
+
+PREFIX: Final = "tokenizer.ggml."
+# Types of tokens; any other number is that of a normal one.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+# The control tokens of Phi-3 that do not absorb the spaces that follow.
+UNSTRIPPED: Final = frozenset({"<unk>", "<s>", "<|endoftext|>"})
+
+
+class GGUFVocabulary:
+    """The tokens of a file, checked.
+
+    Args:
+        path: path of the file, for messages.
+        fields: metadata by key.
+
+    Attributes:
+        tokens: text of each token.
+        types: type of each token.
+        ids: token id by text; empty tokens are left out, and of several with one text all but the first.
+        doubles: the first token of the same text, by the id of each later one. They are decoded and never encoded.
+
+    Raises:
+        CheckpointError: there are no tokens, or their types are wrong.
+    """
+
+    def __init__(self, path: Path, fields: Mapping[str, Any]) -> None:
+        self._path, self._fields = path, fields
+        self.tokens = self.texts("tokens")
+        if not self.tokens:
+            raise self.wrong(f"{PREFIX}tokens", [], "at least one token")
+        self.types = self._read_types()
+        self.ids: dict[str, int] = {}
+        self.doubles: dict[int, int] = {}
+        num_empty = 0
+        for token_id, token in enumerate(self.tokens):
+            first = self.ids.setdefault(token, token_id) if token else None
+            if first is None:
+                num_empty += 1
+            elif first != token_id:
+                self.doubles[token_id] = first
+        if num_empty:
+            self.warn(f"{num_empty:,} of {PREFIX}tokens are empty: they stand for no text")
+        for token_id, first in list(self.doubles.items())[:3]:
+            text = shown(self.tokens[token_id])
+            self.warn(f"{PREFIX}tokens has {text} twice, as {first} and as {token_id}: the text is encoded as {first}")
+
+    def _read_types(self) -> list[int]:
+        count, name = len(self.tokens), f"{PREFIX}token_type"
+        types = self._fields.get(name, [NORMAL] * count)
+        # More types than tokens: llama.cpp too takes the first ones.
+        if not isinstance(types, list) or len(types) < count or {*map(type, types)} - {int}:
+            raise self.wrong(name, types, f"{count} integers")
+        return types[:count]
+
+    def texts(self, name: str) -> list[str]:
+        """Read a list of strings."""
+        value = self._fields.get(f"{PREFIX}{name}")
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+            raise self.wrong(f"{PREFIX}{name}", value, "a list of strings")
+        return value
+
+    def numbers(self, name: str) -> list[float]:
+        """Read a number for each token."""
+        value = self._fields.get(f"{PREFIX}{name}")
+        count = len(self.tokens)
+        if not isinstance(value, list) or len(value) < count or not all(map(_is_finite, value)):
+            raise self.wrong(f"{PREFIX}{name}", value, f"{count} finite numbers")
+        return value[:count]
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Read true or false."""
+        value = self._fields.get(f"{PREFIX}{name}", default)
+        if not isinstance(value, bool):
+            raise self.wrong(f"{PREFIX}{name}", value, "true or false")
+        return value
+
+    def has(self, name: str) -> bool:
+        """Return whether there is a field."""
+        return f"{PREFIX}{name}" in self._fields
+
+    def token(self, name: str, default: str | None = None) -> str | None:
+        """Return the token whose id a field has.
+
+        Args:
+            name: name of the special token.
+            default: token that is returned without the field, or where its id is outside the vocabulary; if the
+                vocabulary has it as a control token, or as the unknown one.
+
+        Raises:
+            CheckpointError: the field is no integer.
+        """
+        key, count = f"{PREFIX}{name}_token_id", len(self.tokens)
+        token_id = self._fields.get(key)
+        if token_id is not None:
+            if type(token_id) is not int:
+                raise self.wrong(key, token_id, f"a token id from 0 to {count - 1}")
+            if 0 <= token_id < count and self.tokens[token_id]:
+                return self.tokens[token_id]
+            self.warn(f"{key} is {token_id:,}, which is none of the {count:,} tokens: it is ignored")
+        known = None if default is None else self.ids.get(default)
+        return None if known is None or self.types[known] not in (CONTROL, UNKNOWN) else default
+
+    def add_special_tokens(self, library: tokenizers.Tokenizer, *, strips: bool) -> None:
+        """Have texts of control and user-defined tokens matched before the pre-tokenizer runs.
+
+        Args:
+            strips: control tokens absorb the spaces that follow, but for those of `UNSTRIPPED`.
+        """
+        special = [
+            AddedToken(token, special=True, normalized=False, rstrip=strips and token not in UNSTRIPPED)
+            for token in self.of_type(CONTROL)
+        ]
+        plain = [AddedToken(token, special=False, normalized=False) for token in self.of_type(USER_DEFINED)]
+        library.add_special_tokens(special)
+        library.add_tokens(plain)
+
+    def of_type(self, kind: int) -> list[str]:
+        """Return the texts of all tokens of a type that are encoded."""
+        return [token for token, token_id in self.ids.items() if self.types[token_id] == kind]
+
+    def wrong(self, key: str, value: object, allowed: str) -> CheckpointError:
+        """Return the error for a field of another value than is allowed."""
+        return CheckpointError(f"{self._path}: {key} must be {allowed}, got {shown(value)}", field=key)
+
+    def warn(self, message: str) -> None:
+        """Log what is wrong with the file and not needed."""
+        logger.warning("%s: %s", self._path, message)
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
