@@ -152,7 +152,7 @@ def test_kernels_of_experts_in_blocks_are_near(written: Written, dtype: torch.dt
 
 
 def test_inspection(written: Written) -> None:
-    plain, in_blocks = (inspect(str(each)) for each in (written.plain, written.in_blocks))
+    plain, in_blocks = (inspect(Checkpoint.open(str(each))) for each in (written.plain, written.in_blocks))
     assert in_blocks.format == "safetensors, MXFP4"
     assert in_blocks.problem == ""
     assert (in_blocks.num_layers, in_blocks.width, in_blocks.vocab_size) == (NUM_LAYERS, WIDTH, 211)

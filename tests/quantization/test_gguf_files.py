@@ -94,21 +94,20 @@ def test_types_of_a_mix(tmp_path: Path) -> None:
     assert {types[f"blk.{idx}.ffn_up.weight"] for idx in range(4)} == {"Q4_K"}
 
 
-# A GGUF file recommends no temperature, and a hot sample may be longer.
-GREEDY = SamplingParams(temperature=0)
-
-
 def test_the_bundled_model_is_served_with_its_tokenizer(tmp_path: Path) -> None:
+    """With the sampling parameters that it recommends, too."""
     out = tmp_path / "bundled.gguf"
     quantize("bundled", out, QuantizeOptions("bf16"))
+    greedy = SamplingParams(temperature=0)
     messages = [{"role": "user", "content": "Where do penguins live?"}]
     with LLM("bundled", num_kv_blocks=64, max_model_len=256) as llm:
-        expected = llm.chat(messages, GREEDY)[0]
-        greedy = llm.generate("Once upon a time")[0].outputs[0].token_ids
+        expected = llm.chat(messages, greedy)[0]
+        defaults = llm.get_default_sampling_params()
     with LLM(str(out), num_kv_blocks=64, max_model_len=256) as llm:
-        found = llm.chat(messages, GREEDY)[0]
+        found = llm.chat(messages, greedy)[0]
         assert llm.generate("Once upon a time")[0].prompt_token_ids[0] == 0
-        assert len(greedy) > 0
+        assert llm.get_default_sampling_params() == defaults
+        assert (defaults.temperature, defaults.top_p) == (0.5, 0.9)
     assert found.prompt_token_ids == expected.prompt_token_ids
     assert found.outputs[0].finish_reason == expected.outputs[0].finish_reason == "stop"
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Collection, Iterator
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from quire.cli.options import Subparsers
-from quire.errors import shown
+from quire.errors import QuireError, shown
 
 if TYPE_CHECKING:
+    from quire.models.checkpoint import Checkpoint
     from quire.models.inspection import Inspection
+    from quire.text.ends import EndToken
 
 EXIT_REFUSED = 1
 
@@ -23,7 +25,8 @@ def register(subparsers: Subparsers) -> None:
         "inspect",
         help="show what a checkpoint holds, and how it would be served",
         description="Show the format, the sizes and the types of tensors of a checkpoint, and how each type would be "
-        "served. Only headers are read. The exit code is 1 where the model would be refused.",
+        "served, and the tokens that end its answers. No weights are read. The exit code is 1 where the model would be "
+        "refused.",
     )
     parser.add_argument("model", help="folder, GGUF file, hub id, or hub id with a quantisation (ID:Q4_K_M)")
     parser.add_argument("--revision", help="branch, tag or commit of a hub id")
@@ -34,18 +37,37 @@ def register(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
+    from quire.models.checkpoint import Checkpoint
     from quire.models.inspection import inspect
 
-    found = inspect(args.model, args.revision)
+    checkpoint = Checkpoint.open(args.model, args.revision)
+    found = inspect(checkpoint)
+    ends, problem = _read_ends(checkpoint)
+    found = replace(found, problem=found.problem or problem)
     if args.json:
-        print(json.dumps(asdict(found), indent=2))
+        print(json.dumps({**asdict(found), "ends": [end._asdict() for end in ends]}, indent=2))
     else:
-        print("\n".join(lines(found, has_metadata=args.metadata)))
+        print("\n".join(lines(found, ends, has_metadata=args.metadata)))
     return EXIT_REFUSED if found.problem else 0
 
 
-def lines(found: Inspection, *, has_metadata: bool) -> Iterator[str]:
+def _read_ends(checkpoint: Checkpoint) -> tuple[tuple[EndToken, ...], str]:
+    """Return the tokens that end an answer, and the reason why the tokenizer of a GGUF file would be refused, or ""."""
+    from quire.config import ModelConfig
+    from quire.engine.startup.ends import find_ends
+    from quire.engine.startup.tokenizers import open_tokenizer
+
+    try:
+        return find_ends(checkpoint, open_tokenizer(ModelConfig(), checkpoint)), ""
+    except QuireError as error:
+        # A folder may have no tokenizer: it is served with another one, or without.
+        return find_ends(checkpoint, None), "" if checkpoint.gguf_fields is None else str(error)
+
+
+def lines(found: Inspection, ends: Collection[EndToken], *, has_metadata: bool) -> Iterator[str]:
     """Yield the lines of the report."""
+    from quire.text.ends import describe
+
     yield f"format        {found.format}"
     yield f"architecture  {found.architecture}"
     if found.num_layers:
@@ -53,6 +75,8 @@ def lines(found: Inspection, *, has_metadata: bool) -> Iterator[str]:
         yield f"sizes         {sizes}, contexts of up to {found.max_position:,} tokens"
     num_values = sum(use.num_values for use in found.types)
     yield f"tensors       {num_values:,} values in {found.num_bytes:,} bytes"
+    if ends:
+        yield f"ends          {describe(ends)}"
     yield ""
     yield f"{'type':8} {'tensors':>8} {'values':>16} {'bytes':>16}  served as"
     for use in found.types:

@@ -68,17 +68,8 @@ class Inspection:
         return sum(use.num_bytes for use in self.types)
 
 
-def inspect(model: str, revision: str | None = None) -> Inspection:
-    """Read the headers of a checkpoint; no weights are read.
-
-    Args:
-        model, revision: see `Checkpoint.open`.
-
-    Raises:
-        CheckpointError: the files are missing or damaged.
-        UnsupportedModel: a GGUF file of an architecture that is not served.
-    """
-    checkpoint = Checkpoint.open(model, revision)
+def inspect(checkpoint: Checkpoint) -> Inspection:
+    """Describe a checkpoint from its headers; no weights are read."""
     kind, problem = "safetensors" if checkpoint.gguf_fields is None else "GGUF", ""
     num_layers = width = vocab_size = max_position = 0
     quantized: set[str] = set()

@@ -8,6 +8,8 @@ from typing import Final
 
 import torch
 
+from quire.engine.startup.ends import find_ends
+from quire.engine.startup.model_defaults import sampling_fields
 from quire.kvstore.arriving import bytes_of
 from quire.models.checkpoint import Checkpoint
 from quire.models.gguf import tensor_types as types
@@ -109,7 +111,8 @@ def write_gguf(
         "general.name": checkpoint.folder.name,
         "general.file_type": FORMS[form][1],
         "general.quantization_version": 2,
-        **tokenizer_fields(tokenizer, spec.vocab_size, checkpoint.eos_token_ids),
+        **sampling_fields(checkpoint),
+        **tokenizer_fields(tokenizer, spec.vocab_size, [end.token_id for end in find_ends(checkpoint, tokenizer)]),
     }
     header = encode_header(fields, [*extra, *plans.values()])
     done, total = 0, sum(plan.num_bytes for plan in plans.values())

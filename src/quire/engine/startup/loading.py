@@ -32,9 +32,10 @@ from quire.engine.startup.adapters import load_adapters, take_adapters
 from quire.engine.startup.data_plane import make_executor
 from quire.engine.startup.disk_cache import open_prefetch, open_stores
 from quire.engine.startup.encoders import encoder_config, open_encoder
+from quire.engine.startup.ends import find_ends
 from quire.engine.startup.gpu_dtype import dtype_on
 from quire.engine.startup.kv_events import open_kv_events
-from quire.engine.startup.model_defaults import read_default_params, read_end_token_ids
+from quire.engine.startup.model_defaults import read_default_params
 from quire.engine.startup.model_facts import cache_groups, model_facts, step_cost, stored_dtype
 from quire.engine.startup.ranks import lead, scheduler_type, start
 from quire.engine.startup.speculation import load_draft, make_speculation
@@ -66,6 +67,7 @@ from quire.platform.numa import bound_to
 from quire.scheduling.scheduler import Scheduler
 from quire.structured.grammar_cache import GrammarCache
 from quire.structured.grammar_compiler import GrammarCompiler
+from quire.text.ends import describe
 from quire.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -154,7 +156,10 @@ def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None) -> LoadedMo
     check_pin_limit(resolved, sizing)
     name, merged = options.served_names[0], None if isinstance(model, Encoder) else model.merged_adapter
     pooling = read_pooling(checkpoint, model.spec, tokenizer, options.classifier_from_token)
-    ends = read_end_token_ids(checkpoint, tokenizer)
+    found = find_ends(checkpoint, tokenizer)
+    ends = frozenset(end.token_id for end in found)
+    if pooling.has_head:
+        logger.info("Answers end at %s", describe(found))
     grammars = _grammars(config, tokenizer, model.spec.vocab_size, ends)
     disk = None
     with ExitStack() as stack:

@@ -1,20 +1,20 @@
-"""The defaults that a checkpoint states for its requests: sampling parameters, and tokens that end a sequence."""
+"""The sampling parameters that a checkpoint recommends: its defaults for requests."""
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
 
-from quire.errors import InvalidParameter
+from quire.errors import InvalidParameter, shown
 from quire.models.checkpoint import Checkpoint
+from quire.models.gguf.architectures.metadata import shortest
 from quire.sequences.params import SamplingParams
-from quire.text.gguf_tokenizer import end_token_ids
-from quire.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 # Fields of generation_config.json -> sampling parameters of this engine.
-GENERATION_FIELDS = {
+GENERATION_FIELDS: Final[Mapping[str, str]] = {
     "temperature": "temperature",
     "top_p": "top_p",
     "top_k": "top_k",
@@ -23,35 +23,86 @@ GENERATION_FIELDS = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-
-
-def read_end_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """Return the tokens that end a sequence: those of the configs, and the tokenizer's own end token."""
-    ids = {*checkpoint.eos_token_ids, *end_token_ids(checkpoint.gguf_fields or {})}
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        ids.add(tokenizer.eos_token_id)
-    return frozenset(ids)
+# The same of the metadata of a GGUF file.
+GGUF_PREFIX: Final = "general.sampling."
+GGUF_FIELDS: Final[Mapping[str, str]] = {
+    "temp": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+# Other such fields that change answers, and the values at which they do not. Their settings (xtc_threshold,
+# mirostat_tau, mirostat_eta) have no meaning without them.
+GGUF_UNSERVED: Final[Mapping[str, tuple[object, ...]]] = {
+    "sequence": (),
+    "xtc_probability": (0,),
+    "mirostat": (0,),
+}
+# Number of tokens that `penalty_repeat` looks at. Here it is the whole context, which has this number.
+GGUF_WINDOW: Final = "penalty_last_n"
+WHOLE_CONTEXT: Final = -1
 
 
 def read_default_params(checkpoint: Checkpoint, source: str) -> dict[str, Any]:
-    """Return the generation config's sampling parameters; invalid values are left out with a warning.
+    """Return the sampling parameters that a model recommends; invalid values are left out with a warning.
+
+    Those of a folder are in generation_config.json, those of a GGUF file in its own metadata: a generation_config.json
+    beside the file is not read.
 
     Args:
         checkpoint: checkpoint of the model.
         source: option `generation_config`: "auto", or "vllm" for no parameters.
     """
-    generation = checkpoint.generation_config if source == "auto" else {}
-    params: dict[str, Any] = {}
-    for theirs, ours in GENERATION_FIELDS.items():
-        value = generation.get(theirs)
-        if value is None:
-            continue
-        try:
-            SamplingParams(**{ours: value})
-        except InvalidParameter as error:
-            logger.warning("generation_config.json: %s; ignored", error)
-        else:
-            params[ours] = value
+    if source != "auto":
+        return {}
+    if checkpoint.gguf_fields is not None:
+        return _of_gguf(f"{checkpoint.gguf_path}", checkpoint.gguf_fields)
+    generation = checkpoint.generation_config
+    given = {ours: generation.get(theirs) for theirs, ours in GENERATION_FIELDS.items()}
+    params = dict(_valid("generation_config.json", given))
     if generation.get("do_sample") is False:
         params["temperature"] = 0.0
     return params
+
+
+def sampling_fields(checkpoint: Checkpoint) -> dict[str, float]:
+    """Return the sampling parameters that a folder recommends as the metadata of a GGUF file."""
+    params = read_default_params(checkpoint, "auto")
+    return {
+        f"{GGUF_PREFIX}{name}": max(params[ours], 0) if ours == "top_k" else float(params[ours])
+        for name, ours in GGUF_FIELDS.items()
+        if ours in params
+    }
+
+
+def _of_gguf(path: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sampling parameters of a GGUF file; what the engine lacks is named in a warning."""
+    given = {ours: _number(fields.get(GGUF_PREFIX + theirs)) for theirs, ours in GGUF_FIELDS.items()}
+    params = dict(_valid(path, given))
+    unserved = dict(GGUF_UNSERVED)
+    if params.get("repetition_penalty", 1) != 1:
+        unserved[GGUF_WINDOW] = (WHOLE_CONTEXT,)
+    for name, neutral in unserved.items():
+        value = fields.get(GGUF_PREFIX + name)
+        if value is not None and value not in neutral:
+            logger.warning("%s: %s%s is %s, which is not served; ignored", path, GGUF_PREFIX, name, shown(value))
+    return params
+
+
+def _number(value: object) -> object:
+    """Return a number of the metadata, which has 32 bits, as it was before it was written."""
+    return shortest(value) if isinstance(value, float) else value
+
+
+def _valid(origin: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the parameters that have a value, and a valid one."""
+    for name, value in given.items():
+        if value is None:
+            continue
+        try:
+            SamplingParams(**{name: value})
+        except InvalidParameter as error:
+            logger.warning("%s: %s; ignored", origin, error)
+        else:
+            yield name, value

@@ -1,0 +1,66 @@
+"""The tokens that end the answers of a model: for stop rules, grammars, thinking and all others that ask for them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from quire.models.checkpoint import Checkpoint
+from quire.text.ends import END_TEXTS, EndToken, ends_by_text
+from quire.text.gguf_tokenizer import end_texts, named_ends, tokens_of
+from quire.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+def find_ends(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> tuple[EndToken, ...]:
+    """Return the tokens that end an answer, those that the model's files name first.
+
+    The tokenizer's end token is always one. Those of a folder are the ones that generation_config.json lists; where it
+    lists none, those of config.json and the special tokens with known texts. Those of a GGUF file are the ones that its
+    fields name, and its control tokens with known texts.
+
+    Args:
+        checkpoint: the model's files.
+        tokenizer: its tokenizer; None where it works on token ids only.
+    """
+    fields = checkpoint.gguf_fields
+    named = [*checkpoint.eos_token_ids]
+    texts: Mapping[int, str] = {}
+    if fields is not None:
+        named += named_ends(fields)
+        texts = end_texts(fields)
+    elif tokenizer is not None:
+        added, special = tokenizer.added_ids, tokenizer.special_ids
+        texts = ends_by_text({idx: text for text, idx in added.items() if idx in special}, {}, END_TEXTS)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        named.append(tokenizer.eos_token_id)
+    found = [token_id for token_id in sorted(texts) if token_id not in named]
+    if checkpoint.generation_config.get("eos_token_id") is not None:
+        _warn_of_unlisted({token_id: texts[token_id] for token_id in found}, tokenizer)
+        found = []
+
+    def text_of(token_id: int) -> str:
+        if tokenizer is not None:
+            return tokenizer.token_text(token_id)
+        tokens = [] if fields is None else tokens_of(fields)
+        return str(tokens[token_id]) if token_id < len(tokens) else ""
+
+    return (
+        *(EndToken(token_id, text_of(token_id), False) for token_id in dict.fromkeys(named)),
+        *(EndToken(token_id, texts[token_id], True) for token_id in found),
+    )
+
+
+def _warn_of_unlisted(texts: Mapping[int, str], tokenizer: Tokenizer | None) -> None:
+    """Warn of tokens with known texts in the chat template that generation_config.json does not list."""
+    template = None if tokenizer is None else tokenizer.chat_template
+    if template is None:
+        return
+    unlisted = {token_id: text for token_id, text in texts.items() if text in template.source}
+    for token_id, text in unlisted.items():
+        logger.warning(
+            "The chat template has the token %s (%d), and eos_token_id of generation_config.json does not list it: if "
+            "it ends a turn, add it there, or give stop_token_ids with each request",
+            *(text, token_id),
+        )
