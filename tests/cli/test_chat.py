@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shutil
 import signal
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from quire.cli.main import main
 from quire.cli.word_wrap import WordWrap
 from quire.engine.llm import LLM
 from quire.errors import PromptTooLong, RequestError
+from quire.models.checkpoint import locate
 from quire.sequences.params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
@@ -207,3 +209,18 @@ def test_texts_without_spaces_are_shown_as_they_come() -> None:
         screen.write(char)
         shown.append(stream.getvalue())
     assert shown == ["狐", "狐は", "狐は庭", "狐は庭\nに"]
+
+
+def test_a_model_without_a_chat_template_is_told_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "base"
+    shutil.copytree(locate("bundled"), folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    del config["chat_template"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
+    assert main(["chat", str(folder), "--num-kv-blocks", "16", "--max-model-len", "64"]) == 2
+    said = capsys.readouterr().err
+    assert "has no chat template, which a conversation needs: give --chat-template FILE" in said
+    assert "quire generate" in said

@@ -15,7 +15,7 @@ from quire.cli.early_checks import checked_engine_options
 from quire.cli.options import add_engine_options, add_sampling_options, sampling_options
 from quire.cli.structured_options import add_structured_options, structured_options
 from quire.cli.word_wrap import in_lines
-from quire.errors import RequestError
+from quire.errors import ConfigError, RequestError
 from quire.sequences.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -67,6 +67,12 @@ def run(args: argparse.Namespace) -> int:
     from quire.engine.llm import LLM
 
     with contextlib.closing(LLM(**options)) as llm:
+        if llm.tokenizer is None or llm.tokenizer.chat_template is None:
+            raise ConfigError(
+                f"model {llm.model_name!r} has no chat template, which a conversation needs: give --chat-template "
+                "FILE, or complete a text with quire generate",
+                field="chat_template",
+            )
         params = replace(llm.get_default_sampling_params(), **{"max_tokens": None, **given})
         conversation = Conversation(llm, params, args.system)
         if sys.stdin.isatty():

@@ -14,7 +14,8 @@ from quire.engine.outputs.logprobs import FlatLogprobs
 from quire.engine.outputs.outputs import CompletionOutput, RequestOutput
 from quire.errors import InvalidParameter, UnsupportedFeature
 from quire.sequences.params import MAX_LOGPROBS, SamplingParams
-from quire.server import sampling, structured_fields
+from quire.server import llama_cpp_fields, sampling, structured_fields
+from quire.server.field_names import renaming
 from quire.server.fields import Fields, Refusal
 from quire.server.generation import GenerationRequest, answer, response_header
 from quire.server.json_stream import JsonArray
@@ -43,6 +44,7 @@ OWN_FIELDS = (
 )
 UNSUPPORTED: Mapping[str, Refusal] = {
     **sampling.UNSUPPORTED,
+    **llama_cpp_fields.UNSUPPORTED,
     "functions": (([],), USE_TOOLS),
     "function_call": (("none",), USE_TOOLS),
     "audio": ((), "the model writes text only"),
@@ -55,6 +57,7 @@ UNSUPPORTED: Mapping[str, Refusal] = {
 }
 KNOWN_FIELDS = (
     *sampling.SAMPLING_FIELDS,
+    *llama_cpp_fields.KNOWN,
     *structured_fields.STRUCTURED_FIELDS,
     *sampling.LABEL_FIELDS,
     *sampling.OPTION_FIELDS,
@@ -85,7 +88,9 @@ class ChatExtras:
 async def chat_completions(state: ServerState, request: Request) -> ASGIApp:
     """Answer `POST /v1/chat/completions`."""
     fields = await read_fields(state, request, UNSUPPORTED, KNOWN_FIELDS)
-    job, extras = read_chat(state, fields)
+    body, name_of = llama_cpp_fields.translate(fields, state.llm.resolved.max_model_len)
+    with renaming(name_of):
+        job, extras = read_chat(state, body)
     head = response_header(state, request, "chatcmpl", "chat.completion")
     names = TokenNames(state.llm.tokenizer, by_id=job.options.name_tokens_by_id)
     return await answer(state, request, job, ChatReply(head, extras, names), head["id"])

@@ -15,7 +15,8 @@ from quire.engine.outputs.logprobs import FlatLogprobs, PromptLogprobs
 from quire.engine.outputs.outputs import CompletionOutput, RequestOutput
 from quire.errors import InvalidParameter, UnsupportedFeature
 from quire.sequences.params import MAX_LOGPROBS
-from quire.server import sampling, structured_fields
+from quire.server import llama_cpp_fields, sampling, structured_fields
+from quire.server.field_names import renaming
 from quire.server.fields import Fields, Refusal
 from quire.server.generation import GenerationRequest, answer, response_header
 from quire.server.json_stream import JsonArray
@@ -40,10 +41,15 @@ FIELD_ALIASES: Mapping[str, str] = {"prompt_token_ids": "prompt"}
 OWN_FIELDS = ("prompt", "echo", "suffix")
 UNSUPPORTED: Mapping[str, Refusal] = {
     **sampling.UNSUPPORTED,
+    **llama_cpp_fields.UNSUPPORTED,
     "suffix": (("",), "the models served here continue a text, they do not fill one in"),
 }
+# The names of llama.cpp, and the one that only chats have in OpenAI's protocol.
+BODY_ALIASES: Mapping[str, str] = {**llama_cpp_fields.ALIASES, "max_completion_tokens": "max_tokens"}
 KNOWN_FIELDS = (
     *sampling.SAMPLING_FIELDS,
+    *llama_cpp_fields.KNOWN,
+    *BODY_ALIASES,
     *structured_fields.STRUCTURED_FIELDS,
     *sampling.LABEL_FIELDS,
     *sampling.OPTION_FIELDS,
@@ -76,7 +82,9 @@ class CompletionExtras:
 async def completions(state: ServerState, request: Request) -> ASGIApp:
     """Answer `POST /v1/completions`."""
     fields = await read_fields(state, request, UNSUPPORTED, KNOWN_FIELDS)
-    job, extras, prompts = read_completion(state, fields)
+    body, name_of = llama_cpp_fields.translate(fields, state.llm.resolved.max_model_len, BODY_ALIASES)
+    with renaming(name_of):
+        job, extras, prompts = read_completion(state, body)
     head = response_header(state, request, "cmpl", "text_completion")
     names = TokenNames(state.llm.tokenizer, by_id=job.options.name_tokens_by_id, bytes_prefix="bytes:")
     reply = CompletionReply(head, prompts, job.params.n, extras, names, state.llm.tokenizer)

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from quire.engine.outputs.outputs import CompletionOutput, RequestOutput
-from quire.errors import InvalidParameter
+from quire.errors import InvalidParameter, UnsupportedFeature
 from quire.server import sse
 from quire.server.chat_completions import ChatExtras
 from quire.server.chat_protocols import (
@@ -32,6 +32,7 @@ from quire.server.completions import read_completion
 from quire.server.errors import REQUEST_ID, ApiError
 from quire.server.fields import Fields, Refusal
 from quire.server.generation import GenerationRequest, json_response
+from quire.server.llama_cpp_fields import WINDOW, check_window
 from quire.server.sampling import NEVER_IGNORED
 from quire.server.served_model import choose_model, model_name
 from quire.server.state import ServerState
@@ -74,8 +75,6 @@ NAMES: Sequence[tuple[str, str]] = (  # patterns of a chat's other fields, and O
 UNSUPPORTED_OPTIONS: Mapping[str, Refusal] = {
     "mirostat": ((0,), "use min_p, top_n_sigma or typical_p of /v1/chat/completions"),
     "tfs_z": ((1, 1.0), "use min_p"),
-    # With other values of `repeat_penalty` than 1, which sets the penalty, the window matters.
-    "repeat_last_n": ((-1,), "the penalty counts the whole context"),
 }
 # Options of Ollama's own loading and memory: this server's options have been set at its start.
 LOAD_OPTIONS = (
@@ -84,8 +83,7 @@ LOAD_OPTIONS = (
     *("mirostat_tau", "mirostat_eta"),
 )
 MAX_PREDICT = 2**31 - 1
-# Options of whole numbers, which clients also send as 8.0.
-WHOLE_OPTIONS = ("num_predict", "top_k", "seed")
+WHOLE_OPTIONS = ("num_predict", "top_k", "seed")  # which clients also send as 8.0
 THINKING = (True, False, "high", "medium", "low")
 # Time at which the model is unloaded. Ollama too states a date of a far century; the next year must exist, or clients
 # could not convert it to their own time zone.
@@ -114,8 +112,11 @@ async def generate(state: ServerState, request: Request) -> ASGIApp:
         if given["max_tokens"] is None:
             given["max_tokens"] = state.llm.resolved.max_model_len
         return await answer_chat(state, request, given, reply, _id(request), rename, _read_raw)
-    rename_prompt = partial(re.sub, r"^messages$", "prompt")
-    return await answer_chat(state, request, given, reply, _id(request), lambda name: rename(rename_prompt(name)))
+    if state.llm.tokenizer is not None and state.llm.tokenizer.chat_template is None:
+        why = "this model has no chat template: set raw to true, or start the server with --chat-template FILE"
+        raise UnsupportedFeature("prompt", why)
+    names = {"messages": "prompt"}
+    return await answer_chat(state, request, given, reply, _id(request), lambda name: rename(names.get(name, name)))
 
 
 def read_conversation(fields: Fields) -> dict[str, Any]:
@@ -160,9 +161,8 @@ async def show(state: ServerState, request: Request) -> Response:
     """Answer `POST /api/show`."""
     fields = await _read(state, request)
     required_text(fields, "model" if fields.get("name") is None else "name")
-    tokenizer, resolved = state.llm.tokenizer, state.llm.resolved
+    tokenizer, resolved, defaults = state.llm.tokenizer, state.llm.resolved, state.llm.default_sampling_params()
     template = None if tokenizer is None else tokenizer.chat_template
-    defaults = state.llm.default_sampling_params()
     return json_response(
         {
             "modified_at": _timestamp(state.created),
@@ -228,9 +228,9 @@ def read_chat_fields(fields: Fields) -> dict[str, Any]:
     given = {name: fields.get(name) for name in OWN_OPTIONS}
     given["stream"] = fields.flag("stream", True)
     options = fields.object("options") or Fields({}, "options.")
-    has_penalty = options.get("repeat_penalty") not in (None, 1)
-    options.refuse({k: v for k, v in UNSUPPORTED_OPTIONS.items() if k != "repeat_last_n" or has_penalty})
-    options.log_unknown((*OPTIONS, *UNSUPPORTED_OPTIONS, *LOAD_OPTIONS))
+    options.refuse(UNSUPPORTED_OPTIONS)
+    check_window(options)
+    options.log_unknown((*OPTIONS, *UNSUPPORTED_OPTIONS, *LOAD_OPTIONS, WINDOW))
     given |= {chat: _option(options, option) for option, chat in OPTIONS.items()}
     given["max_tokens"] = _read_limit(options.name("num_predict"), given["max_tokens"])
     form = fields.get("format")

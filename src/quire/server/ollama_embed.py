@@ -20,6 +20,7 @@ from quire.server.errors import REQUEST_ID, ApiError
 from quire.server.fields import Fields
 from quire.server.generation import GenerationRequest, json_response, run
 from quire.server.json_stream import JsonArray
+from quire.server.llama_cpp_fields import WINDOW
 from quire.server.ollama import LOAD_OPTIONS, OPTIONS, UNSUPPORTED_OPTIONS, read_body
 from quire.server.sampling import NEVER_IGNORED, read_options
 from quire.server.state import ServerState
@@ -113,7 +114,7 @@ async def _embed(
     options = fields.object("options") or Fields({}, "options.")
     if not inputs:
         return json_response(build([], TokenCount()))
-    options.log_unknown((*OPTIONS, *UNSUPPORTED_OPTIONS, *LOAD_OPTIONS))
+    options.log_unknown((*OPTIONS, *UNSUPPORTED_OPTIONS, *LOAD_OPTIONS, WINDOW))
     prompts, pooling = config.with_prompt(inputs), Pooling(kind=config.kind)
     prepare = partial(state.llm.texts.prepare_pooled, prompts, pooling, params.truncate_prompt_tokens)
     own = Fields({name: fields.get(name) for name in OWN_OPTIONS})

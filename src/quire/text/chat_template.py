@@ -256,5 +256,6 @@ def require_chat_template(template: ChatTemplate | None) -> ChatTemplate:
         UnsupportedFeature: the model has no chat template.
     """
     if template is None:
-        raise UnsupportedFeature("messages", "this model has no chat template; send a prompt to complete instead")
+        why = "this model has no chat template: set the option chat_template, or send a prompt to complete instead"
+        raise UnsupportedFeature("messages", why)
     return template

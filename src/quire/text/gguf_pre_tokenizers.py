@@ -79,7 +79,7 @@ DIGITS: Final = PreTokenizer(has_digits=True)
 LLAMA3: Final = PreTokenizer((_LLAMA3,), takes_words=True, adds_bos=True)
 QWEN2: Final = PreTokenizer((_QWEN2,))
 GPT4O: Final = PreTokenizer((_GPT4O,), takes_words=True)
-# How texts are divided, and the names of it.
+# Ways to divide a text, each with its names.
 ROWS: Final[tuple[tuple[PreTokenizer, tuple[str, ...]], ...]] = (
     (GPT2, ("gpt-2", "phi-2", "mellum", "a.x-4.0", "exaone4", "trillion", "granite-docling")),
     (DIGITS, ("smollm", "command-r", "refact", "starcoder", "codeshell", "exaone", "minerva-7b", "mellum2")),

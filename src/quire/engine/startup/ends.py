@@ -6,15 +6,24 @@ import logging
 from collections.abc import Mapping
 
 from quire.models.checkpoint import Checkpoint
-from quire.text.ends import END_TEXTS, EndToken, ends_by_text
+from quire.models.families.encoders import find_encoder
+from quire.text.ends import END_TEXTS, EndToken, describe, ends_by_text
 from quire.text.gguf_tokenizer import end_texts, named_ends, tokens_of
 from quire.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 
+def read_end_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """Return the tokens that end an answer of a model, and name them in the log; see `find_ends`."""
+    ends = find_ends(checkpoint, tokenizer)
+    if find_encoder(checkpoint.config) is None:
+        logger.info("Answers end at %s", describe(ends))
+    return frozenset(end.token_id for end in ends)
+
+
 def find_ends(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> tuple[EndToken, ...]:
-    """Return the tokens that end an answer, those that the model's files name first.
+    """Return the tokens that end an answer, those that the model's files name first; none for an encoder.
 
     The tokenizer's end token is always one. Those of a folder are the ones that generation_config.json lists; where it
     lists none, those of config.json and the special tokens with known texts. Those of a GGUF file are the ones that its
@@ -24,6 +33,8 @@ def find_ends(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> tuple[EndT
         checkpoint: the model's files.
         tokenizer: its tokenizer; None where it works on token ids only.
     """
+    if find_encoder(checkpoint.config) is not None:
+        return ()
     fields = checkpoint.gguf_fields
     named = [*checkpoint.eos_token_ids]
     texts: Mapping[int, str] = {}

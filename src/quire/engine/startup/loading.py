@@ -32,7 +32,7 @@ from quire.engine.startup.adapters import load_adapters, take_adapters
 from quire.engine.startup.data_plane import make_executor
 from quire.engine.startup.disk_cache import open_prefetch, open_stores
 from quire.engine.startup.encoders import encoder_config, open_encoder
-from quire.engine.startup.ends import find_ends
+from quire.engine.startup.ends import read_end_token_ids
 from quire.engine.startup.gpu_dtype import dtype_on
 from quire.engine.startup.kv_events import open_kv_events
 from quire.engine.startup.model_defaults import read_default_params
@@ -67,7 +67,6 @@ from quire.platform.numa import bound_to
 from quire.scheduling.scheduler import Scheduler
 from quire.structured.grammar_cache import GrammarCache
 from quire.structured.grammar_compiler import GrammarCompiler
-from quire.text.ends import describe
 from quire.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -156,10 +155,7 @@ def _load(config: EngineConfig, wrap: Wrappers, ranks: Ranks | None) -> LoadedMo
     check_pin_limit(resolved, sizing)
     name, merged = options.served_names[0], None if isinstance(model, Encoder) else model.merged_adapter
     pooling = read_pooling(checkpoint, model.spec, tokenizer, options.classifier_from_token)
-    found = find_ends(checkpoint, tokenizer)
-    ends = frozenset(end.token_id for end in found)
-    if pooling.has_head:
-        logger.info("Answers end at %s", describe(found))
+    ends = read_end_token_ids(checkpoint, tokenizer)
     grammars = _grammars(config, tokenizer, model.spec.vocab_size, ends)
     disk = None
     with ExitStack() as stack:
