@@ -10,7 +10,13 @@ import gguf
 import numpy as np
 import pytest
 
-from quire.engine.startup.model_defaults import GGUF_FIELDS, GGUF_UNSERVED, GGUF_WINDOW, read_default_params
+from quire.engine.startup.model_defaults import (
+    GGUF_FIELDS,
+    GGUF_PREFIX,
+    GGUF_UNSERVED,
+    GGUF_WINDOW,
+    read_default_params,
+)
 from quire.models.checkpoint import Checkpoint
 
 # Settings of methods that are off without another field.
@@ -19,7 +25,7 @@ SETTINGS = {"xtc_threshold", "mirostat_tau", "mirostat_eta"}
 
 def of_file(**fields: Any) -> Checkpoint:
     """Return a GGUF checkpoint with these sampling fields."""
-    named = {f"general.sampling.{name}": value for name, value in fields.items()}
+    named = {name if "." in name else f"{GGUF_PREFIX}{name}": value for name, value in fields.items()}
     return Checkpoint(Path("folder"), {}, {}, {}, named, gguf_path=Path("folder/model.gguf"))
 
 
@@ -28,12 +34,9 @@ def float32(value: float) -> float:
 
 
 def test_all_fields_of_the_converter_are_known() -> None:
-    written = {
-        value.removeprefix("general.sampling.")
-        for name, value in vars(gguf.Keys.General).items()
-        if name.startswith("SAMPLING_")
-    }
-    assert written == {*GGUF_FIELDS, *GGUF_UNSERVED, GGUF_WINDOW, *SETTINGS}
+    written = {value for name, value in vars(gguf.Keys.General).items() if name.startswith("SAMPLING_")}
+    known = {*GGUF_UNSERVED, GGUF_WINDOW, *(f"{GGUF_PREFIX}{name}" for name in (*GGUF_FIELDS, *SETTINGS))}
+    assert written == {name for name in known if name.startswith(GGUF_PREFIX)}
 
 
 def test_a_file_recommends_what_its_folder_did(caplog: pytest.LogCaptureFixture) -> None:
@@ -56,6 +59,7 @@ def test_a_file_recommends_what_its_folder_did(caplog: pytest.LogCaptureFixture)
         ({"mirostat": 2}, "general.sampling.mirostat is 2, which is not served"),
         ({"xtc_probability": 0.5}, "general.sampling.xtc_probability is 0.5, which is not served"),
         ({"sequence": "penalties;temperature"}, "general.sampling.sequence is 'penalties;temperature', which is not"),
+        ({"tokenizer.ggml.suppress_tokens": [3, 4]}, "tokenizer.ggml.suppress_tokens is [3, 4], which is not served"),
         ({"penalty_repeat": 1.1, "penalty_last_n": 64}, "general.sampling.penalty_last_n is 64, which is not served"),
     ],
 )

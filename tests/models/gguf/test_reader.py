@@ -12,8 +12,10 @@ import pytest
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
 
 from quire.errors import CheckpointError
+from quire.models.gguf.header import read_header
 from quire.models.gguf.reader import GGUFFile
 from quire.models.gguf.tensor_types import TENSOR_TYPES
+from quire.quantization.gguf_header import encode_header
 
 FIELDS: dict[str, tuple[Any, GGUFValueType]] = {
     "a.uint8": (255, GGUFValueType.UINT8),
@@ -161,3 +163,16 @@ def test_reading_a_header_needs_no_torch(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-c", code, str(tmp_path / "model.gguf")]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == ""
+
+
+def test_descriptions_may_be_in_another_encoding(tmp_path: Path) -> None:
+    """They are not needed; what a tokenizer is made of is refused."""
+    path = tmp_path / "model.gguf"
+    for name, is_read in (("general.name", True), ("tokenizer.chat_template", False)):
+        header = encode_header({name: "Caf_"}, [])
+        path.write_bytes(header.replace(b"Caf_", b"Caf\xe9"))
+        if is_read:
+            assert read_header(path).fields == {name: "Caf\ufffd"}
+        else:
+            with pytest.raises(CheckpointError, match=r"'tokenizer\.chat_template' is not UTF-8 at its byte 3"):
+                read_header(path)

@@ -32,15 +32,16 @@ GGUF_FIELDS: Final[Mapping[str, str]] = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
-# Other such fields that change answers, and the values at which they do not. Their settings (xtc_threshold,
-# mirostat_tau, mirostat_eta) have no meaning without them.
+# Other fields that change answers, and the values at which they do not. Their settings (xtc_threshold, mirostat_tau,
+# mirostat_eta) have no meaning without them.
 GGUF_UNSERVED: Final[Mapping[str, tuple[object, ...]]] = {
-    "sequence": (),
-    "xtc_probability": (0,),
-    "mirostat": (0,),
+    f"{GGUF_PREFIX}sequence": (),
+    f"{GGUF_PREFIX}xtc_probability": (0,),
+    f"{GGUF_PREFIX}mirostat": (0,),
+    "tokenizer.ggml.suppress_tokens": ([],),
 }
 # Number of tokens that `penalty_repeat` looks at. Here it is the whole context, which has this number.
-GGUF_WINDOW: Final = "penalty_last_n"
+GGUF_WINDOW: Final = f"{GGUF_PREFIX}penalty_last_n"
 WHOLE_CONTEXT: Final = -1
 
 
@@ -84,9 +85,9 @@ def _of_gguf(path: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     if params.get("repetition_penalty", 1) != 1:
         unserved[GGUF_WINDOW] = (WHOLE_CONTEXT,)
     for name, neutral in unserved.items():
-        value = fields.get(GGUF_PREFIX + name)
+        value = fields.get(name)
         if value is not None and value not in neutral:
-            logger.warning("%s: %s%s is %s, which is not served; ignored", path, GGUF_PREFIX, name, shown(value))
+            logger.warning("%s: %s is %s, which is not served; ignored", path, name, shown(value))
     return params
 
 

@@ -123,7 +123,7 @@ class _HeaderReader:
             name = self._name(f"the name of field {number}")
             if name in fields:
                 raise self._error(f"field {shown(name)} is there twice")
-            fields[name] = self._value(f"field {shown(name)}")
+            fields[name] = self._value(name, f"field {shown(name)}")
         infos: dict[str, TensorInfo] = {}
         for number in range(num_tensors):
             name = self._name(f"the name of tensor {number}")
@@ -169,10 +169,12 @@ class _HeaderReader:
         sizes = struct.unpack_from(f"<{num_dims}Q", self._read, self._take(8 * num_dims, subject))
         return TensorInfo(name, sizes, self._u32(subject), self._u64(subject))
 
-    def _value(self, subject: str) -> Any:
+    def _value(self, name: str, subject: str) -> Any:
         kind = self._u32(subject)
         if kind == STRING:
-            return self._string(subject, MAX_STRING_BYTES)
+            # A description in another encoding is not needed; a token or a template would be another one.
+            errors = "strict" if name.startswith("tokenizer.") else "replace"
+            return self._string(subject, MAX_STRING_BYTES, errors)
         if kind == ARRAY:
             return self._array(subject)
         return self._numbers(subject, kind, 1)[0]
@@ -220,12 +222,12 @@ class _HeaderReader:
         self._position = position
         return strings
 
-    def _string(self, subject: str, max_bytes: int) -> str:
+    def _string(self, subject: str, max_bytes: int, errors: str = "strict") -> str:
         length = self._u64(subject)
         self._check_length(subject, length, max_bytes)
         start = self._take(length, subject)
         with self._utf8(subject):
-            return self._read[start : self._position].decode()
+            return self._read[start : self._position].decode(errors=errors)
 
     def _check_length(self, subject: str, length: int, max_bytes: int) -> None:
         if length > max_bytes:
