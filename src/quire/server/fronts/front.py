@@ -15,10 +15,8 @@ from quire.server.fronts.engine_methods import EngineMethods
 from quire.server.fronts.heartbeat import BUSY_HUNG_AFTER_S, HUNG_AFTER_S, Silence, processor_time_s
 from quire.server.fronts.peer import Peer
 from quire.server.fronts.session import FrontSession
-from quire.server.fronts.welcome import make_welcome
 from quire.server.in_flight import FirstTokenLog
 from quire.server.request_log import FIELDS
-from quire.server.settings import ServerConfig
 
 if TYPE_CHECKING:  # the server starts before the engine is imported
     from quire.engine.async_llm import AsyncLLM
@@ -61,7 +59,6 @@ class FrontHandle:
         self.started_s = time.monotonic()
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ended = asyncio.Event()
-        self._llm = llm
         # Time without an answer, and time without any work.
         self._silence, self._idle = Silence(), Silence()
         self._used_s: float | None = None
@@ -110,9 +107,9 @@ class FrontHandle:
         """The process, for messages and calls."""
         return self._session.peer
 
-    def welcome(self, config: ServerConfig, aliases: tuple[str, ...], created: int) -> None:
-        """Tell the process what it serves."""
-        self.peer.notify("welcome", make_welcome(self._llm, config, aliases, created))
+    def welcome(self, welcome: Any) -> None:
+        """Tell the process what it serves: the value that `make_welcome` returns."""
+        self.peer.notify("welcome", welcome)
 
     def stop(self) -> None:
         """Let the process stop: take no new requests, and end when running ones have, within the time limit."""

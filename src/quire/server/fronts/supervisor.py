@@ -17,6 +17,7 @@ from quire.server.fronts.engine_methods import EngineMethods
 from quire.server.fronts.front import FrontHandle
 from quire.server.fronts.heartbeat import PING_INTERVAL_S
 from quire.server.fronts.queue_gauge import QueueGauge
+from quire.server.fronts.welcome import make_welcome
 from quire.server.http_server import FLUSH_TIMEOUT_S
 from quire.server.in_flight import FirstTokenLog
 from quire.server.lifecycle import (
@@ -61,9 +62,9 @@ class Supervisor:
     def __init__(self, llm: AsyncLLM, config: ServerConfig, aliases: tuple[str, ...], listener: socket.socket) -> None:
         self._llm = llm
         self._config = config
-        self._aliases = aliases
         self._listener = listener
-        self._created = int(time.time())
+        # Made once: writing a large tokenizer holds the interpreter's lock, and a front may be replaced at any time.
+        self._welcome = make_welcome(llm, config, aliases, int(time.time()))
         self._first_tokens = FirstTokenLog()
         self.views = LocalViews(llm, self._first_tokens)
         self._descriptor = QueueGauge.create()
@@ -123,7 +124,7 @@ class Supervisor:
             self._on_end,
         )
         self._fronts.add(front)
-        front.welcome(self._config, self._aliases, self._created)
+        front.welcome(self._welcome)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 await front.ready
