@@ -35,6 +35,8 @@ SENTENCEPIECE_TOKENS: Final = {"bos": "<s>", "eos": "</s>", "unknown": "<unk>"}
 # Sum of the squared lengths of tokens up to which their halves are searched for: a vocabulary of 262,144 tokens of 16
 # characters has 67 million.
 MAX_SQUARED_CHARS: Final = 1 << 30
+# Bits of the largest token id: all arrays of a header together have 2^21 values at most.
+ID_BITS: Final = 21
 
 
 def read_gguf_tokenizer(path: Path, fields: Mapping[str, Any], pre: str | None = None) -> TokenizerFiles:
@@ -229,25 +231,31 @@ def _merges_by_score(vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
     Raises:
         CheckpointError: tokens are so long that the search for pairs would take minutes.
     """
-    tokens, ids = vocabulary.tokens, vocabulary.ids
+    tokens, ids, get = vocabulary.tokens, vocabulary.ids, vocabulary.ids.get
     total = sum(len(token) ** 2 for token in tokens)
     if total > MAX_SQUARED_CHARS:
         allowed = f"tokens whose squared lengths sum to at most {MAX_SQUARED_CHARS:,} where merges are missing"
         raise vocabulary.wrong(f"{PREFIX}tokens", total, allowed)
-    merges = []
     scores, types = vocabulary.numbers("scores"), vocabulary.types
-    for token, token_id in ids.items():
-        if types[token_id] in (CONTROL, UNKNOWN, BYTE):
-            continue
+    joined = [token_id for token_id in ids.values() if types[token_id] not in (CONTROL, UNKNOWN, BYTE)]
+    joined.sort(key=scores.__getitem__, reverse=True)
+    # A pair is one number, since hundreds of thousands of tuples take longer: place of the score, left, right.
+    pairs: list[int] = []
+    place = -1
+    for before, token_id in zip([None, *joined], joined, strict=False):
+        if before is None or scores[before] != scores[token_id]:
+            place += 1
+        token = tokens[token_id]
         for middle in range(1, len(token)):
-            # Most halves are no tokens: the second one is made only where the first one is.
-            left = token[:middle]
-            if left in ids:
-                right = token[middle:]
-                if right in ids:
-                    merges.append((-scores[token_id], ids[left], ids[right]))
-    merges.sort()
-    return [(tokens[left], tokens[right]) for _, left, right in merges]
+            # Beginnings of tokens are tokens more often than ends are, so these are looked up first.
+            right = get(token[middle:])
+            if right is not None:
+                left = get(token[:middle])
+                if left is not None:
+                    pairs.append((place << ID_BITS | left) << ID_BITS | right)
+    pairs.sort()
+    last = (1 << ID_BITS) - 1
+    return [(tokens[pair >> ID_BITS & last], tokens[pair & last]) for pair in pairs]
 
 
 def _frame_texts(
