@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -66,8 +66,8 @@ def commands(args: argparse.Namespace) -> dict[str, list[str]]:
 
 
 @contextmanager
-def serving(command: list[str]) -> Iterator[Client]:
-    """Start a server, and return a client of it once it answers; it is ended on leaving.
+def serving(command: list[str]) -> Iterator[tuple[Client, int]]:
+    """Start a server, and return a client of it once it answers, and its process id; it is ended on leaving.
 
     Raises:
         RuntimeError: it does not start.
@@ -81,7 +81,7 @@ def serving(command: list[str]) -> Iterator[Client]:
         )
         try:
             asyncio.run(started(client, process))
-            yield client
+            yield client, process.pid
         finally:
             process.terminate()
 
@@ -112,19 +112,35 @@ def requests_of(tokens: list[int], count: int, num_prompt: int, num_new: int, se
     return [TracedRequest([tokens[0], *tokens[start : start + num_prompt - 1]], num_new) for start in starts]
 
 
-def measure(client: Client, requests: list[TracedRequest]) -> dict[str, float]:
-    """Send requests at once and return their figures.
+def others_cpu_s(own: Iterable[int]) -> float:
+    """Return the processor time of all processes but this one and those of some ids, since the machine started."""
+    tick = os.sysconf("SC_CLK_TCK")
+    user, nice, system, _, _, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:])
+    mine = 0
+    for process_id in (os.getpid(), *own):
+        fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
+        mine += int(fields[11]) + int(fields[12])
+    return (user + nice + system + irq + softirq - mine) / tick
+
+
+def measure(client: Client, requests: list[TracedRequest], own: Iterable[int]) -> dict[str, float]:
+    """Send requests at once and return their figures, with the cores that other processes used meanwhile.
 
     Raises:
         RuntimeError: an answer failed, or has not all tokens.
     """
+    before_s = others_cpu_s(own)
     load = asyncio.run(send_in_turn(client, requests, len(requests), asyncio.Event()))
     for outcome in load.outcomes:
         if outcome.kind != COMPLETED or outcome.num_new != requests[0].max_tokens:
             raise RuntimeError(f"{outcome.kind} {outcome.detail}: {outcome.num_new} tokens")
     num_new = sum(request.max_tokens for request in requests)
     firsts = percentiles([outcome.pieces_s[0] - outcome.sent_s for outcome in load.outcomes])
-    return {"output_tokens_per_s": num_new / load.duration_s, "time_to_first_token_s": firsts["p50"]}
+    return {
+        "output_tokens_per_s": num_new / load.duration_s,
+        "time_to_first_token_s": firsts["p50"],
+        "cores_of_others": (others_cpu_s(own) - before_s) / load.duration_s,
+    }
 
 
 def qualities(path: Path | None) -> dict[str, Any]:
@@ -155,12 +171,13 @@ def main() -> None:
     tokens = [texts[0][0], *(token_id for ids in texts for token_id in ids[1:])]
     runs: dict[str, dict[int, list[dict[str, float]]]] = {}
     with ExitStack() as stack:
-        clients = {name: stack.enter_context(serving(command)) for name, command in commands(args).items()}
+        servers = {name: stack.enter_context(serving(command)) for name, command in commands(args).items()}
+        own = [process_id for _, process_id in servers.values()]
         for round_idx in range(-1, args.rounds):  # the first round warms up
             for count in MARKS:
-                for name, client in clients.items():
+                for name, (client, _) in servers.items():
                     requests = requests_of(tokens, count, args.prompt, args.new, seed=2 * round_idx + count)
-                    found = measure(client, requests)
+                    found = measure(client, requests, own)
                     if round_idx >= 0:
                         runs.setdefault(name, {}).setdefault(count, []).append(found)
                         print(f"round {round_idx}: {count:2} at once, {name:12} {found}", flush=True)
@@ -177,6 +194,8 @@ def main() -> None:
         ours, theirs = (table[name][str(count)]["output_tokens_per_s"] for name in ("quire", "llama-server"))
         ratios[str(count)] = ours / theirs
         print(f"{count:2} at once: {ours:.1f} and {theirs:.1f} tokens/s, {ours / theirs:.2f} times (mark: {mark})")
+    shares = [run["cores_of_others"] for counts in runs.values() for found in counts.values() for run in found]
+    print(f"cores that other processes used: {statistics.median(shares):.2f} on median, {max(shares):.2f} at most")
     for name, figures in quality.items():
         print(f"{name}: mean KL divergence {figures['kl_mean']:.5f}, same best token {figures['same_best']:.1%}")
     settings = {"file": args.file.name, "prompt": args.prompt, "new": args.new, "rounds": args.rounds}
