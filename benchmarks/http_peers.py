@@ -169,6 +169,7 @@ def main() -> None:
     assert tokenizer is not None
     texts = read_quality_text(tokenizer, None, SLOT_TOKENS, 0)
     tokens = [texts[0][0], *(token_id for ids in texts for token_id in ids[1:])]
+    quality = qualities(args.quality)
     runs: dict[str, dict[int, list[dict[str, float]]]] = {}
     with ExitStack() as stack:
         servers = {name: stack.enter_context(serving(command)) for name, command in commands(args).items()}
@@ -188,7 +189,6 @@ def main() -> None:
         }
         for name, counts in runs.items()
     }
-    quality = qualities(args.quality)
     ratios = {}
     for count, mark in MARKS.items():
         ours, theirs = (table[name][str(count)]["output_tokens_per_s"] for name in ("quire", "llama-server"))
