@@ -48,7 +48,7 @@ class ExactOps(TorchOps):
 
 
 class ExactLinear:
-    """A linear layer with the values of a stored weight, dequantised once, or a chunk of outputs at a time at each call.
+    """A linear layer with the values of a stored weight, dequantised once, or some outputs at a time at each call.
 
     Args:
         weight: weight whose parts may have different forms.
