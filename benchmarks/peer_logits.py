@@ -91,7 +91,7 @@ class TransformersReader:
         return [output[len(prompt) :] for output, prompt in zip(outputs, prompts, strict=True)]
 
 
-class Peer(NamedTuple):
+class KnownPeer(NamedTuple):
     """A kind of peer.
 
     Args:
@@ -106,9 +106,9 @@ class Peer(NamedTuple):
 
 
 READERS = {
-    "llamacpp": Peer(LlamaCppReader, APART["llamacpp"]),
-    "ik": Peer(IkLlamaCppReader, APART["ik"]),
-    "transformers": Peer(TransformersReader, "transformers", reads_folder=True),
+    "llamacpp": KnownPeer(LlamaCppReader, APART["llamacpp"]),
+    "ik": KnownPeer(IkLlamaCppReader, APART["ik"]),
+    "transformers": KnownPeer(TransformersReader, "transformers", reads_folder=True),
 }
 
 

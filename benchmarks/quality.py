@@ -53,7 +53,7 @@ FORMS = {
 }
 
 
-class Row(NamedTuple):
+class QualityRow(NamedTuple):
     """A form or a peer beside the exact values."""
 
     name: str
@@ -84,7 +84,7 @@ class ExactText:
         self._hidden = [self._engine.hidden(ids)[:-1] for ids in self.sequences]
         self._greedy = self._engine.greedy(self.prompts, num_tokens)
 
-    def compare(self, name: str, read: Callable[[list[int]], Iterator[Tensor]], greedy: list[list[int]]) -> Row:
+    def compare(self, name: str, read: Callable[[list[int]], Iterator[Tensor]], greedy: list[list[int]]) -> QualityRow:
         """Compare logits and greedy outputs.
 
         Args:
@@ -102,9 +102,9 @@ class ExactText:
                     tally.add(logits[:count], self._engine.logits(hidden[part]), targets[part])
                 first += len(logits)
             assert first == len(ids), "logits of all positions"
-        return Row(name, tally.result(), GreedyAgreement.of(greedy, self._greedy))
+        return QualityRow(name, tally.result(), GreedyAgreement.of(greedy, self._greedy))
 
-    def of_form(self, name: str, config: EngineConfig) -> Row:
+    def of_form(self, name: str, config: EngineConfig) -> QualityRow:
         """Compare a served form."""
         engine = ReadingEngine(config)
         size = max(1, PIECE // self.vocab_size)
@@ -119,7 +119,7 @@ class ExactText:
         finally:
             engine.close()
 
-    def of_peer(self, name: str, reader: PeerReader) -> Row:
+    def of_peer(self, name: str, reader: PeerReader) -> QualityRow:
         """Compare a peer."""
         size = max(1, PIECE // self.vocab_size)
         return self.compare(
@@ -127,7 +127,7 @@ class ExactText:
         )
 
 
-def lines(rows: list[Row]) -> Iterator[str]:
+def lines(rows: list[QualityRow]) -> Iterator[str]:
     """Yield the table."""
     yield "| | KL mean | median | 99th percentile | largest | perplexity | same best token | greedy equal | tokens |"
     yield "|---|---:|---:|---:|---:|---:|---:|---:|---:|"
@@ -155,10 +155,10 @@ def main() -> None:
     args = parser.parse_args()
     num_prompts, num_tokens = args.greedy
     exact = ExactText(args.file, num_prompts, num_tokens, args.tokens, args.text)
-    rows: list[Row] = []
+    rows: list[QualityRow] = []
     versions: dict[str, str | None] = {}
 
-    def add(row: Row) -> None:
+    def add(row: QualityRow) -> None:
         rows.append(row)
         print(list(lines([row]))[-1], flush=True)
 

@@ -81,7 +81,7 @@ def test_without_a_length_the_engine_serves_what_the_plan_names(capsys: pytest.C
 def test_weights_that_do_not_fit_have_smaller_forms(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--memory", "4MiB"]) == 2
     error = capsys.readouterr().err
-    assert re.search(r"--quantization int8 takes about 4,5\d\d,\d{3} bytes, which does not fit either", error)
+    assert re.search(r"--quantization int8 takes about 4,7\d\d,\d{3} bytes, which does not fit either", error)
     assert re.search(r"--quantization int4 takes about 3,1\d\d,\d{3} bytes, which fits", error)
     assert main(["plan", "--memory", "3MiB", "--quantization", "int8"]) == 2
     error = capsys.readouterr().err

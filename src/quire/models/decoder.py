@@ -20,7 +20,7 @@ from quire.models.spec import LayerGroup, ModelSpec
 from quire.models.weight_slots import WeightTable, nested
 from quire.ops.adapted_linear import StepAdapters
 from quire.ops.fused_layers import FusedLayers, FusesExperts, FusesLayers
-from quire.ops.interface import AttentionBatch, Ops, PagedKV, PagedStates, StateBatch
+from quire.ops.interface import AttentionBatch, Ops, PagedKV, PagedStates, RoundsInputs, StateBatch
 from quire.ops.lora import LoraRows
 
 
@@ -109,6 +109,9 @@ class Decoder:
         if isinstance(self.ops, FusesLayers):
             self._fused = self._layers.fuse(self.ops)
             self._fused_head = self.ops.fuse_norm(self._norm.row_norm, self._head.run)
+        # Logits of 16 bits lose a sixth of what int8 inputs do, and make equals of tokens that are near each other.
+        is_free = isinstance(self._head.run, RoundsInputs) and self._head.run.rounds_inputs
+        self._head_dtype = torch.float32 if is_free else self.dtype
         if isinstance(self.ops, FusesExperts):
             self._layers.fuse_experts(self.ops)
 
@@ -210,4 +213,6 @@ class Decoder:
 
     def _product(self, hidden: Tensor) -> Tensor:
         """Return the head's product [R, V] of hidden states [R, E]; of ranks, the columns of this one."""
-        return self._head.run(self._norm(hidden)) if self._fused_head is None else self._fused_head(hidden)
+        if self._fused_head is not None:
+            return self._fused_head(hidden)
+        return self._head.run(self._norm(hidden).to(self._head_dtype))

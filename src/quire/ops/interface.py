@@ -254,6 +254,19 @@ class KeepsRows(Protocol):
         """
 
 
+@runtime_checkable
+class RoundsInputs(Protocol):
+    """A linear layer that may quantise its inputs.
+
+    Attributes:
+        rounds_inputs: True if all rows are quantised to int8: then rows of every dtype take the same time, and the
+            result has the dtype of the rows.
+    """
+
+    @property
+    def rounds_inputs(self) -> bool: ...
+
+
 class Ops(Protocol):
     """The operations of a model. None changes its arguments, except the cache that `StepAttention` writes and
     the logits of `apply_token_bitmask`.

@@ -31,9 +31,13 @@ class NativeLinear:
     Attributes:
         num_bytes: number of bytes of the packed weight.
         num_outputs: number of columns of the result.
+        rounds_inputs: see `RoundsInputs`; False with a bias, which has one dtype.
     """
 
-    __slots__ = ("_bias", "_dtype", "_gate", "_kernels", "_tensors", "_weight", "num_bytes", "num_outputs")
+    __slots__ = (
+        *("_bias", "_dtype", "_gate", "_kept", "_kernels", "_weight", "num_bytes"),
+        *("num_outputs", "rounds_inputs"),
+    )
 
     def __init__(
         self,
@@ -44,44 +48,30 @@ class NativeLinear:
         gate: Activation | None = None,
     ) -> None:
         self._kernels, self._dtype = kernels, weight.dtype
-        if isinstance(kernels, QuantizedKernels):
-            assert isinstance(weight, StoredWeight)
-            self._tensors = kernels.pack_weight(memory, weight, gate is not None)
+        pack: Any = kernels.pack_weight
+        if isinstance(weight, StoredWeight):
+            tensors, rounds = pack(memory, weight, gate is not None), weight.rounds_inputs
         else:
-            assert isinstance(weight, Tensor)
-            self._tensors = kernels.pack_weight(memory, weight.contiguous(), gate is not None)
-        shape = weight.shape
-        self._weight = (self._tensors[0].data_ptr(), shape[0], shape[1])
-        self._bias = None if bias is None else bias.contiguous()
-        self._gate, self.num_outputs = ACTIVATIONS[gate], shape[0] // (1 if gate is None else 2)
-        self.num_bytes = sum(tensor.nbytes for tensor in self._tensors)
+            tensors, rounds = pack(memory, weight.contiguous(), gate is not None), isinstance(kernels, RoundedKernels)
+        self.rounds_inputs = rounds and bias is None
+        self._weight = (tensors[0].data_ptr(), *weight.shape)
+        bias = None if bias is None else bias.contiguous()
+        self._kept, self._bias = (tensors, bias), None if bias is None else bias.data_ptr()
+        self._gate, self.num_outputs = ACTIVATIONS[gate], weight.shape[0] // (1 if gate is None else 2)
+        self.num_bytes = sum(tensor.nbytes for tensor in tensors)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Multiply, add bias and residual, and gate, in one call."""
-        num_rows = x.shape[0]
-        output = x.new_empty(num_rows, self.num_outputs)
-        self._kernels.multiply(
-            TYPES[self._dtype],
-            x.data_ptr(),
-            x.stride(0),
-            num_rows,
-            *self._weight,
-            None if self._bias is None else self._bias.data_ptr(),
-            None if residual is None else residual.data_ptr(),
-            self._gate,
-            output.data_ptr(),
-        )
+        output = x.new_empty(x.shape[0], self.num_outputs)
+        rows = TYPES[x.dtype], x.data_ptr(), x.stride(0), x.shape[0]
+        added = None if residual is None else residual.data_ptr()
+        self._kernels.multiply(*rows, *self._weight, self._bias, added, self._gate, output.data_ptr())
         return output
 
     def as_call(self) -> LinearCall:
         """Return the layer's structure for fused layers; it is valid as long as the layer lives."""
         kernel: Any = self._kernels.multiply
-        return LinearCall(
-            ctypes.cast(kernel, ctypes.c_void_p),
-            *self._weight,
-            None if self._bias is None else self._bias.data_ptr(),
-            self._gate,
-        )
+        return LinearCall(ctypes.cast(kernel, ctypes.c_void_p), *self._weight, self._bias, self._gate)
 
 
 class ExactNativeLinear(NativeLinear):

@@ -201,7 +201,10 @@ class NativeOps(TorchFallback):
 
     def fuse_norm(self, norm: RowNorm, linear: Linear) -> NativeNormedLinear | None:
         """Run a norm and a linear layer in one call, if the matmul is native."""
-        return NativeNormedLinear(self._library, norm, linear) if isinstance(linear, NativeLinear) else None
+        # Rows that are quantised anyway are in float32 here, which fused kernels of another dtype do not give.
+        if not isinstance(linear, NativeLinear) or linear.rounds_inputs:
+            return None
+        return NativeNormedLinear(self._library, norm, linear)
 
     def fuse_experts(self, experts: RoutedExperts) -> NativeExperts | None:
         """Run the experts of a layer in one call, if all of their matmuls are native."""

@@ -24,8 +24,6 @@ from torch import Tensor
 
 # Inputs that share a super-scale.
 SUPER_GROUP: Final = 256
-# Inputs of a row of activations that share a scale when they are quantised to int8, for weights of every form.
-INPUT_GROUP: Final = 32
 
 ScaleDtype = Literal["float16", "bfloat16", "float32", "two_level"]
 
@@ -36,7 +34,7 @@ class WeightForm(NamedTuple):
     Args:
         bits: number of bits of a code.
         group: number of inputs that share a scale, 16 or 32; formats with larger groups repeat scales. 128 too for
-            e4m3.
+            e4m3. Activations are quantised to int8 in the same groups.
         scale: dtype of scales; "two_level" for int8 multiples of float16 super-scales, one per 256 inputs.
         has_mins: True if each group has a minimum: of the dtype of the scales, or uint8 multiples of float16
             super-minima.
@@ -211,6 +209,11 @@ class StoredWeight:
     def quantized(self) -> tuple[QuantizedWeight, ...]:
         """The quantised parts; all parts unless `has_plain`."""
         return tuple(part for part in self.parts if isinstance(part, QuantizedWeight))
+
+    @property
+    def rounds_inputs(self) -> bool:
+        """True if activations are quantised to int8 for all parts."""
+        return all(part.form is not None and part.form.levels != "e4m3" for part in self.parts)
 
     @property
     def has_plain(self) -> bool:

@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from quire.ops.quantized_weight import (
-    INPUT_GROUP,
     QuantizedRows,
     QuantizedWeight,
     StoredWeight,
     factors_of,
     levels_of,
 )
-from quire.ops.weight_formats import FORMS, SMALLEST, WeightFormat
+from quire.ops.weight_formats import FORMS, GROUP, SMALLEST, WeightFormat
 
 
 class ReferenceQuantisedLinear:
@@ -26,29 +25,30 @@ class ReferenceQuantisedLinear:
     Args:
         weight: weight without unquantised parts.
         bias: [out], or None.
+
+    Attributes:
+        rounds_inputs: True if activations are quantised for all parts.
     """
 
     def __init__(self, weight: StoredWeight, bias: Tensor | None) -> None:
         self._parts = [(part.form, part.read(slice(None))) for part in weight.quantized]
         self._weight, self._bias = weight, bias
+        self.rounds_inputs = weight.rounds_inputs
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Multiply group by group, add, cast once."""
-        rows, row_scales = round_inputs(x)
         columns = []
         for form, unpacked in self._parts:
             levels, (scales, mins) = levels_of(form, unpacked), factors_of(form, unpacked)
-            num_groups = levels.shape[1]
             if form.levels == "e4m3":
                 products = torch.einsum("tgi,ngi->tng", x.double().reshape(len(x), -1, form.group), levels.double())
                 columns.append((products * scales).sum(-1).float())
                 continue
-            values = rows.view(len(x), -1, form.group)[:, :num_groups]
-            factors = row_scales.repeat_interleave(INPUT_GROUP // form.group, -1)[:, None, :num_groups]
+            values, row_scales = round_inputs(x, form.group)
             whole = torch.einsum("tgi,ngi->tng", values, levels.long()).float()
-            y = (whole * (scales * factors)).sum(-1)
+            y = (whole * (scales * row_scales[:, None])).sum(-1)
             if mins is not None:
-                y -= (values.sum(-1).float()[:, None] * factors * mins).sum(-1)
+                y -= ((values.sum(-1).float() * row_scales)[:, None] * mins).sum(-1)
             columns.append(y)
         y = torch.cat(columns, -1)
         for addend in (self._bias, residual):
@@ -73,21 +73,20 @@ class ReferenceStoredLinear(ReferenceQuantisedLinear):
         return torch.stack([self._whole[token_id] for token_id in ids.tolist()])
 
 
-def round_inputs(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise each group of a row [T, K] to -127..127 by its largest magnitude.
+def round_inputs(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Quantise each group of inputs of a row [T, K] to -127..127 by its largest magnitude.
 
     Returns:
-        Codes, int64 [T, K padded to whole groups], and scales, float32 [T, groups].
+        Codes, int64 [T, groups, G], the last group padded with zeros, and scales, float32 [T, groups].
     """
-    num_groups = -(-x.shape[1] // INPUT_GROUP)
-    codes, scales = torch.zeros(len(x), num_groups * INPUT_GROUP, dtype=torch.int64), torch.zeros(len(x), num_groups)
+    num_groups = -(-x.shape[1] // group)
+    codes, scales = torch.zeros(len(x), num_groups, group, dtype=torch.int64), torch.zeros(len(x), num_groups)
     for row_idx, row in enumerate(x.float()):
-        for idx, group in enumerate(row.split(INPUT_GROUP)):
-            if not group.isfinite().all():
+        for idx, inputs in enumerate(row.split(group)):
+            if not inputs.isfinite().all():
                 scales[row_idx, idx] = math.nan
-            elif (largest := group.abs().max()) >= SMALLEST:
-                rounded = (group * torch.div(torch.tensor(127.0), largest)).round().long()
-                codes[row_idx, idx * INPUT_GROUP : idx * INPUT_GROUP + len(group)] = rounded
+            elif (largest := inputs.abs().max()) >= SMALLEST:
+                codes[row_idx, idx, : len(inputs)] = (inputs * torch.div(torch.tensor(127.0), largest)).round().long()
                 scales[row_idx, idx] = largest / 127.0
     return codes, scales
 
@@ -95,17 +94,17 @@ def round_inputs(x: Tensor) -> tuple[Tensor, Tensor]:
 def round_weight(weight: Tensor, name: WeightFormat) -> StoredWeight:
     """Quantise each group of a weight [N, K]; the (first) largest magnitude gets the lowest code."""
     form = FORMS[name]
-    lowest, num_groups = -(1 << (form.bits - 1)), -(-weight.shape[1] // INPUT_GROUP)
-    codes = torch.full((len(weight), num_groups * INPUT_GROUP), form.offset, dtype=torch.uint8)
+    lowest, num_groups = -(1 << (form.bits - 1)), -(-weight.shape[1] // GROUP)
+    codes = torch.full((len(weight), num_groups * GROUP), form.offset, dtype=torch.uint8)
     scales = torch.zeros(len(weight), num_groups, dtype=torch.bfloat16)
     for row_idx, row in enumerate(weight.float()):
-        for idx, group in enumerate(row.split(INPUT_GROUP)):
+        for idx, group in enumerate(row.split(GROUP)):
             scale = (group[group.abs().argmax()] / lowest).bfloat16()
             if not (group.isfinite().all() and scale.isfinite()):
                 scales[row_idx, idx] = math.nan
             elif group.abs().max() >= SMALLEST:
                 levels = (group / scale.float()).round().clamp(lowest, -lowest - 1)
-                codes[row_idx, idx * INPUT_GROUP : idx * INPUT_GROUP + len(group)] = (levels + form.offset).byte()
+                codes[row_idx, idx * GROUP : idx * GROUP + len(group)] = (levels + form.offset).byte()
                 scales[row_idx, idx] = scale
     rows = QuantizedRows(codes, scales)
     quantized = QuantizedWeight(form, (codes.shape[0], codes.shape[1]), rows.at, codes.nbytes)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.ops.quantized_weight import INPUT_GROUP, QuantizedRows, QuantizedWeight, StoredWeight
+from quire.ops.quantized_weight import QuantizedRows, QuantizedWeight, StoredWeight
 from quire.ops.torch_quantised import padded_groups
-from quire.ops.weight_formats import FORMS, SMALLEST, WeightFormat
+from quire.ops.weight_formats import FORMS, GROUP, SMALLEST, WeightFormat
 
 
 def round_weight(weight: Tensor, name: WeightFormat, device: torch.device) -> StoredWeight:
@@ -23,14 +23,14 @@ def round_weight(weight: Tensor, name: WeightFormat, device: torch.device) -> St
         device: device on which rows are quantised.
     """
     form, (num_rows, num_inputs) = FORMS[name], weight.shape
-    num_groups = -(-num_inputs // INPUT_GROUP)
+    num_groups = -(-num_inputs // GROUP)
 
     def read(rows: slice | Tensor) -> QuantizedRows:
         levels, scales = round_groups(weight[rows].to(device).float(), form.bits)
         return QuantizedRows((levels.short() + form.offset).to(torch.uint8), scales)
 
-    num_bytes = num_rows * num_groups * (INPUT_GROUP * form.bits // 8 + torch.bfloat16.itemsize)
-    quantized = QuantizedWeight(form, (num_rows, num_groups * INPUT_GROUP), read, num_bytes)
+    num_bytes = num_rows * num_groups * (GROUP * form.bits // 8 + torch.bfloat16.itemsize)
+    quantized = QuantizedWeight(form, (num_rows, num_groups * GROUP), read, num_bytes)
     return StoredWeight((quantized,), weight.dtype)
 
 
@@ -40,7 +40,7 @@ def round_groups(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     Returns:
         Levels, int8 [N, K padded to whole groups], and scales, bfloat16 [N, groups].
     """
-    groups, lowest = padded_groups(x), -float(1 << (bits - 1))
+    groups, lowest = padded_groups(x, GROUP), -float(1 << (bits - 1))
     largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
     scales = torch.where(largest.abs() < SMALLEST, 0.0, largest / lowest).to(torch.bfloat16)
     scales = torch.where(scales.isfinite(), scales, torch.nan)

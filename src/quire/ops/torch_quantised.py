@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quire.ops.quantized_weight import INPUT_GROUP, QuantizedRows, StoredWeight, WeightForm, chunks, dequantize
+from quire.ops.quantized_weight import QuantizedRows, StoredWeight, WeightForm, chunks, dequantize
 from quire.ops.weight_formats import SMALLEST
 
 # Number of codes that are dequantised at a time, so that they stay in the CPU cache.
@@ -26,9 +26,12 @@ class TorchQuantisedLinear:
         weight: weight without unquantised parts.
         bias: [out], or None.
         device: device of the weight.
+
+    Attributes:
+        rounds_inputs: True if activations are quantised for all parts.
     """
 
-    __slots__ = ("_bias", "_dtype", "_parts", "_width")
+    __slots__ = ("_bias", "_dtype", "_parts", "_width", "rounds_inputs")
 
     def __init__(self, weight: StoredWeight, bias: Tensor | None, device: torch.device) -> None:
         self._parts = [
@@ -36,14 +39,16 @@ class TorchQuantisedLinear:
             for part in weight.quantized
         ]
         self._dtype, self._bias, self._width = weight.dtype, bias, weight.shape[1]
+        self.rounds_inputs = weight.rounds_inputs
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Quantise the activations, multiply, and add bias and residual."""
         plain = x.float()
-        rounded = None if all(form.levels == "e4m3" for form, _ in self._parts) else rounded_rows(plain)
+        groups = {form.group for form, _ in self._parts if form.levels != "e4m3"}
+        rounded = {group: rounded_rows(plain, group) for group in groups}
         products = []
         for form, part in self._parts:
-            rows = plain if rounded is None or form.levels == "e4m3" else rounded[:, : self._width]
+            rows = plain if form.levels == "e4m3" else rounded[form.group]
             products += [functional.linear(rows, weights) for weights in self._dequantized(form, part)]
         y = torch.cat(products, -1)
         for addend in (self._bias, residual):
@@ -80,23 +85,23 @@ class TorchStoredLinear(TorchQuantisedLinear):
         return output
 
 
-def rounded_rows(x: Tensor) -> Tensor:
-    """Return float32 rows [T, K] as int8 times the scales of groups, [T, K padded to whole groups].
+def rounded_rows(x: Tensor, group: int) -> Tensor:
+    """Return float32 rows [T, K] as int8 times the scales of groups of inputs, [T, K padded to whole groups].
 
     A group that is not finite becomes NaN.
     """
-    codes, scales = round_inputs(x)
+    codes, scales = round_inputs(x, group)
     return (codes * scales[..., None]).flatten(-2)
 
 
-def round_inputs(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise groups of float32 [T, K] to int8 by their largest magnitude.
+def round_inputs(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Quantise groups of inputs of float32 [T, K] to int8 by their largest magnitude.
 
     Returns:
         Codes, int8 [T, groups, G], and scales, float32 [T, groups]. A group that is not finite becomes zeros with a
         scale of NaN.
     """
-    groups = padded_groups(x)
+    groups = padded_groups(x, group)
     largest = groups.abs().amax(-1, keepdim=True)
     largest = torch.where(largest.isfinite(), largest, torch.nan)
     # A GPU divides by a host scalar by multiplying with its reciprocal, which may be off by one bit.
@@ -106,10 +111,10 @@ def round_inputs(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes, torch.where(largest < SMALLEST, 0.0, largest / most).squeeze(-1)
 
 
-def padded_groups(x: Tensor) -> Tensor:
+def padded_groups(x: Tensor, group: int) -> Tensor:
     """Return rows [T, K] in groups of inputs [T, groups, G]; the last group is padded with zeros."""
-    missing = -x.shape[1] % INPUT_GROUP
-    return (functional.pad(x, (0, missing)) if missing else x).reshape(len(x), -1, INPUT_GROUP)
+    missing = -x.shape[1] % group
+    return (functional.pad(x, (0, missing)) if missing else x).reshape(len(x), -1, group)
 
 
 def _paired(form: WeightForm, rows: QuantizedRows) -> QuantizedRows:

@@ -5,15 +5,17 @@ from __future__ import annotations
 from typing import Final, Literal
 
 from quire.config import Quantization
-from quire.ops.quantized_weight import INPUT_GROUP, WeightForm
+from quire.ops.quantized_weight import WeightForm
 
 WeightFormat = Literal["int8", "int6", "int4"]
 
+# Number of inputs that share a scale.
+GROUP: Final = 32
 # The format with the fewest bits first.
 FORMS: Final[dict[WeightFormat, WeightForm]] = {
-    "int4": WeightForm(4, INPUT_GROUP, "bfloat16", offset=8),
-    "int6": WeightForm(6, INPUT_GROUP, "bfloat16", offset=32),
-    "int8": WeightForm(8, INPUT_GROUP, "bfloat16", offset=128),
+    "int4": WeightForm(4, GROUP, "bfloat16", offset=8),
+    "int6": WeightForm(6, GROUP, "bfloat16", offset=32),
+    "int8": WeightForm(8, GROUP, "bfloat16", offset=128),
 }
 # Groups without a larger magnitude count as zeros: their scales would leave the range of float32.
 SMALLEST: Final = 1e-30

@@ -1,9 +1,9 @@
 // Rows of int8 activations, and their products with weights of bytes.
 //
-// Each group of 32 inputs of a row is scaled by its largest magnitude: q = round(x * 127 / largest), ties to even, so x
-// is about q * largest / 127. Rows of real models have a few values 15 to 25 times as large as the others: with one
-// scale for a row these would leave the others a few levels. A step is four values of a row and four weights, whose
-// products are added to a sum of 32 bits.
+// Each group of inputs that share a scale in the weight is scaled by its largest magnitude in the row: x is about
+// q * largest / 127, where q = round(x * 127 / largest), ties to even. Rows of real models have a few values 15 to 25
+// times as large as the others: with one scale for a row, these would leave the others a few levels. A step is four
+// values of a row and four weights, whose products are added to a sum of 32 bits.
 #pragma once
 
 #include <memory>
@@ -14,7 +14,6 @@
 namespace {
 
 constexpr int kStepBytes = 4;
-constexpr int kInputGroup = 32;  // inputs of a row that share a scale
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 // Groups without a larger magnitude count as zeros: smaller scales would leave the range of floats.
 constexpr float kSmallest = 1e-30f;
@@ -22,25 +21,6 @@ constexpr float kSmallest = 1e-30f;
 typedef int16_t Shorts __attribute__((vector_size(4 * QUIRE_LANES)));
 
 // ---- products ----
-
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
-#define QUIRE_VNNI 1
-
-// Offset of each int8 weight, which makes its bytes unsigned. The start values of the sums compensate for it.
-constexpr int kWeightOffset = 128;
-
-// Adds the products of four unsigned weights and four values to `sum`, in each lane.
-QUIRE_INLINE void multiply_add(Ints& sum, Ints weights, Ints values) {
-#if defined(__AVX512VNNI__)
-  sum = (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)values);
-#else
-  sum = (Ints)_mm256_dpbusd_epi32((__m256i)sum, (__m256i)weights, (__m256i)values);
-#endif
-}
-
-#else
-
-constexpr int kWeightOffset = 0;
 
 // Returns the sums of pairs of products.
 QUIRE_INLINE Ints multiply_pairs(Shorts a, Shorts b) {
@@ -60,18 +40,31 @@ QUIRE_INLINE Ints multiply_pairs(Shorts a, Shorts b) {
 QUIRE_INLINE Shorts even_bytes(Ints step) { return (bit_cast<Shorts>(step) << 8) >> 8; }
 QUIRE_INLINE Shorts odd_bytes(Ints step) { return bit_cast<Shorts>(step) >> 8; }
 
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+constexpr bool kHasVnni = true;
+#else
+constexpr bool kHasVnni = false;
+#endif
+
+// Offset of each int8 weight where its bytes are to be unsigned. The start values of the sums compensate for it.
+constexpr int kWeightOffset = kHasVnni ? 128 : 0;
+
+// Adds the products of four weights and four values to `sum`, in each lane.
 QUIRE_INLINE void multiply_add(Ints& sum, Ints weights, Ints values) {
-#if QUIRE_LANES == 8
+#if defined(__AVX512VNNI__)
+  sum = (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)values);
+#elif defined(__AVXVNNI__)
+  sum = (Ints)_mm256_dpbusd_epi32((__m256i)sum, (__m256i)weights, (__m256i)values);
+#elif QUIRE_LANES == 8
   // A pair of products fits in 16 bits: a weight may be -128, whose magnitude is an unsigned byte; a value never is.
   const __m256i pairs =
       _mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)weights), _mm256_sign_epi8((__m256i)values, (__m256i)weights));
   sum += multiply_pairs((Shorts)pairs, Shorts{} + 1);
 #else
-  sum += multiply_pairs(even_bytes(weights), even_bytes(values)) + multiply_pairs(odd_bytes(weights), odd_bytes(values));
+  sum += multiply_pairs(even_bytes(weights), even_bytes(values));
+  sum += multiply_pairs(odd_bytes(weights), odd_bytes(values));
 #endif
 }
-
-#endif
 
 // Loads a step of a row into every lane.
 QUIRE_INLINE Ints broadcast(const int8_t* step) { return Ints{} + load_bits<int32_t>(step); }
@@ -96,10 +89,10 @@ QUIRE_INLINE Ints nearest(Floats values) {
 // Rounds a group of inputs to values of int8, and returns its scale. A group with a non-finite value becomes zeros with
 // the scale NaN.
 //
-// sums: gets the sum of the values of each group of weights, `kGroup` inputs.
+// sum: gets the sum of the values.
 template <int kGroup, typename T>
-QUIRE_INLINE float round_inputs(const T* from, int8_t* to, int32_t* sums) {
-  constexpr int kVectors = kInputGroup / kLanes, kSums = kInputGroup / kGroup;
+QUIRE_INLINE float round_inputs(const T* from, int8_t* to, int32_t* sum) {
+  constexpr int kVectors = kGroup / kLanes;
   // Magnitudes have the same order as integers, and non-finite ones are above all others.
   constexpr int32_t kMagnitude = 0x7fffffff, kInfinite = 0x7f800000;
   Floats values[kVectors];
@@ -112,22 +105,19 @@ QUIRE_INLINE float round_inputs(const T* from, int8_t* to, int32_t* sums) {
   const int32_t bits = max_of(highest)[0];
   const float largest = bits < kInfinite ? bit_cast<float>(bits) : kNaN;
   if (!(largest >= kSmallest)) {
-    std::memset(to, 0, kInputGroup);
-    std::fill_n(sums, kSums, 0);
+    std::memset(to, 0, kGroup);
+    *sum = 0;
     return largest == largest ? 0.0f : kNaN;
   }
   const float inverse = 127.0f / largest;
-#pragma GCC unroll 2
-  for (int part = 0; part < kSums; ++part) {
-    Ints sum{};
+  Ints total{};
 #pragma GCC unroll 8
-    for (int vector = part * kVectors / kSums; vector < (part + 1) * kVectors / kSums; ++vector) {
-      const Ints rounded = nearest(values[vector] * inverse);
-      store_bits(to + vector * kLanes, __builtin_convertvector(rounded, Bytes));
-      sum += rounded;
-    }
-    sums[part] = sum_of(sum)[0];
+  for (int vector = 0; vector < kVectors; ++vector) {
+    const Ints rounded = nearest(values[vector] * inverse);
+    store_bits(to + vector * kLanes, __builtin_convertvector(rounded, Bytes));
+    total += rounded;
   }
+  *sum = sum_of(total)[0];
   return largest / 127.0f;
 }
 
@@ -135,34 +125,30 @@ QUIRE_INLINE float round_inputs(const T* from, int8_t* to, int32_t* sums) {
 // zeros to whole groups.
 template <int kGroup>
 struct Int8Rows {
-  static_assert(kGroup == kInputGroup || kGroup == kInputGroup / 2);
-
-  int width;       // a multiple of `kInputGroup`
-  int num_scales;  // groups of inputs of a row
-  int num_sums;    // groups of weights of a row
+  int width;       // a multiple of `kGroup`
+  int num_groups;
   std::unique_ptr<int8_t[]> values;  // [rows, width]
-  std::unique_ptr<float[]> scales;   // [rows, num_scales]
-  std::unique_ptr<int32_t[]> sums;   // sums of the values, [rows, num_sums]
+  std::unique_ptr<float[]> scales;   // [rows, num_groups]
+  std::unique_ptr<int32_t[]> sums;   // of the values of groups, [rows, num_groups]
 
   template <typename T>
   Int8Rows(const T* x, int64_t row_stride, int64_t num_rows, int num_inputs)
-      : width(round_up(num_inputs, kInputGroup)),
-        num_scales(width / kInputGroup),
-        num_sums(width / kGroup),
+      : width(round_up(num_inputs, kGroup)),
+        num_groups(width / kGroup),
         values(new int8_t[num_rows * width]),
-        scales(new float[num_rows * num_scales]),
-        sums(new int32_t[num_rows * num_sums]) {
+        scales(new float[num_rows * num_groups]),
+        sums(new int32_t[num_rows * num_groups]) {
     constexpr int kFewRows = 8;  // finished before another thread has woken up
     quire::in_parallel(num_rows, kFewRows, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
         const T* from = x + row * row_stride;
-        for (int group = 0; group < num_scales; ++group) {
-          const int first = group * kInputGroup, count = std::min(kInputGroup, num_inputs - first);
-          T padded[kInputGroup] = {};
-          if (count < kInputGroup) std::copy_n(from + first, count, padded);
-          scales[row * num_scales + group] =
-              round_inputs<kGroup>(count < kInputGroup ? padded : from + first, values.get() + row * width + first,
-                                   sums.get() + row * num_sums + group * (kInputGroup / kGroup));
+        for (int group = 0; group < num_groups; ++group) {
+          const int first = group * kGroup, count = std::min(kGroup, num_inputs - first);
+          const int64_t place = row * num_groups + group;
+          T padded[kGroup] = {};
+          if (count < kGroup) std::copy_n(from + first, count, padded);
+          scales[place] = round_inputs<kGroup>(count < kGroup ? padded : from + first,
+                                               values.get() + row * width + first, sums.get() + place);
         }
       }
     });

@@ -5,14 +5,14 @@
 
 namespace {
 
-// Rounds a group to the lowest integers of `kBits` bits and above, -8..7 for four, and returns its scale. The value of
+// Rounds a group to integers of the form's bits, -8..7 for four, and returns its scale. The value of
 // the largest magnitude becomes the lowest integer, because the range has one more integer below zero than above.
 //
-// codes: gets the integers with the offset that makes the lowest one zero; [32], of which those past `count` are zeros.
-template <int kBits, typename T>
+// codes: gets the integers with the offset that makes the lowest one zero; those past `count` are zeros.
+template <typename Form, typename T>
 BFloat16 round_group(const T* from, int count, uint8_t* codes) {
-  constexpr int kOffset = 1 << (kBits - 1);
-  std::memset(codes, kOffset, kInputGroup);
+  constexpr int kOffset = 1 << (Form::kBits - 1);
+  std::memset(codes, kOffset, Form::kGroup);
   BFloat16 scale{0};
   float largest = 0.0f;
   bool is_finite = true;
@@ -44,8 +44,7 @@ void pack_rounded(const T* weight, int64_t num_columns, int64_t width, bool is_g
         for (int64_t idx = 0; idx < width; idx += Form::kGroup, to += Form::kGroupBytes) {
           uint8_t codes[Form::kGroup];
           const int num_values = int(std::min<int64_t>(Form::kGroup, width - idx));
-          reinterpret_cast<BFloat16*>(to + Form::kScales)[column] =
-              round_group<Form::kBits>(row + idx, num_values, codes);
+          reinterpret_cast<BFloat16*>(to + Form::kScales)[column] = round_group<Form>(row + idx, num_values, codes);
           for (int value = 0; value < Form::kGroup; ++value) Form::put_code(to, column, value, codes[value]);
         }
       }
@@ -55,15 +54,15 @@ void pack_rounded(const T* weight, int64_t num_columns, int64_t width, bool is_g
 
 }  // namespace
 
-// Rounds a weight [num_columns, width] to a form with scales of bfloat16 for 32 inputs and packs it into panels. Returns
-// false, and nothing is written, for other forms.
+// Rounds a weight [num_columns, width] to a form with scales of bfloat16 for 32 inputs, and packs it into panels. For
+// another form, returns false without writing anything.
 QUIRE_EXPORT bool quire_pack_rounded(int64_t form, Type type, const void* weight, int64_t num_columns, int64_t width,
                                      bool is_gated, uint8_t* panels) {
   bool is_rounded = false;
   with_form(form, [&](auto* null) {
     using Form = std::remove_pointer_t<decltype(null)>;
     if constexpr (!Form::kIsFloat8 && !Form::kHasLevels && !Form::kHasMins && !Form::kHasZeros) {
-      if constexpr (std::is_same_v<typename Form::Scale, BFloat16> && Form::kGroup == kInputGroup) {
+      if constexpr (std::is_same_v<typename Form::Scale, BFloat16> && Form::kGroup == 32) {
         is_rounded = true;
         with_type(type, [&](auto* as) {
           using T = std::remove_pointer_t<decltype(as)>;
