@@ -91,24 +91,67 @@ class TransformersReader:
         return [output[len(prompt) :] for output, prompt in zip(outputs, prompts, strict=True)]
 
 
+class OpenVinoReader:
+    """OpenVINO on an exported model, with the KV cache and dynamic quantisation that are its defaults on CPUs."""
+
+    def __init__(self, model: Path, num_threads: int) -> None:
+        self._numpy: Any = importlib.import_module("numpy")
+        core: Any = importlib.import_module("openvino").Core()
+        properties = {"PERFORMANCE_HINT": "LATENCY", "NUM_STREAMS": "1", "INFERENCE_NUM_THREADS": num_threads}
+        compiled = core.compile_model(str(model / "openvino_model.xml"), "CPU", properties)
+        self._request = compiled.create_infer_request()
+
+    def logits(self, ids: list[int]) -> Iterator[bytes]:
+        """Run the whole sequence."""
+        self._request.reset_state()
+        for row in self._run(ids, 0):
+            yield row.tobytes()
+
+    def greedy(self, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+        """Decode after each prompt by itself, a token a step."""
+        outputs = []
+        for prompt in prompts:
+            self._request.reset_state()
+            output: list[int] = []
+            fed = prompt
+            while len(output) < num_tokens:
+                logits = self._run(fed, len(prompt) + len(output) - len(fed))
+                fed = [int(logits[-1].argmax())]
+                output += fed
+            outputs.append(output)
+        return outputs
+
+    def _run(self, ids: list[int], num_past: int) -> Any:
+        """Return the logits of tokens, float32 [T, V], after those that the cache has."""
+        array, length = self._numpy.array, num_past + len(ids)
+        inputs = {
+            "input_ids": array([ids], dtype="int64"),
+            "attention_mask": self._numpy.ones((1, length), dtype="int64"),
+            "position_ids": self._numpy.arange(num_past, length, dtype="int64")[None],
+            "beam_idx": array([0], dtype="int32"),
+        }
+        return self._request.infer(inputs)["logits"][0].astype("float32")
+
+
 class KnownPeer(NamedTuple):
     """A kind of peer.
 
     Args:
         reader: class that runs in the peer's process.
         package: package whose version is reported.
-        reads_folder: whether it reads the folder with 16 or 32 bits instead of the file.
+        model: option of `benchmarks.quality` that names the model in the peer's form.
     """
 
     reader: Any
     package: str
-    reads_folder: bool = False
+    model: str = "file"
 
 
 READERS = {
     "llamacpp": KnownPeer(LlamaCppReader, APART["llamacpp"]),
     "ik": KnownPeer(IkLlamaCppReader, APART["ik"]),
-    "transformers": KnownPeer(TransformersReader, "transformers", reads_folder=True),
+    "openvino": KnownPeer(OpenVinoReader, "openvino", "openvino_model"),
+    "transformers": KnownPeer(TransformersReader, "transformers", "folder"),
 }
 
 

@@ -23,6 +23,7 @@ from quire.bench.exact_ops import ExactOps
 from quire.bench.quality import PIECE, ReadingEngine, exact_config
 from quire.bench.quality_text import greedy_prompts, read_quality_text
 from quire.config import EngineConfig
+from quire.platform.host_probe import probe
 
 BF16, F32 = {"dtype": "bfloat16"}, {"dtype": "float32"}
 
@@ -79,7 +80,8 @@ class ExactText:
         self.prompts = greedy_prompts(tokenizer, num_prompts, None if text is None else self.sequences)
         tokenizer_engine.close()
         self.num_tokens = num_tokens
-        self._engine = ReadingEngine(exact_config(config), lambda _: ExactOps())
+        room = probe("cpu").available_bytes // 2
+        self._engine = ReadingEngine(exact_config(config), lambda _: ExactOps(room))
         self.vocab_size = self._engine.vocab_size
         self._hidden = [self._engine.hidden(ids)[:-1] for ids in self.sequences]
         self._greedy = self._engine.greedy(self.prompts, num_tokens)
@@ -147,6 +149,7 @@ def main() -> None:
     parser.add_argument("--forms", default=";".join(FORMS), help="of Quire, with semicolons between; '' for none")
     for name in READERS:
         parser.add_argument(f"--{name}-python", type=Path, help=f"interpreter of an environment that has {name}")
+    parser.add_argument("--openvino-model", type=Path, help="the folder, exported for OpenVINO")
     parser.add_argument("--text", type=Path, help="text to read; the bundled one by default")
     parser.add_argument("--tokens", type=int, default=0, help="most tokens of the text; all by default")
     parser.add_argument("--greedy", type=int, nargs=2, default=(20, 32), metavar=("PROMPTS", "TOKENS"))
@@ -164,7 +167,7 @@ def main() -> None:
 
     for name in READERS:
         python = getattr(args, f"{name}_python")
-        model = args.folder if READERS[name].reads_folder else args.file
+        model = getattr(args, READERS[name].model)
         if python is not None and model is not None:
             with PeerReader(python, name, model, args.threads) as reader:
                 versions[name] = reader.version

@@ -71,9 +71,9 @@ class ModelConfig:
         kernels: kernel backend: "native" kernels, compiled when Quire was installed, stock "torch" operators, or
             "triton" kernels for NVIDIA GPUs (the extra "gpu"); "auto" takes native kernels on a CPU if they were
             compiled, and Triton kernels on a GPU of compute capability 8.0 or higher if Triton is installed.
-        quantization: quantisation of linear layers while they are loaded (round to nearest): "int8" (one scale per
-            output) or "int4" (one per 32 inputs; the output head has six bits); None keeps the weights unchanged. Other
-            names of vLLM ("awq", "fp8", ...) set `stored_quantization`.
+        quantization: quantisation of linear layers while they are loaded (round to nearest): "int8"
+            or "int4", with a scale for 32 inputs; with "int4" the output head has six bits. None keeps the weights
+            unchanged. Other names of vLLM ("awq", "fp8", ...) set `stored_quantization`.
         stored_quantization: quantisation method that the checkpoint must have; a checkpoint states its method itself,
             and one with another is refused. None takes any.
         weight_packing: layout of the weights of linear layers: "plain", or "lossless" for bfloat16 weights in about
