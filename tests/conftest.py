@@ -115,6 +115,29 @@ def no_network(network_attempts: list[str]) -> Iterator[None]:
     assert not attempts, f"the test tried to reach {', '.join(attempts)}"
 
 
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder that all processes of this test run share."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
+@pytest.fixture(scope="session")
+def byte_level_folder(shared_folder: Path) -> Path:
+    """Return a checkpoint's folder with a byte-level vocabulary of 152,000 tokens, as Qwen 3 has; see `real_size`."""
+    from tests import real_size
+
+    return real_size.made_once(shared_folder, real_size.byte_level_vocabulary)
+
+
+@pytest.fixture(scope="session")
+def byte_fallback_folder(shared_folder: Path) -> Path:
+    """Return a checkpoint's folder with a vocabulary of 262,000 tokens and byte fallback, as Gemma 3 has."""
+    from tests import real_size
+
+    return real_size.made_once(shared_folder, real_size.byte_fallback_vocabulary)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Import the tests without the garbage collector, and have it never look at what they imported.
