@@ -13,8 +13,9 @@ from quire.execution.deferred_tokens import DeferredTokens
 from quire.execution.sampling.deferred_sampler import DeferredSampler
 from quire.execution.sampling.device_draws import topk_in_order, uniform_numbers
 from quire.execution.sampling.device_sampler import DeviceSampler
+from quire.execution.sampling.row_order import stable_topk
 from quire.execution.sampling.sampler import Sampler
-from quire.execution.sampling.sampling import stable_topk, uniform
+from quire.execution.sampling.sampling import uniform
 from quire.execution.tape_capture import WAITING
 from quire.memory.results import NO_OPS
 from quire.ops.torch_rows import apply_token_bitmask

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.execution.sampling.batch_invariant_sums import CHUNK
-from quire.execution.sampling.sampling import Filter, draw, invert_cdf, stable_topk, uniform
+from quire.execution.sampling.row_order import ascending_order, stable_topk
+from quire.execution.sampling.sampling import Filter, draw, invert_cdf, uniform
 
 # The 99.9999% quantile of chi-square is about k + 4.75 sqrt(2 k) + 15 for k degrees of freedom, and a little less.
 NUM_BINS = 64
@@ -118,6 +119,19 @@ def test_likeliest_breaks_ties_by_token_id(rows: list[list[int]], count: int) ->
     for row, row_values, row_ids in zip(rows, values.tolist(), ids.tolist(), strict=True):
         assert row_ids == sorted(range(30), key=lambda i: (-row[i], i))[:count]
         assert row_values == [row[i] for i in row_ids]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@given(
+    values=st.lists(
+        st.floats(width=32, allow_nan=False) | st.sampled_from([0.0, -0.0, math.inf, -math.inf, 1.0, -1.0]),
+        min_size=1,
+        max_size=60,
+    )
+)
+def test_the_order_of_a_row_is_that_of_a_stable_sort(dtype: torch.dtype, values: list[float]) -> None:
+    rows = torch.tensor([values, values[::-1]], dtype=dtype)
+    assert torch.equal(ascending_order(rows), rows.argsort(dim=-1, stable=True))
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1e-6])

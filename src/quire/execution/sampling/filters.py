@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from quire.execution.sampling.batch_invariant_sums import row_sums
+from quire.execution.sampling.row_order import ascending_order
 
 
 def apply_top_n_sigma(logits: torch.Tensor, num_sigmas: torch.Tensor) -> None:
@@ -41,7 +42,7 @@ def apply_typical_p(logits: torch.Tensor, typical_p: torch.Tensor) -> None:
     surprise = -logits.double().log_softmax(-1)
     shares = (-surprise).exp()
     entropy = row_sums((shares * surprise).where(shares > 0, 0.0))
-    order = (surprise - entropy).abs().argsort(dim=-1, stable=True)
+    order = ascending_order((surprise - entropy).abs())
     reached = shares.gather(-1, order).cumsum(-1)
     # One is kept while those before it fall short; so the least far always is.
     is_kept = reached - shares.gather(-1, order) < typical_p[:, None]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from quire.execution.sampling.sampling import stable_topk
+from quire.execution.sampling.row_order import stable_topk
 from quire.scheduling.plan import TokenLogprobs
 
 # Results are written as JSON, which has no infinity.

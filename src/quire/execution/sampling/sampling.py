@@ -13,9 +13,10 @@ import torch
 
 from quire.execution.sampling.batch_invariant_sums import CHUNK, chunk_sums, row_sums
 from quire.execution.sampling.filters import apply_top_n_sigma, apply_typical_p
+from quire.execution.sampling.row_order import stable_topk
 
-FIRST_WIDTH = 256
-WIDTH_FACTOR = 16
+# Numbers of the best tokens among which a row's nucleus is looked for, before the whole vocabulary is sorted.
+WIDTHS = (256, 4096)
 _MASK = (1 << 64) - 1
 
 
@@ -126,8 +127,8 @@ def _draw_filtered(
 ) -> None:
     """Sample for `rows` of the batch, from a top-k of the logits that is just wide enough to hold all kept tokens.
 
-    Most nuclei fit into the first few hundred tokens; only rows whose nucleus does not are processed again, 16 times
-    wider, up to the whole vocabulary. The kept tokens and their order do not depend on the width.
+    Most nuclei fit into the first few hundred tokens; only rows whose nucleus does not are processed again, with the
+    next of `WIDTHS`, and at last with the whole vocabulary. The kept tokens and their order do not depend on the width.
 
     Args:
         logits: float32 [R, V], divided by temperature, the maximum at 0.
@@ -141,8 +142,7 @@ def _draw_filtered(
     top_p = _float64([f.top_p for f in filters], device)
     # Weights below the smallest float32 are 0 and are never drawn; so a min_p that rounds to 0 drops the same tokens.
     min_p = torch.tensor([f.min_p for f in filters], dtype=torch.float32, device=device)
-    width = min(FIRST_WIDTH, vocab_size)
-    while len(rows):
+    for width in (*(width for width in WIDTHS if width < vocab_size), vocab_size):
         values, ids = stable_topk(logits[rows], width)
         weights = values.exp_()
         ranks = torch.arange(width, device=device)
@@ -161,9 +161,10 @@ def _draw_filtered(
         weights.masked_fill_(ranks > last, 0.0)
         chosen = ids.gather(1, invert_cdf(weights, points[rows]))
         drawn[rows[is_settled]] = chosen[is_settled]
+        if is_settled.all():
+            return
         is_open = ~is_settled
         rows, top_k, top_p, min_p = rows[is_open], top_k[is_open], top_p[is_open], min_p[is_open]
-        width = min(width * WIDTH_FACTOR, vocab_size)
 
 
 def _mass(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
@@ -172,42 +173,6 @@ def _mass(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
     if min_p.any():
         weights.masked_fill_(weights < min_p[:, None], 0.0)
     return row_sums(weights)[:, 0]
-
-
-def stable_topk(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the `count` greatest logits of each row; among finite equals the lower token id comes first.
-
-    Logits that were computed in 16 bits have many ties, and `torch.topk` orders and cuts ties arbitrarily.
-
-    Args:
-        logits: float32 [R, V].
-        count: number of tokens, at most V.
-
-    Returns:
-        Values and token ids, both [R, count], best first.
-    """
-    if count == logits.shape[1]:
-        values, ids = logits.sort(dim=-1, descending=True, stable=True)
-        return values, ids
-    values, ids = logits.topk(count + 1)
-    is_tied = (values[:, 1:] == values[:, :-1]) & values[:, 1:].isfinite()
-    if is_tied[:, -1].any():
-        for row in is_tied[:, -1].nonzero()[:, 0].tolist():
-            _cut_tie(logits[row], values[row], ids[row])
-    values, ids = values[:, :-1], ids[:, :-1]
-    if is_tied.any():
-        ids, order = ids.sort(dim=-1)
-        values, order = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
-        ids = ids.gather(1, order)
-    return values, ids
-
-
-def _cut_tie(logits: torch.Tensor, values: torch.Tensor, ids: torch.Tensor) -> None:
-    """Keep the lowest ids of a tie that crosses the cut; `ids` [count + 1] is changed."""
-    is_equal = values == values[-1]
-    first = int(is_equal.nonzero()[0, 0])
-    equal_ids = (logits == values[-1]).nonzero()[:, 0]
-    ids[first:] = equal_ids[: len(ids) - first]
 
 
 def invert_cdf(weights: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
