@@ -10,6 +10,7 @@ from tokenizers import Tokenizer as Library
 
 from quire.errors import CheckpointError, InvalidParameter
 from quire.text.bounds import growth, least_tokens
+from quire.text.components import model_tokens
 from quire.text.cuts import Cuts
 from quire.text.long_texts import MAX_NORMALIZED_BYTES, MAX_UNCUT_BYTES, PIECE_CHARS, TooManyTokens
 from quire.text.patterns import Pattern, Unsupported
@@ -69,7 +70,7 @@ def test_the_fuzz_finds_cuts_at_the_wrong_places(name: str, monkeypatch: pytest.
 def test_what_cannot_be_shown_to_be_safe_is_not_cut(name: str) -> None:
     tokenizer = in_pieces(name)
     rng = random.Random(3)
-    cuts = Cuts(tokenizer._library)
+    cuts = Cuts(tokenizer._library, model_tokens(tokenizer._library))
     for _ in range(20):
         text = hard_text(rng, 100)
         assert cuts.find(text, 1, len(text)) is None
@@ -139,7 +140,8 @@ def test_a_part_that_cannot_be_cut_is_not_read_whole(name: str) -> None:
 
 @pytest.mark.parametrize("name", CUT | WHOLE)
 def test_texts_have_no_fewer_tokens_than_their_length_shows(name: str) -> None:
-    least = least_tokens(kind(name))
+    library = kind(name)
+    least = least_tokens(library, model_tokens(library))
     assert (least is None) == name.startswith(
         ("bert", "unigram", "nfkc", "accents", "stripped", "the letter")
     ) or "awkward" in name
@@ -213,7 +215,7 @@ def test_finding_cuts_does_not_slow_down_with_added_tokens() -> None:
     """Each pair of characters is looked up in a set, not looked for in each token."""
     library = kind("llama3")
     library.add_tokens([f"<unused{idx}>" for idx in range(3000)])
-    cuts = Cuts(library)
+    cuts = Cuts(library, model_tokens(library))
     assert isinstance(cuts._pairs, frozenset)
     assert cuts.can_cut("a", " ")
     assert not cuts.can_cut("u", "n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
+from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -51,8 +52,12 @@ class LeastTokens(NamedTuple):
         return -(-length // self.per_token)
 
 
-def least_tokens(library: tokenizers.Tokenizer) -> LeastTokens | None:
+def least_tokens(library: tokenizers.Tokenizer, tokens: Sequence[str]) -> LeastTokens | None:
     """Return the bound of a tokenizer, None where it may drop any part of a text.
+
+    Args:
+        library: the tokenizer.
+        tokens: texts of its model's tokens.
 
     Bytes and characters vanish in several ways: a normalizer or pre-tokenizer drops or joins them, a model without a
     token for a character drops it, or makes one token of consecutive unknown characters.
@@ -61,9 +66,8 @@ def least_tokens(library: tokenizers.Tokenizer) -> LeastTokens | None:
     words = pre_tokenizers(library)
     if not LOSSLESS_NORMALIZERS.issuperset(forms) or not all(map(_is_lossless, words)):
         return None
-    vocab = library.get_vocab(with_added_tokens=False)
     is_byte_level = any(step["type"] == "ByteLevel" for step in words)
-    if not vocab or not _covers_all(library.model, vocab, is_byte_level=is_byte_level):
+    if not tokens or not _covers_all(library.model, is_byte_level=is_byte_level):
         return None
     # A byte of a token is a byte of the text only without a normalizer.
     counts_bytes = is_byte_level and not normalizers(library)
@@ -71,7 +75,7 @@ def least_tokens(library: tokenizers.Tokenizer) -> LeastTokens | None:
     stripping = [token for token in added if token.lstrip or token.rstrip]
     if any(token.normalized for token in stripping):
         return None
-    longest = max(max(map(len, vocab)), *(len(token.content.encode()) for token in added), 0)
+    longest = max(max(map(len, tokens)), *(len(token.content.encode()) for token in added), 0)
     joined = JOINED_CHARS if FORMS.intersection(forms) else 1
     return LeastTokens(longest * joined, counts_bytes, tuple(token.content for token in stripping))
 
@@ -89,16 +93,16 @@ def _is_lossless(step: dict[str, Any]) -> bool:
     return step["type"] in LOSSLESS_PRE_TOKENIZERS
 
 
-def _covers_all(model: Any, vocab: dict[str, int], *, is_byte_level: bool) -> bool:
+def _covers_all(model: Any, *, is_byte_level: bool) -> bool:
     """Return whether each character, or each of its bytes, has at least one token of its own in the output."""
     if not isinstance(model, tokenizers.models.BPE):
         return False
     if model.continuing_subword_prefix or model.end_of_word_suffix:
         return False
     if is_byte_level:
-        return byte_alphabet().keys() <= vocab.keys()
+        return all(model.token_to_id(char) is not None for char in byte_alphabet())
     if model.byte_fallback:
-        return all(f"<0x{byte:02X}>" in vocab for byte in range(256))
+        return all(model.token_to_id(f"<0x{byte:02X}>") is not None for byte in range(256))
     return model.unk_token is not None and not model.fuse_unk
 
 

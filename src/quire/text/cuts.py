@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 import string
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any
@@ -50,13 +50,16 @@ class Cuts:
 
     Args:
         library: the tokenizer.
+        tokens: texts of its model's tokens.
 
     Attributes:
         lead: letter before each later piece.
     """
 
-    def __init__(self, library: tokenizers.Tokenizer) -> None:
+    def __init__(self, library: tokenizers.Tokenizer, tokens: Iterable[str]) -> None:
         self._library = library
+        # A text in which a pair of characters is looked for; made now, since that takes long.
+        self._all_tokens = "\n\0\n".join(tokens) if _has_plain_merges(library.model) else ""
         self._pairs, self._ends = _added(library)
         self.can_cut = lru_cache(maxsize=1 << 14)(self._can_cut)
         try:
@@ -108,16 +111,17 @@ class Cuts:
     def _is_in_no_token(self, a: str, b: str) -> bool:
         """Return whether no merge of the model crosses a cut within a word."""
         model = self._library.model
-        if not isinstance(model, tokenizers.models.BPE) or model.ignore_merges:
-            return False
-        if model.continuing_subword_prefix or model.end_of_word_suffix:
+        if not _has_plain_merges(model):
             return False
         # A character without a token of its own is split into bytes, whose merges are not checked here.
         return all(model.token_to_id(char) is not None for char in (a, b)) and a + b not in self._all_tokens
 
-    @cached_property
-    def _all_tokens(self) -> str:
-        return "\n\0\n".join(self._library.get_vocab(with_added_tokens=False))
+
+def _has_plain_merges(model: Any) -> bool:
+    """Return whether a model divides a word by merges alone, which make the tokens as they are written."""
+    if not isinstance(model, tokenizers.models.BPE) or model.ignore_merges:
+        return False
+    return not model.continuing_subword_prefix and not model.end_of_word_suffix
 
 
 def _added(library: tokenizers.Tokenizer) -> tuple[frozenset[str], frozenset[str]]:

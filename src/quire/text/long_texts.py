@@ -11,6 +11,7 @@ from functools import cached_property
 import tokenizers
 
 from quire.text.bounds import LeastTokens, growth, least_tokens, normalized_bytes
+from quire.text.components import model_tokens
 from quire.text.cuts import Cuts
 
 # Approximate number of characters of a piece; a text with more is long.
@@ -93,15 +94,20 @@ class LongTexts:
 
     def prepare(self) -> None:
         """Analyse the tokenizer's settings ahead of the first text."""
-        _ = self._cuts, self._least, self._num_lead
+        _ = self._rules, self._num_lead
 
     @cached_property
+    def _rules(self) -> tuple[Cuts, LeastTokens | None]:
+        tokens = model_tokens(self._library)
+        return Cuts(self._library, tokens), least_tokens(self._library, tokens)
+
+    @property
     def _cuts(self) -> Cuts:
-        return Cuts(self._library)
+        return self._rules[0]
 
-    @cached_property
+    @property
     def _least(self) -> LeastTokens | None:
-        return least_tokens(self._library)
+        return self._rules[1]
 
     @cached_property
     def _num_lead(self) -> int:

@@ -6,7 +6,7 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -338,7 +338,8 @@ class Tokenizer:
             CannotCut: none of the tried texts has a token, so the special tokens are unknown.
         """
         # A model may know few letters, or whole words only.
-        for text in islice(chain(string.ascii_letters, self._library.get_vocab(with_added_tokens=False)), 200):
+        token_ids = range(0, self.vocab_size, 1 + self.vocab_size // 150)
+        for text in chain(string.ascii_letters, filter(None, map(self._library.model.id_to_token, token_ids))):
             try:
                 encoding = guarded(self._library.encode, text)
             except Exception:  # the library raises nothing narrower
