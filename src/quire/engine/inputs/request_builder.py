@@ -216,7 +216,8 @@ class RequestBuilder:
             pooling=pooling,
             adapter=None if adapter is None else adapter.slot,
         )
-        if params.allowed_token_ids is not None and set(params.allowed_token_ids) <= set(request.suppressed_ids):
+        allowed = params.allowed_token_ids
+        if allowed is not None and request.suppressed_ids and set(request.suppressed_ids).issuperset(allowed):
             raise InvalidParameter("min_tokens", params.min_tokens, "0 where all allowed_token_ids end the output")
         return request, tokens.text
 
