@@ -162,7 +162,10 @@ def check_finite(checkpoint: Checkpoint, name: str, tensor: Tensor | LayerWeight
     """
     if isinstance(tensor, LayerWeight):
         num_rows, width = tensor.weight.shape
-        tensor = tensor.weight.dequantize(slice(0, num_rows, max(1, num_rows * width // SAMPLED)))
+        step, blocks = max(1, num_rows * width // SAMPLED), tensor.weight.blocks
+        if blocks is not None and bool(blocks.factors_of(step).isfinite().all()):
+            return  # the codes of blocks are whole numbers
+        tensor = tensor.weight.dequantize(slice(0, num_rows, step))
     # An odd step goes through the columns of a matrix, of which most have an even number.
     sample = tensor.flatten()[:: max(1, tensor.numel() // SAMPLED) | 1]
     if int(sample.isfinite().sum()) < (1 - most) * sample.numel():

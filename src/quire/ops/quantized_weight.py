@@ -100,12 +100,22 @@ class StoredBlocks(NamedTuple):
     Args:
         type_id: number of the block type.
         raw: uint8 [M, bytes of a row], usually a mapped file.
+        block_bytes: number of bytes of a block.
+        factors: bytes of a block that hold its float16 factors, by which all its values are multiplied; may be none.
         row_ids: int64 [N], index into `raw` of each row of the weight; None for all of them in order.
     """
 
     type_id: int
     raw: Tensor
+    block_bytes: int
+    factors: slice
     row_ids: Tensor | None = None
+
+    def factors_of(self, step: int) -> Tensor:
+        """Return the factors of every `step`-th row, float16 [n]."""
+        rows = self.raw[::step] if self.row_ids is None else self.raw[self.row_ids[::step]]
+        blocks = rows.view(len(rows), -1, self.block_bytes)
+        return blocks[..., self.factors].flatten().view(torch.float16)
 
 
 @dataclass(frozen=True, slots=True)

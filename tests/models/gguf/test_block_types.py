@@ -16,7 +16,6 @@ from quire.ops.quantized_weight import (
     SUPER_GROUP,
     QuantizedRows,
     QuantizedWeight,
-    StoredBlocks,
     StoredWeight,
     dequantize,
 )
@@ -137,7 +136,7 @@ def test_kernels_pack_blocks_as_unpacked_rows(block: BlockType, has_index: bool,
     width = 512 // block.type.block_values * block.type.block_values
     raw = random_rows(block, 200, width // block.type.block_values)
     whole = QuantizedWeight(
-        block.form, (200, width), lambda rows: block.unpack(raw[rows]), raw.nbytes, StoredBlocks(block.type.id, raw)
+        block.form, (200, width), lambda rows: block.unpack(raw[rows]), raw.nbytes, block.stored(raw)
     )
     rows = torch.randperm(200, generator=torch.Generator().manual_seed(1))[:150] if has_index else slice(50, None)
     halves = slice(None), slice(75), slice(75, None)
@@ -154,10 +153,24 @@ def test_kernels_pack_blocks_as_unpacked_rows(block: BlockType, has_index: bool,
         assert torch.equal(packed, expected)
 
 
+@each_type
+def test_values_are_numbers_where_the_factors_are(block: BlockType) -> None:
+    """A look at the factors, which `check_finite` takes, is one at all values."""
+    raw = random_rows(block, 8, 2)
+    assert block.stored(raw).factors_of(1).isfinite().all()
+    for place in range(0, block.type.block_bytes - 1, 2):
+        broken = raw.clone()
+        broken.unflatten(1, (2, -1))[5, 1, place : place + 2] = torch.tensor([0, 0x7C], dtype=torch.uint8)  # infinity
+        is_finite = dequantize(block.form, block.unpack(broken)).isfinite().all()
+        assert block.stored(broken).factors_of(5).isfinite().all() == is_finite
+        assert block.stored(broken)._replace(row_ids=torch.tensor([0, 5])).factors_of(1).isfinite().all() == is_finite
+        assert block.stored(broken).factors_of(2).isfinite().all()
+
+
 def test_kernels_leave_blocks_that_they_do_not_know_to_the_reader() -> None:
     block = BLOCK_TYPES[Q4_0.id]
     raw = random_rows(block, 64, 2)
-    unknown = StoredBlocks(99, raw)
+    unknown = block.stored(raw)._replace(type_id=99)
     weight = QuantizedWeight(block.form, (64, 64), lambda rows: block.unpack(raw[rows]), raw.nbytes, unknown)
     for path in runnable_libraries().values():
         kernels = NativeLibrary(path.stem.removeprefix("libquire_"), path).quantized

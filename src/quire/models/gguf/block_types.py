@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire.models.gguf import tensor_types as types
 from quire.models.gguf.tensor_types import TensorType
-from quire.ops.quantized_weight import QuantizedRows, WeightForm
+from quire.ops.quantized_weight import QuantizedRows, StoredBlocks, WeightForm
 
 # Values of 4-bit codes of the IQ4 types, and twice those of MXFP4 (which are not all whole numbers).
 IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -31,16 +31,22 @@ class BlockType(NamedTuple):
     Args:
         type: number, name and sizes of the type.
         form: form of its weights.
+        factors: bytes of a block that hold its float16 factors: scales or super-scales, and minima.
         unpack_blocks: function that unpacks blocks, uint8 [N, B, bytes of a block].
     """
 
     type: TensorType
     form: WeightForm
+    factors: slice
     unpack_blocks: Callable[[Tensor], QuantizedRows]
 
     def unpack(self, raw: Tensor) -> QuantizedRows:
         """Return rows unpacked, given their bytes, uint8 [N, bytes of a row]."""
         return self.unpack_blocks(_rows(raw, self.type.block_bytes))
+
+    def stored(self, raw: Tensor) -> StoredBlocks:
+        """Return rows, uint8 [N, bytes of a row], as blocks that a backend may unpack itself."""
+        return StoredBlocks(self.type.id, raw, self.type.block_bytes, self.factors)
 
 
 @cache
@@ -188,18 +194,18 @@ def _signed(codes: Tensor, offset: int) -> Tensor:
 BLOCK_TYPES = {
     each.type.id: each
     for each in (
-        BlockType(types.Q4_0, WeightForm(4, 32, "float16", offset=8), _q4_0),
-        BlockType(types.Q4_1, WeightForm(4, 32, "float16", has_mins=True), _q4_1),
-        BlockType(types.Q5_0, WeightForm(5, 32, "float16", offset=16), _q5_0),
-        BlockType(types.Q5_1, WeightForm(5, 32, "float16", has_mins=True), _q5_1),
-        BlockType(types.Q8_0, WeightForm(8, 32, "float16", offset=128), _q8_0),
-        BlockType(types.Q2_K, WeightForm(4, 16, "two_level", has_mins=True), _q2_k),
-        BlockType(types.Q3_K, WeightForm(4, 16, "two_level", offset=8), _q3_k),
-        BlockType(types.Q4_K, WeightForm(4, 32, "two_level", has_mins=True), _q4_k),
-        BlockType(types.Q5_K, WeightForm(5, 32, "two_level", has_mins=True), _q5_k),
-        BlockType(types.Q6_K, WeightForm(6, 16, "two_level", offset=32), _q6_k),
-        BlockType(types.IQ4_NL, WeightForm(4, 32, "float16", levels=IQ4_LEVELS), _q4_0),
-        BlockType(types.IQ4_XS, WeightForm(4, 32, "two_level", levels=IQ4_LEVELS), _iq4_xs),
-        BlockType(types.MXFP4, WeightForm(4, 32, "bfloat16", levels=MXFP4_LEVELS), _mxfp4),
+        BlockType(types.Q4_0, WeightForm(4, 32, "float16", offset=8), slice(0, 2), _q4_0),
+        BlockType(types.Q4_1, WeightForm(4, 32, "float16", has_mins=True), slice(0, 4), _q4_1),
+        BlockType(types.Q5_0, WeightForm(5, 32, "float16", offset=16), slice(0, 2), _q5_0),
+        BlockType(types.Q5_1, WeightForm(5, 32, "float16", has_mins=True), slice(0, 4), _q5_1),
+        BlockType(types.Q8_0, WeightForm(8, 32, "float16", offset=128), slice(0, 2), _q8_0),
+        BlockType(types.Q2_K, WeightForm(4, 16, "two_level", has_mins=True), slice(80, 84), _q2_k),
+        BlockType(types.Q3_K, WeightForm(4, 16, "two_level", offset=8), slice(108, 110), _q3_k),
+        BlockType(types.Q4_K, WeightForm(4, 32, "two_level", has_mins=True), slice(0, 4), _q4_k),
+        BlockType(types.Q5_K, WeightForm(5, 32, "two_level", has_mins=True), slice(0, 4), _q5_k),
+        BlockType(types.Q6_K, WeightForm(6, 16, "two_level", offset=32), slice(208, 210), _q6_k),
+        BlockType(types.IQ4_NL, WeightForm(4, 32, "float16", levels=IQ4_LEVELS), slice(0, 2), _q4_0),
+        BlockType(types.IQ4_XS, WeightForm(4, 32, "two_level", levels=IQ4_LEVELS), slice(0, 2), _iq4_xs),
+        BlockType(types.MXFP4, WeightForm(4, 32, "bfloat16", levels=MXFP4_LEVELS), slice(0, 0), _mxfp4),
     )
 }

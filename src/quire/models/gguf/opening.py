@@ -17,7 +17,7 @@ from quire.models.gguf.block_types import BLOCK_TYPES, PLAIN_DTYPES
 from quire.models.gguf.reader import GGUFFile, GGUFTensor
 from quire.models.gguf.tensor_types import TENSOR_TYPES
 from quire.models.stored_tensor import StoredTensor
-from quire.ops.quantized_weight import QuantizedRows, QuantizedWeight, StoredBlocks
+from quire.ops.quantized_weight import QuantizedRows, QuantizedWeight
 
 
 class GGUFModel(NamedTuple):
@@ -114,8 +114,7 @@ def _decode(type_id: int, shape: tuple[int, ...], source: TensorSource, data: Te
         def read(rows: slice | Tensor) -> QuantizedRows:
             return block.unpack(raw[rows])
 
-        blocks = StoredBlocks(type_id, raw)
-        weight = QuantizedWeight(block.form, (len(raw), shape[-1]), read, data.nbytes, blocks)
+        weight = QuantizedWeight(block.form, (len(raw), shape[-1]), read, data.nbytes, block.stored(raw))
         if source.column_order is None and source.transform is None and source.shape == weight.shape:
             return weight if source.row_order is None else weight.rows(torch.tensor(source.row_order.indices()))
         values = weight.dequantize().view(shape)

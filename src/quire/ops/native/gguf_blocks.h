@@ -31,32 +31,87 @@ struct UnpackedBlock {
   uint8_t* super_min;
 };
 
-// A type of blocks: its number in a file, the values and bytes of a block, and the bytes of its groups' scales and
-// minima (0 without).
+// A type of blocks: its number in a file, the values and bytes of a block, the bytes of its groups' scales and minima
+// (0 without), and a function that unpacks blocks which follow each other.
 struct BlockType {
   int64_t id;
   int num_values, num_bytes, scale_bytes, min_bytes;
-  void (*unpack)(const uint8_t* block, const UnpackedBlock& to);
+  void (*unpack)(const uint8_t* blocks, int64_t count, UnpackedBlock to);
 };
+
+// Unpacks one block.
+using Unpack = void (*)(const uint8_t* block, const UnpackedBlock& to);
+
+// A type whose blocks are unpacked one after the other: a call for each of 32 values would take longer than the values.
+template <Unpack kUnpack, int kValues, int kBytes, int kScaleBytes, int kMinBytes>
+constexpr BlockType block_type(int64_t id) {
+  return {id, kValues, kBytes, kScaleBytes, kMinBytes, [](const uint8_t* blocks, int64_t count, UnpackedBlock to) {
+            for (int64_t idx = 0; idx < count; ++idx, blocks += kBytes) {
+              kUnpack(blocks, to);
+              to = {to.codes + kValues, to.scales + kScaleBytes, to.mins + kMinBytes, to.super_scale + 2,
+                    to.super_min + 2};
+            }
+          }};
+}
+
+// Some bytes as a vector: what compilers make of loops over bytes depends on all that is around.
+template <int kCount>
+struct VectorOf {
+  typedef uint8_t Octets __attribute__((vector_size(kCount)));
+};
+
+template <int kCount>
+using Octets = typename VectorOf<kCount>::Octets;
+
+// The bytes of a register, at most of 32 bytes.
+constexpr int kOctets = 4 * kLanes < 32 ? 4 * kLanes : 32;
+
+// Calls `body(vector, first)` for each vector of some bytes, with the index of its first byte.
+template <int kCount, typename Body>
+QUIRE_INLINE void for_vectors(const uint8_t* from, Body body) {
+  constexpr int kPart = kCount < kOctets ? kCount : kOctets;
+#pragma GCC unroll 4
+  for (int first = 0; first < kCount; first += kPart) body(load_bits<Octets<kPart>>(from + first), first);
+}
+
+// Adds the bits of bytes, shifted to a place, to the codes at `to`.
+template <typename Vector>
+QUIRE_INLINE void add_bytes(Vector bytes, int place, uint8_t* to) {
+  store_bits(to, load_bits<Vector>(to) | bytes << place);
+}
 
 // The low halves of some bytes, then the high halves.
 template <int kCount>
-QUIRE_INLINE void put_halves(const uint8_t* __restrict from, uint8_t* __restrict to) {
-  for (int idx = 0; idx < kCount; ++idx) to[idx] = from[idx] & 15;
-  for (int idx = 0; idx < kCount; ++idx) to[kCount + idx] = from[idx] >> 4;
+QUIRE_INLINE void put_halves(const uint8_t* from, uint8_t* to) {
+  for_vectors<kCount>(from, [&](auto bytes, int first) {
+    store_bits(to + first, bytes & 15);
+    store_bits(to + kCount + first, bytes >> 4);
+  });
 }
 
 // Quarters of some bytes, the lowest of all bytes first.
 template <int kCount>
-QUIRE_INLINE void put_quarters(const uint8_t* __restrict from, uint8_t* __restrict to) {
-  for (int part = 0; part < 4; ++part)
-    for (int idx = 0; idx < kCount; ++idx) to[part * kCount + idx] = from[idx] >> 2 * part & 3;
+QUIRE_INLINE void put_quarters(const uint8_t* from, uint8_t* to) {
+  for_vectors<kCount>(from, [&](auto bytes, int first) {
+#pragma GCC unroll 4
+    for (int part = 0; part < 4; ++part) store_bits(to + part * kCount + first, bytes >> 2 * part & 3);
+  });
+}
+
+// Adds quarters of 32 bytes at a place to 128 codes, in the same order.
+QUIRE_INLINE void add_quarters(const uint8_t* from, int place, uint8_t* to) {
+  for_vectors<32>(from, [&](auto bytes, int first) {
+#pragma GCC unroll 4
+    for (int part = 0; part < 4; ++part) add_bytes(bytes >> 2 * part & 3, place, to + part * 32 + first);
+  });
 }
 
 // Adds the bits of 32 bytes to 256 codes at a place: the lowest bits of all bytes to the first 32 codes, and so on.
-QUIRE_INLINE void add_bits(const uint8_t* __restrict from, int place, uint8_t* __restrict to) {
-  for (int bit = 0; bit < 8; ++bit)
-    for (int idx = 0; idx < 32; ++idx) to[bit * 32 + idx] |= (from[idx] >> bit & 1) << place;
+QUIRE_INLINE void add_bits(const uint8_t* from, int place, uint8_t* to) {
+  for_vectors<32>(from, [&](auto bytes, int first) {
+#pragma GCC unroll 8
+    for (int bit = 0; bit < 8; ++bit) add_bytes(bytes >> bit & 1, place, to + bit * 32 + first);
+  });
 }
 
 inline void put_float16(const uint8_t* from, uint8_t* to) { std::memcpy(to, from, 2); }
@@ -66,47 +121,51 @@ inline void put_negated(const uint8_t* from, uint8_t* to) {
   to[1] = from[1] ^ 0x80;
 }
 
-inline void unpack_q4_0(const uint8_t* block, const UnpackedBlock& to) {
+QUIRE_INLINE void unpack_q4_0(const uint8_t* block, const UnpackedBlock& to) {
   put_float16(block, to.scales);
   put_halves<16>(block + 2, to.codes);
 }
 
-inline void unpack_q4_1(const uint8_t* block, const UnpackedBlock& to) {
+QUIRE_INLINE void unpack_q4_1(const uint8_t* block, const UnpackedBlock& to) {
   put_float16(block, to.scales);
   put_negated(block + 2, to.mins);
   put_halves<16>(block + 4, to.codes);
 }
 
 // Codes of five bits: 4 bytes with the fifth bit of each, then 16 with the others.
-QUIRE_INLINE void put_five_bits(const uint8_t* __restrict from, uint8_t* __restrict to) {
-  uint32_t bits;
-  std::memcpy(&bits, from, sizeof(bits));
+QUIRE_INLINE void put_five_bits(const uint8_t* from, uint8_t* to) {
   put_halves<16>(from + 4, to);
-  for (int idx = 0; idx < 32; ++idx) to[idx] |= (bits >> idx & 1) << 4;
+#pragma GCC unroll 4
+  for (int octet = 0; octet < 4; ++octet) {
+    // Byte k of a word of eight keeps bit k; any bit carries into the highest of its byte, and from there to the fifth.
+    const uint64_t one_of_eight = (from[octet] * 0x0101010101010101) & 0x8040201008040201;
+    const uint64_t fifth = ((one_of_eight + 0x7f7f7f7f7f7f7f7f) & 0x8080808080808080) >> 3;
+    store_bits(to + octet * 8, load_bits<uint64_t>(to + octet * 8) | fifth);
+  }
 }
 
-inline void unpack_q5_0(const uint8_t* block, const UnpackedBlock& to) {
+QUIRE_INLINE void unpack_q5_0(const uint8_t* block, const UnpackedBlock& to) {
   put_float16(block, to.scales);
   put_five_bits(block + 2, to.codes);
 }
 
-inline void unpack_q5_1(const uint8_t* block, const UnpackedBlock& to) {
+QUIRE_INLINE void unpack_q5_1(const uint8_t* block, const UnpackedBlock& to) {
   put_float16(block, to.scales);
   put_negated(block + 2, to.mins);
   put_five_bits(block + 4, to.codes);
 }
 
 // Signed bytes plus 128: the same bytes with their highest bit changed.
-QUIRE_INLINE void put_bytes(const uint8_t* __restrict from, uint8_t* __restrict to) {
-  for (int idx = 0; idx < 32; ++idx) to[idx] = from[idx] ^ 128;
+QUIRE_INLINE void put_bytes(const uint8_t* from, uint8_t* to) {
+  for_vectors<32>(from, [&](auto bytes, int first) { store_bits(to + first, bytes ^ 128); });
 }
 
-inline void unpack_q8_0(const uint8_t* block, const UnpackedBlock& to) {
+QUIRE_INLINE void unpack_q8_0(const uint8_t* block, const UnpackedBlock& to) {
   put_float16(block, to.scales);
   put_bytes(block + 2, to.codes);
 }
 
-inline void unpack_q2_k(const uint8_t* block, const UnpackedBlock& to) {
+QUIRE_INLINE void unpack_q2_k(const uint8_t* block, const UnpackedBlock& to) {
   for (int group = 0; group < 16; ++group) {
     to.scales[group] = block[group] & 15;
     to.mins[group] = block[group] >> 4;
@@ -116,12 +175,11 @@ inline void unpack_q2_k(const uint8_t* block, const UnpackedBlock& to) {
   put_float16(block + 82, to.super_min);
 }
 
-inline void unpack_q3_k(const uint8_t* block, const UnpackedBlock& to) {
+QUIRE_INLINE void unpack_q3_k(const uint8_t* block, const UnpackedBlock& to) {
   for (int half = 0; half < 2; ++half) put_quarters<32>(block + 32 + half * 32, to.codes + half * 128);
   add_bits(block, 2, to.codes);
   // A code of three bits has the offset 4; codes of four bits have the offset 8.
-  uint8_t* codes = to.codes;
-  for (int idx = 0; idx < 256; ++idx) codes[idx] += 4;
+  for_vectors<256>(to.codes, [&](auto bytes, int first) { store_bits(to.codes + first, bytes + 4); });
   uint8_t high[16];
   put_halves<8>(block + 96, to.scales);
   put_quarters<4>(block + 104, high);
@@ -143,29 +201,28 @@ inline void put_factors(const uint8_t* block, const UnpackedBlock& to) {
   }
 }
 
-inline void unpack_q4_k(const uint8_t* block, const UnpackedBlock& to) {
+QUIRE_INLINE void unpack_q4_k(const uint8_t* block, const UnpackedBlock& to) {
   put_factors(block, to);
   for (int pair = 0; pair < 4; ++pair) put_halves<32>(block + 16 + pair * 32, to.codes + pair * 64);
 }
 
-inline void unpack_q5_k(const uint8_t* block, const UnpackedBlock& to) {
+QUIRE_INLINE void unpack_q5_k(const uint8_t* block, const UnpackedBlock& to) {
   put_factors(block, to);
   for (int pair = 0; pair < 4; ++pair) put_halves<32>(block + 48 + pair * 32, to.codes + pair * 64);
   add_bits(block + 16, 4, to.codes);
 }
 
-inline void unpack_q6_k(const uint8_t* block, const UnpackedBlock& to) {
+QUIRE_INLINE void unpack_q6_k(const uint8_t* block, const UnpackedBlock& to) {
   for (int half = 0; half < 2; ++half) {
-    uint8_t high[128], *codes = to.codes + half * 128;
+    uint8_t* codes = to.codes + half * 128;
     put_halves<64>(block + half * 64, codes);
-    put_quarters<32>(block + 128 + half * 32, high);
-    for (int idx = 0; idx < 128; ++idx) codes[idx] |= high[idx] << 4;
+    add_quarters(block + 128 + half * 32, 4, codes);
   }
   std::memcpy(to.scales, block + 192, 16);
   put_float16(block + 208, to.super_scale);
 }
 
-inline void unpack_iq4_xs(const uint8_t* block, const UnpackedBlock& to) {
+QUIRE_INLINE void unpack_iq4_xs(const uint8_t* block, const UnpackedBlock& to) {
   put_float16(block, to.super_scale);
   uint8_t scales[8], *codes = to.codes;
   for (int group = 0; group < 8; ++group) {
@@ -177,7 +234,7 @@ inline void unpack_iq4_xs(const uint8_t* block, const UnpackedBlock& to) {
   for (int group = 0; group < 8; ++group) put_halves<16>(block + 8 + group * 16, codes + group * 32);
 }
 
-inline void unpack_mxfp4(const uint8_t* block, const UnpackedBlock& to) {
+QUIRE_INLINE void unpack_mxfp4(const uint8_t* block, const UnpackedBlock& to) {
   // Half of 2^(e - 127) as bfloat16, since levels are doubled; below e = 2 that is a subnormal number.
   const int exponent = block[0];
   const uint16_t scale = uint16_t(exponent < 2 ? 0x20 << exponent : (exponent - 1) << 7);
@@ -186,19 +243,19 @@ inline void unpack_mxfp4(const uint8_t* block, const UnpackedBlock& to) {
 }
 
 constexpr BlockType kBlockTypes[] = {
-    {2, 32, 18, 2, 0, unpack_q4_0},  // Q4_0
-    {3, 32, 20, 2, 2, unpack_q4_1},  // Q4_1
-    {6, 32, 22, 2, 0, unpack_q5_0},  // Q5_0
-    {7, 32, 24, 2, 2, unpack_q5_1},  // Q5_1
-    {8, 32, 34, 2, 0, unpack_q8_0},  // Q8_0
-    {10, 256, 84, 16, 16, unpack_q2_k},  // Q2_K
-    {11, 256, 110, 16, 0, unpack_q3_k},  // Q3_K
-    {12, 256, 144, 8, 8, unpack_q4_k},  // Q4_K
-    {13, 256, 176, 8, 8, unpack_q5_k},  // Q5_K
-    {14, 256, 210, 16, 0, unpack_q6_k},  // Q6_K
-    {20, 32, 18, 2, 0, unpack_q4_0},  // IQ4_NL
-    {23, 256, 136, 8, 0, unpack_iq4_xs},  // IQ4_XS
-    {39, 32, 17, 2, 0, unpack_mxfp4},  // MXFP4
+    block_type<unpack_q4_0, 32, 18, 2, 0>(2),  // Q4_0
+    block_type<unpack_q4_1, 32, 20, 2, 2>(3),  // Q4_1
+    block_type<unpack_q5_0, 32, 22, 2, 0>(6),  // Q5_0
+    block_type<unpack_q5_1, 32, 24, 2, 2>(7),  // Q5_1
+    block_type<unpack_q8_0, 32, 34, 2, 0>(8),  // Q8_0
+    block_type<unpack_q2_k, 256, 84, 16, 16>(10),  // Q2_K
+    block_type<unpack_q3_k, 256, 110, 16, 0>(11),  // Q3_K
+    block_type<unpack_q4_k, 256, 144, 8, 8>(12),  // Q4_K
+    block_type<unpack_q5_k, 256, 176, 8, 8>(13),  // Q5_K
+    block_type<unpack_q6_k, 256, 210, 16, 0>(14),  // Q6_K
+    block_type<unpack_q4_0, 32, 18, 2, 0>(20),  // IQ4_NL
+    block_type<unpack_iq4_xs, 256, 136, 8, 0>(23),  // IQ4_XS
+    block_type<unpack_mxfp4, 32, 17, 2, 0>(39),  // MXFP4
 };
 
 inline const BlockType* block_type_of(int64_t id) {
@@ -233,12 +290,11 @@ class BlockUnpacker {
   UnpackedRows unpack(int64_t first, int num_rows) {
     for (int row = 0; row < num_rows; ++row) {
       const int64_t from = rows_.index == nullptr ? first + row : rows_.index[first + row];
-      const uint8_t* block = rows_.blocks + from * rows_.row_bytes;
-      for (int64_t at = row * num_blocks_; at < (row + 1) * num_blocks_; ++at, block += type_.num_bytes)
-        type_.unpack(block, {codes_.data() + at * type_.num_values, scales_.data() + at * type_.scale_bytes,
-                             mins_.data() + at * type_.min_bytes,
-                             reinterpret_cast<uint8_t*>(super_scales_.data() + at),
-                             reinterpret_cast<uint8_t*>(super_mins_.data() + at)});
+      const int64_t at = row * num_blocks_;
+      type_.unpack(rows_.blocks + from * rows_.row_bytes, num_blocks_,
+                   {codes_.data() + at * type_.num_values, scales_.data() + at * type_.scale_bytes,
+                    mins_.data() + at * type_.min_bytes, reinterpret_cast<uint8_t*>(super_scales_.data() + at),
+                    reinterpret_cast<uint8_t*>(super_mins_.data() + at)});
     }
     return {codes_.data(), scales_.data(), mins_.data(), nullptr, super_scales_.data(), super_mins_.data()};
   }
