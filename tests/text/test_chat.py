@@ -16,7 +16,8 @@ from quire.errors import InvalidParameter, RequestError, UnsupportedFeature, Wor
 from quire.text import messages as messages_module
 from quire.text.chat_template import ChatTemplate, require_chat_template
 from quire.text.messages import normalise_messages
-from quire.text.rendering import GLOBALS, MAX_PROCESSES, Renderer, make_environment
+from quire.text.rendering import MAX_PROCESSES, Renderer
+from quire.text.template_environment import GLOBALS, TemplateState, make_environment
 
 CHATML = """{%- for message in messages %}
     {%- if message['role'] == 'tool' and loop.first %}
@@ -94,9 +95,9 @@ def test_whether_a_template_knows_tools_can_be_asked(chatml: ChatTemplate, new: 
 
 
 def test_without_tools_a_template_sees_none(new: partial[ChatTemplate]) -> None:
-    template = new("{% if tools is not none %}{{ tools | length }}{% else %}plain{% endif %}")
-    assert template.render([USER]) == "plain"
-    assert template.render([USER], tools=[{"type": "function"}]) == "1"
+    template = new("{{ messages[0].content }}{% if tools is not none %}{{ tools | length }}{% else %} plain{% endif %}")
+    assert template.render([USER]) == "hi plain"
+    assert template.render([USER], tools=[{"type": "function"}]) == "hi1"
 
 
 def test_variables_of_the_template_can_be_set_and_others_are_refused(
@@ -116,8 +117,8 @@ def test_reserved_names_are_refused(chatml: ChatTemplate, name: str) -> None:
 
 
 def test_the_clock_is_passed_in(new: partial[ChatTemplate]) -> None:
-    template = new("{{ strftime_now('%d %b %Y') }}", clock=lambda: datetime(2024, 2, 29))
-    assert template.render([USER]) == "29 Feb 2024"
+    source = "{{ strftime_now('%d %b %Y') }} {{ messages[0].content }}"
+    assert new(source, clock=lambda: datetime(2024, 2, 29)).render([USER]) == "29 Feb 2024 hi"
 
 
 def test_loops_can_be_left(new: partial[ChatTemplate]) -> None:
@@ -203,7 +204,7 @@ def test_a_bomb_refuses_the_request_within_its_limits(source: str) -> None:
     try:
         with pytest.raises(RequestError, match=r"takes more than|cannot be compiled|longer than"):
             ChatTemplate(source, renderer=renderer).render([USER])
-        assert ChatTemplate("fine", renderer=renderer).render([USER]) == "fine"
+        assert ChatTemplate("{{ messages[0].content }}", renderer=renderer).render([USER]) == "hi"
     finally:
         renderer.close()
 
@@ -218,7 +219,8 @@ def test_the_output_is_bounded() -> None:
     small = Renderer(max_chars=1000)
     with pytest.raises(RequestError, match="longer than 1000"):
         ChatTemplate("{% for i in range(1001) %}{{ 'x' }}{% endfor %}", renderer=small).render([USER])
-    assert ChatTemplate("{% for i in range(1000) %}x{% endfor %}", renderer=small).render([USER]) == "x" * 1000
+    long = ChatTemplate("{% for i in range(990) %}x{% endfor %}{{ messages[0].content }}", renderer=small)
+    assert long.render([USER]) == "x" * 990 + "hi"
     small.close()
 
 
@@ -248,13 +250,13 @@ def test_many_threads_may_render_at_once(new: partial[ChatTemplate], renderer: R
 
 
 def test_the_process_loads_no_torch(new: partial[ChatTemplate], renderer: Renderer) -> None:
-    new("x").render([USER])
+    new("{{ messages[0].content }}").render([USER])
     with open(f"/proc/{renderer.processes.idle()[0].pid}/maps", encoding="utf-8") as file:
         assert "torch" not in file.read()
 
 
 def test_what_templates_find_beside_their_variables_is_reserved() -> None:
-    assert make_environment([datetime.min]).globals.keys() == GLOBALS
+    assert make_environment(TemplateState()).globals.keys() == GLOBALS
 
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, {"a": [object()]}])

@@ -83,7 +83,7 @@ def test_chat_templates_are_found_where_models_keep_them(tmp_path: Path, byte_le
     def rendered(tools: Any = None) -> str:
         template = Tokenizer.from_folder(tmp_path).chat_template
         assert template is not None
-        return template.render([{"role": "user", "content": "hi"}], tools=tools)
+        return template.render([{"role": "user", "content": ""}], tools=tools)
 
     write(tmp_path, byte_level, {"chat_template": "{{ bos_token }}one", "bos_token": "<s>"})
     assert rendered() == "<s>one"

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import cached_property
-from typing import Any, NamedTuple
+from functools import cached_property, lru_cache
+from typing import Any, Final, NamedTuple
 
 from quire.errors import MAX_SHOWN, InvalidParameter, RequestError, UnsupportedFeature, renamed
+from quire.text.chat_prompt import ChatPrompt
+from quire.text.content_forms import NOWHERE, STRING, texts_of
+from quire.text.control_tokens import AddedTokens
 from quire.text.messages import Message, normalise_messages
-from quire.text.rendering import GLOBALS, Renderer
-from quire.text.written_calls import writes_no_calls, written_calls
+from quire.text.rendering import Renderer, TemplateText, TemplateVariables
+from quire.text.template_environment import GLOBALS
 
 logger = logging.getLogger(__name__)
 
@@ -20,8 +22,10 @@ logger = logging.getLogger(__name__)
 MAX_WARNINGS = 32
 # A text that no conversation has by chance; it ends the final message where that is to be continued.
 END_MARK = "[[end-of-the-message-to-continue]]"
-# Templates that expect no content beside calls test for it so; DeepSeek's leave calls beside "" out.
-CONTENT_IS_NONE = re.compile(r"message(\.content|\[['\"]content['\"]\]) is (not )?none")
+# The field of a message that decides whether its texts may not become control tokens.
+SANITIZE: Final = "sanitize_control_tokens"
+# The name of a warning that is given once.
+CONTROL_TEXTS: Final = "control texts"
 RESERVED = GLOBALS | {"messages", "tools", "add_generation_prompt", "continue_final_message"}
 
 
@@ -62,9 +66,11 @@ class ChatTemplate:
     ) -> None:
         self.source = source
         self._clock = clock
-        self._unused: set[str] = set()
+        self._warned: set[str] = set()
         self._renderer = renderer or Renderer()
         self._special_tokens = {**(special_tokens or {}), "bos_token": bos_token, "eos_token": eos_token}
+        # Programs give the same source with each conversation.
+        self.with_source = lru_cache(maxsize=4)(self._with_source)
         # The template of conversations with tools.
         self.for_tools = self
         if tool_source is not None:
@@ -91,7 +97,11 @@ class ChatTemplate:
         begin, end = named.pop("bos_token", ""), named.pop("eos_token", "")
         return cls(parts.source, tool_source=parts.tool_source, bos_token=begin, eos_token=end, special_tokens=named)
 
-    def render(
+    def render(self, messages: Sequence[Message], **options: Any) -> str:
+        """Render a conversation as a text, special tokens included; the arguments are those of `prompt`."""
+        return self.prompt(messages, **options).text
+
+    def prompt(
         self,
         messages: Sequence[Message],
         *,
@@ -99,8 +109,10 @@ class ChatTemplate:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
-    ) -> str:
-        """Render a conversation as a prompt, special tokens included.
+        added_tokens: AddedTokens | None = None,
+        sanitizing: str = "always",
+    ) -> ChatPrompt:
+        """Render a conversation as a prompt.
 
         Args:
             messages: conversation in the form of `normalise_messages`.
@@ -110,54 +122,69 @@ class ChatTemplate:
                 continue.
             tools: definitions of the functions that the model may call, as JSON schemas.
             variables: variables of this model's template, for example `{"enable_thinking": False}`.
+            added_tokens: added tokens of the model, some of which texts of clients may not become; None allows all.
+            sanitizing: messages whose texts may not become control tokens; see `sanitize_control_tokens` of
+                `ModelConfig`.
 
         Raises:
             InvalidParameter: a message is malformed, the conversation is too long, or a value is not JSON.
-            UnsupportedFeature: content is not text, or the template does not use a variable.
+            UnsupportedFeature: content is not text, the template does not write content of a role, or does not use a
+                variable.
             RequestError: the template cannot be compiled, refuses the conversation, fails, or exceeds a limit.
             WorkerError: the process that renders does not start, or was closed.
         """
         if tools and self.for_tools is not self:
-            return self.for_tools.render(
+            return self.for_tools.prompt(
                 messages,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tools=tools,
                 variables=variables,
+                added_tokens=added_tokens,
+                sanitizing=sanitizing,
             )
         if add_generation_prompt and continue_final_message:
             raise InvalidParameter("continue_final_message", True, "false with add_generation_prompt")
-        normal = self._with_calls(normalise_messages(messages))
+        normal = normalise_messages(messages, self._forms)
+        sanitized = _sanitized(messages, sanitizing)
+        self._require_roles(normal)
         if continue_final_message:
             _mark_end(normal)
-        context: dict[str, Any] = {"messages": normal, **self._special_tokens}
-        # Templates test whether tools and documents are none, so both are always defined.
         begins = not continue_final_message if add_generation_prompt is None else add_generation_prompt
-        context |= {"add_generation_prompt": begins, "tools": None, "documents": None}
-        if tools:
-            self.require_tools()
-            context["tools"] = [dict(tool) for tool in tools]
-        for name, value in (variables or {}).items():
-            if name in RESERVED or name in self._special_tokens:
-                raise InvalidParameter("chat_template_kwargs", name, "names that are not reserved")
-            self._require(name)
-            context[name] = value
+        # Templates test whether tools and documents are none, so both are always defined.
+        fixed = {**self._special_tokens, "add_generation_prompt": begins, "tools": None, "documents": None}
+        given = self._given(tools, variables or {})
+        conversation = TemplateVariables(normal, given, fixed, sanitized, sanitizing != "on-request")
+        control = None if added_tokens is None else added_tokens.control_tokens(self._text.literals)
         try:
-            text = self._renderer.render(self.source, context, self._clock())
-            return _cut_at_mark(text) if continue_final_message else text
+            rendered = self._renderer.render(
+                self.source, conversation, self._clock(), None if control is None else control.marked
+            )
         except (TypeError, ValueError, RecursionError) as error:
             allowed = f"messages, tools and variables that JSON can hold ({error})"
             raise InvalidParameter("chat_template_kwargs", variables, allowed) from error
+        text, marked = rendered.text, None
+        if control is not None and rendered.has_marks:
+            text, marked = control.marks.remove(rendered.text), rendered.text
+        if rendered.is_other and self._warn_once(CONTROL_TEXTS):
+            logger.warning("the model's chat template writes something else where texts have parts of control tokens")
+        if continue_final_message:
+            text = _cut_at_mark(text)
+            marked = None if marked is None else marked[: len(text)]
+        return ChatPrompt(text, marked, control)
 
-    def _with_calls(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return messages with their calls as the template expects them."""
-        is_none, is_written = CONTENT_IS_NONE.search(self.source) is not None, writes_no_calls(self.source)
-        for message in messages:
-            if is_none and "tool_calls" in message and not message["content"]:
-                message["content"] = None
-            elif is_written and "tool_calls" in message:
-                message["content"] = written_calls(message.pop("tool_calls")) + message["content"]
-        return messages
+    def _given(self, tools: Sequence[Mapping[str, Any]] | None, variables: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the variables that a request sets."""
+        given: dict[str, Any] = {}
+        if tools:
+            self.require_tools()
+            given["tools"] = [dict(tool) for tool in tools]
+        for name, value in variables.items():
+            if name in RESERVED or name in self._special_tokens:
+                raise InvalidParameter("chat_template_kwargs", name, "names that are not reserved")
+            self._require(name)
+            given[name] = value
+        return given
 
     def used_variables(self, variables: Mapping[str, Any], hints: Mapping[str, Any]) -> dict[str, Any]:
         """Return the variables that the template uses, or that `render` refuses; each other one is warned of once.
@@ -176,12 +203,11 @@ class ChatTemplate:
             else:
                 unused.append(name)
         for name in unused:
-            if name not in self._unused and len(self._unused) < MAX_WARNINGS:
-                self._unused.add(name)
+            if self._warn_once(name):
                 logger.warning("the model's chat template does not use %r; it is ignored", name[:MAX_SHOWN])
         return used
 
-    def with_source(self, source: str) -> ChatTemplate:
+    def _with_source(self, source: str) -> ChatTemplate:
         """Return another template with this one's special tokens and processes.
 
         Raises:
@@ -221,13 +247,59 @@ class ChatTemplate:
         self._renderer.close()
 
     @cached_property
+    def _text(self) -> TemplateText:
+        """The names that the template reads, and its literals."""
+        return self._renderer.read(self.source)
+
+    @property
     def _variables(self) -> frozenset[str]:
-        """The names that the template reads."""
-        return self._renderer.names(self.source)
+        return self._text.names
+
+    @cached_property
+    def _forms(self) -> Mapping[str, str]:
+        """The form in which the template reads the content of each role; a string where that cannot be found out."""
+        try:
+            return self._renderer.find_forms(self.source, {**self._special_tokens, "documents": None})
+        except RequestError:
+            return {}
+
+    def _require_roles(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Check that the template writes the content of each message.
+
+        Raises:
+            UnsupportedFeature: it writes no content of a role.
+        """
+        for idx, message in enumerate(messages):
+            if message["content"] and self._forms.get(message["role"], STRING) == NOWHERE:
+                why = f"the model's chat template does not write content of the role {message['role']}"
+                raise UnsupportedFeature(f"messages[{idx}].content", why)
+
+    def _warn_once(self, name: str) -> bool:
+        """Return whether something is to be warned of, which it is once."""
+        if name in self._warned or len(self._warned) >= MAX_WARNINGS:
+            return False
+        self._warned.add(name)
+        return True
 
     def _require(self, name: str) -> None:
         if name not in self._variables:
             raise UnsupportedFeature(name[:MAX_SHOWN], "the model's chat template does not use it")
+
+
+def _sanitized(messages: Sequence[Message], sanitizing: str) -> list[bool]:
+    """Return for each message whether its texts may not become control tokens.
+
+    Raises:
+        InvalidParameter: a message's field is no flag, or asks for what is not allowed.
+    """
+    sanitized = []
+    for idx, message in enumerate(messages):
+        wish = message.get(SANITIZE)
+        if not isinstance(wish, bool | None) or (wish is False and sanitizing == "always"):
+            allowed = "true or absent, since this engine sanitizes all messages" if wish is False else "true or false"
+            raise InvalidParameter(f"messages[{idx}].{SANITIZE}", wish, allowed)
+        sanitized.append(sanitizing != "on-request" if wish is None else wish)
+    return sanitized
 
 
 def _mark_end(messages: list[dict[str, Any]]) -> None:
@@ -236,9 +308,14 @@ def _mark_end(messages: list[dict[str, Any]]) -> None:
     if final["role"] != "assistant" or final.get("tool_calls"):
         allowed = "false unless the final message is the assistant's, without calls"
         raise InvalidParameter("continue_final_message", True, allowed)
-    if any(END_MARK in (message["content"] or "") for message in messages):
+    texts = [text for message in messages for text in texts_of(message["content"])]
+    if any(END_MARK in text for text in texts):
         raise InvalidParameter("messages", END_MARK, "without this text where continue_final_message is true")
-    final["content"] += END_MARK
+    if isinstance(final["content"], str):
+        final["content"] += END_MARK
+    else:
+        *before, last = final["content"] or [{"type": "text", "text": ""}]
+        final["content"] = [*before, {**last, "text": last["text"] + END_MARK}]
 
 
 def _cut_at_mark(text: str) -> str:

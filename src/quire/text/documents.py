@@ -59,5 +59,5 @@ def _encode(document: Any, tokenizer: Tokenizer) -> list[int]:
         raise ValueError(f"an object with a string text or a list messages is needed, got {shown(document)}")
     if tokenizer.chat_template is None:
         return tokenizer.encode("\n".join(str(each.get("content")) for each in messages))
-    rendered = tokenizer.chat_template.render(messages, add_generation_prompt=False)
-    return tokenizer.encode(rendered, add_special_tokens=False)
+    prompt = tokenizer.chat_template.prompt(messages, add_generation_prompt=False, added_tokens=tokenizer.added_tokens)
+    return tokenizer.encode(prompt, add_special_tokens=False)

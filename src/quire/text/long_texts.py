@@ -5,11 +5,13 @@ The library takes at least 140 bytes for each byte of a text, and returns tokens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 
 import tokenizers
 
+from quire.errors import InvalidParameter, RequestError
 from quire.text.bounds import LeastTokens, growth, least_tokens, normalized_bytes
 from quire.text.components import model_tokens
 from quire.text.cuts import Cuts
@@ -47,6 +49,30 @@ class CannotCut(Exception):
         self.limit = limit
 
 
+@contextmanager
+def prompt_errors(text: str | list[str]) -> Iterator[None]:
+    """Raise errors of tokenization as errors of the prompt.
+
+    Raises:
+        InvalidParameter: the text is not Unicode, cannot be cut, or the library fails.
+    """
+    try:
+        yield
+    except (TooManyTokens, RequestError):
+        raise
+    except (TypeError, UnicodeEncodeError) as error:  # lone surrogates
+        raise InvalidParameter("prompt", text, "Unicode text without lone surrogates") from error
+    except CannotCut as error:
+        allowed = f"text without more than {error.limit} bytes in a row that this model's tokenizer cannot divide"
+        raise InvalidParameter("prompt", f"{len(text)} characters", allowed) from error
+    except Exception as error:  # the library raises nothing narrower
+        raise InvalidParameter("prompt", text, f"text that the tokenizer can express ({error})") from error
+
+
+# Tokenizes the text between two positions after a lead, whose tokens are among those that it returns.
+EncodePart = Callable[[int, int, str], list[int]]
+
+
 class LongTexts:
     """Tokenizes the long texts of one tokenizer.
 
@@ -65,28 +91,39 @@ class LongTexts:
         # A piece fits the limit in bytes with any characters, which have at most four bytes each.
         self.piece_chars = min(PIECE_CHARS, self._max_uncut // 4)
 
-    def encode(self, text: str, max_tokens: int | None, before: Sequence[int], after: Sequence[int]) -> list[int]:
+    def encode(
+        self,
+        text: str,
+        max_tokens: int | None,
+        before: Sequence[int],
+        after: Sequence[int],
+        encode_part: EncodePart | None = None,
+    ) -> list[int]:
         """Return the tokens of a text.
 
         Args:
             text: text of at least one character.
             max_tokens: limit at which tokenization ends early; None for no limit.
             before, after: special tokens around every text.
+            encode_part: function that tokenizes a part of the text; None tokenizes it as it is.
 
         Raises:
             TooManyTokens: there are more than `max_tokens`.
             CannotCut: a part of the text is too long.
         """
         num_around = len(before) + len(after)
-        if max_tokens is not None and self._least is not None:
+        is_long = len(text) > self.piece_chars
+        if max_tokens is not None and is_long and self._least is not None:
             least = self._least.of(text) + num_around
             if least > max_tokens:
                 raise TooManyTokens(least)
+        encode = encode_part or (lambda start, end, lead: self._encode(lead + text[start:end]))
         token_ids = [*before]
         start = 0
         while start < len(text):
             end = self._next_cut(text, start)
-            token_ids += self._encode_inner(text[start:end]) if start else self._encode(text[:end])
+            # A piece that does not begin its text comes after the lead letter, whose tokens are dropped.
+            token_ids += encode(start, end, self._cuts.lead)[self._num_lead :] if start else encode(0, end, "")
             start = end
             if max_tokens is not None and len(token_ids) + len(after) > max_tokens:
                 raise TooManyTokens(len(token_ids) + len(after), is_exact=start == len(text))
@@ -116,10 +153,6 @@ class LongTexts:
             return len(self._encode(self._cuts.lead))
         except Exception:  # the library raises nothing narrower
             return 0
-
-    def _encode_inner(self, piece: str) -> list[int]:
-        """Return the tokens of a piece that does not begin its text."""
-        return self._encode(self._cuts.lead + piece)[self._num_lead :]
 
     def _next_cut(self, text: str, start: int) -> int:
         """Return the end of the piece that begins at `start`."""

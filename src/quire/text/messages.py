@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
 from quire.errors import InvalidParameter, UnsupportedFeature, shown
+from quire.text.content_forms import CALLS, STRING, in_form, texts_of
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 4096
@@ -15,13 +17,19 @@ MAX_INPUT_CHARS = 1 << 23
 MAX_ARGUMENTS_CHARS = 1 << 18
 
 Message = Mapping[str, Any]
+ALL_STRINGS: Final[Mapping[str, str]] = MappingProxyType({})
 
 
-def normalise_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def normalise_messages(messages: Sequence[Message], forms: Mapping[str, str] = ALL_STRINGS) -> list[dict[str, Any]]:
     """Validate a conversation and convert it to the form that templates read.
 
-    Content becomes one string (a list of text parts is joined, an absent one is ""), the role `developer` becomes
-    `system`, and the arguments of tool calls become objects. Fields that templates do not read are left out.
+    Content becomes one string (a list of text parts is joined, an absent one is "") or a list of text parts, the role
+    `developer` becomes `system`, and the arguments of tool calls become objects. Fields that templates do not read are
+    left out.
+
+    Args:
+        messages: messages of a client.
+        forms: form of the content by role (see `quire.text.content_forms`); roles that are not there have strings.
 
     Raises:
         InvalidParameter: naming the message and the field.
@@ -31,14 +39,16 @@ def normalise_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
         raise InvalidParameter("messages", messages, "a list of messages")
     if not 0 < len(messages) <= MAX_MESSAGES:
         raise InvalidParameter("messages", f"{len(messages)} messages", f"from 1 to {MAX_MESSAGES} messages")
-    normal = [_normalise(message, f"messages[{idx}]") for idx, message in enumerate(messages)]
-    num_chars = sum(len(message["content"]) + len(message.get("reasoning", "")) for message in normal)
+    normal = [_normalise(message, f"messages[{idx}]", forms) for idx, message in enumerate(messages)]
+    num_chars = sum(
+        sum(map(len, texts_of(message["content"]))) + len(message.get("reasoning", "")) for message in normal
+    )
     if num_chars > MAX_INPUT_CHARS:
         raise InvalidParameter("messages", f"{num_chars} characters", f"at most {MAX_INPUT_CHARS} characters")
     return normal
 
 
-def _normalise(message: object, where: str) -> dict[str, Any]:
+def _normalise(message: object, where: str, forms: Mapping[str, str]) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise InvalidParameter(where, message, "an object with role and content")
     role = message.get("role")
@@ -50,10 +60,11 @@ def _normalise(message: object, where: str) -> dict[str, Any]:
     calls = message.get("tool_calls") or None
     if calls is not None and role != "assistant":
         raise InvalidParameter(f"{where}.tool_calls", calls, "absent unless the role is assistant")
-    normal: dict[str, Any] = {
-        "role": "system" if role == "developer" else role,
-        "content": _text(message.get("content"), f"{where}.content", may_be_absent=calls is not None),
-    }
+    role = "system" if role == "developer" else role
+    texts = _texts(message.get("content"), f"{where}.content", may_be_absent=calls is not None)
+    has_calls_only = calls is not None and not any(texts)
+    content = in_form([] if has_calls_only else texts, forms.get(CALLS if has_calls_only else role, STRING))
+    normal: dict[str, Any] = {"role": role, "content": content}
     if calls is not None:
         normal["tool_calls"] = _tool_calls(calls, f"{where}.tool_calls")
     for name in ("name", "tool_call_id", "reasoning_content", "reasoning"):
@@ -72,11 +83,11 @@ def _normalise(message: object, where: str) -> dict[str, Any]:
     return normal
 
 
-def _text(content: object, where: str, *, may_be_absent: bool) -> str:
+def _texts(content: object, where: str, *, may_be_absent: bool) -> list[str]:
     if isinstance(content, str):
-        return content
+        return [content]
     if content is None and may_be_absent:
-        return ""
+        return []
     if not isinstance(content, list | tuple):
         raise InvalidParameter(where, content, "a string or a list of text parts")
     texts = []
@@ -89,7 +100,7 @@ def _text(content: object, where: str, *, may_be_absent: bool) -> str:
         if not isinstance(part.get("text"), str):
             raise InvalidParameter(f"{where}[{idx}].text", part.get("text"), "a string")
         texts.append(part["text"])
-    return "".join(texts)
+    return texts
 
 
 def _tool_calls(calls: object, where: str) -> list[dict[str, Any]]:

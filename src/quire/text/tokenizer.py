@@ -13,11 +13,14 @@ from typing import NamedTuple
 
 import tokenizers
 
-from quire.errors import CheckpointError, InvalidParameter, RequestError
+from quire.errors import CheckpointError, InvalidParameter
 from quire.text.bounds import check_settings
+from quire.text.chat_prompt import ChatPrompt
 from quire.text.chat_template import ChatTemplate, TemplateParts
 from quire.text.components import byte_alphabet, decoders, guarded
-from quire.text.long_texts import CannotCut, LongTexts, TooManyTokens
+from quire.text.control_tokens import AddedTokens
+from quire.text.long_texts import CannotCut, LongTexts, TooManyTokens, prompt_errors
+from quire.text.sanitized_texts import SanitizedTexts
 from quire.text.tokenizer_files import TokenizerFiles, read_tokenizer_files
 
 # With these decoders a token adds the same bytes after any other token, which incremental detokenization needs.
@@ -109,6 +112,8 @@ class Tokenizer:
         self._library = library
         self._bos_token, self._eos_token, self._doubles = bos_token, eos_token, doubles
         self._long_texts = LongTexts(library, self._ids_of)
+        self._sanitized_texts = SanitizedTexts(library, self._ids_of)
+        self.added_tokens = AddedTokens(library)
         self._alphabet = byte_alphabet() if "ByteLevel" in kinds else None
         self.pieces: Mapping[int, TokenPiece] = _Pieces(self._derive_piece)
         self.has_byte_fallback = "ByteFallback" in kinds
@@ -184,11 +189,14 @@ class Tokenizer:
         mine, theirs = (each._library.get_vocab(with_added_tokens=True) for each in (self, other))
         return min((token_id for _, token_id in mine.items() ^ theirs.items()), default=None)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+    def encode(
+        self, text: str | ChatPrompt, *, add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
         """Convert text to token ids in bounded memory; other threads run meanwhile.
 
         Args:
-            text: text without lone surrogates; special tokens in it become their ids.
+            text: text without lone surrogates; special tokens in it become their ids, but not those that clients wrote
+                into a rendered conversation.
             add_special_tokens: True where the model's special tokens are added around the text (a rendered chat has
                 them already).
             max_tokens: limit at which tokenization ends early; None for no limit.
@@ -197,25 +205,20 @@ class Tokenizer:
             InvalidParameter: the text is not a string or not Unicode, or a part is too long to be tokenized at once.
             TooManyTokens: there are more than `max_tokens`.
         """
+        encode_part = None
+        if isinstance(text, ChatPrompt):
+            encode_part, text = self._sanitized_texts.part_encoder(text), text.text
         if not isinstance(text, str):
             raise InvalidParameter("prompt", text, "a string")
-        try:
-            if len(text) <= self._long_texts.piece_chars:
+        with prompt_errors(text):
+            if len(text) <= self._long_texts.piece_chars and encode_part is None:
                 token_ids = self._ids_of(text, add_special_tokens=add_special_tokens)
                 if max_tokens is not None and len(token_ids) > max_tokens:
                     raise TooManyTokens(len(token_ids), is_exact=True)
                 return token_ids
             text.encode()
-            return self._long_texts.encode(text, max_tokens, *(self._frame if add_special_tokens else ([], [])))
-        except (TooManyTokens, RequestError):
-            raise
-        except (TypeError, UnicodeEncodeError) as error:  # lone surrogates
-            raise InvalidParameter("prompt", text, "Unicode text without lone surrogates") from error
-        except CannotCut as error:
-            allowed = f"text without more than {error.limit} bytes in a row that this model's tokenizer cannot divide"
-            raise InvalidParameter("prompt", f"{len(text)} characters", allowed) from error
-        except Exception as error:  # the library raises nothing narrower
-            raise InvalidParameter("prompt", text, f"text that the tokenizer can express ({error})") from error
+            before, after = self._frame if add_special_tokens else ([], [])
+            return self._long_texts.encode(text, max_tokens, before, after, encode_part)
 
     def encode_first(self, text: str, num_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
         """Convert text to at most `num_tokens` token ids: those of its beginning, between all special tokens.
@@ -251,7 +254,7 @@ class Tokenizer:
             if len(text) > self._long_texts.piece_chars:
                 allowed = f"texts of at most {self._long_texts.piece_chars} characters in a pair"
                 raise InvalidParameter("prompt", f"{len(text)} characters", allowed)
-        try:
+        with prompt_errors([first, second]):
             library = self._library
             one, two = guarded(library.encode_batch, [first, second], add_special_tokens=False)
             num_special: int = library.num_special_tokens_to_add(True)
@@ -263,12 +266,6 @@ class Tokenizer:
                 for part, length in zip((one, two), lengths, strict=True):
                     part.truncate(length)
             encoding = library.post_process(one, two)
-        except RequestError:
-            raise
-        except (TypeError, UnicodeEncodeError) as error:  # lone surrogates
-            raise InvalidParameter("prompt", [first, second], "Unicode text without lone surrogates") from error
-        except Exception as error:  # the library raises nothing narrower
-            raise InvalidParameter("prompt", first, f"text that the tokenizer can express ({error})") from error
         types: list[int] = encoding.type_ids
         return encoding.ids, types.index(1) if 1 in types else None
 
