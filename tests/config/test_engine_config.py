@@ -67,6 +67,7 @@ NEEDED: dict[str, dict[str, Any]] = {
         ("tokenizer", [None, "folder"], ["", 3]),
         ("revision", [None, "main"], ["", 3]),
         ("served_model_name", [None, "name", ("a", "b")], ["", 3, ("a", ""), [1]]),
+        ("sanitize_control_tokens", ["always", "by-default", "on-request"], ["", "never", True]),
         ("generation_config", ["auto", "vllm"], ["", "none"]),
         ("chat_template", [None, "file"], ["", 3]),
         ("record_memory", [None, "memory.log"], ["", 3]),

@@ -52,7 +52,7 @@ OPTION_HINTS: Final[Mapping[str, Foreign]] = {
     "task": (("auto", "generate", "embed", "score"), _POOLS),
     "pooler_config": ((), _POOLS),
     "override_generation_config": (({},), "give SamplingParams to each request"),
-    "chat_template_content_format": (("auto", "string"), _TEMPLATE),
+    "chat_template_content_format": (("auto", "string"), "a template gets the form of content that it reads, by role"),
     "trust_request_chat_template": ((False,), _TEMPLATE),
     "default_chat_template_kwargs": (({},), "it is an option of `quire serve`; LLM.chat takes chat_template_kwargs"),
     "response_role": (("assistant",), "answers have the role assistant"),

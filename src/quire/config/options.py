@@ -40,6 +40,7 @@ STORED_NOTE = (
 )
 STORED_ALIASES = {"awq_marlin": "awq", "gptq_marlin": "gptq", "gpt_oss_mxfp4": "mxfp4"}
 WEIGHT_PACKINGS = ("auto", "plain", "lossless")
+SANITIZED = ("always", "by-default", "on-request")
 POLICIES = ("fcfs", "priority")
 PREEMPTION_POLICIES = ("last", "least_waste")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
@@ -63,6 +64,10 @@ class ModelConfig:
         served_model_name: name of the model in the server's API, or several, the first of which is in responses; None
             takes `model`.
         chat_template: file with a Jinja chat template to use instead of the model's.
+        sanitize_control_tokens: chat messages in which texts of control tokens are encoded as ordinary characters, so
+            that only the chat template writes control tokens: "always", "by-default" unless a message has
+            `"sanitize_control_tokens": false`, or "on-request" where it has true. Definitions of tools and variables of
+            the template have no such field; with "on-request" they may have control tokens.
         generation_config: source of the default sampling parameters: "auto" is the model's generation_config.json,
             "vllm" is no file.
         seed: seed from which the seeds of requests without one are derived.
@@ -96,6 +101,7 @@ class ModelConfig:
     max_model_len: int | None = None
     served_model_name: str | Sequence[str] | None = None
     chat_template: str | None = None
+    sanitize_control_tokens: str = choice("always", SANITIZED)
     generation_config: str = choice("auto", ("auto", "vllm"))
     seed: int = 0
     num_threads: int | None = None

@@ -99,6 +99,7 @@ class ResolvedConfig:
     cudagraph_capture_sizes: tuple[int, ...] = ()
     piecewise_cudagraph_capture_sizes: tuple[int, ...] = ()
     async_scheduling: bool = False
+    sanitize_control_tokens: str = "always"
 
     @property
     def max_prompt_len(self) -> int:
@@ -214,6 +215,7 @@ def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> Resolv
         cudagraph_capture_sizes=capture_sizes(config, machine.device),
         piecewise_cudagraph_capture_sizes=piece_sizes(config, machine.device),
         async_scheduling=is_async(config.to_options(), machine.device, is_encoder=facts.is_encoder),
+        sanitize_control_tokens=config.model.sanitize_control_tokens,
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=step_tokens(scheduler, machine.device),
         scheduling_policy=scheduler.scheduling_policy,

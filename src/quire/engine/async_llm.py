@@ -64,7 +64,9 @@ class AsyncLLM:
         self.metrics = metrics or Metrics(model.name)
         self.metrics.set_config(self.resolved)
         self.metrics.set_engine(model.engine)
-        self.texts = TokenizerPool(model.engine.requests, self.tokenizer, self.resolved.max_model_len)
+        self.texts = TokenizerPool(
+            model.engine.requests, self.tokenizer, self.resolved.max_model_len, self.resolved.sanitize_control_tokens
+        )
         self.adapters = AsyncAdapters(model.engine.adapters, self._call)
         self._defaults = model.default_params
         self._engine = model.engine

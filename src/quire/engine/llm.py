@@ -29,6 +29,7 @@ from quire.memory.usage import Usage
 from quire.platform.heap import frozen_heap
 from quire.sequences.lora import LoRARequest
 from quire.sequences.params import SamplingParams
+from quire.text.chat_prompt import ChatPrompt
 from quire.text.chat_template import require_chat_template
 from quire.text.reasoning import ReasoningModel
 from quire.text.tokenizer import Tokenizer
@@ -232,8 +233,7 @@ class LLM(PooledLLM):
             tool_call_parser: see `ToolModel.find`.
             reasoning_parser: see `ReasoningModel.find`; "none" leaves thinking in the text only. Otherwise the
                 outputs of a model that thinks have `reasoning` and `content`.
-            template_args: arguments of `render_chat`: `add_generation_prompt`, `continue_final_message`,
-                `chat_template`, `chat_template_kwargs`, and other variables of the model's chat template.
+            template_args: see `render_chat`.
 
         Raises:
             RequestError: messages that the template refuses, a model without a template, or unsupported tools.
@@ -245,8 +245,8 @@ class LLM(PooledLLM):
         conversations, prompts = as_conversations(messages), list[Any]()
         for idx, conversation in enumerate(conversations):
             with naming_conversation(idx, len(conversations)):
-                text = self._chat_text(conversation, **template_args)
-                prompts.append(self.engine.requests.prepare(text, ONE_TOKEN, add_special_tokens=False).prompt)
+                rendered = self._chat_prompt(conversation, **template_args)
+                prompts.append(self.engine.requests.prepare(rendered, ONE_TOKEN, add_special_tokens=False).prompt)
         options: dict[str, Any] = {"use_tqdm": use_tqdm, "cache_salt": cache_salt, "tenant": tenant}
         options |= {"retain_cache": retain_cache, "lora_request": lora_request}
         thinking = ReasoningModel.find(reasoning_parser, self.tokenizer, self.engine.requests.end_token_ids)
@@ -281,14 +281,13 @@ class LLM(PooledLLM):
         """Return the token ids of a conversation, by default ready for the assistant's turn.
 
         Args:
-            template_args: arguments of `ChatTemplate.render`: `add_generation_prompt`, `continue_final_message` and
-                `tools`; `chat_template`, the source of a template that replaces the model's; `chat_template_kwargs`, a
-                mapping of variables of the template; or such variables themselves.
+            template_args: arguments of `ChatTemplate.prompt`: `add_generation_prompt`, `continue_final_message` and
+                `tools`; `chat_template`, the source of another template; `chat_template_kwargs`, or such variables.
         """
-        text = self._chat_text(messages, **template_args)
-        return self.get_tokenizer().encode(text, add_special_tokens=False)
+        prompt = self._chat_prompt(messages, **template_args)
+        return self.get_tokenizer().encode(prompt, add_special_tokens=False)
 
-    def _chat_text(
+    def _chat_prompt(
         self,
         messages: Messages,
         *,
@@ -298,23 +297,24 @@ class LLM(PooledLLM):
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **variables: Any,
-    ) -> str:
+    ) -> ChatPrompt:
         self._check_open()
-        if self.tokenizer is None:
+        tokenizer = self.tokenizer
+        if tokenizer is None:
             raise UnsupportedFeature("messages", "this engine runs without a tokenizer")
         if not isinstance(chat_template_kwargs, Mapping | None):
             raise InvalidParameter("chat_template_kwargs", chat_template_kwargs, "a mapping or None")
         if not isinstance(chat_template, str | None):
             raise InvalidParameter("chat_template", chat_template, "the text of a Jinja template, or None")
-        template = self.tokenizer.chat_template
-        if chat_template is not None:
-            template = self.tokenizer.make_chat_template(chat_template)
-        return require_chat_template(template).render(
+        template = tokenizer.chat_template if chat_template is None else tokenizer.make_chat_template(chat_template)
+        return require_chat_template(template).prompt(
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tools=tools,
             variables={**(chat_template_kwargs or {}), **variables},
+            added_tokens=tokenizer.added_tokens,
+            sanitizing=self.resolved.sanitize_control_tokens,
         )
 
     def stream(

@@ -37,6 +37,7 @@ from quire.server.served_model import model_name
 from quire.server.state import ServerState
 from quire.server.tool_use import read_tool_use
 from quire.server.usage import TokenCount
+from quire.text.chat_template import SANITIZE
 from quire.text.tool_calls import CallDelta
 from quire.text.tool_calls.calls import Piece
 
@@ -144,11 +145,12 @@ def _read_messages(fields: Fields) -> Iterator[dict[str, Any]]:
         role = message.get("role")
         if role not in ("user", "assistant", "system"):
             raise InvalidParameter(message.name("role"), role, "user, assistant or system")
-        content = message.get("content")
+        content, wish = message.get("content"), {SANITIZE: message.get(SANITIZE)}
         if isinstance(content, str):
-            yield {"role": role, "content": content}
+            yield {"role": role, "content": content, **wish}
         elif isinstance(content, list):
-            yield from _read_blocks(content, message.name("content"), role)
+            for each in _read_blocks(content, message.name("content"), role):
+                yield {**each, **wish}
         else:
             raise InvalidParameter(message.name("content"), content, "a string or a list of blocks")
     if role == "assistant":

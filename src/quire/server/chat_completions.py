@@ -25,6 +25,7 @@ from quire.server.reasoning import REASONING_FIELDS, ReasoningFields, ReasoningS
 from quire.server.state import ServerState
 from quire.server.tool_calls import call_deltas, call_message
 from quire.server.tool_use import TOOL_FIELDS, read_tool_use
+from quire.text.chat_prompt import ChatPrompt
 from quire.text.reasoning import ReasoningSplit
 from quire.text.tool_calls import SampleCalls, ToolUse
 
@@ -142,8 +143,8 @@ def read_chat(state: ServerState, fields: Fields) -> tuple[GenerationRequest, Ch
 
 async def render_chat(
     state: ServerState, fields: Fields, tools: Sequence[Mapping[str, Any]] = (), *, add_generation_prompt: bool = True
-) -> str:
-    """Render a conversation with the model's template, special tokens included.
+) -> ChatPrompt:
+    """Render a conversation with the model's template.
 
     Args:
         state: state of the server.
@@ -173,9 +174,9 @@ async def render_chat(
 async def _prompts(
     state: ServerState, fields: Fields, tools: Sequence[Mapping[str, Any]], params: SamplingParams
 ) -> list[PreparedRequest]:
-    text = await render_chat(state, fields, tools)
+    prompt = await render_chat(state, fields, tools)
     special = fields.flag("add_special_tokens", False)
-    return await state.llm.texts.prepare([text], params, add_special_tokens=special)
+    return await state.llm.texts.prepare([prompt], params, add_special_tokens=special)
 
 
 class ChatReply:

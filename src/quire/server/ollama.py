@@ -269,11 +269,11 @@ def _read_messages(given: object) -> Iterator[dict[str, Any]]:
         message = read_object(value, f"messages[{idx}]")
         message.refuse({"images": NO_IMAGES})
         role, calls = message.get("role"), message.get("tool_calls") or []
-        turn = {"role": role, "content": message.get("content"), "reasoning_content": message.get("thinking")}
+        turn = {name: message.get(name) for name in ("role", "content", "sanitize_control_tokens")}
+        turn["reasoning_content"] = message.get("thinking")
         if not isinstance(calls, list):
             raise InvalidParameter(message.name("tool_calls"), calls, "a list of tool calls")
-        if calls:
-            turn["tool_calls"] = []
+        turn |= {"tool_calls": []} if calls else {}
         for number, given_call in enumerate(calls):
             call = read_object(given_call, f"{message.name('tool_calls')}[{number}]").as_dict()
             num_calls += 1

@@ -23,6 +23,7 @@ from quire.server.generation import json_response
 from quire.server.served_model import ADAPTER, choose_model
 from quire.server.state import ServerState
 from quire.server.tool_use import read_tool_use
+from quire.text.chat_prompt import ChatPrompt
 
 COMPLETIONS: Final = "/v1/completions"
 # The fields of a chat, of a request to each route.
@@ -47,6 +48,7 @@ async def prompt_tokens(state: ServerState, request: Request) -> Response:
     name = fields.text("model")
     if name is not None:
         await choose_model(state, request, name.removesuffix(ollama.LATEST) if path.startswith("/api/") else name)
+    prompt: str | list[int] | ChatPrompt
     if path == COMPLETIONS:
         prompt = read_prompts(fields.get("prompt"), state.config.max_prompts)[0]
         special = fields.flag("add_special_tokens", True)
@@ -58,8 +60,9 @@ async def prompt_tokens(state: ServerState, request: Request) -> Response:
             use = read_tool_use(state, chat)
             prompt = await render_chat(state, chat, () if use is None else use.definitions)
             special = chat.flag("add_special_tokens", False)
-    tokens = prompt if isinstance(prompt, list) else None
-    if isinstance(prompt, str):
+    if isinstance(prompt, list):
+        tokens = prompt
+    else:
         tokens = await state.llm.texts.encode(prompt, add_special_tokens=special)
     salt = read_namespace("", fields.get("cache_salt"), None).cache_salt
     return json_response({"tokens": tokens, "adapter": request.scope.get(ADAPTER), "cache_salt": salt})

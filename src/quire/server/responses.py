@@ -35,6 +35,7 @@ from quire.server.sampling import LABEL_FIELDS, NEVER_IGNORED
 from quire.server.served_model import model_name
 from quire.server.state import ServerState
 from quire.server.usage import TokenCount
+from quire.text.chat_template import SANITIZE
 from quire.text.tool_calls import CallDelta
 from quire.text.tool_calls.calls import Piece
 
@@ -135,13 +136,15 @@ class InputReader:
             role = item.get("role")
             if role not in ROLES:
                 raise InvalidParameter(item.name("role"), role, f"one of {', '.join(ROLES)}")
-            self._add({"role": role, "content": read_text(item.get("content"), item.name("content"), TEXT_PARTS)}, name)
+            text = read_text(item.get("content"), item.name("content"), TEXT_PARTS)
+            self._add({"role": role, "content": text, SANITIZE: item.get(SANITIZE)}, name)
         elif kind == "function_call":
             function = {"name": required_text(item, "name"), "arguments": required_text(item, "arguments")}
             self._add_call({"id": required_text(item, "call_id"), "type": "function", "function": function}, name)
         elif kind == "function_call_output":
             output = read_text(item.get("output"), item.name("output"), TEXT_PARTS)
-            self._add({"role": "tool", "tool_call_id": required_text(item, "call_id"), "content": output}, name)
+            result = {"role": "tool", "tool_call_id": required_text(item, "call_id"), "content": output}
+            self._add({**result, SANITIZE: item.get(SANITIZE)}, name)
         elif kind == "reasoning":
             # A client that does not know the content sends the summary only.
             name = "summary" if item.get("content") is None else "content"

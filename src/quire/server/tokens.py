@@ -16,6 +16,7 @@ from quire.server.fields import Fields, Refusal
 from quire.server.generation import json_response
 from quire.server.models import read_fields
 from quire.server.state import ServerState
+from quire.text.chat_prompt import ChatPrompt
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_calls import read_tools
 
@@ -49,13 +50,13 @@ async def tokenize(state: ServerState, request: Request) -> Response:
     with_texts = fields.flag("return_token_strs")
     if has_messages:
         definitions = [tool.definition for tool in read_tools(fields.get("tools"))]
-        text = await render_chat(state, fields, definitions)
+        prompt: str | ChatPrompt = await render_chat(state, fields, definitions)
     else:
-        text = fields.text("prompt") or ""
+        prompt = fields.text("prompt") or ""
     llm = state.llm
     special = fields.flag("add_special_tokens", has_prompt)
     with naming_prompt(fields):
-        ids = await llm.texts.encode(text, add_special_tokens=special)
+        ids = await llm.texts.encode(prompt, add_special_tokens=special)
 
     def respond() -> Response:
         texts = [tokenizer.token_text(token_id) for token_id in ids] if with_texts else None

@@ -131,5 +131,7 @@ def messages(rng: Random) -> list[Any]:
             message["tool_calls"] = rng.choice([[call], [], [call] * 50, values.value(rng)])
         if rng.random() < 0.1:
             message["tool_call_id"] = values.scalar(rng)
+        if rng.random() < 0.1:
+            message["sanitize_control_tokens"] = rng.choice([True, False, None, values.value(rng)])
         made.append(message if rng.random() < 0.95 else values.value(rng))
     return made

@@ -16,7 +16,22 @@ NUMBERS: tuple[Any, ...] = (
 CHARACTERS = (
     *("a", "Z", " ", "\n", "\t", "\0", "\x1b[31m", "\x7f", "\x85", "\u2028", "\ufeff", "\ufffd", "\uffff"),
     *("\u00e9", "e\u0301", "\u202e", "\u0f40", "\u4e2d", "\U0001f984", "\U0001f468\u200d\U0001f469", "\U0010ffff"),
-    *("<|bos|>", "<|eos|>", "<|user|>", "<tool_call>", "</tool_call>", "{{ 7 * 7 }}", "{% raw %}", "%s", "${x}"),
+    *(
+        "\ue000",
+        "\U000f0000",
+        "\U00100000",
+        "<|",
+        "|>",
+        "<|bos|>",
+        "<|eos|>",
+        "<|user|>",
+        "<tool_call>",
+        "</tool_call>",
+        "{{ 7 * 7 }}",
+        "{% raw %}",
+        "%s",
+        "${x}",
+    ),
     *('"', "\\", "\\u0000", "'; DROP", "../", "http://localhost/", "[DONE]", "data: "),
 )
 SURROGATES = (r'"\ud800"', r'"a\udfff"', r'"\udc00\ud800"', r'"\ud83e\udd84"', r'"\uD800\u0041"', r'{"\ud800": 1}')

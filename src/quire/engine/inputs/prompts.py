@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.errors import InvalidParameter, PromptTooLong, UnsupportedFeature
 from quire.sequences.media import Media
+from quire.text.chat_prompt import ChatPrompt
 from quire.text.long_texts import TooManyTokens
 from quire.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # a process that only reads prompts does not import torch
     from quire.engine.inputs.embeddings import EmbeddingsReader
 
-Prompt = str | Sequence[int] | Mapping[str, object]
+Prompt = str | ChatPrompt | Sequence[int] | Mapping[str, object]
 # Tokens checked at a time: a compiled loop holds the interpreter lock, and other threads wait.
 CHECKED_AT_ONCE = 1 << 16
 _ALLOWED = (
@@ -74,8 +75,8 @@ class PromptReader(NamedTuple):
         """Convert a prompt to token ids.
 
         Args:
-            prompt: text, token ids, or a mapping with `prompt` or `prompt_token_ids`, the latter with optional `media`;
-                a `TokenPrompt` is returned unchanged.
+            prompt: text, a rendered conversation, token ids, or a mapping with `prompt` or `prompt_token_ids`, the
+                latter with optional `media`; a `TokenPrompt` is returned unchanged.
             add_special_tokens: True to add the tokenizer's special tokens to a text (a beginning-of-text token, say).
 
         Raises:
@@ -88,8 +89,9 @@ class PromptReader(NamedTuple):
             return prompt
         if isinstance(prompt, Mapping):
             return self._read_mapping(prompt, add_special_tokens=add_special_tokens)
-        if isinstance(prompt, str):
-            read = TokenPrompt(self._encode(prompt, add_special_tokens=add_special_tokens), prompt)
+        if isinstance(prompt, str | ChatPrompt):
+            text = prompt if isinstance(prompt, str) else prompt.text
+            read = TokenPrompt(self._encode(prompt, add_special_tokens=add_special_tokens), text)
         elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
             read = TokenPrompt(self._check(prompt), None)
         else:
@@ -152,7 +154,7 @@ class PromptReader(NamedTuple):
             raise InvalidParameter("truncate_prompt_tokens", truncate_prompt_tokens, f"-1, or at most {most}")
         return most if truncate_prompt_tokens == -1 else truncate_prompt_tokens
 
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def _encode(self, text: str | ChatPrompt, *, add_special_tokens: bool) -> list[int]:
         if self.tokenizer is None:
             raise UnsupportedFeature("prompt", "this engine runs without a tokenizer; give prompt_token_ids")
         most = self.max_prompt_len

@@ -14,6 +14,7 @@ from quire.errors import InvalidParameter, RequestError, TextsFull, UnsupportedF
 from quire.platform.threads import WorkerThreads
 from quire.sequences.params import SamplingParams
 from quire.sequences.pooling import Pooling
+from quire.text.chat_prompt import ChatPrompt
 from quire.text.chat_template import require_chat_template
 from quire.text.long_texts import TooManyTokens
 from quire.text.rendering import MAX_PROCESSES
@@ -40,12 +41,20 @@ class TokenizerPool:
         reader: request builder of the engine.
         tokenizer: None when the engine works on token ids only.
         max_model_len: largest number of tokens of a text to encode.
+        sanitizing: messages of chats whose texts may not become control tokens; see `ModelConfig`.
     """
 
-    def __init__(self, reader: RequestBuilder, tokenizer: Tokenizer | None, max_model_len: int) -> None:
+    def __init__(
+        self,
+        reader: RequestBuilder,
+        tokenizer: Tokenizer | None,
+        max_model_len: int,
+        sanitizing: str = "always",
+    ) -> None:
         self._reader = reader
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
+        self._sanitizing = sanitizing
         if tokenizer is not None:
             # This reads the vocabulary in one long call, now that no request waits for it.
             tokenizer.prepare_long_texts()
@@ -99,7 +108,7 @@ class TokenizerPool:
 
         return await self.run(sum(map(_length, prompts)), partial(_prepare_each, prompts, prepare))
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    async def encode(self, text: str | ChatPrompt, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text.
 
         Raises:
@@ -121,8 +130,8 @@ class TokenizerPool:
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
         hints: Mapping[str, Any] | None = None,
-    ) -> str:
-        """Render a conversation as a prompt; see `ChatTemplate.render`.
+    ) -> ChatPrompt:
+        """Render a conversation as a prompt; see `ChatTemplate.prompt`.
 
         Variables that the template does not use are left out; see `ChatTemplate.used_variables`.
 
@@ -130,24 +139,27 @@ class TokenizerPool:
             QueueFull: too many texts wait.
             RequestError: the engine has no tokenizer or no template, or the template refuses the conversation.
         """
-        template = require_chat_template(self._known_tokenizer.chat_template)
+        tokenizer = self._known_tokenizer
+        template = require_chat_template(tokenizer.chat_template)
         form = template.for_tools if tools else template
 
-        def render() -> str:
+        def render() -> ChatPrompt:
             used = form.used_variables(variables or {}, hints or {})
-            return form.render(
+            return form.prompt(
                 messages,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tools=tools,
                 variables=used,
+                added_tokens=tokenizer.added_tokens,
+                sanitizing=self._sanitizing,
             )
 
         with self._waiting(_chat_length(messages)):
-            text = await self._chats.run(render)
-        if len(text) > MANY_CHARS:
+            prompt = await self._chats.run(render)
+        if len(prompt) > MANY_CHARS:
             self._chats.give_back_soon()
-        return text
+        return prompt
 
     async def run(self, length: int, work: Callable[[], R]) -> R:
         """Run work on texts in the thread for their length.
@@ -220,4 +232,4 @@ def _length(prompt: object) -> int:
         return len(prompt.first) + len(prompt.second)
     if isinstance(prompt, Mapping):
         prompt = prompt.get("prompt")
-    return len(prompt) if isinstance(prompt, str) else 0
+    return len(prompt) if isinstance(prompt, str | ChatPrompt) else 0

@@ -194,7 +194,7 @@ class RemoteEngine:
             self.tokenizer, resolved.vocab_size, resolved.max_model_len, is_encoder=resolved.is_encoder
         )
         reader = RequestBuilder(resolved, prompts, None, frozenset(welcome.end_token_ids), self.model_name)
-        self.texts = TokenizerPool(reader, self.tokenizer, resolved.max_model_len)
+        self.texts = TokenizerPool(reader, self.tokenizer, resolved.max_model_len, resolved.sanitize_control_tokens)
         self.adapters = RemoteAdapters(peer)
         self.has_failed = False
         self.silent_s = 0.0
