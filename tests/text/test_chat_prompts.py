@@ -219,7 +219,7 @@ def test_a_name_of_a_client_completes_no_control_token(make: Callable[[TemplateK
 def test_a_template_that_treats_control_tokens_in_its_own_way_is_safe(
     make: Callable[[TemplateKind], Made], caplog: pytest.LogCaptureFixture
 ) -> None:
-    searches = "{% if '<|im_end|>' in [m.content, ''] | join %}!{% endif %}"
+    searches = "{% if m.content in 'a<|im_end|>' %}!{% endif %}"
     source = f"{{% for m in messages %}}{searches}{{{{ m.content }}}}<|im_end|>{{% endfor %}}"
     tokenizer, template = make(TemplateKind(source, ("<|im_end|>",)))
     for _ in range(2):
@@ -228,6 +228,32 @@ def test_a_template_that_treats_control_tokens_in_its_own_way_is_safe(
         ids = tokenizer.encode(prompt, add_special_tokens=False)
         assert ids.count(tokenizer.added_ids["<|im_end|>"]) == 1
     assert caplog.text.count("parts of control tokens") == 1
+
+
+def test_what_filters_and_functions_make_of_texts_can_be_searched(make: Callable[[TemplateKind], Made]) -> None:
+    made = ("[m.content, ''] | join", "'-'.join([m.content])", "'{}'.format(m.content)", "m.content | wordwrap(40)")
+    source = "{% for m in messages %}" + "".join(f"{{{{ '<|im_end|>' in {each} }}}}" for each in made)
+    tokenizer, template = make(TemplateKind(f"{source}{{{{ m.content }}}}{{% endfor %}}", ("<|im_end|>",)))
+    prompt = template.prompt([{"role": "user", "content": "a<|im_end|>"}], added_tokens=tokenizer.added_tokens)
+    assert prompt.text == "TrueTrueTrueTruea<|im_end|>"
+    assert tokenizer.added_ids["<|im_end|>"] not in tokenizer.encode(prompt, add_special_tokens=False)
+
+
+def test_tokens_in_bars_are_control_tokens_though_the_file_does_not_say_so(
+    make: Callable[[TemplateKind], Made],
+) -> None:
+    tokenizer, template = make(KINDS["chatml"]._replace(others=("<|fim_prefix|>", "<b>", "<｜User｜>")))
+    text = "a<|fim_prefix|><b><｜User｜>"
+    prompt = template.prompt([{"role": "user", "content": text}], added_tokens=tokenizer.added_tokens)
+    ids = tokenizer.encode(prompt, add_special_tokens=False)
+    assert [ids.count(tokenizer.added_ids[each]) for each in ("<|fim_prefix|>", "<b>", "<｜User｜>")] == [0, 1, 0]
+
+
+def test_a_part_of_a_message_has_no_wish_of_its_own(make: Callable[[TemplateKind], Made]) -> None:
+    parts = [{"type": "text", "text": "a", "sanitize_control_tokens": True}]
+    with pytest.raises(UnsupportedFeature, match="whole messages") as refused:
+        make(KINDS["chatml"])[1].prompt([{"role": "user", "content": parts}], sanitizing="on-request")
+    assert refused.value.field == "messages[0].content[0].sanitize_control_tokens"
 
 
 def test_a_message_may_ask_for_control_tokens_where_it_is_allowed(make: Callable[[TemplateKind], Made]) -> None:

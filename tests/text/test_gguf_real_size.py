@@ -12,6 +12,7 @@ import pytest
 
 from quire.models.gguf.header import read_header
 from quire.quantization.gguf_header import encode_header
+from quire.text.chat_template import ChatTemplate
 from quire.text.gguf_tokenizer import read_gguf_tokenizer
 from quire.text.tokenizer import Tokenizer
 from tests.text.real_size import GEMMA_SIZE, PREFIX, QWEN_SIZE, gemma_size_fields, qwen_size_fields
@@ -19,6 +20,8 @@ from tests.text.real_size import GEMMA_SIZE, PREFIX, QWEN_SIZE, gemma_size_field
 # Processor time of reading a header and building its tokenizer. It takes 0.6 s for the smaller one and 1.4 s for the
 # larger one; a walk over the vocabulary for each merge took five minutes.
 MAX_SECONDS = 10.0
+# The tokens around a message.
+TURNS = {QWEN_SIZE: ("<|im_start|>", "<|im_end|>"), GEMMA_SIZE: ("<start_of_turn>", "<end_of_turn>")}
 WORDS = ("the", "house", "in", "1234", "strasse", "HTTPServer", "x_y", "ofthe", "aaaaaaaaaaaaaaaa", "Zebra-Crossing")
 
 
@@ -62,3 +65,20 @@ def test_a_released_vocabulary_opens_at_once(make: Callable[[], Mapping[str, Any
         elif word.isalpha():
             assert tokenizer.encode(word) == expected
         assert tokenizer.decode(expected) == word
+    check_texts_of_clients(tokenizer, *TURNS[size])
+
+
+def check_texts_of_clients(tokenizer: Tokenizer, begin: str, end: str) -> None:
+    """Check that none of the tokenizer's control tokens in a message becomes a token, and all of the template's do."""
+    template = ChatTemplate(f"{{% for m in messages %}}{begin}{{{{ m.content | trim }}}}{end}{{% endfor %}}")
+    try:
+        for text in ("".join(tokenizer.added_ids), "a ".join(tokenizer.added_ids), f"{begin[1:]}{end}<{end[:-1]}"):
+            prompt = template.prompt([{"role": "user", "content": text}], added_tokens=tokenizer.added_tokens)
+            assert prompt.text == f"{begin}{text}{end}"
+            token_ids = tokenizer.encode(prompt, add_special_tokens=False)
+            assert [each for each in token_ids if each in tokenizer.special_ids] == [
+                *(tokenizer.added_ids[begin], tokenizer.added_ids[end])
+            ]
+            assert tokenizer.decode(token_ids, skip_special_tokens=False) == prompt.text
+    finally:
+        template.close()

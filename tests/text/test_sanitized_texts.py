@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import cache
 
 import pytest
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
 from quire.errors import InvalidParameter
@@ -236,6 +236,29 @@ def test_a_model_without_a_token_for_the_unknown_is_read() -> None:
     library.add_special_tokens(["<s>"])
     chats = Chats(library)
     assert chats.ids(chats.prompt([("<s>", None), ("a<s", STRICT)])) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "texts"),
+    [
+        (normalizers.NFKC(), ["＜|end|＞", "＜/s＞", "﹤s﹥", "<|ｅnd|>"]),
+        (normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()]), ["≮|end|≯", "≮/s≯"]),
+        (normalizers.Replace("\u200b", ""), ["<\u200b/s\u200b>", "<|e\u200bnd|>"]),
+    ],
+)
+def test_a_token_in_other_characters_is_ordinary_text(normalizer: normalizers.Normalizer, texts: list[str]) -> None:
+    library = kinds.llama3()
+    library.normalizer = normalizer
+    library.add_special_tokens([AddedToken(token, special=True, normalized=True) for token in SPECIAL])
+    chats = Chats(library)
+    for text in texts:
+        assert chats.control_ids.intersection(chats.encode(text))
+        prompt = chats.prompt([("<s>", None), (f"a{text}b", STRICT), ("</s>", None)])
+        ids = chats.ids(prompt)
+        found = [each for each in ids if each in chats.control_ids]
+        assert found == [chats.id_of("<s>"), chats.id_of("</s>")]
+        # So it is where nothing in the prompt has a mark.
+        assert chats.ids(ChatPrompt(prompt.text, None, chats.control)) == ids
 
 
 def test_a_client_cannot_write_what_stands_for_a_control_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from quire.errors import MAX_SHOWN, InvalidParameter, RequestError, UnsupportedF
 from quire.text.chat_prompt import ChatPrompt
 from quire.text.content_forms import NOWHERE, STRING, texts_of
 from quire.text.control_tokens import AddedTokens
-from quire.text.messages import Message, normalise_messages
+from quire.text.messages import SANITIZE, Message, normalise_messages
 from quire.text.rendering import Renderer, TemplateText, TemplateVariables
 from quire.text.template_environment import GLOBALS
 
@@ -22,8 +22,6 @@ logger = logging.getLogger(__name__)
 MAX_WARNINGS = 32
 # A text that no conversation has by chance; it ends the final message where that is to be continued.
 END_MARK = "[[end-of-the-message-to-continue]]"
-# The field of a message that decides whether its texts may not become control tokens.
-SANITIZE: Final = "sanitize_control_tokens"
 # The name of a warning that is given once.
 CONTROL_TEXTS: Final = "control texts"
 RESERVED = GLOBALS | {"messages", "tools", "add_generation_prompt", "continue_final_message"}

@@ -1,7 +1,8 @@
 """The tokens with which a chat template structures a prompt, and which texts of clients may therefore not become.
 
-Control tokens are the special tokens of a tokenizer, and the added tokens that a template writes, such as `<think>` and
-`<tool_response>` of Qwen3. Tokens of white space, and of one visible character, are ordinary text whatever their flags.
+Control tokens are the special tokens of a tokenizer, the added tokens that a template writes, such as `<think>` and
+`<tool_response>` of Qwen3, and those in bars, such as `<|fim_prefix|>` of Qwen2.5, which folders do not call special.
+Tokens of white space, and of one visible character, are ordinary text whatever their flags.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from quire.errors import RequestError
 from quire.text.marks import LENIENT, MAX_CHARS, STRICT, MarkedTexts, Marks
 
 STRICT_MARK: Final = re.compile(f"[{chr(STRICT)}-{chr(LENIENT - 1)}]")
+# The form that markers have in most files; some have bars of full width.
+IN_BARS: Final = re.compile(r"\s*<[|｜][^<>]+[|｜]>\s*")
 # Separates literals; no token has it.
 END: Final = "\0"
 # Characters of tokens after which their expressions are not nested further.
@@ -30,8 +33,8 @@ class ControlTokens:
 
     Args:
         special: texts of special tokens.
-        written: texts of other added tokens that the template writes. Content of the assistant and of the system may
-            have them: models write their own markers, and instructions name them.
+        written: texts of other added tokens that the template writes, or that are in bars. Content of the assistant and
+            of the system may have them: models write their own markers, and instructions name them.
         marks: marks that show where clients wrote characters of these tokens.
         marked: characters and texts that get marks.
         pattern: matches the longest of these tokens at each position, as group 1 of an empty match.
@@ -94,14 +97,16 @@ class AddedTokens:
             RequestError: the tokens begin or end with too many different characters.
         """
         text = END.join(literals)
-        written = frozenset(token for token in self._others if token in text)
+        written = frozenset(token for token in self._others if token in text or IN_BARS.fullmatch(token))
         tokens = self._special | written
         edges = "".join(sorted({char for token in tokens for char in (token.strip()[0], token.strip()[-1])}))
         interiors = tuple(sorted(_interiors(tokens, literals)))
         if len(edges) + len({each[0] for each in interiors}) > MAX_CHARS:
             raise RequestError(f"the model's special tokens begin or end with more than {MAX_CHARS} characters")
         marked = MarkedTexts(edges, interiors)
-        return ControlTokens(self._special, written, Marks(marked), marked, re.compile(f"(?=({_any_of([*tokens])}))"))
+        return ControlTokens(
+            self._special, written, Marks(marked), marked, re.compile(f"(?=({longest_of([*tokens])}))")
+        )
 
 
 def _is_framed(token: str) -> bool:
@@ -125,7 +130,7 @@ def _interiors(tokens: frozenset[str], literals: Sequence[str]) -> set[str]:
     }
 
 
-def _any_of(texts: Sequence[str], depth: int = 0) -> str:
+def longest_of(texts: Sequence[str], depth: int = 0) -> str:
     """Return a regular expression of the longest of some texts that is there; where none is, it fails after few steps.
 
     Texts with a common beginning are tried together, up to a depth that the library's recursion allows.
@@ -136,7 +141,7 @@ def _any_of(texts: Sequence[str], depth: int = 0) -> str:
     for text in texts:
         if text:
             rests.setdefault(text[0], []).append(text[1:])
-    branches = [re.escape(char) + _any_of(rest, depth + 1) for char, rest in sorted(rests.items())]
+    branches = [re.escape(char) + longest_of(rest, depth + 1) for char, rest in sorted(rests.items())]
     if not branches:
         return "" if texts else "(?!)"
     return f"(?:{'|'.join(branches)})" + ("?" if "" in texts else "")

@@ -15,6 +15,8 @@ MAX_MESSAGES = 4096
 MAX_INPUT_CHARS = 1 << 23
 # Maximum length of the arguments of one call: parsing them as JSON holds the interpreter's lock.
 MAX_ARGUMENTS_CHARS = 1 << 18
+# The field of a message that decides whether its texts may not become control tokens.
+SANITIZE: Final = "sanitize_control_tokens"
 
 Message = Mapping[str, Any]
 ALL_STRINGS: Final[Mapping[str, str]] = MappingProxyType({})
@@ -97,6 +99,8 @@ def _texts(content: object, where: str, *, may_be_absent: bool) -> list[str]:
             raise InvalidParameter(f"{where}[{idx}]", part, 'an object like {"type": "text", "text": "..."}')
         if kind != "text":
             raise UnsupportedFeature(f"{where}[{idx}].type", f"parts of type {shown(kind)} cannot be read, only text")
+        if part.get(SANITIZE) is not None:
+            raise UnsupportedFeature(f"{where}[{idx}].{SANITIZE}", "it is a field of whole messages")
         if not isinstance(part.get("text"), str):
             raise InvalidParameter(f"{where}[{idx}].text", part.get("text"), "a string")
         texts.append(part["text"])

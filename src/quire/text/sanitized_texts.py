@@ -8,18 +8,19 @@ own ones. Both tokenizers share their parts, so the second one is made for each 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain
 from typing import Final, NamedTuple
 
 import tokenizers
-from tokenizers import AddedToken
+from tokenizers import AddedToken, models
 
 from quire.errors import InvalidParameter
 from quire.text.chat_prompt import ChatPrompt
 from quire.text.components import guarded
-from quire.text.control_tokens import ControlTokens
+from quire.text.control_tokens import ControlTokens, longest_of
 from quire.text.long_texts import EncodePart
 
 # Characters for private use, which stand for control tokens.
@@ -60,15 +61,43 @@ class SanitizedTexts:
         self.library = library
         self.encode = encode
         self.added: dict[int, AddedToken] = library.get_added_tokens_decoder()
-        # Where tokens are matched in normalized text, clients may write them in other characters.
+        # Where tokens are matched in normalized text, clients may write them in other characters, which have no marks.
         self.is_literal = library.normalizer is None or not any(token.normalized for token in self.added.values())
         self.unknown = _unknown_ids(library)
+        self.characters = frozenset("".join(token.content for token in self.added.values()))
+        self.others = lru_cache(maxsize=8)(self._others)
 
     def part_encoder(self, prompt: ChatPrompt) -> EncodePart | None:
-        """Return the function that tokenizes parts of a prompt; None where the prompt has no marks."""
-        if prompt.control is None or prompt.marked is None:
+        """Return the function that tokenizes parts of a prompt; None where its tokens are those of any text."""
+        if prompt.control is None or (prompt.marked is None and self.is_literal):
             return None
-        return _PromptEncoder(self, prompt.text, prompt.marked, prompt.control).encode
+        return _PromptEncoder(self, prompt.text, prompt.marked or prompt.text, prompt.control).encode
+
+    def _others(self, control: ControlTokens) -> dict[int, AddedToken]:
+        """Return the added tokens that are no control tokens, by id."""
+        return {token_id: token for token_id, token in self.added.items() if not control.has(token.content)}
+
+    @cached_property
+    def ids(self) -> dict[str, int]:
+        """Ids of the added tokens by their text."""
+        return {token.content: token_id for token_id, token in self.added.items()}
+
+    @cached_property
+    def pattern(self) -> re.Pattern[str] | None:
+        """Matches the added tokens as the library finds them; None where that depends on more than the text."""
+        if not self.is_literal or any(token.single_word for token in self.added.values()):
+            return None
+        return re.compile(longest_of([content for content in self.ids if content]))
+
+    @cached_property
+    def finder(self) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
+        """A tokenizer that only finds the added tokens, which takes less time; and their ids by those in it."""
+        library = tokenizers.Tokenizer(models.WordLevel({UNKNOWN: 0}, unk_token=UNKNOWN))
+        if self.library.normalizer is not None:
+            library.normalizer = self.library.normalizer
+        library.add_tokens([*self.added.values()])
+        ids = {library.token_to_id(content): token_id for content, token_id in self.ids.items()}
+        return library, {found: token_id for found, token_id in ids.items() if found is not None}
 
 
 class _PromptEncoder:
@@ -115,15 +144,17 @@ class _PromptEncoder:
         chars = [*part]
         spans: list[_Span] = []
         for _ in range(MAX_TRIES):
-            for pos in (pos for start, end in forbidden for pos in range(start, end) if marks[pos] != part[pos]):
-                chars[pos] = NEUTRAL[part[pos].isalnum()]
-            library = self._texts.library
-            (encoding,) = guarded(library.encode_batch, [lead + "".join(chars)], add_special_tokens=False)
+            for start, end in forbidden:
+                # A text in other characters than a token's may have no marks.
+                has_marks = marks[start:end] != part[start:end]
+                for pos in range(start, end):
+                    if marks[pos] != part[pos] or not has_marks:
+                        chars[pos] = NEUTRAL[part[pos].isalnum()]
             spans, forbidden = [], []
-            for span in self._spans(encoding, lead, part):
+            for span in self._spans("".join(chars), lead, part):
                 start, end, token_id = span
                 content = self._texts.added[token_id].content
-                if self._control.forbids(content, part[start:end], marks[start:end]):
+                if content != part[start:end] or self._control.forbids(content, content, marks[start:end]):
                     forbidden.append((start, end))
                 else:
                     spans.append(span)
@@ -131,17 +162,21 @@ class _PromptEncoder:
                 break
         return spans
 
-    def _spans(self, encoding: tokenizers.Encoding, lead: str, part: str) -> Iterator[_Span]:
-        for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            token = self._texts.added.get(token_id)
-            if token is not None and self._control.has(token.content):
+    def _spans(self, chars: str, lead: str, part: str) -> Iterator[_Span]:
+        if self._texts.pattern is not None:
+            for match in self._texts.pattern.finditer(chars):
+                if self._control.has(match[0]):
+                    yield _Span(*match.span(), self._texts.ids[match[0]])
+            return
+        library, token_ids = self._texts.finder
+        (encoding,) = guarded(library.encode_batch, [lead + chars], add_special_tokens=False)
+        for found, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            token_id = token_ids.get(found)
+            if token_id is not None and self._control.has(content := self._texts.added[token_id].content):
                 start, end = start - len(lead), end - len(lead)
                 # The range of a token has the white space that it absorbs.
-                pos = part.find(token.content, start, end)
-                if pos >= 0:
-                    yield _Span(pos, pos + len(token.content), token_id)
-                elif token_id not in self._texts.unknown:
-                    yield _Span(start, end, token_id)
+                pos = part.find(content, start, end)
+                yield _Span(start, end, token_id) if pos < 0 else _Span(pos, pos + len(content), token_id)
 
 
 class _WithoutControl:
@@ -156,11 +191,11 @@ class _WithoutControl:
     def __init__(self, texts: SanitizedTexts, control: ControlTokens, used: set[str]) -> None:
         self._texts, self._control = texts, control
         self._library = _copy(texts.library)
-        others = {token_id: token for token_id, token in texts.added.items() if not control.has(token.content)}
+        others = texts.others(control)
         self._library.add_tokens([*others.values()])
         # The id in this tokenizer, and in the model's.
         self._ids = {self._library.token_to_id(token.content): token_id for token_id, token in others.items()}
-        taken = used.union(*(token.content for token in texts.added.values()))
+        taken = used | texts.characters
         self._free = (char for char in map(chr, chain(*STAND_INS)) if char not in taken)
         self._stand_ins: dict[int, str] = {}
 
@@ -182,20 +217,14 @@ class _WithoutControl:
             end = span.end
         text = "".join(pieces) + part[end:]
         (encoding,) = guarded(self._library.encode_batch_fast, [text], add_special_tokens=False)
-        token_ids: list[int] = []
-        num_control = 0
-        for found in encoding.ids:
-            token_id = self._ids.get(found)
-            num_control += token_id in self._stand_ins
-            if token_id is not None:
-                token_ids.append(token_id)
-            elif self._is_control(found):
-                token_ids += self._spelled(found)
-            else:
-                token_ids.append(found)
-        if num_control != len(spans):
+        ids: list[int] = encoding.ids
+        found = set(ids)
+        if sum(ids.count(each) for each in found if self._ids.get(each) in self._stand_ins) != len(spans):
             raise InvalidParameter("messages", part, WITHOUT)
-        return token_ids
+        made = {each: self._spelled(each) for each in found if each not in self._ids and self._is_control(each)}
+        if not made:
+            return [self._ids.get(each, each) for each in ids]
+        return [token_id for each in ids for token_id in made.get(each) or (self._ids.get(each, each),)]
 
     def _stand_in(self, token_id: int) -> str:
         """Return the character that stands for a token, from now on."""

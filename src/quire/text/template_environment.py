@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import datetime
+from functools import wraps
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from quire.text.marks import Marks
@@ -14,6 +15,8 @@ if TYPE_CHECKING:  # the engine's process needs no Jinja
 
 # Names that are defined in every template: Jinja's own, and those that models' templates expect.
 GLOBALS = frozenset({"range", "dict", "lipsum", "cycler", "joiner", "namespace", "raise_exception", "strftime_now"})
+# Jinja's filters that make a text of others by functions which know only their characters.
+KEEPING = ("join", "replace", "truncate", "wordwrap", "title", "indent", "center", "format")
 
 
 class TemplateState:
@@ -56,17 +59,35 @@ def make_environment(state: TemplateState) -> jinja2.Environment:
             text = state.marks.unescape(text)
         return state.with_marks(text)
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _generation_block()]
-    )
+    class Sandbox(ImmutableSandboxedEnvironment):
+        """Templates whose functions and methods return marked texts that compare as what they stand for."""
+
+        def call(self, *args: Any, **kwargs: Any) -> Any:
+            made = super().call(*args, **kwargs)
+            return state.with_marks(made) if isinstance(made, str) else made
+
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _generation_block()])
     environment.code_generator_class = _code_generator()
     environment.concat = concat  # type: ignore[method-assign]
     environment.filters["tojson"] = to_json
+    for name in KEEPING:
+        environment.filters[name] = _keeping_marks(environment.filters[name], state)
     # Jinja's own filter would escape a marked text for HTML.
     environment.filters["safe"] = lambda value: Markup(str.translate(value, {}) if isinstance(value, str) else value)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: state.now.strftime(form)
     return environment
+
+
+def _keeping_marks(function: Callable[..., Any], state: TemplateState) -> Callable[..., Any]:
+    """Return a filter whose results compare as what they stand for."""
+
+    @wraps(function)
+    def keeping(*args: Any, **kwargs: Any) -> Any:
+        made = function(*args, **kwargs)
+        return state.with_marks(made) if isinstance(made, str) and not hasattr(type(made), "unescape") else made
+
+    return keeping
 
 
 def _generation_block() -> type[Any]:
