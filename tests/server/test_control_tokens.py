@@ -97,3 +97,27 @@ def test_a_wish_is_refused_by_name_unless_it_is_allowed(
         tokens_of(allowing_server, path, bodies(HARM, **wish)[path][0]) for wish in ({}, {WISH: True}, {WISH: False})
     ]
     assert [ids.count(tokenizer.eos_token_id or 0) for ids in ends] == [2, 2, 3]
+
+
+def test_a_wish_of_a_part_or_of_an_item_without_one_is_refused(allowing_server: ServerProcess) -> None:
+    part = {"type": "text", "text": HARM, WISH: True}
+    call = {"type": "function_call", "name": "f", "arguments": "{}", "call_id": "a", WISH: True}
+    wishes: list[tuple[str, dict[str, Any], str]] = [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [part]}]}, "messages[0].content[0]"),
+        (
+            "/v1/messages",
+            {"messages": [{"role": "user", "content": [part]}], "max_tokens": 1},
+            "messages[0].content[0]",
+        ),
+        (
+            "/v1/messages",
+            {"system": [part], "messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+            "system[0]",
+        ),
+        ("/v1/responses", {"input": [call]}, "input[0]"),
+        ("/v1/responses", {"input": [{"type": "reasoning", "summary": [], WISH: False}]}, "input[0]"),
+    ]
+    for path, body, name in wishes:
+        refused = allowing_server.post(path, body)
+        assert refused.status_code == 400, body
+        assert f"{name}.{WISH}" in refused.text

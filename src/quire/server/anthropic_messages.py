@@ -15,6 +15,7 @@ from quire.errors import InvalidParameter, UnsupportedFeature, shown
 from quire.server import sse
 from quire.server.chat_completions import ChatExtras, render_chat
 from quire.server.chat_protocols import (
+    NO_WISH,
     OWN_OPTIONS,
     Reasoning,
     SampleParts,
@@ -37,7 +38,7 @@ from quire.server.served_model import model_name
 from quire.server.state import ServerState
 from quire.server.tool_use import read_tool_use
 from quire.server.usage import TokenCount
-from quire.text.chat_template import SANITIZE
+from quire.text.messages import SANITIZE
 from quire.text.tool_calls import CallDelta
 from quire.text.tool_calls.calls import Piece
 
@@ -164,6 +165,7 @@ def _read_blocks(blocks: list[Any], name: str, role: str) -> Iterator[dict[str, 
     reasoning: list[str] = []
     for idx, value in enumerate(blocks):
         block = read_object(value, f"{name}[{idx}]")
+        block.refuse(NO_WISH)
         kind = required_text(block, "type")
         if kind == "text":
             texts.append(required_text(block, "text"))

@@ -19,14 +19,16 @@ from quire.engine.outputs.outputs import CompletionOutput
 from quire.errors import InvalidParameter, UnsupportedFeature, shown
 from quire.server.chat_completions import ChatExtras, read_chat
 from quire.server.field_names import renaming
-from quire.server.fields import Fields
+from quire.server.fields import Fields, Refusal
 from quire.server.generation import GenerationRequest, Reply, run
 from quire.server.reasoning import ReasoningSplitter
 from quire.server.state import ServerState
-from quire.text.messages import MAX_MESSAGES
+from quire.text.messages import MAX_MESSAGES, SANITIZE
 from quire.text.tool_calls import SampleCalls
 from quire.text.tool_calls.calls import Piece, merge
 
+# A part of a message, or an item that becomes one, has no wish of its own.
+NO_WISH: Mapping[str, Refusal] = {SANITIZE: ((), "it is a field of whole messages")}
 # Quire's own options, which every protocol takes.
 OWN_OPTIONS = ("cache_salt", "priority", "retain_cache")
 
@@ -175,6 +177,7 @@ def read_text(value: object, name: str, kinds: tuple[str, ...]) -> str:
     texts = []
     for idx, part in enumerate(value):
         fields = read_object(part, f"{name}[{idx}]")
+        fields.refuse(NO_WISH)
         kind = required_text(fields, "type")
         if kind not in kinds:
             raise UnsupportedFeature(fields.name("type"), f"parts of type {shown(kind)} cannot be read, only text")

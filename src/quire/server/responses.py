@@ -18,6 +18,7 @@ from quire.errors import InvalidParameter, UnsupportedFeature, shown
 from quire.server import sse
 from quire.server.chat_completions import ChatExtras
 from quire.server.chat_protocols import (
+    NO_WISH,
     OWN_OPTIONS,
     Reasoning,
     SampleParts,
@@ -35,7 +36,7 @@ from quire.server.sampling import LABEL_FIELDS, NEVER_IGNORED
 from quire.server.served_model import model_name
 from quire.server.state import ServerState
 from quire.server.usage import TokenCount
-from quire.text.chat_template import SANITIZE
+from quire.text.messages import SANITIZE
 from quire.text.tool_calls import CallDelta
 from quire.text.tool_calls.calls import Piece
 
@@ -139,6 +140,7 @@ class InputReader:
             text = read_text(item.get("content"), item.name("content"), TEXT_PARTS)
             self._add({"role": role, "content": text, SANITIZE: item.get(SANITIZE)}, name)
         elif kind == "function_call":
+            item.refuse(NO_WISH)
             function = {"name": required_text(item, "name"), "arguments": required_text(item, "arguments")}
             self._add_call({"id": required_text(item, "call_id"), "type": "function", "function": function}, name)
         elif kind == "function_call_output":
@@ -146,6 +148,7 @@ class InputReader:
             result = {"role": "tool", "tool_call_id": required_text(item, "call_id"), "content": output}
             self._add({**result, SANITIZE: item.get(SANITIZE)}, name)
         elif kind == "reasoning":
+            item.refuse(NO_WISH)
             # A client that does not know the content sends the summary only.
             name = "summary" if item.get("content") is None else "content"
             self._reasoning += read_text(item.get(name) or "", item.name(name), REASONING_PARTS)
