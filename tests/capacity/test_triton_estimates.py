@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.capacity.step_memory import StepSizes, step_bytes
+from quire.capacity.step_memory import StepSizes, captured_bytes, step_bytes
 from quire.config import Quantization
 from quire.execution.gpu_memory_profile import StepLimits, prefill_items
 from quire.models.decoder import Decoder
@@ -17,7 +17,7 @@ from quire.models.parameter_estimate import estimate_parameters, triton_bytes
 from quire.ops.gated import GatedLinear
 from quire.ops.interface import Activation, Linear
 from quire.ops.quantized_weight import StoredWeight
-from tests.capacity.live_bytes import peak_of
+from tests.capacity.live_bytes import LiveBytes, peak_of
 from tests.models.tiny import make_tiny
 from tests.ops.triton.device import INTERPRETED_MARKS
 
@@ -41,7 +41,7 @@ FAMILIES = (
     "qwen3.5",
     "qwen3.5-moe",
 )
-# Groups of 128 inputs, so that inputs are not divided among programs, which large layers do not need.
+# Sizes with which inputs are not divided among programs, which large layers do not need.
 ROUNDED: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -101,9 +101,23 @@ def test_steps_with_rounded_weights(quantization: Quantization) -> None:
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_heads_that_are_rounded(quantization: Quantization) -> None:
+    """They take rows of float32 and give logits of it; a captured step keeps hidden states and logits besides."""
+    decoder, _ = make_decoder(make_tiny("qwen3").config | ROUNDED | {"vocab_size": 8192}, quantization)
+    spec, num_rows, live = decoder.spec, 8, LiveBytes(collects=True)
+    hidden = torch.randn(num_rows, spec.width).to(torch.bfloat16)
+    with torch.inference_mode(), live:
+        logits = decoder.logits(hidden)
+    assert logits.dtype == torch.float32
+    assert not torch.equal(logits, logits.bfloat16().float())
+    estimate = captured_bytes(spec, StepSizes(64, 8, 128, is_rounded=True), num_rows, 0)
+    assert estimate == pytest.approx(live.peak + 2 * hidden.nbytes + logits.nbytes, rel=0.01)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_bytes_of_rounded_weights(name: str, quantization: Quantization) -> None:
-    """Groups of all sizes, odd numbers of them, and what is kept as it is."""
+    """Whole groups and others, odd numbers of them, and what is kept as it is."""
     decoder, ops = make_decoder(make_tiny(name).config, quantization)
     tables = estimate_parameters(decoder.spec).tables
     assert triton_bytes(decoder.spec, 2, quantization) == 2 * tables + ops.num_bytes

@@ -26,6 +26,9 @@ from quire.models.spec import (
 # Bytes of float32 and int64.
 WIDE: Final = 4
 INDEX: Final = 8
+# Inputs of a rounded row that share a scale, and the bytes of these inputs in float16 and of the scale.
+ROUNDED_GROUP: Final = 32
+ROUNDED_GROUP_BYTES: Final = ROUNDED_GROUP * 2 + WIDE
 # Bytes of the parameters of a row's token: id, position and slot.
 ROW_BYTES: Final = 3 * INDEX
 # Bytes for each logit where `typical_p` is asked for. In float32: the logits, a copy for the sampler that waits, the
@@ -123,8 +126,11 @@ def _sampling_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
 
 
 def _head_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
-    """Hidden state and the normed one; products, then logits in float32."""
+    """Hidden state and the normed one; products, then logits in float32. A rounded head has rows and logits of it."""
     element = sizes.element_bytes
+    if sizes.is_rounded:
+        product = _product(spec.vocab_size, spec.width, sizes._replace(element_bytes=WIDE))
+        return spec.width * (element + WIDE) + product
     products = max(_product(spec.vocab_size, spec.width, sizes), spec.vocab_size * (element + WIDE))
     return 2 * spec.width * element + products
 
@@ -158,10 +164,10 @@ def _layers_bytes(spec: ModelSpec, sizes: StepSizes, *, is_last: bool = True) ->
 
 
 def _product(num_columns: int, width: int, sizes: StepSizes) -> int:
-    """Return the bytes of a product: with rounded weights, also of rounded rows and of sums in float32."""
+    """Return the bytes of a product: with rounded weights, also of rounded rows, their scales, and sums in float32."""
     if not sizes.is_rounded:
         return num_columns * sizes.element_bytes
-    return num_columns * (sizes.element_bytes + WIDE) + width * 2
+    return num_columns * (sizes.element_bytes + WIDE) + -(-width // ROUNDED_GROUP) * ROUNDED_GROUP_BYTES
 
 
 def _added(layer: LayerSpec, in_width: int, width: int, scale: float, sizes: StepSizes) -> int:

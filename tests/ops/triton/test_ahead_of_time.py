@@ -28,9 +28,9 @@ from quire.ops.lora import LoraPart, LoraRows, LoraWeight  # isort: skip
 from quire.ops.quantized_weight import StoredWeight  # isort: skip - the modules above skip where Triton is missing
 from quire.ops.static_steps import StaticLimits, StaticMemory  # isort: skip
 from quire.ops.triton.launches import Device  # isort: skip
-from quire.ops.triton.rounded_weights import FORMS as ROUNDED, INT8_FORMS  # isort: skip
 from quire.ops.triton.step_states import TritonStepStates  # isort: skip
 from quire.ops.triton.triton_ops import TritonOps  # isort: skip
+from quire.ops.weight_formats import FORMS as ROUNDED  # isort: skip
 from quire.ops.weight_memory import WeightMemory  # isort: skip
 
 pytestmark = [
@@ -82,7 +82,7 @@ CONSUMER_ATTENTION: dict[str, dict[str, Any]] = {
 }
 STORED = {name: FORMS[name] for name in ("q4_0", "q4_k", "q6_k", "q8_0", "mxfp4", "awq")}
 # Of weights that are rounded as they are loaded.
-STORED |= {f"rounded {name}": form for name, form in {"int8": INT8_FORMS[0], **ROUNDED}.items()}
+STORED |= {f"rounded {name}": form for name, form in ROUNDED.items()}
 
 
 def attention_launches(options: dict[str, Any], capability: int) -> list[Launch]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from quire.models.experts import ExpertsBlock
 from quire.models.norms import Norm
@@ -20,6 +21,7 @@ from tests.ops.test_native_experts import OPTIONS
 from tests.ops.test_quantised_linear import assert_same_numbers
 from tests.ops.test_quantized_weights import FLOAT8, FORMS, random_weight
 from tests.ops.triton.device import DEVICE, MARKS, make_ops
+from tests.ops.triton.test_stored_linear import assert_groups_apart
 from tests.ops.world import REFERENCE, assert_near, randn
 
 from quire.ops.triton.expert_rows import FEW_ROWS, MANY_ROWS, group_rows  # isort: skip
@@ -37,6 +39,7 @@ ALL_FORMS = FORMS | FLOAT8 | {"float8 of 128": WeightForm(8, 128, "float32", lev
 COLUMNS = {name: (name,) for name in ALL_FORMS} | {
     "two forms": ("q4_0", "q5_1"),
     "a form twice": ("mxfp4", "mxfp4"),
+    "groups of two sizes": ("q4_k", "q6_k"),
     "rounded rows and not": ("float8 of 32", "w8a16"),
 }
 ALL_OPTIONS: dict[str, dict[str, Any]] = OPTIONS | {"transposed": {"transposed": True, "scoring": "sigmoid"}}
@@ -125,6 +128,22 @@ def test_products_of_stored_weights(name: str, dtype: torch.dtype) -> None:
             continue
         assert_same_numbers(first, expected)
         assert_same_numbers(second.to(dtype), scored.to(dtype))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_large_value_rounds_its_own_group_only(name: str) -> None:
+    weights = [StoredWeight((random_weight(FORMS[name], 70, 256, seed),), torch.float32) for seed in range(3)]
+    layer = stored_layer([make_ops().pack_linear(weight) for weight in weights])
+    assert layer is not None
+
+    def multiply(rows: Tensor, *, is_first: bool) -> Tensor:
+        chosen = torch.tensor([[0, 2], [1, 0], [2, 1]]).repeat(14, 1)[: len(rows)]
+        groups = group_rows(chosen.to(DEVICE), torch.ones(chosen.shape, device=DEVICE), 3)
+        given = rows if is_first else rows[groups.row_ids]
+        return layer.multiply(given, groups, is_first=is_first, scales_input=False)
+
+    for is_first in (True, False):
+        assert_groups_apart(partial(multiply, is_first=is_first))
 
 
 def of_form(form: str, *shape: int) -> QuantizedWeight:

@@ -15,19 +15,20 @@ from torch import Tensor
 from quire import RequestOutput
 from quire.config import Quantization
 from quire.ops.interface import KeepsRows
+from quire.ops.quantized_weight import WeightForm
 from quire.ops.reference import ReferenceOps
 from quire.ops.reference_quantised import ReferenceQuantisedLinear
 from quire.ops.torch_ops import TorchOps
-from quire.ops.weight_formats import BITS, MAX_WIDTH, WeightFormat
+from quire.ops.weight_formats import FORMS, WeightFormat
 from tests.conformance.checkpoints import VOCAB_SIZE, save_checkpoint
 from tests.ops.test_quantised_linear import FORMATS, assert_extremes, assert_same_numbers, extremes
 from tests.ops.triton.device import DEVICE, MARKS
 from tests.ops.triton.test_engine import GREEDY, load
 from tests.ops.triton.test_experts import ALL_OPTIONS, WIDTH, make_block
+from tests.ops.triton.test_stored_linear import assert_groups_apart, assert_same_bits
 from tests.ops.world import randn
 
 from quire.ops.gated import GatedLinear  # isort: skip - the modules above skip where Triton is missing
-from quire.ops.triton.plain_linear import TritonLinear  # isort: skip
 from quire.ops.triton.routed_experts import TritonExperts  # isort: skip
 from quire.ops.triton.stored_experts import StoredExpertLayer  # isort: skip
 from quire.ops.triton.stored_linear import TritonQuantizedLinear  # isort: skip
@@ -35,9 +36,6 @@ from quire.ops.triton.triton_ops import TritonOps  # isort: skip
 
 pytestmark = MARKS
 CPU = torch.device("cpu")
-# Widths of each format: of groups of 128, 32 and 16 inputs; of an even and an odd number of groups.
-WIDTHS: dict[WeightFormat, tuple[int, ...]] = {"int8": (256, 96, 48), "int6": (256, 96), "int4": (256, 96)}
-CASES = [(name, width) for name, widths in WIDTHS.items() for width in widths]
 
 
 @pytest.fixture(autouse=True)
@@ -54,22 +52,20 @@ def make_ops(quantization: Quantization) -> TritonOps:
     return TritonOps(torch.device(DEVICE), quantization)
 
 
-def form_of(linear: Any) -> tuple[int, int]:
-    """Return the bits of a layer's codes and the inputs of a group; 16 and 0 where the weight is as it came."""
-    if isinstance(linear, TritonLinear):
-        return 16, 0
+def form_of(linear: Any) -> WeightForm:
     assert isinstance(linear, TritonQuantizedLinear)
     (part,) = linear.parts
-    return part.form.bits, part.form.group
+    return part.form
 
 
-@pytest.mark.parametrize(("name", "width"), CASES)
+@pytest.mark.parametrize("width", [256, 96, 77, 5])
+@pytest.mark.parametrize("name", FORMATS)
 def test_numbers(name: WeightFormat, width: int) -> None:
-    """Few rows and many, columns that fill no tile, rows that lie apart, bias and residual."""
-    quantization, min_bits = quantization_of(name), BITS[name]
+    """An even number of groups and odd ones, some not whole, few rows and many that lie apart, bias and residual."""
+    quantization, min_bits = quantization_of(name), FORMS[name].bits
     weight, bias = randn(130, width) * width**-0.5, randn(130, seed=1)
     linear = make_ops(quantization).pack_linear(weight.to(DEVICE), bias.to(DEVICE), min_bits)
-    assert form_of(linear)[0] == min_bits
+    assert form_of(linear) == FORMS[name]
     # What was rounded is no place to look tokens up in.
     assert not isinstance(linear, KeepsRows)
     twin = ReferenceOps(quantization).pack_linear(weight, bias, min_bits)
@@ -84,10 +80,24 @@ def test_numbers(name: WeightFormat, width: int) -> None:
     assert_same_numbers(linear(given[:3]).cpu(), twin(x[:3]))
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_large_value_rounds_its_own_group_only(name: WeightFormat) -> None:
+    weight = randn(30, 256) / 16.0
+    linear = make_ops(quantization_of(name)).pack_linear(weight.to(DEVICE), min_bits=FORMS[name].bits)
+    assert_groups_apart(linear)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_row_gets_the_same_bits_in_every_batch(name: WeightFormat) -> None:
+    ops = make_ops(quantization_of(name))
+    ops.device.num_processors = 1
+    assert_same_bits(ops.pack_linear((randn(150, 736) / 16.0).to(DEVICE), min_bits=FORMS[name].bits), 736)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", FORMATS)
 def test_types_and_gates(name: WeightFormat, dtype: torch.dtype) -> None:
-    quantization, min_bits = quantization_of(name), BITS[name]
+    quantization, min_bits = quantization_of(name), FORMS[name].bits
     weight, bias = (randn(140, 160) / 8).to(dtype), randn(140, seed=1).to(dtype)
     x, residual = randn(17, 160, seed=2).to(dtype), randn(17, 140, seed=3).to(dtype)
     ops, twins = make_ops(quantization), ReferenceOps(quantization)
@@ -97,7 +107,7 @@ def test_types_and_gates(name: WeightFormat, dtype: torch.dtype) -> None:
     assert_same_numbers(found.cpu(), twins.pack_linear(weight, bias, min_bits)(x, residual))
     gated = ops.pack_linear(*given, gate="silu")
     assert isinstance(gated, GatedLinear)
-    assert form_of(gated.linear) == (min_bits, 32)
+    assert form_of(gated.linear) == FORMS[name]
     expected = twins.pack_linear(weight, bias, min_bits, gate="silu")(x)
     torch.testing.assert_close(gated(x.to(DEVICE)).cpu(), expected, rtol=2e-2, atol=1e-3)
 
@@ -105,32 +115,28 @@ def test_types_and_gates(name: WeightFormat, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_codes_are_those_of_the_twin(name: WeightFormat) -> None:
     """Also those of rows that are rounded in another chunk, and of a weight that lies in columns."""
-    weight, quantization = randn(32800, 66).T, quantization_of(name)
-    linear: Any = make_ops(quantization).pack_linear(weight.to(DEVICE), min_bits=BITS[name])
-    twin = ReferenceOps(quantization).pack_linear(weight, min_bits=BITS[name])
+    weight, quantization, ids = randn(32800, 66).T, quantization_of(name), torch.tensor([0, 63, 64, 65])
+    linear: Any = make_ops(quantization).pack_linear(weight.to(DEVICE), min_bits=FORMS[name].bits)
+    twin = ReferenceOps(quantization).pack_linear(weight[ids], min_bits=FORMS[name].bits)
     assert isinstance(twin, ReferenceQuantisedLinear)
     (part,) = linear.parts
-    assert torch.equal(part.rows(torch.arange(66, device=DEVICE)).cpu(), twin.dequantised())
+    assert torch.equal(part.rows(ids.to(DEVICE)).cpu(), twin.dequantised())
 
 
-def test_what_is_rounded() -> None:
-    def form(name: Quantization, width: int, min_bits: int = 4) -> tuple[int, int]:
-        return form_of(make_ops(name).pack_linear(randn(2, width), min_bits=min_bits))
+@pytest.mark.parametrize("width", [128, 36])
+def test_what_is_rounded(width: int) -> None:
+    def bits(name: Quantization, min_bits: int) -> int:
+        return form_of(make_ops(name).pack_linear(randn(2, width), min_bits=min_bits)).bits
 
-    assert [form("int8", 128, min_bits) for min_bits in (4, 6, 8)] == [(8, 128)] * 3
-    assert [form("int4", 128, min_bits) for min_bits in (4, 6, 8)] == [(4, 32), (6, 32), (8, 128)]
-    assert [form("int8", width) for width in (384, 160, 80)] == [(8, 128), (8, 32), (8, 16)]
-    assert form("int4", 80) == (8, 16)
-    # Not in whole groups, and more inputs than sums have room for.
-    assert form("int8", 36) == form("int4", 36) == (16, 0)
-    assert form("int8", MAX_WIDTH // 16 * 16 + 16) == (16, 0)
+    assert [bits("int8", min_bits) for min_bits in (4, 6, 8)] == [8, 8, 8]
+    assert [bits("int4", min_bits) for min_bits in (4, 6, 8)] == [4, 6, 8]
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_zeros_extremes_and_what_is_not_finite(name: WeightFormat) -> None:
-    weight, x = extremes(128)
-    weight[7, 99] = math.inf
-    quantization, min_bits = quantization_of(name), BITS[name]
+    weight, x = extremes(64)
+    weight[7, 50] = math.inf
+    quantization, min_bits = quantization_of(name), FORMS[name].bits
     linear = make_ops(quantization).pack_linear(weight.to(DEVICE), min_bits=min_bits)
     found = linear(x.to(DEVICE)).cpu()
     assert found[:, 7].isnan().all()
@@ -140,7 +146,7 @@ def test_zeros_extremes_and_what_is_not_finite(name: WeightFormat) -> None:
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("name", ["plain", "scaled-input", "shared-gate", "biases", "transposed"])
 def test_experts(name: str, quantization: Quantization) -> None:
-    """Experts run as one; int4 leaves int8 to the second layer, whose inputs are no multiple of 32."""
+    """Experts run as one; the inputs of the second layer are no multiple of 32."""
     ops, options = make_ops(quantization), ALL_OPTIONS[name]
     block, twin = (make_block(each, options, torch.float32) for each in (ops, ReferenceOps(quantization)))
     block.fuse(ops)
@@ -148,7 +154,7 @@ def test_experts(name: str, quantization: Quantization) -> None:
     layers = block.fused._gate_ups, block.fused._downs
     assert all(isinstance(layer, StoredExpertLayer) for layer in layers)
     forms = [layer._parts[0].first.form for layer in layers]  # type: ignore[attr-defined]
-    assert [form.bits for form in forms] == [BITS[quantization], 8]
+    assert forms == [FORMS[quantization]] * 2
     x, start = (randn(40, WIDTH, seed=seed) for seed in (99, 98))
     for num_rows in (1, 40):
         found = block.mix(x[:num_rows].to(DEVICE), start[:num_rows].to(DEVICE)).cpu()
@@ -173,6 +179,19 @@ def logprobs(outputs: Sequence[RequestOutput]) -> Tensor:
         (sample,) = output.outputs
         found += [step[token].logprob for token, step in zip(sample.token_ids, sample.logprobs or (), strict=True)]
     return torch.tensor(found)
+
+
+def test_captured_steps_keep_logits_of_float32(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A model of bfloat16 whose head is rounded: tokens and log probabilities are those of steps that are launched."""
+    folder = str(save_checkpoint("llama3", tmp_path_factory.mktemp("llama3")))
+    sampled = replace(GREEDY, logprobs=2, temperature=1.0, seed=1)
+    prompts = [[10, 11, 12], [13, 14, 15, 16]]
+    options: dict[str, Any] = {"quantization": "int8", "dtype": "bfloat16"}
+    eager, captured = load(folder, **options), load(folder, **options, cudagraph_capture_sizes=(1, 2))
+    expected, found = (llm.generate(prompts, sampled, use_tqdm=False) for llm in (eager, captured))
+    assert captured.engine.executor._runner.num_replayed > 0  # type: ignore[attr-defined]
+    assert [each.outputs[0].token_ids for each in found] == [each.outputs[0].token_ids for each in expected]
+    assert torch.equal(logprobs(found), logprobs(expected))
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from torch import Tensor
 
-from quire.ops.interface import KeepsRows
+from quire.ops.interface import KeepsRows, Linear, RoundsInputs
 from quire.ops.quantized_weight import StoredWeight
 from quire.ops.reference import ReferenceOps
 from tests.ops.test_float8_weights import GROUPS, Group, assert_near, float8_weight
 from tests.ops.test_quantised_linear import assert_same_numbers
-from tests.ops.test_quantized_weights import FORMS, random_weight
+from tests.ops.test_quantized_weights import FLOAT8, FORMS, random_weight
 from tests.ops.triton.device import DEVICE, IS_INTERPRETED, MARKS, make_ops
 from tests.ops.world import randn
 
@@ -45,10 +46,63 @@ def test_numbers(name: str) -> None:
             linear.rows(torch.tensor([3, 70]))
 
 
+def assert_groups_apart(multiply: Callable[[Tensor], Tensor]) -> None:
+    """Check that a large value of a row of 256 rounds the inputs of its own group only: one row, split-K, and many."""
+    x, is_beside = randn(40, 256, seed=1).to(DEVICE), (torch.arange(256) // 32 != 2).to(DEVICE)
+    x[:, 70] *= 1000.0
+    for num_rows in (1, 40):
+        rows = x[:num_rows]
+        apart = multiply(rows * is_beside) + multiply(rows * ~is_beside)
+        torch.testing.assert_close(multiply(rows), apart, rtol=0.0, atol=1e-6 * apart.abs().max().item())
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_large_value_rounds_its_own_group_only(name: str) -> None:
+    assert_groups_apart(make_ops().pack_linear(StoredWeight((random_weight(FORMS[name], 70, 256),), torch.float32)))
+
+
+def assert_same_bits(linear: Linear, width: int) -> None:
+    """Check that rows get the same bits in every batch; the layer's inputs are not divided among programs (split-K)."""
+    x = randn(70, width, seed=1).to(DEVICE)
+    together = linear(x)
+    for first, last in ((0, 1), (5, 7), (60, 70), (20, 60)):
+        assert torch.equal(linear(x[first:last]), together[first:last])
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_row_gets_the_same_bits_in_every_batch(name: str) -> None:
+    ops = make_ops()
+    ops.device.num_processors = 1
+    assert_same_bits(ops.pack_linear(StoredWeight((random_weight(FORMS[name], 200, 512),), torch.float32)), 512)
+
+
+@pytest.mark.parametrize(
+    ("names", "rounds_inputs"),
+    [(("q4_k", "q4_k", "q6_k"), True), (("q2_k", "q8_0", "q2_k"), True), (("q6_k", "float8 of 32"), False)],
+    ids=str,
+)
+def test_parts_are_multiplied_by_rows_in_groups_of_their_own(names: tuple[str, ...], rounds_inputs: bool) -> None:
+    """Groups of 16 and of 32, and rows as they are; float32 in and out where all are quantised, as heads have them."""
+    parts = [random_weight((FORMS | FLOAT8)[name], 20 * (idx + 1), 512, idx) for idx, name in enumerate(names)]
+    weight = StoredWeight(tuple(parts), torch.bfloat16)
+    linear, twin = make_ops().pack_linear(weight), ReferenceOps().pack_linear(weight)
+    assert isinstance(linear, RoundsInputs)
+    assert linear.rounds_inputs == rounds_inputs
+    x = randn(9, 512, seed=1)
+    found, expected = linear(x.to(DEVICE)), twin(x)
+    assert found.dtype == torch.float32
+    if rounds_inputs:
+        assert_same_numbers(found.cpu(), expected)
+    else:
+        torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("width", [32, 96, 160])
+@pytest.mark.parametrize("width", [32, 96, 160, 48, 80])
 def test_an_odd_number_of_groups(dtype: torch.dtype, width: int) -> None:
-    parts = [random_weight(FORMS[name], 20, width, idx) for idx, name in enumerate(("awq", "w4a16", "w8a16"))]
+    """Groups of 32, and of 16 where the last 32 inputs are not whole."""
+    forms = [FORMS[name]._replace(group=16 if width % 32 else 32) for name in ("awq", "w4a16", "w8a16")]
+    parts = [random_weight(form, 20, width, seed) for seed, form in enumerate(forms)]
     weight, x = StoredWeight(tuple(parts), dtype), randn(3, width, dtype=dtype)
     linear, twin = make_ops().pack_linear(weight, gate="silu"), ReferenceOps().pack_linear(weight, gate="silu")
     torch.testing.assert_close(linear(x.to(DEVICE)).cpu(), twin(x), rtol=2e-2, atol=1e-3)

@@ -13,7 +13,7 @@ from quire.ops.interface import Activation, Linear
 from quire.ops.triton.expert_rows import RowGroups
 from quire.ops.triton.kernels import stored_experts as kernels
 from quire.ops.triton.launches import is_aligned
-from quire.ops.triton.stored_linear import PackedCodes, TritonQuantizedLinear
+from quire.ops.triton.stored_linear import PackedCodes, RoundedRows, TritonQuantizedLinear
 
 COLUMNS: Final = 64
 
@@ -78,7 +78,7 @@ class StoredExpertLayer:
         output = torch.empty(len(groups.row_ids), self._num_columns, dtype=dtype, device=x.device)
         rounded = self._layers[0].round_for_parts(x)
         for part in self._parts:
-            rows = (x, groups.scores) if part.first.is_float8 or rounded is None else rounded
+            rows = rounded[part.first.rounded_group]
             self._launch(part, output, x, rows, groups, gathers, not is_first and not scales_input)
         return output
 
@@ -87,20 +87,20 @@ class StoredExpertLayer:
         part: ExpertCodes,
         output: Tensor,
         x: Tensor,
-        rows: tuple[Tensor, Tensor],
+        rows: RoundedRows,
         groups: RowGroups,
         gathers: bool,
         is_scored: bool,
     ) -> None:
-        """Multiply by some columns; `rows` are quantised rows and their scales, or for e4m3 `x` and scores (unused)."""
+        """Multiply by some columns; `rows` are what the kernel takes in place of `x`."""
         first, form = part.first, part.first.form
         num_columns = first.codes.shape[1]
         table, bias = self._layers[0].table_of(first), self._layers[0].bias
         kernels.multiply_stored_by_expert[groups.tiles.shape[1], -(-num_columns // COLUMNS)](
             output[:, part.columns],
-            rows[0],
+            rows.x,
             groups.row_ids,
-            rows[1],
+            rows.scales,
             groups.scores,
             part.codes,
             part.scales,
@@ -115,10 +115,9 @@ class StoredExpertLayer:
             num_columns,
             len(first.codes) // form.group,
             output.stride(0),
-            rows[0].stride(0),
+            rows.x.stride(0),
             NUM_EXPERTS=len(self._layers),
             GATHER=gathers,
-            ROUNDED=not first.is_float8,
             SCORED=is_scored,
             BIAS=bias is not None,
             **first.constants,

@@ -20,11 +20,12 @@ from quire.ops.quantized_weight import (
 )
 from quire.ops.triton.kernels import linear as kernels
 from quire.ops.triton.launches import Device
-from quire.ops.triton.tiles import power_of_2
 
-# Columns of a matmul program, and elements of a program that adds up split-K partial sums.
+# Columns of a matmul program, elements of a program that adds up split-K partial sums, and groups of a row that a
+# program quantises.
 COLUMNS: Final = 64
 ADDED: Final = 1024
+ROUNDED_GROUPS: Final = 32
 # Target number of programs per SM: the inputs are split (split-K) to reach it.
 PROGRAMS_PER_PROCESSOR: Final = 2
 
@@ -59,6 +60,11 @@ class PackedCodes(NamedTuple):
         return self.form.levels == "e4m3"
 
     @property
+    def rounded_group(self) -> int | None:
+        """Number of inputs of a row that are quantised with one scale; None where rows are not quantised."""
+        return None if self.is_float8 else self.form.group
+
+    @property
     def constants(self) -> dict[str, int]:
         """Constexprs of the kernels that read the codes."""
         return {
@@ -85,10 +91,23 @@ class PackedCodes(NamedTuple):
         return dequantize(self.form, QuantizedRows(codes, self.scales[:num_groups, ids].T, mins, zero_points))
 
 
+class RoundedRows(NamedTuple):
+    """Rows as the kernels take them.
+
+    Args:
+        x: levels of quantised rows, float16 [T, groups * G], padded with zeros; for e4m3 weights rows as they are.
+        scales: float32 [T, groups]; for e4m3 weights any tensor, which is not read.
+    """
+
+    x: Tensor
+    scales: Tensor
+
+
 class TritonQuantizedLinear:
     """A linear layer with quantised weights, which are unpacked in the kernel.
 
-    Rows of `x` are quantised to int8, except for e4m3 weights. There is no look-up, as weights may be rounded at load.
+    Rows of `x` are quantised to int8 in the groups of each part, except for e4m3 weights. There is no look-up, as
+    weights may be rounded at load.
 
     Args:
         weight: weight without plain parts.
@@ -98,12 +117,14 @@ class TritonQuantizedLinear:
     Attributes:
         parts: columns by their form.
         bias: the argument of this name.
+        rounds_inputs: True if rows are quantised for all parts.
     """
 
-    __slots__ = ("_device", "_dtype", "_tables", "bias", "parts")
+    __slots__ = ("_device", "_dtype", "_tables", "bias", "parts", "rounds_inputs")
 
     def __init__(self, weight: StoredWeight, bias: Tensor | None, device: Device) -> None:
         self._device, self._dtype, self.bias = device, weight.dtype, bias
+        self.rounds_inputs = weight.rounds_inputs
         # Adjacent weights of one form, such as gate and up, are one part: one launch.
         self.parts = [
             pack(tuple(parts), device.torch_device) for _, parts in groupby(weight.quantized, lambda part: part.form)
@@ -123,34 +144,20 @@ class TritonQuantizedLinear:
             start = columns.stop
             bias = None if self.bias is None else self.bias[columns]
             added = None if residual is None else residual[:, columns].contiguous()
-            outputs.append(self._multiply(part, x, None if part.is_float8 else rounded, bias, added))
+            outputs.append(self._multiply(part, rounded[part.rounded_group], bias, added, x.dtype))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
-    def round_for_parts(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return rows quantised to integers, as float16 padded with zeros, and their scales.
-
-        None where all parts take rows as they are.
-        """
-        if all(part.is_float8 for part in self.parts):
-            return None
-        num_rows, width = x.shape
-        padded = max(len(part.scales) * part.form.group for part in self.parts)
-        rows = torch.empty(num_rows, padded, dtype=torch.float16, device=x.device)
-        scales = torch.empty(num_rows, dtype=torch.float32, device=x.device)
-        if num_rows:
-            x = x if x.stride(1) == 1 else x.contiguous()
-            kernels.round_rows[num_rows,](
-                rows,
-                scales,
-                x,
-                width,
-                padded,
-                x.stride(0),
-                WIDTH=power_of_2(padded),
-                num_warps=8,
-                enable_fp_fusion=False,  # a product that is not rounded before it is made whole misses ties
-            )
-        return rows, scales
+    def round_for_parts(self, x: Tensor) -> dict[int | None, RoundedRows]:
+        """Return rows [T, in] for each group size of the parts, or None for parts that take them as they are."""
+        x = x if x.stride(1) == 1 else x.contiguous()
+        found: dict[int | None, RoundedRows] = {}
+        for group in {part.rounded_group for part in self.parts}:
+            if group is None:
+                found[group] = RoundedRows(x, x)
+            else:
+                num_groups = max(len(part.scales) for part in self.parts if part.rounded_group == group)
+                found[group] = round_rows(x, group, num_groups)
+        return found
 
     def table_of(self, part: PackedCodes) -> Tensor | None:
         """Return the levels of a part's codes, int16; None where a code is its own level."""
@@ -158,19 +165,14 @@ class TritonQuantizedLinear:
         return self._tables[levels] if isinstance(levels, tuple) else None
 
     def _multiply(
-        self,
-        part: PackedCodes,
-        x: Tensor,
-        rounded: tuple[Tensor, Tensor] | None,
-        bias: Tensor | None,
-        residual: Tensor | None,
+        self, part: PackedCodes, rows: RoundedRows, bias: Tensor | None, residual: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
-        """Return some columns of the output, [T, N]; computed from quantised rows and their scales if `rounded` is."""
+        """Return some columns of the output, [T, N]."""
+        x, row_scales = rows
         num_rows, num_columns = len(x), part.codes.shape[1]
-        output = x.new_empty(num_rows, num_columns)
+        output = torch.empty(num_rows, num_columns, dtype=dtype, device=x.device)
         if not num_rows:
             return output
-        rows = (x if x.stride(1) == 1 else x.contiguous()) if rounded is None else rounded[0]
         form = part.form
         num_steps = len(part.codes) // form.group
         tile = 16 if num_rows <= 16 else 64
@@ -180,7 +182,8 @@ class TritonQuantizedLinear:
         table = self.table_of(part)
         kernels.multiply[(*grid, num_parts)](
             sums,
-            rows,
+            x,
+            row_scales,
             part.codes,
             part.scales,
             part.scales if part.mins is None else part.mins,
@@ -189,7 +192,7 @@ class TritonQuantizedLinear:
             num_rows,
             num_columns,
             num_steps // num_parts,
-            rows.stride(0),
+            x.stride(0),
             sums.stride(0),
             **part.constants,
             ROWS=tile,
@@ -198,13 +201,11 @@ class TritonQuantizedLinear:
         kernels.add_parts[-(-output.numel() // ADDED),](
             output,
             sums,
-            sums if rounded is None else rounded[1],
             sums if bias is None else bias,
             sums if residual is None else residual,
             output.numel(),
             num_columns,
             num_parts,
-            ROUNDED=rounded is not None,
             BIAS=bias is not None,
             RESIDUAL=residual is not None,
             COLUMNS=ADDED,
@@ -246,6 +247,25 @@ class TritonStoredLinear(TritonQuantizedLinear):
             start += count
         assert found is not None, "a weight has parts"
         return found
+
+
+def round_rows(x: Tensor, group: int, num_groups: int) -> RoundedRows:
+    """Quantise rows [T, in] to int8 in groups of inputs, padded with zeros to `num_groups` groups."""
+    rows = torch.empty(len(x), num_groups * group, dtype=torch.float16, device=x.device)
+    scales = torch.empty(len(x), num_groups, dtype=torch.float32, device=x.device)
+    if len(x):
+        kernels.round_rows[len(x), -(-num_groups // ROUNDED_GROUPS)](
+            rows,
+            scales,
+            x,
+            x.shape[1],
+            num_groups,
+            x.stride(0),
+            GROUP=group,
+            GROUPS=ROUNDED_GROUPS,
+            enable_fp_fusion=False,  # a product that is not rounded before it is made whole misses ties
+        )
+    return RoundedRows(rows, scales)
 
 
 def count_parts(num_steps: int, num_tiles: int, num_processors: int) -> int:

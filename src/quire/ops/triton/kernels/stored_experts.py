@@ -14,18 +14,18 @@ from quire.ops.triton.launcher import kernel
 # The tensors of tiles are views of one buffer at any offset: the compiled variant must not depend on their alignment.
 @kernel(do_not_specialize=["tile_experts", "tile_rows", "tile_ends"])
 def multiply_stored_by_expert(
-    output, x, row_ids, row_worths, row_scores, codes, scales, mins, zeros, biases, table, like_rows, like_scales,
+    output, x, row_ids, row_scales, row_scores, codes, scales, mins, zeros, biases, table, like_rows, like_scales,
     like_bias, tile_experts, tile_rows, tile_ends, num_columns, num_steps, stride_output, stride_row,
-    NUM_EXPERTS: tl.constexpr, GATHER: tl.constexpr, ROUNDED: tl.constexpr, SCORED: tl.constexpr, BIAS: tl.constexpr,
-    GROUP: tl.constexpr, PAIRED: tl.constexpr, OFFSET: tl.constexpr, TABLE: tl.constexpr, MINS: tl.constexpr,
-    ZEROS: tl.constexpr, FLOAT8: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, GATHER: tl.constexpr, SCORED: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr,
+    PAIRED: tl.constexpr, OFFSET: tl.constexpr, TABLE: tl.constexpr, MINS: tl.constexpr, ZEROS: tl.constexpr,
+    FLOAT8: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Multiply a tile of grouped rows by a tile of output columns of its expert's weight.
 
     `codes`, `scales`, `mins`, `zeros` and `biases` hold a pointer for each expert; the tensors `like_...` only pass
     dtypes: of the model, scales and biases. Tiles past the last one have an expert id >= NUM_EXPERTS. With GATHER,
-    `row_ids` are the rows of `x` and of `row_worths`, the scales of quantized (ROUNDED) rows. With SCORED, the output
-    is multiplied by the routing weights `row_scores`.
+    `row_ids` are the rows of `x` and of `row_scales`, the scales of quantized rows. With SCORED, the output is
+    multiplied by the routing weights `row_scores`.
     """
     tile = tl.program_id(0)
     expert = tl.load(tile_experts + tile)
@@ -44,11 +44,9 @@ def multiply_stored_by_expert(
         own_mins = tl.multiple_of(tl.load(mins + expert).to(number), 16)
     if ZEROS:
         own_zeros = tl.multiple_of(tl.load(zeros + expert).to(byte), 16)
-    total = add_groups(tl.zeros([ROWS, COLUMNS], tl.float32), x, sources, is_row, own_codes, own_scales, own_mins,
-                       own_zeros, table, columns, known, num_columns, stride_row, 0, num_steps, GROUP, PAIRED, OFFSET,
-                       TABLE, MINS, ZEROS, FLOAT8)  # fmt: skip
-    if ROUNDED:
-        total *= tl.load(row_worths + sources, mask=is_row, other=0.0)[:, None]
+    total = add_groups(tl.zeros([ROWS, COLUMNS], tl.float32), x, row_scales, sources, is_row, own_codes, own_scales,
+                       own_mins, own_zeros, table, columns, known, num_columns, stride_row, 0, num_steps, GROUP, PAIRED,
+                       OFFSET, TABLE, MINS, ZEROS, FLOAT8)  # fmt: skip
     if BIAS:
         bias = tl.load(biases + expert).to(tl.pointer_type(like_bias.dtype.element_ty))
         total += tl.load(bias + columns, mask=known, other=0.0).to(tl.float32)[None, :]
