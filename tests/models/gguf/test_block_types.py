@@ -160,7 +160,7 @@ def test_values_are_numbers_where_the_factors_are(block: BlockType) -> None:
     assert block.stored(raw).factors_of(1).isfinite().all()
     for place in range(0, block.type.block_bytes - 1, 2):
         broken = raw.clone()
-        broken.unflatten(1, (2, -1))[5, 1, place : place + 2] = torch.tensor([0, 0x7C], dtype=torch.uint8)  # infinity
+        broken.view(len(broken), 2, -1)[5, 1, place : place + 2] = torch.tensor([0, 0x7C], dtype=torch.uint8)  # infinity
         is_finite = dequantize(block.form, block.unpack(broken)).isfinite().all()
         assert block.stored(broken).factors_of(5).isfinite().all() == is_finite
         assert block.stored(broken)._replace(row_ids=torch.tensor([0, 5])).factors_of(1).isfinite().all() == is_finite
