@@ -149,20 +149,19 @@ def text_tokens(tokenizer: Tokenizer, marker: str, vocab_size: int) -> tuple[int
         marker: marker of the format.
         vocab_size: upper bound of the token ids.
     """
+    # With thousands of added tokens, this is done for each request: tuples are compared in compiled code.
+    cuts = range(1, len(marker))
+    heads, tails = tuple(marker[:cut] for cut in cuts), tuple(marker[cut:] for cut in cuts)
+    special_ids = tokenizer.special_ids
     ids = {
         token_id
         for text, token_id in tokenizer.added_ids.items()
-        if token_id in tokenizer.special_ids or (text.startswith("<") and text.endswith(">"))
-        if not _overlaps(text, marker) and token_id < vocab_size
+        if token_id in special_ids or (text.startswith("<") and text.endswith(">"))
+        # A text and its neighbours may together form the marker.
+        if not (text.endswith(heads) or text.startswith(tails) or marker in text or text in marker)
+        if token_id < vocab_size
     }
     return tuple(sorted(ids - {tokenizer.eos_token_id}))
-
-
-def _overlaps(text: str, marker: str) -> bool:
-    """Return whether a text and its neighbours may together form a marker."""
-    cuts = range(1, len(marker))
-    is_part = any(text.endswith(marker[:cut]) or text.startswith(marker[cut:]) for cut in cuts)
-    return is_part or marker in text or text in marker
 
 
 def _ranges(ids: Sequence[int]) -> Iterator[str]:
