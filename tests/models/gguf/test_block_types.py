@@ -159,8 +159,8 @@ def test_values_are_numbers_where_the_factors_are(block: BlockType) -> None:
     raw = random_rows(block, 8, 2)
     assert block.stored(raw).factors_of(1).isfinite().all()
     for place in range(0, block.type.block_bytes - 1, 2):
-        broken = raw.clone()
-        broken.view(len(broken), 2, -1)[5, 1, place : place + 2] = torch.tensor([0, 0x7C], dtype=torch.uint8)  # infinity
+        broken, infinity = raw.clone(), torch.tensor([0, 0x7C], dtype=torch.uint8)
+        broken.view(len(broken), 2, -1)[5, 1, place : place + 2] = infinity
         is_finite = dequantize(block.form, block.unpack(broken)).isfinite().all()
         assert block.stored(broken).factors_of(5).isfinite().all() == is_finite
         assert block.stored(broken)._replace(row_ids=torch.tensor([0, 5])).factors_of(1).isfinite().all() == is_finite
