@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import LifoQueue
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from quire.errors import WorkerError
 
@@ -45,6 +45,22 @@ ANSWER = struct.Struct("!Q")
 
 # Function from the setup to the function that answers questions.
 Program = Callable[[bytes], Callable[[bytes], bytes]]
+
+
+class RemoteCall(NamedTuple):
+    """A call that another process can make.
+
+    Args:
+        location: location of the function as "module:function".
+        arguments: its arguments.
+    """
+
+    location: str
+    arguments: tuple[Any, ...] = ()
+
+    def __call__(self) -> Any:
+        """Make the call."""
+        return _function_at(self.location)(*self.arguments)
 
 
 class LimitExceeded(Exception):
@@ -302,8 +318,7 @@ def main() -> None:
     # Output that the program prints is redirected to stderr.
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    module, _, name = location.partition(":")
-    program: Program = getattr(importlib.import_module(module), name)
+    program: Program = _function_at(location)
     num_bytes, _ = QUESTION.unpack(source.read(QUESTION.size))
     answer = program(source.read(num_bytes))
     limit_memory(memory_bytes)
@@ -320,6 +335,12 @@ def main() -> None:
         if len(question) + len(reply) > MANY_BYTES:
             del question, reply
             return_freed_memory()
+
+
+def _function_at(location: str) -> Any:
+    """Return the function at a location "module:function"."""
+    module, _, name = location.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def _send(sink: Any, reply: bytes) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from copy import copy
 from typing import Protocol
 
-from quire.text.tokenizer import Tokenizer, TokenPiece
+from quire.text.token_pieces import TokenPiece
+from quire.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
 # An incomplete character has at most three bytes.

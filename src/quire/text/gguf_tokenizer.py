@@ -22,6 +22,7 @@ from quire.text.ends import END_TEXTS, FILL_TEXTS, ends_by_text
 from quire.text.gguf_pre_tokenizers import PRE_TOKENIZERS, UNNAMED, family_of, near_names
 from quire.text.gguf_vocabulary import BYTE, CONTROL, PREFIX, UNKNOWN, USER_DEFINED, GGUFVocabulary
 from quire.text.tokenizer_files import MAX_TEMPLATE_BYTES, TokenizerFiles
+from quire.text.tokenizer_json import JsonSource
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +79,8 @@ def read_gguf_tokenizer(path: Path, fields: Mapping[str, Any], pre: str | None =
     bos, eos = special["bos"], special["eos"]
     _frame_texts(library, vocabulary, bos, eos, adds_bos=adds_bos, needs_bos=kind == "gemma4")
     template = _template(vocabulary, fields, {VARIABLES[name]: token for name, token in special.items() if token})
-    return TokenizerFiles(path, library, bos, eos, template, vocabulary.doubles)
+    source = JsonSource.of(path, "of_gguf", str(path.absolute()), pre)
+    return TokenizerFiles(path, library, bos, eos, template, vocabulary.doubles, source)
 
 
 def end_token_ids(fields: Mapping[str, Any]) -> tuple[int, ...]:

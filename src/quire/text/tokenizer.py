@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import chain
@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import tokenizers
 
+from quire.bounded.process import RemoteCall
 from quire.errors import CheckpointError, InvalidParameter
 from quire.text.bounds import check_settings
 from quire.text.chat_prompt import ChatPrompt
@@ -21,27 +22,13 @@ from quire.text.components import byte_alphabet, decoders, guarded
 from quire.text.control_tokens import AddedTokens
 from quire.text.long_texts import CannotCut, LongTexts, TooManyTokens, prompt_errors
 from quire.text.sanitized_texts import SanitizedTexts
+from quire.text.token_pieces import Pieces, TokenPiece, fallback_byte
 from quire.text.tokenizer_files import TokenizerFiles, read_tokenizer_files
+from quire.text.tokenizer_json import JsonSource
 
 # With these decoders a token adds the same bytes after any other token, which incremental detokenization needs.
 KNOWN_DECODERS = frozenset({"ByteLevel", "ByteFallback", "Metaspace", "WordPiece", "Replace", "Fuse", "Strip"})
 MAX_TOKEN_ID = 2**32 - 1
-
-
-class TokenPiece(NamedTuple):
-    """A token as a part of a text.
-
-    Args:
-        data: bytes that the token adds after the beginning of a text; none for an id without a token.
-        is_token: False for an id without a token, which adds nothing to a text.
-        is_special: True for a special token, which a text may leave out.
-        is_fallback_byte: True for a raw byte of a tokenizer with byte fallback, for example `<0x0A>`.
-    """
-
-    data: bytes
-    is_token: bool
-    is_special: bool
-    is_fallback_byte: bool
 
 
 class TokenizerParts(NamedTuple):
@@ -54,21 +41,6 @@ class TokenizerParts(NamedTuple):
     doubles: tuple[tuple[int, int], ...] = ()
 
 
-class _Pieces(dict[int, TokenPiece]):
-    """Pieces by token id; each is derived when it is first looked up.
-
-    Args:
-        derive: function that returns the piece of an id.
-    """
-
-    def __init__(self, derive: Callable[[int], TokenPiece]) -> None:
-        self._derive = derive
-
-    def __missing__(self, token_id: int) -> TokenPiece:
-        piece = self[token_id] = self._derive(token_id)
-        return piece
-
-
 class Tokenizer:
     """Converts text to token ids and back, for one model.
 
@@ -79,6 +51,7 @@ class Tokenizer:
         chat_template: the model's chat template, None where it has none.
         doubles: the token of the same text, by the id of each token that is decoded but never encoded; the library
             does not know these.
+        json_source: where another process reads the tokenizer; None where it cannot.
 
     Attributes:
         pieces: the token of each id as a part of a text.
@@ -96,6 +69,7 @@ class Tokenizer:
         eos_token: str | None = None,
         chat_template: ChatTemplate | None = None,
         doubles: Mapping[int, int] = MappingProxyType({}),
+        json_source: JsonSource | None = None,
     ) -> None:
         # Many published files contain the truncation of their training run.
         library.no_truncation()
@@ -111,11 +85,12 @@ class Tokenizer:
         check_settings(library)
         self._library = library
         self._bos_token, self._eos_token, self._doubles = bos_token, eos_token, doubles
+        self._json_source = json_source
         self._long_texts = LongTexts(library, self._ids_of)
         self._sanitized_texts = SanitizedTexts(library, self._ids_of)
         self.added_tokens = AddedTokens(library)
         self._alphabet = byte_alphabet() if "ByteLevel" in kinds else None
-        self.pieces: Mapping[int, TokenPiece] = _Pieces(self._derive_piece)
+        self.pieces: Mapping[int, TokenPiece] = Pieces(self._derive_piece)
         self.has_byte_fallback = "ByteFallback" in kinds
         self.vocab_size: int = library.get_vocab_size(with_added_tokens=True) + len(doubles)
         added = library.get_added_tokens_decoder()
@@ -160,6 +135,7 @@ class Tokenizer:
                 eos_token=files.eos_token,
                 chat_template=files.chat_template,
                 doubles=files.doubles,
+                json_source=files.json_source,
             )
         except CheckpointError:
             raise
@@ -297,6 +273,13 @@ class Tokenizer:
         """Return the tokenizer as the text of a `tokenizer.json`."""
         return str(self._library.to_str())
 
+    def json_call(self) -> RemoteCall:
+        """Return a call for another process, for what `to_json` returns; it reads the model's files where it can."""
+        source = self._json_source
+        if source is not None and source.is_unchanged:
+            return source.call
+        return RemoteCall("quire.text.tokenizer_json:same", (self.to_json(),))
+
     def token_text(self, token_id: int) -> str:
         """Return a token's text, with replacement characters for incomplete characters."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
@@ -352,7 +335,7 @@ class Tokenizer:
         token: str | None = self._library.id_to_token(token_id)
         if token is None:
             return TokenPiece(b"", is_token=False, is_special=False, is_fallback_byte=False)
-        byte = _fallback_byte(token) if self.has_byte_fallback else None
+        byte = fallback_byte(token) if self.has_byte_fallback else None
         data = self._derive_bytes(token_id, token) if byte is None or self._alphabet is not None else bytes([byte])
         return TokenPiece(data, True, token_id in self.special_ids, byte is not None)
 
@@ -377,15 +360,6 @@ def _longest_first(first: int, second: int, limit: int) -> tuple[int, int]:
         return first, second
     shorter = min(first, second, limit // 2)
     return (shorter, limit - shorter) if first <= second else (limit - shorter, shorter)
-
-
-def _fallback_byte(token: str) -> int | None:
-    if len(token) != 6 or not token.startswith("<0x") or not token.endswith(">"):
-        return None
-    try:
-        return int(token[3:5], 16)
-    except ValueError:
-        return None
 
 
 def _is_text(piece: bytes) -> bool:

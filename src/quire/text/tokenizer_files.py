@@ -14,6 +14,7 @@ from quire.errors import CheckpointError
 from quire.text.bounds import check_source
 from quire.text.chat_template import ChatTemplate
 from quire.text.components import guarded
+from quire.text.tokenizer_json import JsonSource
 
 # Maximum sizes of a checkpoint's files; the largest published tokenizers have 35 MB.
 MAX_TOKENIZER_BYTES = 128 << 20
@@ -31,6 +32,7 @@ class TokenizerFiles(NamedTuple):
         eos_token: token that ends a text, None where the model has none.
         chat_template: the model's chat template, None where it has none.
         doubles: the token of the same text, by the id of each token that is decoded but never encoded.
+        json_source: where another process reads the tokenizer; None where it cannot.
     """
 
     path: Path
@@ -39,6 +41,7 @@ class TokenizerFiles(NamedTuple):
     eos_token: str | None
     chat_template: ChatTemplate | None
     doubles: Mapping[int, int] = MappingProxyType({})
+    json_source: JsonSource | None = None
 
 
 def read_tokenizer_files(folder: Path) -> TokenizerFiles:
@@ -65,6 +68,7 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
             eos_token=eos_token or "",
             special_tokens=_special_tokens(config),
         )
+    json_source = JsonSource.of(file, "of_file", str(file.absolute()), MAX_TOKENIZER_BYTES)
     raw = _read_file(file, MAX_TOKENIZER_BYTES)
     try:
         check_source(raw)
@@ -73,7 +77,7 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
         raise
     except Exception as error:  # the library raises bare Exception
         raise CheckpointError(f"{file} is not a tokenizer: {error}") from error
-    return TokenizerFiles(file, library, bos_token, eos_token, template)
+    return TokenizerFiles(file, library, bos_token, eos_token, template, json_source=json_source)
 
 
 def _read_config(file: Path) -> dict[str, Any]:
