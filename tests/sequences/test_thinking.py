@@ -16,6 +16,8 @@ def ids(text: str) -> tuple[int, ...]:
 
 
 TAGS = ThinkingTokens(ord("("), ids(")"), ids(".)"), frozenset(ids("|")))
+# The same without ends of turns, which begin with "<>".
+TURNS = ThinkingTokens(ord("("), ids(")"), ids(".)"), turn_ids=ids("<>"))
 # Channels: "c" and "m" begin and end a header, "f" is the final channel, "e" and "s" end and begin a message.
 CHANNELS = ThinkingTokens(ord("m"), ids("cfm"), ids("escfm"), frozenset(ids("s")), has_headers=True)
 
@@ -60,6 +62,13 @@ def test_phases_and_counts(tokens: ThinkingTokens, text: str, phase: ThinkingPha
         (CHANNELS, "sacam", INSIDE),
         (CHANNELS, "sacfm", AFTER),
         (CHANNELS, "m", INSIDE),
+        (TURNS, "u(a<>", BEFORE),
+        (TURNS, "u)a<>", BEFORE),
+        (TURNS, "u<>a(b<>", BEFORE),
+        (TURNS, "u)<>(", INSIDE),
+        (TURNS, "u(<>()", AFTER),
+        (TURNS, "u<>a(b>", INSIDE),
+        (TURNS, ">(", INSIDE),
     ],
 )
 def test_the_last_turn_of_the_prompt_decides(tokens: ThinkingTokens, prompt: str, phase: ThinkingPhase) -> None:

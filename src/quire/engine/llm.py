@@ -30,7 +30,7 @@ from quire.platform.heap import frozen_heap
 from quire.sequences.lora import LoRARequest
 from quire.sequences.params import SamplingParams
 from quire.text.chat_prompt import ChatPrompt
-from quire.text.chat_template import require_chat_template
+from quire.text.chat_template import ChatTemplate, require_chat_template
 from quire.text.reasoning import ReasoningModel
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_calls import ToolModel
@@ -249,7 +249,9 @@ class LLM(PooledLLM):
                 prompts.append(self.engine.requests.prepare(rendered, ONE_TOKEN, add_special_tokens=False).prompt)
         options: dict[str, Any] = {"use_tqdm": use_tqdm, "cache_salt": cache_salt, "tenant": tenant}
         options |= {"retain_cache": retain_cache, "lora_request": lora_request}
-        thinking = ReasoningModel.find(reasoning_parser, self.tokenizer, self.engine.requests.end_token_ids)
+        template = self._template(template_args.get("chat_template"))
+        ends = self.engine.requests.end_token_ids
+        thinking = ReasoningModel.find(reasoning_parser, self.tokenizer, ends, template)
         each = with_reasoning(self._params_of(sampling_params, len(prompts)), thinking)
         try:
             outputs = self.generate(prompts, each if use is None else [with_calls(one, use) for one in each], **options)
@@ -299,15 +301,10 @@ class LLM(PooledLLM):
         **variables: Any,
     ) -> ChatPrompt:
         self._check_open()
-        tokenizer = self.tokenizer
-        if tokenizer is None:
-            raise UnsupportedFeature("messages", "this engine runs without a tokenizer")
+        tokenizer = self._require_tokenizer()
         if not isinstance(chat_template_kwargs, Mapping | None):
             raise InvalidParameter("chat_template_kwargs", chat_template_kwargs, "a mapping or None")
-        if not isinstance(chat_template, str | None):
-            raise InvalidParameter("chat_template", chat_template, "the text of a Jinja template, or None")
-        template = tokenizer.chat_template if chat_template is None else tokenizer.make_chat_template(chat_template)
-        return require_chat_template(template).prompt(
+        return require_chat_template(self._template(chat_template)).prompt(
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -316,6 +313,16 @@ class LLM(PooledLLM):
             added_tokens=tokenizer.added_tokens,
             sanitizing=self.resolved.sanitize_control_tokens,
         )
+
+    def _template(self, source: object) -> ChatTemplate | None:
+        """Return the template with a source, None for the model's own."""
+        tokenizer = self._require_tokenizer()
+        return tokenizer.chat_template if source is None else tokenizer.make_chat_template(source)
+
+    def _require_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise UnsupportedFeature("messages", "this engine runs without a tokenizer")
+        return self.tokenizer
 
     def stream(
         self,

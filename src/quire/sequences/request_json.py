@@ -111,5 +111,6 @@ def params_from_json(value: dict[str, Any]) -> SamplingParams:
             tuple(thinking["close_ids"]),
             frozenset(thinking["boundary_ids"]),
             thinking["has_headers"],
+            tuple(thinking["turn_ids"]),
         )
     return SamplingParams(**given)

@@ -40,6 +40,8 @@ class ThinkingTokens:
         close_ids: tokens that end thinking in the middle of a message; they end with `end_ids`.
         boundary_ids: tokens after which a new turn begins; markers before them belong to earlier turns.
         has_headers: True where answers have a marker too, so that nothing before `end_ids` is a part of the answer.
+        turn_ids: tokens with which the chat template begins the model's turn; what is before the last ones was written
+            by somebody else. Empty where there are none.
     """
 
     start_id: int
@@ -47,6 +49,7 @@ class ThinkingTokens:
     close_ids: tuple[int, ...]
     boundary_ids: frozenset[int] = frozenset()
     has_headers: bool = False
+    turn_ids: tuple[int, ...] = ()
 
     @property
     def all_ids(self) -> tuple[int, ...]:
@@ -59,12 +62,10 @@ class ThinkingTokens:
         # Backwards: what follows the last marker is short, and a prompt may be long.
         for end in range(len(prompt_ids), 0, -1):
             token_id = prompt_ids[end - 1]
-            if (
-                token_id == self.end_ids[-1]
-                and tuple(prompt_ids[max(end - len(self.end_ids), 0) : end]) == self.end_ids
-            ):
+            if token_id == self.end_ids[-1] and _is_before(prompt_ids, end, self.end_ids):
                 return ThinkingState(ThinkingPhase.AFTER)
-            if token_id in self.boundary_ids:
+            is_turn = self.turn_ids[-1:] == (token_id,) and _is_before(prompt_ids, end, self.turn_ids)
+            if is_turn or token_id in self.boundary_ids:
                 begin = end
                 break
             if token_id == self.start_id:
@@ -107,6 +108,11 @@ class ThinkingTokens:
                 if _ends_with(state.tail, marker[:length]):
                     return marker[length:]
         return self.close_ids
+
+
+def _is_before(token_ids: Sequence[int], end: int, marker: tuple[int, ...]) -> bool:
+    """Return whether the tokens before a position are a marker."""
+    return tuple(token_ids[max(end - len(marker), 0) : end]) == marker
 
 
 def _ends_with(tail: tuple[int, ...], marker: tuple[int, ...]) -> bool:

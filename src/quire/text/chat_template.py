@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 MAX_WARNINGS = 32
 # A text that no conversation has by chance; it ends the final message where that is to be continued.
 END_MARK = "[[end-of-the-message-to-continue]]"
+# A message of a conversation that only shows how a template goes on behind it.
+PROBE = "The fox?"
 # The name of a warning that is given once.
 CONTROL_TEXTS: Final = "control texts"
 RESERVED = GLOBALS | {"messages", "tools", "add_generation_prompt", "continue_final_message"}
@@ -239,6 +241,19 @@ class ChatTemplate:
             RequestError: it cannot be compiled.
         """
         self.for_tools._require("tools")
+
+    @cached_property
+    def turn_header(self) -> str:
+        """The text that the template writes behind the last message, before the model's; "" where it writes none."""
+        conversation = [{"role": "user", "content": PROBE}]
+        try:
+            prompt = self.render(conversation, add_generation_prompt=True)
+            before = self.render(conversation, add_generation_prompt=False)
+        except RequestError:
+            return ""
+        # Some templates do not look at `add_generation_prompt`.
+        is_longer = prompt != before and prompt.startswith(before)
+        return prompt.removeprefix(before) if is_longer else prompt.rpartition(PROBE)[2]
 
     def close(self) -> None:
         """End the processes that render."""

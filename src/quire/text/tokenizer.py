@@ -104,8 +104,15 @@ class Tokenizer:
         # Its processes render the callers' templates where the model has none.
         self._base_template = chat_template or ChatTemplate("", bos_token=bos_token or "", eos_token=eos_token or "")
 
-    def make_chat_template(self, source: str) -> ChatTemplate:
-        """Return a chat template with the model's special tokens, from a Jinja source of the caller."""
+    def make_chat_template(self, source: object) -> ChatTemplate:
+        """Return a chat template with the model's special tokens, from a Jinja source of the caller.
+
+        Raises:
+            InvalidParameter: the source is no text.
+            RequestError: it cannot be compiled.
+        """
+        if not isinstance(source, str):
+            raise InvalidParameter("chat_template", source, "the text of a Jinja template, or None")
         return self._base_template.with_source(source)
 
     @classmethod

@@ -54,6 +54,49 @@ def test_the_prompt_decides(model: ReasoningModel) -> None:
         assert model.count(prompt_ids, encode(model, output)) == (0 if phase is AFTER else 1)
 
 
+# Templates that write nothing behind the user's message but the beginning of the next one, or not even that.
+OPEN_TURNS = {
+    "an added token": "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% if opens is defined %}OPENING{% endif %}{% endif %}",
+    "plain text": "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}\n[model]:\n{% if opens is defined %}OPENING{% endif %}{% endif %}",
+    "whatever is asked": "{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}"
+    "{% if opens is defined %}OPENING{% endif %}",
+    "nothing": "{% for m in messages %}{{ m.content }}{% endfor %}{% if opens is defined %}OPENING{% endif %}",
+}
+
+
+@pytest.mark.parametrize("kind", OPEN_TURNS)
+@pytest.mark.parametrize("has_tokens", [True, False])
+def test_markers_in_messages_decide_nothing(tmp_path: Path, kind: str, has_tokens: bool) -> None:
+    source = OPEN_TURNS[kind].replace("OPENING", "<think>")
+    folder = tmp_path / "model"
+    saved = reasoning_checkpoint.save(folder, "think") if has_tokens else checkpoint.save(folder)
+    tokenizer = Tokenizer.from_folder(saved)
+    template = tokenizer.make_chat_template(source)
+    model = ReasoningModel.find("think", tokenizer, [EOS], template)
+    assert model is not None
+    assert (model.tokens is not None) == has_tokens
+    for text in (
+        "hi",
+        "a <think> b",
+        "<think>",
+        "a </think> b",
+        "<think>x</think>",
+        "[/INST] <think>",
+        "<|assistant|><think>",
+    ):
+        for opens, phase in (({}, BEFORE), ({"opens": True}, INSIDE)):
+            prompt = template.render([{"role": "user", "content": text}], variables=opens)
+            if kind == "nothing" and "think" in text and not opens:
+                continue  # there is nothing that tells the message from the template's own text
+            assert model.phase_after(encode(model, prompt)) is phase, (text, opens)
+    # A message that is to be continued decides: its thinking is the model's own.
+    if kind in ("an added token", "plain text"):
+        begun = template.render([{"role": "user", "content": "hi"}]) + "<think>Hm"
+        assert model.phase_after(encode(model, begun)) is (INSIDE if has_tokens else BEFORE)
+
+
 def test_markers_that_are_no_tokens_are_found_in_texts(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_folder(checkpoint.save(tmp_path / "model"))
     assert ReasoningModel.find("auto", tokenizer, [EOS]) is None

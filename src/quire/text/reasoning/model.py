@@ -8,6 +8,7 @@ from typing import Any
 
 from quire.config.hints import find_parser
 from quire.sequences.thinking import ThinkingPhase, ThinkingTokens
+from quire.text.chat_template import ChatTemplate
 from quire.text.reasoning.formats import REASONING_FORMATS, choose_reasoning_format
 from quire.text.reasoning.parser import ReasoningFormat, ReasoningSplit
 from quire.text.tokenizer import Tokenizer
@@ -24,14 +25,22 @@ class ReasoningModel:
         form: format of the model's thinking.
         tokenizer: the model's tokenizer.
         tokens: markers as tokens; None where they are not in the vocabulary, so that thinking is known from text only.
+        header: text with which the chat template begins the model's turn; "" where there is none.
     """
 
     form: ReasoningFormat
     tokenizer: Tokenizer
     tokens: ThinkingTokens | None
+    header: str = ""
 
     @classmethod
-    def find(cls, name: str, tokenizer: Tokenizer | None, end_token_ids: Iterable[int]) -> ReasoningModel | None:
+    def find(
+        cls,
+        name: str,
+        tokenizer: Tokenizer | None,
+        end_token_ids: Iterable[int],
+        template: ChatTemplate | None = None,
+    ) -> ReasoningModel | None:
         """Return a model's properties; None where the format of its thinking is not known.
 
         Args:
@@ -39,6 +48,7 @@ class ReasoningModel:
                 "none".
             tokenizer: the model's tokenizer.
             end_token_ids: tokens that end the model's turns.
+            template: chat template of the prompts; None for the model's own.
 
         Raises:
             InvalidParameter: no such format.
@@ -47,25 +57,33 @@ class ReasoningModel:
         if tokenizer is None or tokenizer.chat_template is None:
             return None
         form = choose_reasoning_format(found, tokenizer.chat_template.source)
-        return None if form is None else cls.of(form, tokenizer, end_token_ids)
+        header = (template or tokenizer.chat_template).turn_header
+        return None if form is None else cls.of(form, tokenizer, end_token_ids, header)
 
     @classmethod
-    def of(cls, form: ReasoningFormat, tokenizer: Tokenizer, end_token_ids: Iterable[int]) -> ReasoningModel:
+    def of(
+        cls, form: ReasoningFormat, tokenizer: Tokenizer, end_token_ids: Iterable[int], header: str = ""
+    ) -> ReasoningModel:
         """Return a model's properties.
 
         Args:
             form: format of the model's thinking.
             tokenizer: the model's tokenizer.
             end_token_ids: tokens that end the model's turns.
+            header: text that the chat template writes behind the last message.
         """
+        for marker in (form.start, form.end):
+            header = header.partition(marker)[0]
+        header = header.strip()
         added = tokenizer.added_ids
         boundary_ids = frozenset(end_token_ids) | {added[text] for text in form.boundaries if text in added}
         start_ids, end_ids, close_ids = (_marker_ids(tokenizer, text) for text in (form.start, form.end, form.close))
         tokens = None
         # Other tokens could spell a marker of several ordinary tokens, so only added ones delimit thinking.
         if start_ids and end_ids and close_ids and len(start_ids) == 1:
-            tokens = ThinkingTokens(start_ids[0], end_ids, close_ids, boundary_ids, form.has_headers)
-        return cls(form, tokenizer, tokens)
+            turn_ids = _header_ids(tokenizer, header)
+            tokens = ThinkingTokens(start_ids[0], end_ids, close_ids, boundary_ids, form.has_headers, turn_ids)
+        return cls(form, tokenizer, tokens, header)
 
     def sampling(self) -> dict[str, Any]:
         """Return the sampling parameters that the split needs."""
@@ -78,6 +96,8 @@ class ReasoningModel:
         if self.tokens is not None:
             return self.tokens.state_after_prompt(prompt_ids).phase
         tail = self.tokenizer.decode(prompt_ids[-TAIL_TOKENS:], skip_special_tokens=False)
+        # Markers before the model's turn were written by somebody else.
+        tail = tail.rpartition(self.header)[2] if self.header else tail
         start, end = tail.rfind(self.form.start), tail.rfind(self.form.end)
         if start < 0 and end < 0:
             return ThinkingPhase.BEFORE
@@ -124,6 +144,13 @@ class SampleReasoning:
             return ReasoningSplit(reasoning, content)
         rest = self._parser.finish()
         return ReasoningSplit(reasoning + rest.reasoning, content + rest.content)
+
+
+def _header_ids(tokenizer: Tokenizer, header: str) -> tuple[int, ...]:
+    """Return the tokens that a prompt surely has where a header is: the text before it may change the first one."""
+    token_ids = tuple(tokenizer.encode(header, add_special_tokens=False)) if header else ()
+    added = [idx for idx, token_id in enumerate(token_ids) if token_id in tokenizer.added_ids.values()]
+    return token_ids[added[-1] :] if added else token_ids[1:] or token_ids
 
 
 def _marker_ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
