@@ -14,8 +14,9 @@ from types import ModuleType
 from typing import Any
 from weakref import WeakValueDictionary
 
-from quire.errors import UnsupportedFeature, describe
+from quire.errors import UnsupportedFeature
 from quire.sequences.structured import GrammarSource
+from quire.structured import gbnf
 from quire.structured.grammar_budget import GrammarBudget
 
 # Limits of the compiled grammars that stay cached without a user: their number, and the memory of their compilation.
@@ -221,14 +222,5 @@ def _definition(llguidance: ModuleType, source: GrammarSource) -> str:
         choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
         definition = make.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
     else:
-        definition = make.grammar_from_lark(_as_lark(text) if "::=" in text else text)
+        definition = make.grammar_from_lark(gbnf.as_lark(text) if gbnf.is_gbnf(text) else text)
     return str(definition)
-
-
-def _as_lark(text: str) -> str:
-    """Return a grammar in GBNF, llama.cpp's form of EBNF, as Lark; one in Lark as it is."""
-    convert = import_module("llguidance.gbnf_to_lark").any_to_lark
-    try:
-        return str(convert(text))
-    except Exception as error:  # the converter raises plain exceptions
-        raise ValueError(f"read as GBNF: {describe(error)}") from error

@@ -1,0 +1,83 @@
+"""GBNF, llama.cpp's form of EBNF, prepared for the converter to Lark that `llguidance` has.
+
+That converter spells characters by code wrongly, takes a rule `start` for Lark, and spells different names alike. So
+names are replaced by numbers here, and characters by code by the characters.
+
+Source: grammars/README.md of llama.cpp.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from importlib import import_module
+
+from quire.errors import describe
+
+RULE = re.compile(r"^[ \t]*([\w-]+)[ \t]*::=", re.MULTILINE)
+# Comments, texts, classes of characters, counts of repetitions, and names.
+TOKENS = re.compile(
+    r"(?P<comment>#[^\r\n]*)|(?P<text>\"(?:\\.|[^\"\\])*\")|(?P<chars>\[(?:\\.|[^\]\\])*\])|(?P<count>\{[^}]*\})"
+    r"|(?P<name>[\w-]+)",
+    re.DOTALL,
+)
+CODE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", re.DOTALL)
+OPERATORS = {"&": r"\x26", "~": r"\x7e", "--": r"-\x2d"}
+IN_CLASS = re.compile(f"{CODE.pattern}|--|[&~]", re.DOTALL)
+ROOT = "root"
+
+
+def is_gbnf(text: str) -> bool:
+    """Return whether a grammar is written in GBNF, not in Lark."""
+    return RULE.search(text) is not None
+
+
+def as_lark(text: str) -> str:
+    """Return a grammar in GBNF as Lark.
+
+    Raises:
+        ValueError: it is none; the message says why.
+    """
+    defined = set(RULE.findall(text))
+    if ROOT not in defined:
+        raise ValueError("read as GBNF: there is no rule root")
+    numbers: dict[str, str] = {ROOT: ROOT}
+
+    def plain(found: re.Match[str]) -> str:
+        kind, token = found.lastgroup, found[0]
+        if kind == "name":
+            if token not in defined:
+                raise ValueError(f"read as GBNF: there is no rule {token}")
+            return numbers.setdefault(token, f"r{len(numbers)}")
+        if kind in ("text", "chars"):
+            return CODE.sub(_text_char, token) if kind == "text" else IN_CLASS.sub(_class_char, token)
+        return "" if kind == "comment" else token
+
+    convert: Callable[[str], object] = import_module("llguidance.gbnf_to_lark").gbnf_to_lark
+    try:
+        return str(convert(TOKENS.sub(plain, text)))
+    except ValueError:
+        raise
+    except Exception as error:  # the converter raises plain exceptions
+        raise ValueError(f"read as GBNF: {describe(error)}") from error
+
+
+def _text_char(found: re.Match[str]) -> str:
+    """Return an escape in a text, where brackets need none."""
+    return found[4] if found[4] in ("[", "]") else _char(found)
+
+
+def _class_char(found: re.Match[str]) -> str:
+    """Return an escape in a class, or characters that mean an operation on classes in Rust, by code."""
+    return OPERATORS.get(found[0]) or _char(found)
+
+
+def _char(found: re.Match[str]) -> str:
+    """Return an escape, or the character whose code it has; ASCII ones stay codes, since they may mean something."""
+    code = found[1] or found[2] or found[3]
+    if code is None:
+        return found[0]
+    number = int(code, 16)
+    if 0xD800 <= number < 0xE000 or number > 0x10FFFF:
+        raise ValueError(f"read as GBNF: {found[0]} is no character")
+    return f"\\x{number:02x}" if number < 0x80 else chr(number)
