@@ -293,9 +293,9 @@ def test_a_format_may_have_the_name_of_another_engine(hermes: LLM) -> None:
 
 @needs_grammars
 def test_a_strict_schema_that_cannot_be_held_to_is_the_tools_fault(hermes: LLM) -> None:
-    odd = {"type": "object", "properties": {"a": {"type": "string", "format": "colour"}}}
+    odd = {"type": "object", "properties": {"a": {"type": "string", "format": "regex"}}}
     tool = {"type": "function", "function": {"name": "paint", "parameters": odd, "strict": True}}
-    with pytest.raises(InvalidParameter, match="colour") as caught:
+    with pytest.raises(InvalidParameter, match="no expression of regex") as caught:
         only(hermes, tools=[NOW, tool])
     assert (caught.value.field, caught.value.value) == ("tools[1].function.parameters", odd)
 
@@ -303,8 +303,9 @@ def test_a_strict_schema_that_cannot_be_held_to_is_the_tools_fault(hermes: LLM) 
 @needs_grammars
 def test_a_schema_that_does_not_compile_is_shown_as_it_was_given(hermes: LLM) -> None:
     lost = {"type": "object", "properties": {"a": {"$ref": "#/$defs/lost"}}}
-    tools = [NOW, {"type": "function", "function": {"name": "paint", "parameters": lost}}]
-    reason = "a JSON schema that compiles: Pointer '/$defs/lost' does not exist"
+    tools = [NOW, {"type": "function", "function": {"name": "paint", "parameters": lost, "strict": True}}]
+    why = "properties.a: $ref cannot be enforced, since no part of the schema is '#/$defs/lost'"
+    reason = f"a JSON schema that compiles: {why}"
     for given, params in (
         (tools, GREEDY),
         (tools, SamplingParams(structured_outputs=StructuredOutputs(json_object=True))),

@@ -7,9 +7,15 @@ from typing import Any
 
 import pytest
 
-from quire.errors import InvalidParameter
+from quire.errors import InvalidParameter, UnsupportedFeature
 from quire.sequences.params import SamplingParams
-from quire.sequences.structured import MAX_CHOICES, MAX_GRAMMAR_CHARS, GrammarSource, StructuredOutputs
+from quire.sequences.structured import (
+    MAX_CHOICES,
+    MAX_GRAMMAR_CHARS,
+    GrammarSource,
+    StructuredOutputs,
+    structured_outputs,
+)
 
 SCHEMA = {"properties": {"b": {"type": "integer"}, "a": {"enum": ["é"]}}}
 
@@ -34,6 +40,9 @@ def circular() -> dict[str, Any]:
         ({"json": '{ "b":1}'}, GrammarSource("json", '{ "b":1}')),
         ({"json": {}}, GrammarSource("json", "{}")),
         ({"json": {}, "disable_any_whitespace": True}, GrammarSource("json", "{}", False)),
+        ({"json": True}, GrammarSource("json", "true")),
+        ({"json": "{}", "disable_additional_properties": True}, GrammarSource("json", "{}", True, True)),
+        ({"json": {}, "disable_fallback": True, "whitespace_pattern": None}, GrammarSource("json", "{}")),
         ({"json_object": True}, GrammarSource("json", '{"type": "object"}')),
         ({"json_object": True, "disable_any_whitespace": True}, GrammarSource("json", '{"type": "object"}', False)),
         ({"regex": "a+"}, GrammarSource("regex", "a+")),
@@ -59,6 +68,9 @@ def test_a_grammar_is_known_by_its_text(given: dict[str, Any], source: GrammarSo
         ({"regex": "a", "choice": ["a"]}, "structured_outputs"),
         ({"json": {}, "json_object": True}, "structured_outputs"),
         ({"json": False}, "structured_outputs"),
+        ({"regex": "a", "disable_additional_properties": True}, "structured_outputs.disable_additional_properties"),
+        ({"json": {}, "disable_additional_properties": 1}, "structured_outputs.disable_additional_properties"),
+        ({"json": {}, "disable_fallback": "no"}, "structured_outputs.disable_fallback"),
         ({"json": []}, "structured_outputs.json"),
         ({"json": "{"}, "structured_outputs.json"),
         ({"json": "[1]"}, "structured_outputs.json"),
@@ -113,3 +125,12 @@ def test_ending_by_grammar_excludes_options_past_the_end() -> None:
 def test_the_field_that_is_given_is_the_one_to_blame(kind: str) -> None:
     values: dict[str, Any] = {"json": {}, "json_object": True, "regex": "a", "choice": ["a"], "grammar": "start: x"}
     assert StructuredOutputs(**{kind: values[kind]}).field == f"structured_outputs.{kind}"
+
+
+@pytest.mark.parametrize("name", ["whitespace_pattern", "structural_tag"])
+def test_fields_of_vllm_that_are_not_supported_say_so(name: str) -> None:
+    given: dict[str, Any] = {"json": {}, name: "x"}
+    for make in (StructuredOutputs, lambda **fields: structured_outputs(fields)):
+        with pytest.raises(UnsupportedFeature) as caught:
+            make(**given)
+        assert caught.value.field == f"structured_outputs.{name}"

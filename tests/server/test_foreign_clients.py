@@ -150,6 +150,11 @@ CONSTRAINTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"structured_outputs": {"json": OPEN_SCHEMA, "disable_additional_properties": True}},
         ("fox", "owl"),
     ),
+    "json_schema as text": ({"json_schema": json.dumps(OPEN_SCHEMA)}, ("fox", "owl")),
+    "disable_additional_properties of a schema as text": (
+        {"structured_outputs": {"json": json.dumps(OPEN_SCHEMA), "disable_additional_properties": True}},
+        ("fox", "owl"),
+    ),
     "grammar": ({"grammar": 'root ::= "SELECT " column\ncolumn ::= "a" | "b"\n'}, ("SELECT a", "SELECT b")),
     "ebnf": ({"ebnf": 'root ::= ("x" | "y") [0-1]'}, ("x0", "x1", "y0", "y1")),
     "regex": ({"regex": "(red|blue) fox"}, ("red fox", "blue fox")),

@@ -314,7 +314,7 @@ def test_calls_cannot_be_required_without_grammars(hermes: ServerProcess, choice
 
 @needs_grammars
 def test_a_strict_schema_that_cannot_be_held_to_is_a_400(hermes: ServerProcess) -> None:
-    odd = {"type": "object", "properties": {"a": {"type": "string", "format": "colour"}}}
+    odd = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     for is_strict, status in ((True, 400), (False, 200)):
         response = hermes.post(CHAT, {**ASK, "tools": [function(parameters=odd, strict=is_strict)]})
         assert response.status_code == status, response.text

@@ -21,7 +21,7 @@ from quire.engine.outputs.beam_search import BeamSearchOutput, BeamSearchParams,
 from quire.engine.outputs.outputs import OutputCollector, RequestOutput
 from quire.engine.outputs.progress import ProgressBar
 from quire.engine.outputs.reasoning import add_reasoning, with_reasoning
-from quire.engine.outputs.tool_calls import add_calls, with_calls
+from quire.engine.outputs.tool_calls import add_calls, explained, with_calls
 from quire.engine.pooled_llm import PooledLLM, as_conversations, as_prompts, priorities_of
 from quire.engine.startup.loading import load
 from quire.errors import ConfigError, EngineClosed, InvalidParameter, UnsupportedFeature, WorkerError
@@ -253,12 +253,11 @@ class LLM(PooledLLM):
         ends = self.engine.requests.end_token_ids
         thinking = ReasoningModel.find(reasoning_parser, self.tokenizer, ends, template)
         each = with_reasoning(self._params_of(sampling_params, len(prompts)), thinking)
+        asked = each if use is None else [with_calls(one, use) for one in each]
         try:
-            outputs = self.generate(prompts, each if use is None else [with_calls(one, use) for one in each], **options)
+            outputs = self.generate(prompts, asked, **options)
         except InvalidParameter as error:
-            if use is None:
-                raise
-            raise use.explain(error, str(error.value)) from error
+            raise error if use is None else explained(error, use, each, asked) from error
         add_reasoning(outputs, thinking)
         if use is not None:
             add_calls(outputs, use)

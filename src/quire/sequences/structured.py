@@ -7,11 +7,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from quire.errors import InvalidParameter
+from quire.errors import InvalidParameter, UnsupportedFeature
 
+# In a rule of a Lark grammar: separates the rule that takes its place where it does not compile, "" for none; a
+# terminal with it must have a text. No JSON text and no terminal has a tab as it is.
+OR_ELSE = "\t// or else "
 MAX_GRAMMAR_CHARS = 2**17
 MAX_CHOICES = 4096
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
+# Fields that JSON alone may have.
+FLAGS = ("disable_any_whitespace", "disable_additional_properties")
+UNSUPPORTED: Mapping[str, str] = {
+    "structural_tag": "write a Lark grammar",
+    "whitespace_pattern": "set disable_any_whitespace, or write a grammar",
+}
 
 
 class GrammarSource(NamedTuple):
@@ -21,11 +30,13 @@ class GrammarSource(NamedTuple):
         kind: "json" (a schema), "regex", "choice" (a JSON list of strings) or "grammar" (Lark or GBNF).
         text: text of the grammar.
         has_whitespace: True where JSON may have whitespace between its parts.
+        is_closed: True where objects have no other properties than the schema declares, unless it asks for them.
     """
 
     kind: str
     text: str
     has_whitespace: bool = True
+    is_closed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +44,7 @@ class StructuredOutputs:
     """Constraint of an output's form. Exactly one of the first five fields is given.
 
     Args:
-        json: JSON schema, as text or as a mapping; stored as text.
+        json: JSON schema, as text, as a mapping, or True for any JSON; stored as text.
         json_object: True for any JSON object.
         regex: regular expression that matches the whole output, in the syntax of Rust's `regex`: without lookaround and
             backreferences.
@@ -41,28 +52,41 @@ class StructuredOutputs:
         grammar: grammar in the Lark dialect of `llguidance`, whose rule `start` matches the output, or in GBNF
             (llama.cpp's form of EBNF), whose rule `root` does.
         disable_any_whitespace: no whitespace between the parts of JSON; else one space, or a new line with indentation.
+        disable_additional_properties: objects have no other properties than the schema declares, unless it asks for
+            them with `additionalProperties`, `patternProperties` or `unevaluatedProperties`.
+        disable_fallback: vLLM's field, without effect: there is nothing to fall back to.
+        whitespace_pattern, structural_tag: vLLM's fields, which are not supported; None is allowed.
 
     Raises:
         InvalidParameter: a value is not allowed; the message names the field, the value and what is allowed.
+        UnsupportedFeature: one of the last two fields is given.
     """
 
-    json: str | Mapping[str, Any] | None = None
+    json: str | Mapping[str, Any] | bool | None = None
     json_object: bool = False
     regex: str | None = None
     choice: tuple[str, ...] | None = None
     grammar: str | None = None
     disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    disable_fallback: bool = False
+    whitespace_pattern: str | None = None
+    structural_tag: str | None = None
 
     def __post_init__(self) -> None:
         put = object.__setattr__
-        for name in ("json_object", "disable_any_whitespace"):
+        for name in ("json_object", *FLAGS, "disable_fallback"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidParameter(f"structured_outputs.{name}", getattr(self, name), "true or false")
+        for name, why in UNSUPPORTED.items():
+            if getattr(self, name) is not None:
+                raise UnsupportedFeature(f"structured_outputs.{name}", why)
         given = [name for name in KINDS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             raise InvalidParameter("structured_outputs", given, f"exactly one of {', '.join(KINDS)}")
-        if self.disable_any_whitespace and given[0] not in ("json", "json_object"):
-            raise InvalidParameter("structured_outputs.disable_any_whitespace", True, f"false with {given[0]}")
+        for name in FLAGS:
+            if getattr(self, name) and given[0] not in ("json", "json_object"):
+                raise InvalidParameter(f"structured_outputs.{name}", True, f"false with {given[0]}")
         if self.json is not None:
             put(self, "json", _schema(self.json))
         if self.choice is not None:
@@ -78,7 +102,7 @@ class StructuredOutputs:
             return GrammarSource("json", '{"type": "object"}', not self.disable_any_whitespace)
         if self.json is not None:
             assert isinstance(self.json, str)
-            return GrammarSource("json", self.json, not self.disable_any_whitespace)
+            return GrammarSource("json", self.json, not self.disable_any_whitespace, self.disable_additional_properties)
         if self.choice is not None:
             return GrammarSource("choice", json.dumps(self.choice, ensure_ascii=False))
         if self.regex is not None:
@@ -115,8 +139,10 @@ def structured_outputs(value: object) -> StructuredOutputs | None:
 
 def _schema(value: object) -> str:
     """Return a JSON schema as text; the order of its properties is kept, since the output follows it."""
-    allowed = f"a JSON schema (an object, or its text) of at most {MAX_GRAMMAR_CHARS} characters"
+    allowed = f"a JSON schema (an object, its text, or true) of at most {MAX_GRAMMAR_CHARS} characters"
     name = "structured_outputs.json"
+    if value is True:
+        return "true"
     if isinstance(value, str):
         _check_text("json", value)
         try:
@@ -155,6 +181,12 @@ def _check_text(name: str, value: object) -> None:
         raise InvalidParameter(f"structured_outputs.{name}", value, allowed)
     if len(value) > MAX_GRAMMAR_CHARS:
         raise InvalidParameter(f"structured_outputs.{name}", f"{len(value)} characters", allowed)
+
+
+def lark_literal(text: str) -> str:
+    """Return the terminal of a literal text in llguidance's dialect of Lark."""
+    # JSON escapes all control characters but this one, and Lark's strings have none.
+    return json.dumps(text).replace("\x7f", "\\u007f")
 
 
 def _is_unicode(text: str) -> bool:

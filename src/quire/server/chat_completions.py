@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 
 from quire.engine.outputs.logprobs import FlatLogprobs
 from quire.engine.outputs.outputs import CompletionOutput, RequestOutput
-from quire.errors import InvalidParameter, UnsupportedFeature
+from quire.errors import InvalidParameter, UnsupportedFeature, renamed
 from quire.sequences.params import MAX_LOGPROBS, SamplingParams
 from quire.server import llama_cpp_fields, sampling, structured_fields
 from quire.server.field_names import renaming
@@ -128,7 +128,10 @@ def read_chat(state: ServerState, fields: Fields) -> tuple[GenerationRequest, Ch
         **read_thinking(state, fields),
     }
     if tool_use is not None:
-        calls = tool_use.sampling(wanted, own.get("thinking_token_budget"))
+        try:
+            calls = tool_use.sampling(wanted, own.get("thinking_token_budget"))
+        except InvalidParameter as error:
+            raise renamed(error, names.get(error.field or "", error.field)) from error
         calls["kept_special_ids"] += own.get("kept_special_ids", ())
         own |= calls
         field_aliases["structured_outputs.grammar"] = "tools"
@@ -137,7 +140,7 @@ def read_chat(state: ServerState, fields: Fields) -> tuple[GenerationRequest, Ch
     prompts = partial(_prompts, state, fields, definitions, params)
     explain = None
     if tool_use is not None and params.structured_outputs is not None:
-        explain = partial(tool_use.explain, grammar=params.structured_outputs.source.text)
+        explain = partial(tool_use.explain, grammar=params.structured_outputs.source.text, answer=wanted)
     return GenerationRequest(1, prompts, params, options, field_aliases, explain=explain), extras
 
 

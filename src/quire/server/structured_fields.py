@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from quire.errors import InvalidParameter, UnsupportedFeature
-from quire.sequences.closed_schema import close_objects
 from quire.sequences.structured import StructuredOutputs
 from quire.server.fields import Fields, Refusal
 
@@ -29,13 +29,8 @@ UNSUPPORTED: Mapping[str, Refusal] = {
     "guided_decoding_backend": (("auto", "guidance"), "all grammars go through llguidance"),
     "guided_whitespace_pattern": ((), "set structured_outputs.disable_any_whitespace, or write a grammar"),
 }
-OWN_FIELDS = ("json", "json_object", "regex", "choice", "grammar", "disable_any_whitespace")
-CLOSES = "disable_additional_properties"
-UNSUPPORTED_OWN: Mapping[str, Refusal] = {
-    "structural_tag": ((), "write a Lark grammar"),
-    "disable_fallback": ((False, True), "there is nothing to fall back to"),
-    "whitespace_pattern": ((), "set disable_any_whitespace, or write a grammar"),
-}
+OWN_FIELDS = tuple(item.name for item in dataclasses.fields(StructuredOutputs))
+CLOSED = {"disable_additional_properties": True}
 
 
 def read_structured(fields: Fields) -> tuple[StructuredOutputs | None, dict[str, str]]:
@@ -76,9 +71,8 @@ def _read(fields: Fields, name: str) -> tuple[dict[str, Any], dict[str, str]] | 
         kind = "json"
         if not isinstance(value, dict):
             raise InvalidParameter(name, value, '"json" or a JSON schema')
-    if name in ("format", "json_schema") and isinstance(value, dict):
-        value = _close(value, name)
-    return {kind: value}, {f"structured_outputs.{kind}": name, "structured_outputs": name}
+    closed = CLOSED if name in ("format", "json_schema") else {}
+    return {kind: value, **closed}, {f"structured_outputs.{kind}": name, "structured_outputs": name}
 
 
 def _response_format(fields: Fields) -> tuple[dict[str, Any], dict[str, str]] | None:
@@ -106,29 +100,13 @@ def _response_format(fields: Fields) -> tuple[dict[str, Any], dict[str, str]] | 
     if schema is None:
         return {"json_object": True}, {"structured_outputs.json_object": "response_format"}
     name = described.name("schema")
-    if not isinstance(schema, dict):
+    if not isinstance(schema, dict) and schema is not True:
         raise InvalidParameter(name, schema, "an object")
-    return {"json": _close(schema, name)}, {"structured_outputs.json": name}
-
-
-def _close(schema: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a schema without further keys; see `close_objects`.
-
-    Raises:
-        InvalidParameter: it nests too deeply.
-    """
-    try:
-        return close_objects(schema)
-    except RecursionError as error:
-        raise InvalidParameter(name, "a deeply nested schema", "nested less deeply") from error
+    return {"json": schema, **CLOSED}, {"structured_outputs.json": name}
 
 
 def _own(fields: Fields) -> dict[str, Any]:
     own = fields.object("structured_outputs")
     assert own is not None
-    own.refuse(UNSUPPORTED_OWN)
-    own.log_unknown((*OWN_FIELDS, *UNSUPPORTED_OWN, CLOSES))
-    wanted = {name: own.get(name) for name in OWN_FIELDS if own.get(name) is not None}
-    if own.flag(CLOSES) and isinstance(wanted.get("json"), dict):
-        wanted["json"] = _close(wanted["json"], own.name("json"))
-    return wanted
+    own.log_unknown(OWN_FIELDS)
+    return {name: own.get(name) for name in OWN_FIELDS if own.get(name) is not None}

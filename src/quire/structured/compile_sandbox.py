@@ -107,7 +107,7 @@ def _compile_once(tokenizer: Any, source: GrammarSource) -> tuple[str, int]:
     """Return why a grammar does not compile, empty where it does; and the bytes of memory that it took."""
     num_before = resident_bytes()
     try:
-        matcher = compile_grammar(tokenizer, source)
+        matcher = compile_grammar(tokenizer, source, is_trial=True)
     except ValueError as error:
         return str(error) or "no reason is known", 0
     num_bytes = max(0, resident_bytes() - num_before)

@@ -6,16 +6,20 @@ Nothing here imports torch: the process of `quire.structured.compile_sandbox` ru
 from __future__ import annotations
 
 import json
+import logging
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import cache
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 from weakref import WeakValueDictionary
 
 from quire.errors import UnsupportedFeature
-from quire.sequences.structured import GrammarSource
+from quire.schemas.as_json import enforceable
+from quire.sequences.structured import OR_ELSE, GrammarSource, lark_literal
 from quire.structured import gbnf
 from quire.structured.grammar_budget import GrammarBudget
 
@@ -34,7 +38,12 @@ NO_TEXT = b"\xff"
 # Token classes that `llguidance` precomputes, besides its own: with words, new masks of texts of words take half the
 # time.
 SLICES = ("[A-Za-z]+",)
+# In an error: the number of the line, and the lines around it.
+SOURCE_LINE = re.compile(r" \d+ \| ")
+ERROR_LINE = re.compile(r"at (\d+)\(\d+\):")
 NO_EXTENSION = "there is no text that it matches and the model can write"
+
+logger = logging.getLogger(__name__)
 
 
 class Grammar:
@@ -158,12 +167,15 @@ def open_tokenizer(text: str, vocab_size: int, end_token_ids: Sequence[int]) -> 
         raise UnsupportedFeature("structured_outputs", f"the model's tokenizer cannot be used ({error})") from error
 
 
-def compile_grammar(tokenizer: Any, source: GrammarSource) -> Any:
+def compile_grammar(tokenizer: Any, source: GrammarSource, *, is_trial: bool = False) -> Any:
     """Return a matcher of a grammar, before its first token.
+
+    A rule that does not compile is replaced where the grammar says by which other one, with a warning.
 
     Args:
         tokenizer: result of `open_tokenizer`.
         source: the grammar.
+        is_trial: True to warn of nothing.
 
     Raises:
         ValueError: it does not compile, or allows no first token; the message says why.
@@ -172,18 +184,63 @@ def compile_grammar(tokenizer: Any, source: GrammarSource) -> Any:
     limits = llguidance.LLParserLimits(
         step_lexer_fuel=STEP_FUEL, max_lexer_states=MAX_LEXER_STATES, verbose_errors=False
     )
-    matcher = llguidance.LLMatcher(tokenizer, _definition(llguidance, source), log_level=0, limits=limits)
-    if not matcher.is_error():
-        # Copies share the work for the first mask, and a grammar without a first token fails here.
-        matcher.compute_bitmask()
-    if matcher.is_error():
-        raise ValueError(why(matcher))
-    return matcher
+    while True:
+        matcher = llguidance.LLMatcher(tokenizer, _definition(llguidance, source), log_level=0, limits=limits)
+        # `llguidance` computes without end on a mask where a terminal without a text follows another one.
+        error = matcher.get_error() if matcher.is_error() else _empty_terminal(source)
+        if not error:
+            # Copies share the work for the first mask, and a grammar without a first token fails here.
+            matcher.compute_bitmask()
+            if not matcher.is_error():
+                return matcher
+            error = matcher.get_error()
+        looser = _without_rule(source, error)
+        if looser is None:
+            raise ValueError(_reason(error))
+        if not is_trial:
+            reason = SOURCE_LINE.split(_reason(error), maxsplit=1)[0]
+            logger.warning("a part of a tool's schema is not enforced, since it does not compile: %s", reason)
+        source = looser
+
+
+@cache
+def _byte_tokenizer() -> Any:
+    """Return a tokenizer whose tokens are bytes: a terminal alone is checked without the work of a vocabulary."""
+    return import_llguidance().LLTokenizer("byte")
+
+
+def _empty_terminal(source: GrammarSource) -> str:
+    """Return an error about a terminal of several expressions that no text matches together; "" where there is none."""
+    if source.kind != "grammar" or OR_ELSE not in source.text:
+        return ""
+    for number, line in enumerate(source.text.split("\n"), 1):
+        rule, separator, _ = line.partition(OR_ELSE)
+        name, _, terminal = rule.partition(": ")
+        if separator and name.isupper() and " & " in terminal:
+            text = f"%llguidance {{}}\nstart: {name}\n{rule}\n"
+            alone = import_llguidance().LLMatcher(_byte_tokenizer(), text, log_level=0)
+            if not alone.is_error():
+                alone.compute_bitmask()
+            if alone.is_error() and alone.get_error().startswith("NoExtension"):
+                return f"at {number}(1): no text meets {terminal}"
+    return ""
+
+
+def _without_rule(source: GrammarSource, error: str) -> GrammarSource | None:
+    """Return a grammar without the rule that an error is about; None where nothing takes its place."""
+    found = ERROR_LINE.match(error)
+    lines = source.text.split("\n")
+    idx = int(found[1]) - 1 if found is not None and source.kind == "grammar" else len(lines)
+    _, _, looser = lines[idx].partition(OR_ELSE) if idx < len(lines) else ("", "", "")
+    return source._replace(text="\n".join([*lines[:idx], looser, *lines[idx + 1 :]])) if looser else None
 
 
 def why(matcher: Any) -> str:
     """Return a matcher's error message without the parser state."""
-    text: str = matcher.get_error()
+    return _reason(matcher.get_error())
+
+
+def _reason(text: str) -> str:
     if text.startswith("NoExtension"):
         return NO_EXTENSION
     text = text.partition("<state>")[0].replace("<non-verbose/>", "")
@@ -210,16 +267,20 @@ def _definition(llguidance: ModuleType, source: GrammarSource) -> str:
     Raises:
         ValueError: a schema that is not JSON, or a grammar that is not GBNF.
     """
-    kind, text, has_whitespace = source
+    kind, text, has_whitespace, is_closed = source
     make = llguidance.LLMatcher
     if kind == "json":
-        overrides = {"whitespace_pattern": WHITESPACE} if has_whitespace else {"whitespace_flexible": False}
-        definition = make.grammar_from_json_schema(text, overrides=overrides)
+        plain = enforceable(json.loads(text), is_closed=is_closed)
+        layout: dict[str, Any] = (
+            {"whitespace_pattern": WHITESPACE} if has_whitespace else {"whitespace_flexible": False}
+        )
+        schema = json.dumps(plain.schema, ensure_ascii=False)
+        definition = make.grammar_from_json_schema(schema, overrides=layout | plain.layout)
     elif kind == "regex":
         definition = make.grammar_from_regex(text)
     elif kind == "choice":
         # One terminal for all choices: each alternative of a rule would be a parser state.
-        choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
+        choices = " | ".join(map(lark_literal, json.loads(text)))
         definition = make.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
     else:
         definition = make.grammar_from_lark(gbnf.as_lark(text) if gbnf.is_gbnf(text) else text)

@@ -11,10 +11,12 @@ import pytest
 from quire.errors import InvalidParameter
 from quire.sequences.structured import StructuredOutputs
 from quire.text.tool_calls import CallDelta, CallParser, CallRules, Function, choose_format, merge
+from quire.text.tool_calls.argument_schema import read_schema, types_of
 from quire.text.tool_calls.calls import Piece
 from quire.text.tool_calls.grammar import calls_or_answer
 from quire.text.tool_calls.incoming import Incoming, Reading
 from quire.text.tool_calls.typed_values import typed_json
+from quire.text.tool_calls.value_grammar import ABILITIES
 from quire.text.written_calls import written_calls
 from tests.text.tool_calls.test_grammars import MARKERS, Walker
 
@@ -225,8 +227,9 @@ def test_many_broken_calls_take_linear_work(name: str, monkeypatch: pytest.Monke
     ],
 )
 def test_the_schema_decides_on_the_type_of_a_text(text: str, schema: dict[str, Any], expected: str) -> None:
-    root = {"$defs": {"a": {"type": "object"}, "loop": {"$ref": "#/$defs/loop"}}}
-    assert typed_json(text, schema, root) == expected
+    definitions = {"a": {"type": "object"}, "loop": {"$ref": "#/$defs/loop"}}
+    function = Function("f", {"type": "object", "properties": {"x": schema}, "$defs": definitions})
+    assert typed_json(text, types_of(read_schema(function, ABILITIES), "x")) == expected
 
 
 @pytest.fixture(scope="module")
@@ -310,8 +313,8 @@ def test_further_keys_come_only_where_the_schema_asks(name: str, walkers: dict[s
 def test_a_strict_function_refuses_a_key_that_is_not_enforced(name: str) -> None:
     form = choose_format(name, "")
     assert form is not None
-    for inner in ({"type": "array", "uniqueItems": True}, {"allOf": [{"type": "string"}]}):
-        schema = {"type": "object", "properties": {"a": inner}}
+    for key, inner in (("uniqueItems", True), ("patternProperties", {"^a": {}})):
+        schema = {"type": "object", "properties": {"a": {key: inner}}}
         assert form.grammar(CallRules(functions=[Function("f", schema)]))
-        with pytest.raises(InvalidParameter, match="strict"):
+        with pytest.raises(InvalidParameter, match=rf"properties\.a: {key} cannot be enforced, since"):
             form.grammar(CallRules(functions=[Function("f", schema, is_strict=True)]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from quire.engine.outputs.outputs import RequestOutput
@@ -25,6 +25,24 @@ def with_calls(params: SamplingParams, use: ToolUse) -> SamplingParams:
     needed = use.sampling(params.structured_outputs, params.thinking_token_budget)
     kept = (*params.kept_special_ids, *needed.pop("kept_special_ids"))
     return replace(params, kept_special_ids=kept, **needed)
+
+
+def explained(
+    error: InvalidParameter, use: ToolUse, each: Sequence[SamplingParams], asked: Sequence[SamplingParams]
+) -> InvalidParameter:
+    """Return an error with the field and the value that the client sent.
+
+    Args:
+        error: error of the request.
+        use: use of tools.
+        each: sampling parameters of each conversation.
+        asked: the same with calls.
+    """
+    for params, with_grammar in zip(each, asked, strict=True):
+        wanted = with_grammar.structured_outputs
+        if wanted is not None and wanted.source.text == error.value:
+            return use.explain(error, wanted.source.text, params.structured_outputs)
+    return error
 
 
 def add_calls(outputs: Iterable[RequestOutput], use: ToolUse) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from quire.text.tool_calls import grammar
+from quire.text.tool_calls.argument_schema import objects_of
 from quire.text.tool_calls.grammar import CallRules, literal
 from quire.text.tool_calls.incoming import Incoming, Reading
 from quire.text.tool_calls.parser import CallReader
-from quire.text.tool_calls.typed_values import resolve
 from quire.text.tool_calls.value_grammar import ValueRules, ValueSyntax
 from quire.text.tool_calls.value_reading import CallWriter, ValueReader
 
@@ -63,10 +63,9 @@ class Gemma4:
         """Return the grammar: free text with calls in it, or calls one after the other."""
         options, lines = [], []
         for idx, function in enumerate(rules.functions):
-            values = ValueRules(function, SYNTAX, f"f{idx}_", rules.tokens)
-            root = resolve(values.root, values.root)
-            values.check(root)
-            options.append(f'{literal(f"{CALL}{function.name}{{")} {values.members(root, SYNTAX)} "}}"')
+            values = ValueRules.of(function, SYNTAX, f"f{idx}_", rules.tokens)
+            head = literal(f"{CALL}{function.name}{{")
+            options += [f'{head} {values.members(form, SYNTAX)} "}}"' for form in objects_of(values.schema)]
             lines += values.lines
         lines.append(f"object: {' | '.join(options)}")
         lines.append(f"body: object {grammar.marker(CLOSE, rules.tokens)}")

@@ -7,21 +7,21 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
-from quire.errors import UnsupportedFeature
-from quire.sequences.closed_schema import close_objects
-from quire.sequences.structured import StructuredOutputs
+from quire.errors import InvalidParameter, UnsupportedFeature
+from quire.schemas.as_json import PlainSchema, as_json, enforceable
+from quire.schemas.document import SchemaError
+from quire.sequences.structured import OR_ELSE, StructuredOutputs, lark_literal
 from quire.text.tokenizer import Tokenizer
+from quire.text.tool_calls.argument_schema import argument_schema
 from quire.text.tool_calls.calls import Function
 
-ANNOTATIONS = frozenset({"$schema", "$comment", "title", "description", "default", "examples", "deprecated"})
-MAPS_OF_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-# Keys whose value is a schema, or a list of schemas.
-SCHEMAS = frozenset({"items", "prefixItems", "additionalProperties", "anyOf", "oneOf", "allOf", "not", "propertyNames"})
 # The layout of `json.dumps`, which models see in their prompts; free white space would let a weak model write without
 # end.
 LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# A slash, which ends an expression, or a line's end, which a rule does not go beyond; and other characters with their
+# backslash, which are left alone.
+UNQUOTED = re.compile(r"\\?[/\n\r]|\\.", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,25 +58,35 @@ def calls_or_answer(calls: str, answer: StructuredOutputs, head: str = "") -> st
         head: rules of `calls` that come before the answer.
 
     Raises:
+        InvalidParameter: the structure is a schema that cannot be enforced.
         UnsupportedFeature: the structure is a grammar, whose rules could have the names of those of the calls.
     """
-    kind, text, _ = answer.source
+    kind, text, _, is_closed = answer.source
     if kind == "json":
-        schema = json.loads(text)
-        schema = {**schema, "x-guidance": LAYOUT} if isinstance(schema, dict) else schema
-        rule = f"answer: %json {json.dumps(schema, ensure_ascii=False)}"
+        try:
+            rule = f"answer: {json_rule(enforceable(json.loads(text), is_closed=is_closed))}"
+        except SchemaError as error:
+            raise InvalidParameter(answer.field, text, f"a JSON schema that compiles: {error}") from error
     elif kind == "choice":
         rule = f"answer: {' | '.join(map(literal, json.loads(text)))}"
     elif kind == "regex":
-        rule = f"answer: /{text.replace('/', chr(92) + '/')}/"
+        rule = f"answer: /{UNQUOTED.sub(_in_rule, text)}/"
     else:
         raise UnsupportedFeature(answer.field, 'a grammar has no tools beside it; set tool_choice to "none"')
     return calls.replace("\nstart: ", f"\nstart: only_calls | {head}answer\nonly_calls: ", 1) + f"{rule}\n"
 
 
-def literal(text: str) -> str:
-    """Return the terminal of a literal text."""
-    return json.dumps(text)
+literal = lark_literal
+
+
+def json_rule(schema: PlainSchema) -> str:
+    """Return the expression of JSON that meets a schema."""
+    return f"%json {json.dumps({**schema.schema, 'x-guidance': LAYOUT | schema.layout}, ensure_ascii=False)}"
+
+
+def _in_rule(found: re.Match[str]) -> str:
+    """Return a part of a regular expression as a rule may have it."""
+    return {"/": r"\/", "\n": r"\n", "\r": r"\r"}.get(found[0][-1], found[0])
 
 
 def marker(text: str, tokens: Mapping[str, int]) -> str:
@@ -95,7 +105,11 @@ def object_calls(rules: CallRules, key: str) -> list[str]:
 
 def arguments(rules: CallRules) -> list[str]:
     """Return the rules `args_0`, `args_1`, ...: the arguments of each function."""
-    return [f"args_{idx}: %json {_schema(function)}" for idx, function in enumerate(rules.functions)]
+    lines = [f"any_args: {json_rule(PlainSchema({'type': 'object'}, {}))}"]
+    for idx, function in enumerate(rules.functions):
+        line = f"args_{idx}: {json_rule(as_json(argument_schema(function)))}"
+        lines.append(line if function.is_strict else f"{line}{OR_ELSE}args_{idx}: any_args")
+    return lines
 
 
 def free_text(rules: CallRules, mark: str, text: str = r"/(?s:.*)/") -> list[str]:
@@ -170,30 +184,3 @@ def _ranges(ids: Sequence[int]) -> Iterator[str]:
     ends = [*(before for before, after in pairwise(ids) if after != before + 1), ids[-1]]
     for begin, end in zip(begins, ends, strict=True):
         yield str(begin) if begin == end else f"{begin}-{end}"
-
-
-def _schema(function: Function) -> str:
-    # The type makes the arguments an object where the schema has no type; the layout overrides the schema's.
-    schema = {"type": "object", **close_objects(bare_schema(function.parameters))}
-    return json.dumps({**schema, "x-guidance": {**LAYOUT, "lenient": not function.is_strict}}, ensure_ascii=False)
-
-
-def bare_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema without its annotations, which a grammar ignores: descriptions may be the longest part."""
-    bare: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key in ANNOTATIONS:
-            continue
-        if key in MAPS_OF_SCHEMAS and isinstance(value, dict):
-            bare[key] = {name: _bare(inner) for name, inner in value.items()}
-        elif key in SCHEMAS:
-            bare[key] = _bare(value)
-        else:
-            bare[key] = value
-    return bare
-
-
-def _bare(value: object) -> object:
-    if isinstance(value, dict):
-        return bare_schema(value)
-    return [_bare(inner) for inner in value] if isinstance(value, list) else value

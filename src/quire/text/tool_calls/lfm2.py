@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quire.text.tool_calls import grammar
+from quire.text.tool_calls.argument_schema import objects_of
 from quire.text.tool_calls.calls import CallDelta
 from quire.text.tool_calls.grammar import CallRules, literal
 from quire.text.tool_calls.incoming import Incoming, Reading
 from quire.text.tool_calls.parser import CallReader
-from quire.text.tool_calls.typed_values import resolve
 from quire.text.tool_calls.value_grammar import ValueRules, ValueSyntax
 from quire.text.tool_calls.value_reading import CallWriter, ValueReader
 from quire.text.written_calls import CLOSE, OPEN, SHOWN, WORDS
@@ -84,10 +84,9 @@ class Lfm2:
         """Return the grammar: free text and a list of calls in it, or the list only."""
         options, lines = [], []
         for idx, function in enumerate(rules.functions):
-            values = ValueRules(function, SYNTAX, f"f{idx}_", rules.tokens)
-            root = resolve(values.root, values.root)
-            values.check(root)
-            options.append(f'{literal(f"{function.name}(")} {values.members(root, ARGUMENTS)} ")"')
+            values = ValueRules.of(function, SYNTAX, f"f{idx}_", rules.tokens)
+            head = literal(f"{function.name}(")
+            options += [f'{head} {values.members(form, ARGUMENTS)} ")"' for form in objects_of(values.schema)]
             lines += values.lines
         more = ' (", " object)*' if rules.is_parallel else ""
         lines.append(f"object: {' | '.join(options)}")

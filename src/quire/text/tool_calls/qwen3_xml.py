@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 
+from quire.schemas.forms import Array, Boolean, Form, Null, Number, Object, State, Text
+from quire.schemas.patterns import quoted
 from quire.text.tool_calls import grammar
+from quire.text.tool_calls.argument_schema import forms_of, objects_of, read_schema, types_of
 from quire.text.tool_calls.calls import Function
 from quire.text.tool_calls.grammar import CallRules, literal
 from quire.text.tool_calls.incoming import Incoming, Reading
 from quire.text.tool_calls.parser import CallReader
-from quire.text.tool_calls.typed_values import Schema, resolve, typed_json, types_of
-from quire.text.tool_calls.value_grammar import ValueRules, ValueSyntax
+from quire.text.tool_calls.typed_values import typed_json
+from quire.text.tool_calls.value_grammar import ABILITIES, ValueRules, ValueSyntax, repeated
 from quire.text.tool_calls.value_reading import CallWriter
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -22,6 +26,18 @@ KEY = re.compile(r"[^>\n]*")
 MAX_KEY_CHARS = 256
 # Only strings are not JSON.
 SYNTAX = ValueSyntax(words={word: word for word in ("true", "false", "null")}, comma=", ", colon=": ")
+KEY_SYNTAX = replace(SYNTAX, bare_key="[a-zA-Z0-9_.-]{1,64}")
+# By name of a type: regular expression of the texts that are read as values of it, without white space around them.
+INTEGER = "-?(0|[1-9][0-9]*)"
+EXPONENT = r"[eE][+\-]?[0-9]+"
+SPELLINGS: Mapping[str, str] = {
+    "null": "null|None",
+    "boolean": "true|false|True|False",
+    "integer": INTEGER,
+    "number": rf"{INTEGER}(\.[0-9]+({EXPONENT})?|{EXPONENT})",
+    "array": r"\[(?s:.*)",
+    "object": r"\{(?s:.*)",
+}
 
 
 class Qwen3Xml:
@@ -70,9 +86,7 @@ class Qwen3Xml:
         self, incoming: Incoming, pos: int, function: Function, writer: CallWriter, *, is_forced: bool
     ) -> Reading:
         """Read the parameters and the end of the function; None where they are broken."""
-        root = function.parameters
-        properties = resolve(root, root).get("properties")
-        schemas = properties if isinstance(properties, Mapping) else {}
+        schema = read_schema(function, ABILITIES)
         yield from writer.begin()
         while True:
             closed = yield from incoming.literal(pos, END_FUNCTION)
@@ -89,7 +103,7 @@ class Qwen3Xml:
                 return None
             key = incoming.text[begin:end]
             text = incoming.text[opened : after - len(END_PARAMETER)].removeprefix("\n").removesuffix("\n")
-            yield from writer.member(key, typed_json(text, schemas.get(key, {}), root))
+            yield from writer.member(key, typed_json(text, types_of(schema, key)))
             pos = after
 
     def grammar(self, rules: CallRules) -> str:
@@ -105,42 +119,74 @@ class Qwen3Xml:
 
 def _function(name: str, function: Function, rules: CallRules) -> list[str]:
     """Return the rules of one function: its parameters in their order, and further ones where the schema asks."""
-    values = ValueRules(function, SYNTAX, f"{name}_", rules.tokens)
-    root = resolve(values.root, values.root)
-    values.check(root)
-    listed = root.get("properties")
-    required = root.get("required") or ()
-    parts = []
-    for key, schema in listed.items() if isinstance(listed, Mapping) else ():
-        head = literal(f"{PARAMETER}{key}>\n")
-        parts.append(f"({head} {_value(values, schema)}){'' if key in required else '?'}")
-    further = root.get("additionalProperties", True)
-    if further is not False:
-        parts.append(
-            f"({literal(PARAMETER)} /[a-zA-Z0-9_.-]{{1,64}}/ {literal('>' + chr(10))} {_value(values, further)})*"
-        )
+    values = ValueRules.of(function, SYNTAX, f"{name}_", rules.tokens)
+    options = (_parameters(values, form) for form in objects_of(values.schema))
     head, end = literal(f"{FUNCTION}{function.name}>\n"), literal(END_FUNCTION)
-    return [f"{name}: {' '.join([head, *parts, end])}", *values.lines]
+    return [f"{name}: {head} ({' | '.join(options)}) {end}", *values.lines]
 
 
-def _value(values: ValueRules, schema: object) -> str:
-    """Return the expression of a parameter's value and its end."""
-    resolved: Schema = resolve(schema, values.root)
+def _parameters(values: ValueRules, form: Object) -> str:
+    """Return the expression of all parameters."""
+    parts = []
+    for key, state in form.properties:
+        if values.schema.forms(state):
+            head = literal(f"{PARAMETER}{key}>\n")
+            value = _value(values, state, types_of(values.schema, key))
+            parts.append(f"({head} {value}){'' if key in form.required else '?'}")
+    if values.schema.forms(form.additional):
+        name = values.other_key(KEY_SYNTAX, [key for key, _ in form.properties])
+        value = _value(values, form.additional, types_of(values.schema, None))
+        part = f"{literal(PARAMETER)} {name} {literal('>' + chr(10))} {value}"
+        parts.append(repeated(part, form.min_others, form.max_others))
+    return " ".join(parts) or literal("")
+
+
+def _value(values: ValueRules, state: State, read: Collection[str]) -> str:
+    """Return the expression of a parameter's value and its end.
+
+    Args:
+        values: rules of the function.
+        state: state of the value.
+        read: names of the types that a text of the parameter is read as.
+    """
+    forms = forms_of(values.schema, state)
     end = literal(f"\n{END_PARAMETER}\n")
-    choices = [resolved["const"]] if "const" in resolved else resolved.get("enum")
-    if isinstance(choices, list):
-        values.check(resolved)
-        texts = (one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for one in choices)
-        return f"({' | '.join(literal(text) for text in texts)}) {end}"
-    parts = resolved.get("anyOf", resolved.get("oneOf"))
-    if isinstance(parts, list) and parts:
-        return f"({' | '.join(_value(values, part) for part in parts)})"
-    kinds = types_of(resolved, values.root)
-    if "string" not in kinds:
-        return f"{values.value(schema)} {end}"
-    values.check(resolved)
-    # Every text is a value: one that is no other allowed type is a string.
-    name = values.new_name("x")
-    text = values.text(resolved if kinds == {"string"} else {})
-    values.lines.append(f"{name}[lazy]: {text} {literal(chr(10) + END_PARAMETER)}")
-    return f'{name} "\\n"'
+    texts = [form for form in forms if isinstance(form, Text)]
+    if not texts:
+        return f"({values.options(forms)}) {end}"
+    # The lexer takes the longest terminal, so one terminal has all values that begin alike: strings and, as far as an
+    # expression has them, words and numbers. A string begins otherwise than all other values.
+    apart = [form for form in forms if isinstance(form, Array | Object) or _is_limited(form)]
+    options = [f"({values.options(apart)}) {end}"] if apart else []
+    free = {kind for form in forms if form not in apart for kind in _free_types(form)}
+    spellings = [SPELLINGS[kind] for kind in sorted(SPELLINGS.keys() & set(read) - free)]
+    spellings += ["-?[0-9](?s:.*)"] if any(map(_is_limited, apart)) else []
+    excluded = f"[ \\t\\n\\r]*({'|'.join(spellings)})[ \\t\\n\\r]*" if spellings else ""
+    others = "|".join(filter(None, (_written(form) for form in forms if form not in apart)))
+    ended = values.rule(f"{values.text(texts, excluded, others)} {literal(chr(10) + END_PARAMETER)}", option="[lazy]")
+    return f"({' | '.join([*options, f'{ended} {literal(chr(10))}'])})"
+
+
+def _is_limited(form: Form) -> bool:
+    """Return whether a form is a number within limits, of which there is no expression."""
+    return isinstance(form, Number) and form.constants is None and replace(form, is_integer=False) != Number()
+
+
+def _free_types(form: Form) -> Collection[str]:
+    """Return the names of the types all of whose values have a form."""
+    if isinstance(form, Number):
+        return () if form.constants is not None else ("integer",) if form.is_integer else ("integer", "number")
+    if isinstance(form, Boolean):
+        return ("boolean",) if len(form.values) > 1 else ()
+    return ("null",) if isinstance(form, Null) else ()
+
+
+def _written(form: Form) -> str:
+    """Return the expression of the values of a form without limits; "" for strings."""
+    if isinstance(form, Number) and form.constants is not None:
+        return "|".join(quoted(json.dumps(value)) for value in form.constants)
+    if isinstance(form, Number):
+        return INTEGER if form.is_integer else rf"{INTEGER}(\.[0-9]+)?({EXPONENT})?"
+    if isinstance(form, Boolean):
+        return "|".join(json.dumps(value) for value in form.values)
+    return "null" if isinstance(form, Null) else ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,8 +24,9 @@ COMPILE_ERROR = re.compile(
 )
 # The names of a function's rules have its number.
 FUNCTION_RULE = re.compile(r"(?:args_|[fF])(\d+)")
-# The rules of `calls_or_answer` for an answer.
-ANSWER_JSON, ANSWER_REGEX = "answer: %json ", "answer: /"
+# The rule of `calls_or_answer` for an answer.
+ANSWER = "answer: "
+WANTED = {"json": "a JSON schema", "regex": "a regular expression", "choice": "choices"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +79,15 @@ class ToolUse:
                 params["thinking"] = None
         return params
 
-    def explain(self, error: InvalidParameter, grammar: str) -> InvalidParameter:
+    def explain(
+        self, error: InvalidParameter, grammar: str, answer: StructuredOutputs | None = None
+    ) -> InvalidParameter:
         """Return the error of a grammar that does not compile, with the field and the value that the client sent.
 
         Args:
             error: an error of the request; one that does not name the grammar is returned as it is.
             grammar: the grammar of `sampling`.
+            answer: structure of an output without calls, as for `sampling`.
         """
         if error.field != "structured_outputs.grammar" or not self.is_forced:
             return error
@@ -95,12 +98,9 @@ class ToolUse:
         if rule is not None and int(rule[1]) < len(self.rules.functions):
             function = self.rules.functions[int(rule[1])]
             return InvalidParameter(function.field, function.parameters, f"a JSON schema that compiles: {why}")
-        if line.startswith(ANSWER_JSON):
-            value = _without_layout(line.removeprefix(ANSWER_JSON))
-            return InvalidParameter("structured_outputs.json", value, f"a JSON schema that compiles: {why}")
-        if line.startswith(ANSWER_REGEX):
-            value = line.removeprefix(ANSWER_REGEX).removesuffix("/").replace("\\/", "/")
-            return InvalidParameter("structured_outputs.regex", value, f"a regular expression that compiles: {why}")
+        if answer is not None and line.startswith(ANSWER):
+            kind, text = answer.source.kind, answer.source.text
+            return InvalidParameter(answer.field, text, f"{WANTED[kind]} that compiles: {why}")
         return InvalidParameter("tools", self._shown, f"definitions whose grammar compiles: {why}")
 
     @property
@@ -196,11 +196,3 @@ class ToolModel:
             why = f"the model's chat template does not show the format of calls; {self.set_form} can set it"
             raise UnsupportedFeature("tools", why)
         return self.tokenizer, self.form
-
-
-def _without_layout(schema: str) -> str:
-    """Return a schema of an answer as the client sent it."""
-    value = json.loads(schema)
-    if isinstance(value, dict):
-        value.pop("x-guidance", None)
-    return json.dumps(value, ensure_ascii=False)

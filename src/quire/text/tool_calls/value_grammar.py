@@ -1,27 +1,25 @@
-"""Grammars of values that a format does not write as JSON, from their JSON schemas."""
+"""Grammars of values that a format does not write as JSON, from their schemas in normal form."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from quire.errors import InvalidParameter, shown
-from quire.sequences.closed_schema import close_objects
+from quire.schemas.as_json import number_schema, text_schema
+from quire.schemas.forms import Array, Boolean, Form, NormalSchema, Number, Object, State, Text
+from quire.schemas.patterns import quoted
+from quire.schemas.states import Abilities
+from quire.sequences.structured import OR_ELSE
+from quire.text.tool_calls.argument_schema import argument_schema, forms_of
 from quire.text.tool_calls.calls import Function
-from quire.text.tool_calls.grammar import ANNOTATIONS, LAYOUT, bare_schema, literal
-from quire.text.tool_calls.typed_values import TYPES, Schema, resolve, types_of
+from quire.text.tool_calls.grammar import literal
 
-NUMBER_KEYS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-STRING_KEYS = ("minLength", "maxLength", "pattern")
-# Keys of schemas that the rules enforce, in addition to those above.
-ENFORCED = ANNOTATIONS | {
-    *("type", "enum", "const", "anyOf", "oneOf", "$ref", "$defs", "definitions", "x-guidance"),
-    *("properties", "required", "additionalProperties", "items", "minItems", "maxItems", *NUMBER_KEYS, *STRING_KEYS),
-}
-LIMIT_KEYS = ("minItems", "maxItems", "minLength", "maxLength")
+# Abilities of these grammars.
+ABILITIES = Abilities(has_name_patterns=False)
+# A string as JSON whose escapes are short ones, so that a key has one spelling.
+QUOTED_KEY = r'"([^"\\\x00-\x1f]|\\["\\nrtbf])*"'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,159 +48,163 @@ class ValueRules:
     """The rules of one function's values.
 
     Args:
-        function: the function.
+        schema: schema of its arguments.
+        is_strict: False where a terminal that does not compile may be replaced by one of any text or number.
         syntax: spelling of values.
         prefix: beginning of the rules' names.
         tokens: token ids of the markers that are single tokens.
     """
 
-    function: Function
+    schema: NormalSchema
+    is_strict: bool
     syntax: ValueSyntax
     prefix: str
     tokens: Mapping[str, int]
     lines: list[str] = field(default_factory=list)
-    _names: dict[str, str] = field(default_factory=dict)
+    _names: dict[tuple[Form, ...], str] = field(default_factory=dict)
+    # By option and body.
+    _rules: dict[str, str] = field(default_factory=dict)
     _num_names: int = 0
 
-    @property
-    def root(self) -> Schema:
-        """The schema of the arguments, without annotations, and without further keys unless it asks for them."""
-        return close_objects(bare_schema(self.function.parameters))
+    @classmethod
+    def of(cls, function: Function, syntax: ValueSyntax, prefix: str, tokens: Mapping[str, int]) -> ValueRules:
+        """Return the rules of a function without any, for its schema as far as these grammars enforce it.
+
+        Raises:
+            InvalidParameter: see `argument_schema`.
+        """
+        return cls(argument_schema(function, ABILITIES), function.is_strict, syntax, prefix, tokens)
 
     def new_name(self, letter: str) -> str:
         """Return a name that no other rule has."""
         self._num_names += 1
         return f"{self.prefix}{letter}{self._num_names}"
 
-    def value(self, schema: object) -> str:
-        """Return the name of the rule for a value.
+    def value(self, state: State) -> str:
+        """Return the name of the rule for a value; a state without forms has none."""
+        forms = forms_of(self.schema, state)
+        if forms not in self._names:
+            self._names[forms] = name = self.new_name("v")
+            self.lines.append(f"{name}: {self.options(forms)}")
+        return self._names[forms]
 
-        Raises:
-            InvalidParameter: the function is strict, and a part of the schema cannot be enforced.
-        """
-        key = json.dumps(schema, sort_keys=True)
-        if key not in self._names:
-            self._names[key] = name = self.new_name("v")
-            self.lines.append(f"{name}: {' | '.join(self._options(schema))}")
-        return self._names[key]
+    def options(self, forms: Iterable[Form]) -> str:
+        """Return the expression of a value that has one of some forms."""
+        return " | ".join(self._form(form) for form in forms)
 
-    def members(self, schema: Schema, syntax: ValueSyntax) -> str:
+    def members(self, form: Object, syntax: ValueSyntax) -> str:
         """Return the name of the rule for the members of an object, without its brackets.
 
         Args:
-            schema: schema of the object.
+            form: the object.
             syntax: spelling of the members.
         """
-        listed = schema.get("properties")
-        properties = list(listed.items()) if isinstance(listed, Mapping) else []
+        properties = [(key, state) for key, state in form.properties if self.schema.forms(state)]
         if syntax.is_sorted:
             properties.sort(key=lambda each: each[0].lower())
-        required = set(schema.get("required") or ())
         name = f"{self.new_name('m')}_"
         comma = literal(syntax.comma)
         # `first` begins the object at a member, `rest` continues it there.
-        for idx, (key, inner) in enumerate(properties):
-            member = f"{literal(self._key(key, syntax) + syntax.colon)} {self.value(inner)} {name}rest{idx + 1}"
-            skip = "" if key in required else " | {}"
+        for idx, (key, state) in enumerate(properties):
+            member = f"{literal(self._key(key, syntax) + syntax.colon)} {self.value(state)} {name}rest{idx + 1}"
+            skip = "" if key in form.required else " | {}"
             self.lines.append(f"{name}first{idx}: {member}{skip.format(f'{name}first{idx + 1}')}")
             self.lines.append(f"{name}rest{idx}: {comma} {member}{skip.format(f'{name}rest{idx + 1}')}")
-        first = rest = literal("")
-        further = schema.get("additionalProperties", True)
-        if further is not False:
-            keys = f"/{syntax.bare_key}/" if syntax.bare_key else self._string({})
-            self.lines.append(f"{name}more: {keys} {literal(syntax.colon)} {self.value(further)}")
-            rest = f"({comma} {name}more)*"
-            first = f"({name}more {rest})?"
+        first = rest = ""
+        if self.schema.forms(form.additional):
+            more = f"{name}more"
+            key_rule = self.other_key(syntax, [key for key, _ in form.properties])
+            self.lines.append(f"{more}: {key_rule} {literal(syntax.colon)} {self.value(form.additional)}")
+            rest = repeated(f"{comma} {more}", form.min_others, form.max_others)
+            first = _separated(more, comma, form.min_others, form.max_others)
         last = len(properties)
-        self.lines += [f"{name}first{last}: {first}", f"{name}rest{last}: {rest}"]
+        empty = literal("")
+        self.lines += [f"{name}first{last}: {first or empty}", f"{name}rest{last}: {rest or empty}"]
         return f"{name}first0"
 
-    def text(self, schema: Schema) -> str:
-        """Return the name of the terminal for the text of a string."""
-        least, most, pattern = (schema.get(key) for key in STRING_KEYS)
-        limits = f"{{{least or 0},{'' if most is None else most}}}"
-        parts = [f"/(?s:.{limits if least or most is not None else '*'})/"]
-        if isinstance(pattern, str):
-            begin = "" if pattern.startswith("^") else "(?s:.*)"
-            end = "" if pattern.endswith("$") else "(?s:.*)"
-            pattern = pattern.removeprefix("^").removesuffix("$").replace("/", r"\/")
-            parts.append(f"/{begin}({pattern}){end}/")
-        name = self.new_name("t").upper()
-        self.lines.append(f"{name}: {' & '.join(parts)}")
-        return name
-
-    def json(self, schema: Schema) -> str:
-        """Return the terminal of a string or a number that is written as JSON."""
-        layout = {**LAYOUT, "lenient": not self.function.is_strict}
-        return f"%json {json.dumps({**schema, 'x-guidance': layout}, ensure_ascii=False)}"
-
-    def check(self, schema: Schema, kinds: frozenset[str] = frozenset()) -> None:
-        """Check that a schema is one, and that it is enforced where the function is strict.
+    def text(self, forms: Iterable[Text], excluded: str = "", others: str = "") -> str:
+        """Return the name of the terminal for the text of a string that has one of some forms.
 
         Args:
-            schema: the schema.
-            kinds: further keys that are enforced.
-
-        Raises:
-            InvalidParameter: a key has a value that it cannot have, or is not enforced.
+            forms: the forms.
+            excluded: regular expression of texts that it may not be.
+            others: regular expression of texts that it may be besides.
         """
-        wrong = _wrong_key(schema)
-        if wrong is not None:
-            allowed = f"a JSON schema that compiles: {wrong[0]} is {wrong[1]}, got {shown(schema[wrong[0]])}"
-            raise InvalidParameter(self.function.field, self.function.parameters, allowed)
-        unknown = sorted(schema.keys() - ENFORCED - kinds)
-        if unknown and self.function.is_strict:
-            allowed = f"a schema without {unknown[0]}, which a strict tool of this model cannot enforce"
-            raise InvalidParameter(self.function.field, self.function.parameters, allowed)
+        options = [f"({_text(form)}{f' & ~/{excluded}/' if excluded else ''})" for form in forms]
+        options += [f"/{others}/"] if others else []
+        return self.rule(" | ".join(options), "/(?s:.*)/", letter="T")
 
-    def _options(self, schema: object) -> list[str]:
-        schema = resolve(schema, self.root)
-        self.check(schema, frozenset({"format"} if not self.syntax.quote else ()))
-        if "const" in schema or isinstance(schema.get("enum"), list):
-            values = [schema["const"]] if "const" in schema else schema["enum"]
-            return [self._written(value) for value in values]
-        for key in ("anyOf", "oneOf"):
-            if isinstance(schema.get(key), list):
-                return [self.value(part) for part in schema[key]]
-        kinds = types_of(schema, self.root) & TYPES
-        if "number" in kinds:
-            kinds -= {"integer"}
-        return [self._of_kind(kind, schema) for kind in sorted(kinds)]
+    def _form(self, form: Form) -> str:
+        words = self.syntax.words
+        if isinstance(form, Text):
+            return self._string(form)
+        if isinstance(form, Number):
+            return self._number(form)
+        if isinstance(form, Boolean):
+            return " | ".join(literal(words[json.dumps(value)]) for value in form.values)
+        if isinstance(form, Array):
+            return f'"[" {self._items(form)} "]"'
+        if isinstance(form, Object):
+            return f'"{{" {self.members(form, self.syntax)} "}}"'
+        return literal(words["null"])
 
-    def _of_kind(self, kind: str, schema: Schema) -> str:
-        comma = literal(self.syntax.comma)
-        if kind == "string":
-            return self._string(schema)
-        if kind in ("integer", "number"):
-            return self._rule(self.json({"type": kind} | {key: schema[key] for key in NUMBER_KEYS if key in schema}))
-        if kind == "boolean":
-            return f"{literal(self.syntax.words['true'])} | {literal(self.syntax.words['false'])}"
-        if kind == "null":
-            return literal(self.syntax.words["null"])
-        if kind == "object":
-            return f'"{{" {self.members(schema, self.syntax)} "}}"'
-        item = self.value(schema.get("items", {}))
-        least, most = schema.get("minItems") or 0, schema.get("maxItems")
-        if most == 0:
-            return '"[" "]"'
-        more = f"({comma} {item}){{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
-        return f'"[" ({item} {more}){"" if least else "?"} "]"'
+    def _number(self, form: Number) -> str:
+        if form.constants is not None:
+            return " | ".join(literal(json.dumps(value)) for value in form.constants)
+        return self.rule(_json(number_schema(form)), _json({"type": "number"}))
 
-    def _string(self, schema: Schema) -> str:
+    def _string(self, form: Text) -> str:
         """Return the expression of a string in its quotes."""
-        if not self.syntax.quote:
-            keys = (*STRING_KEYS, "format")
-            return self._rule(self.json({"type": "string"} | {key: schema[key] for key in keys if key in schema}))
-        quote, text = self.syntax.quote, self.text(schema)
-        ended = self._rule(f"{text} {literal(quote)}", "[lazy]")
+        quote = self.syntax.quote
+        if not quote:
+            return self.rule(_json(text_schema(form)), _json({"type": "string"}))
+        text = self.text([form])
+        ended = self.rule(f"{text} {literal(quote)}", option="[lazy]")
         if quote not in self.tokens:
             return f"{literal(quote)} {ended}"
         token = f"<[{self.tokens[quote]}]>"
         return f"{token} ({ended} | {text} {token})"
 
-    def _rule(self, body: str, option: str = "") -> str:
-        name = self.new_name("r")
-        self.lines.append(f"{name}{option}: {body}")
+    def _items(self, form: Array) -> str:
+        """Return the expression of the items of an array."""
+        comma, length, most = literal(self.syntax.comma), len(form.prefix), form.max_items
+        for idx, state in enumerate(form.prefix):
+            if not self.schema.forms(state):  # there is no such item, and none behind it
+                length, most = idx, idx if most is None else min(idx, most)
+                break
+        rest = ""
+        if self.schema.forms(form.items) and (most is None or most > length):
+            item, low = self.value(form.items), max(form.min_items - length, 0)
+            high = None if most is None else most - length
+            rest = repeated(f"{comma} {item}", low, high) if length else _separated(item, comma, low, high)
+        for idx in reversed(range(length if most is None else min(length, most))):
+            rest = f"{f'{comma} ' if idx else ''}{self.value(form.prefix[idx])} {rest}"
+            rest = rest if idx < form.min_items else f"({rest})?"
+        return rest
+
+    def other_key(self, syntax: ValueSyntax, keys: Sequence[str]) -> str:
+        """Return the name of the terminal for a key that is not declared."""
+        taken = "|".join(quoted(self._key(key, syntax)) for key in keys)
+        key = f"/{syntax.bare_key}/" if syntax.bare_key else f"/{QUOTED_KEY}/"
+        if syntax.quote and not syntax.bare_key:
+            key = f"/{quoted(syntax.quote)}(?s:.*){quoted(syntax.quote)}/"
+        return self.rule(f"{key} & ~/({taken})/" if keys else key, letter="K")
+
+    def rule(self, body: str, looser: str = "", *, letter: str = "r", option: str = "") -> str:
+        """Return the name of the rule with a body.
+
+        Args:
+            body: expression of the rule.
+            looser: expression that takes its place where it does not compile, and the function is not strict.
+            letter: letter of the name, a capital for a terminal.
+            option: option of the rule.
+        """
+        name = self._rules.get(option + body)
+        if name is None:
+            name = self.new_name(letter)
+            name = self._rules[option + body] = name.upper() if letter.isupper() else name
+            or_else = f"{OR_ELSE}{f'{name}: {looser}' if not self.is_strict else ''}" if looser else ""
+            self.lines.append(f"{name}{option}: {body}{or_else}")
         return name
 
     def _key(self, key: str, syntax: ValueSyntax) -> str:
@@ -211,51 +213,29 @@ class ValueRules:
         quote = syntax.quote
         return f"{quote}{key}{quote}" if quote else json.dumps(key, ensure_ascii=False)
 
-    def _written(self, value: Any) -> str:
-        """Return the expression of one value."""
-        syntax = self.syntax
-        if isinstance(value, str) and syntax.quote:
-            mark = f"<[{self.tokens[syntax.quote]}]>" if syntax.quote in self.tokens else literal(syntax.quote)
-            return f"{mark} {literal(value)} {mark}" if value else f"{mark} {mark}"
-        if isinstance(value, bool) or value is None:
-            return literal(syntax.words[json.dumps(value)])
-        if isinstance(value, Mapping):
-            keys = (literal(self._key(key, syntax) + syntax.colon) for key in value)
-            members = [f"{key} {self._written(one)}" for key, one in zip(keys, value.values(), strict=True)]
-            return f'"{{" {_joined(members, syntax.comma)} "}}"'
-        if isinstance(value, list):
-            return f'"[" {_joined([self._written(one) for one in value], syntax.comma)} "]"'
-        return literal(json.dumps(value, ensure_ascii=False))
+
+def _text(form: Text) -> str:
+    """Return the expression of a string in a terminal."""
+    most = "" if form.max_length is None else form.max_length
+    limits = f"{{{form.min_length},{most}}}" if form.min_length or form.max_length is not None else "*"
+    begin = f"(?s:.{limits})" if form.constants is None else "|".join(map(quoted, form.constants))
+    return " & ".join(f"/({one})/" for one in (begin, *form.patterns))
 
 
-def _wrong_key(schema: Schema) -> tuple[str, str] | None:
-    """Return the first key whose value no schema has, and what it may be; None where there is none."""
-    for key, value in schema.items():
-        if value is None:  # as if it was left out
-            continue
-        if key == "type":
-            names = value if isinstance(value, list) else [value]
-            if not all(isinstance(name, str) and name in TYPES for name in names):
-                return key, f"one of {', '.join(sorted(TYPES))}, or a list of them"
-        elif key == "required":
-            if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-                return key, "a list of strings"
-        elif key in ("properties", "$defs", "definitions"):
-            if not isinstance(value, Mapping):
-                return key, "an object"
-        elif key in ("enum", "anyOf", "oneOf"):
-            if not isinstance(value, list) or not value:
-                return key, "a list that is not empty"
-        elif key in LIMIT_KEYS:
-            if type(value) is not int or value < 0:
-                return key, "an integer from 0 on"
-        elif key == "pattern":
-            if not isinstance(value, str):
-                return key, "a string"
-        elif key in NUMBER_KEYS and (isinstance(value, bool) or not isinstance(value, int | float)):
-            return key, "a number"
-    return None
+def repeated(part: str, least: int, most: int | None) -> str:
+    """Return the expression of a part that comes several times; nothing where it may not come at all."""
+    if most == 0:
+        return ""
+    return f"({part})*" if least == 0 and most is None else f"({part}){{{least},{'' if most is None else most}}}"
 
 
-def _joined(parts: Sequence[str], comma: str) -> str:
-    return f" {literal(comma)} ".join(parts) or literal("")
+def _separated(part: str, separator: str, least: int, most: int | None) -> str:
+    """Return the same with a separator between the parts."""
+    if most == 0:
+        return ""
+    rest = repeated(f"{separator} {part}", max(least - 1, 0), None if most is None else most - 1)
+    return f"{part} {rest}" if least else f"({part} {rest})?"
+
+
+def _json(schema: Mapping[str, object]) -> str:
+    return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_flexible': False}}, ensure_ascii=False)}"
