@@ -36,9 +36,9 @@ class Panel(NamedTuple):
 
 
 PANELS = (
-    Panel("One stream, tokens/s", "W1", {"bf16": "w1", "int8": "w1", "int4": "w1"}),
-    Panel("A prompt of 1024 tokens, prompt tokens/s", "W2", {"bf16": "w2", "int8": "w2"}, prompt=True),
-    Panel("16 requests at once, tokens/s", "W3", {"bf16": "w3-again", "int8": "w3"}),
+    Panel("One stream, tokens/s", "W1", {"bf16": "w1", "int8": "int8-w1-w2", "int4": "int4-w1"}),
+    Panel("A prompt of 1024 tokens, prompt tokens/s", "W2", {"bf16": "w2", "int8": "int8-w1-w2"}, prompt=True),
+    Panel("16 requests at once, tokens/s", "W3", {"bf16": "w3-again", "int8": "int8-w3"}),
     Panel("16 requests behind a cached prefix of 512 tokens, tokens/s", "W5-warm", {"bf16": "w5"}),
 )
 

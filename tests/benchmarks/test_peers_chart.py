@@ -23,7 +23,7 @@ def test_every_engine_of_the_tables_is_in_the_chart() -> None:
         for weights in panel.sources
     }
     assert shown["W1", "bf16"] == list(NAMES)
-    assert shown["W1", "int8"] == shown["W1", "int4"] == ["quire", "openvino", "llamacpp"]
+    assert shown["W1", "int8"] == shown["W1", "int4"] == ["quire", "openvino"]
     assert shown["W3", "bf16"] == shown["W5-warm", "bf16"] == ["quire", "vllm", "openvino"]
 
 
