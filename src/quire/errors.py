@@ -212,12 +212,18 @@ class PromptTooLong(RequestError):
 
 
 class UnsupportedFeature(RequestError):
-    """A known parameter that this engine or model cannot honour."""
+    """A known parameter that this engine or model cannot honour.
+
+    Args:
+        field: name of the parameter.
+        why: the reason.
+    """
 
     code = "unsupported_feature"
 
     def __init__(self, field: str, why: str) -> None:
         super().__init__(f"{field} is not supported: {why}", field=field)
+        self.why = why
 
 
 class UnknownParameter(RequestError, TypeError):

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("llguidance", reason="llguidance is not installed")
 
 from quire import LLM, SamplingParams, StructuredOutputs
+from quire.structured.grammar_setup import CompiledGrammars
 from tests.engine.bundled import load
 from tests.engine.structured_forms import WANTED
 from tests.engine.test_structured import STORY, run
@@ -24,9 +25,16 @@ def llm() -> Iterator[LLM]:
     llm.close()
 
 
+@pytest.fixture(scope="module")
+def grammars(llm: LLM) -> CompiledGrammars:
+    return CompiledGrammars(llm.engine.grammars.grammars.setup())
+
+
 @pytest.mark.parametrize("kind", ["json", "compact", "choice", "grammar", "regex"])
 @pytest.mark.parametrize("beam_width", [2, 4])
-def test_beams_equal_a_search_that_recomputes_every_mask(llm: LLM, kind: str, beam_width: int) -> None:
+def test_beams_equal_a_search_that_recomputes_every_mask(
+    llm: LLM, grammars: CompiledGrammars, kind: str, beam_width: int
+) -> None:
     """The slow twin knows no constraint: a processor goes through the whole output again for each row.
 
     Both compute the same rows in the same steps, so scores are equal to the bit.
@@ -34,7 +42,7 @@ def test_beams_equal_a_search_that_recomputes_every_mask(llm: LLM, kind: str, be
     params = partial(SamplingParams, beam_width=beam_width, n=beam_width, max_tokens=60, temperature=0.0)
     form = StructuredOutputs(**WANTED[kind])
     (expected,) = run(llm, STORY, params(structured_outputs=form))
-    grammar = llm.engine.grammars.open(form)
+    grammar = grammars.find(form.source)
     num_masked = 0
 
     def mask(prompt: list[int], output: list[int], logits: torch.Tensor) -> torch.Tensor:  # noqa: ARG001

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from quire.bounded.process import RemoteCall
 from quire.scheduling.plan import NewSequence
 from quire.sequences.params import SamplingParams
-from quire.sequences.structured import StructuredOutputs
-from quire.structured.grammar_cache import GrammarCache
+from quire.sequences.structured import GrammarSource, StructuredOutputs
+from quire.structured.compiled_grammar import Grammar
+from quire.structured.grammar_setup import CompiledGrammars, GrammarSetup
 from quire.structured.grammar_state import GrammarState
+from quire.structured.local_grammars import LocalMasks
+from quire.structured.mask_filler import GrammarStates
+from quire.structured.output_constraint import OutputConstraint
+from quire.structured.state_table import StateTable
 
 MERGES = [
     *(("a", "b"), ("n", "a"), ("na", "m"), ("nam", "e"), ('"', "name")),
@@ -64,9 +70,29 @@ def tokenizer() -> Tokenizer:
     return library
 
 
+def json_call() -> RemoteCall:
+    return RemoteCall("quire.text.tokenizer_json:same", (str(tokenizer().to_str()),))
+
+
 @cache
-def grammar_cache(end_token_ids: tuple[int, ...] = (END,)) -> GrammarCache:
-    return GrammarCache(lambda: str(tokenizer().to_str()), NUM_IDS, end_token_ids)
+def grammars(end_token_ids: tuple[int, ...] = (END,)) -> CompiledGrammars:
+    return CompiledGrammars(GrammarSetup(json_call(), NUM_IDS, end_token_ids))
+
+
+@cache
+def compiled(source: GrammarSource, end_token_ids: tuple[int, ...] = (END,)) -> Grammar:
+    return grammars(end_token_ids).find(source)
+
+
+def states(find: Callable[[GrammarSource], Grammar] = compiled) -> GrammarStates:
+    """Return grammar states whose masks this thread fills."""
+    return GrammarStates(LocalMasks(StateTable(find, NUM_IDS, (END,))), NUM_IDS, (END,))
+
+
+def constraint_of(new: NewSequence) -> OutputConstraint:
+    constraint = OutputConstraint.of(new)
+    assert constraint is not None
+    return constraint
 
 
 def new_sequence(
@@ -77,27 +103,21 @@ def new_sequence(
 
 
 def grammar_state(name: str, **params: Any) -> GrammarState:
-    first = new_sequence(name, **params)
-    assert first.params.structured_outputs is not None
-    ends = grammar_cache().end_token_ids
-    return GrammarState(grammar_cache().compile(first.params.structured_outputs.source), first, ends)
+    constraint = constraint_of(new_sequence(name, **params))
+    assert constraint.source is not None
+    return GrammarState(compiled(constraint.source), constraint, (END,))
 
 
 def filled(known: GrammarState, draft: tuple[int, ...] = ()) -> list[set[int]]:
     """Return the tokens that are allowed at the next position, and behind each draft that the grammar has."""
-    masks = torch.full((1 + len(draft), NUM_WORDS), -1, dtype=torch.int32)
+    rows = [memoryview(bytearray(b"\xff" * 4 * NUM_WORDS)) for _ in range(1 + len(draft))]
     known.begin_step(next(STEPS))
-    known.begin(masks, None)
-    known.fill(draft)
-    start = known.num_prompt + len(known.token_ids)
-    rows = (known.mask_at(start + place) for place in range(1 + len(draft)))
-    return [allowed(row) for row in rows if row is not None]
+    return [allowed(row) for row in rows[: known.fill(rows, draft)]]
 
 
-def allowed(mask: torch.Tensor) -> set[int]:
+def allowed(mask: memoryview | bytes) -> set[int]:
     """Return the ids whose bits are set, looked at one by one."""
-    words = [word & 0xFFFFFFFF for word in mask.tolist()]
-    return {idx for idx in range(len(words) * 32) if words[idx // 32] >> (idx % 32) & 1}
+    return {idx for idx in range(len(mask) * 8) if mask[idx // 8] >> (idx % 8) & 1}
 
 
 def fresh(name: str, output: list[int], **params: Any) -> GrammarState:

@@ -14,14 +14,16 @@ import pytest
 
 pytest.importorskip("llguidance", reason="llguidance is not installed")
 
+from quire.bounded.process import RemoteCall
 from quire.errors import InvalidParameter, UnsupportedFeature, WorkerError
 from quire.sequences.structured import GrammarSource, StructuredOutputs
 from quire.structured.compile_sandbox import CompileSandbox
-from quire.structured.grammar_cache import GrammarCache
 from quire.structured.grammar_compiler import MAX_SANDBOXES, GrammarCompiler
-from tests.structured.grammar_world import NUM_IDS, tokenizer
+from quire.structured.grammar_setup import GrammarSetup
+from quire.structured.local_grammars import LocalGrammars
+from tests.structured.grammar_world import NUM_IDS, json_call
 
-TEXT = str(tokenizer().to_str())
+SETUP = GrammarSetup(json_call(), NUM_IDS, (0,))
 # The remainders of a million numbers are the states of an automaton.
 TIME_BOMB = StructuredOutputs(json={"type": "integer", "multipleOf": 999_983})
 # A chain of rules, each of which may end or go on to the next one.
@@ -32,12 +34,13 @@ RECURSIVE = StructuredOutputs(json={"properties": {"a": {"$ref": "#"}}, "additio
 
 
 def grammars(timeout_s: float = 30.0, memory_bytes: int = 1 << 29) -> GrammarCompiler:
-    return GrammarCompiler(GrammarCache(lambda: TEXT, NUM_IDS, (0,)), timeout_s=timeout_s, memory_bytes=memory_bytes)
+    local = LocalGrammars(json_call, NUM_IDS, (0,))
+    return GrammarCompiler(local, timeout_s=timeout_s, memory_bytes=memory_bytes)
 
 
 @pytest.fixture(scope="module")
 def trial() -> Iterator[CompileSandbox]:
-    trial = CompileSandbox(TEXT, NUM_IDS, (0,), 1 << 29)
+    trial = CompileSandbox(SETUP, 1 << 29)
     yield trial
     trial.close()
     assert not trial.is_alive
@@ -152,14 +155,16 @@ def test_the_process_loads_no_torch(trial: CompileSandbox) -> None:
 
 def test_a_tokenizer_that_cannot_be_used_is_refused() -> None:
     with pytest.raises(UnsupportedFeature, match="tokenizer cannot be used") as caught:
-        CompileSandbox('{"model": {}}', NUM_IDS, (0,), 1 << 29)
+        CompileSandbox(
+            SETUP._replace(tokenizer=RemoteCall("quire.text.tokenizer_json:same", ('{"model": {}}',))), 1 << 29
+        )
     assert caught.value.field == "structured_outputs"
 
 
 def test_a_process_that_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(WorkerError, match="does not start"):
-        CompileSandbox(TEXT, NUM_IDS, (0,), 1 << 29)
+        CompileSandbox(SETUP, 1 << 29)
 
 
 @pytest.mark.slow

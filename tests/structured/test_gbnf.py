@@ -9,8 +9,8 @@ pytest.importorskip("llguidance", reason="llguidance is not installed")
 import llguidance
 
 from quire.sequences.structured import GrammarSource
+from quire.structured.compiled_grammar import compile_grammar
 from quire.structured.gbnf import as_lark, is_gbnf
-from quire.structured.grammar_cache import compile_grammar
 
 
 @pytest.mark.parametrize(

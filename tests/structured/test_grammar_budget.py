@@ -16,10 +16,9 @@ from quire.memory.results import NO_OPS
 from quire.scheduling.plan import ItemResult, NewSequence, ScheduledSequence, StepPlan
 from quire.structured import grammar_budget
 from quire.structured.grammar_budget import LIMIT_S, SPIKE_STEPS, STEP_S, GrammarAccount, GrammarBudget
-from quire.structured.grammar_cache import GrammarCache
+from quire.structured.grammar_setup import CompiledGrammars, GrammarSetup
 from quire.structured.grammar_state import RUN_PART, TOO_SLOW
-from quire.structured.mask_filler import GrammarStates
-from tests.structured.grammar_world import NUM_IDS, new_sequence, tokenizer
+from tests.structured.grammar_world import NUM_IDS, constraint_of, json_call, new_sequence, states, tokenizer
 
 CPU = torch.device("cpu")
 
@@ -72,13 +71,15 @@ class World:
         self.clocks = {name: Clock(seconds) for name, seconds in seconds_of.items()}
         total = SimpleNamespace(thread_time=lambda: sum(clock.now_s for clock in self.clocks.values()))
         patch.setattr(grammar_budget, "time", total)
-        self.grammar_cache = GrammarCache(lambda: str(tokenizer().to_str()), NUM_IDS, (0,))
+        grammars = CompiledGrammars(GrammarSetup(json_call(), NUM_IDS, (0,)))
         self.held = []
         for name, clock in self.clocks.items():
-            grammar = self.grammar_cache.compile(self.new_sequence(name).params.structured_outputs.source)  # type: ignore[union-attr]
+            source = constraint_of(self.new_sequence(name)).source
+            assert source is not None
+            grammar = grammars.find(source)
             grammar._matcher = Matcher(grammar._matcher, clock)
             self.held.append(grammar)
-        self.sampler = Sampler(CPU, GrammarStates(self.grammar_cache, uses_thread=False))
+        self.sampler = Sampler(CPU, states(grammars.find))
         self.items: list[ScheduledSequence] = []
         self.errors: dict[int, str] = {}
         self.outputs: dict[int, list[int]] = {}
@@ -222,7 +223,7 @@ def test_forced_tokens_that_take_too_long_end_in_the_middle(monkeypatch: pytest.
 
 def test_replaying_an_output_is_not_charged(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, {"regex": lambda _: 50e-6})
-    output = tuple(world.grammar_cache._tokenizer.tokenize_str("ab" * 4))
+    output = tuple(tokenizer().encode("ab" * 4).ids)
     new = world.new_sequence("regex")._replace(token_ids=(3, 4, *output))
     world.items = [ScheduledSequence(0, 0, new.token_ids, (), 1, new)]
     world.outputs[0] = []

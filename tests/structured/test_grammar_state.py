@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import random
 import re
 
 import pytest
-import torch
 
 pytest.importorskip("llguidance", reason="llguidance is not installed")
 
 from quire.sequences.structured import GrammarSource, StructuredOutputs
-from quire.structured.grammar_cache import (
-    CACHED_BYTES,
-    MAX_FORCED_BYTES,
-    NUM_CACHED,
-    GrammarCache,
-    compile_grammar,
-    import_llguidance,
-)
+from quire.structured.compiled_grammar import MAX_FORCED_BYTES, compile_grammar, import_llguidance
 from quire.structured.grammar_state import DEAD_END, MAX_RUN, GrammarState
 from tests.structured.grammar_world import (
     END,
@@ -28,9 +21,10 @@ from tests.structured.grammar_world import (
     VOCAB,
     WANTED,
     allowed,
+    compiled,
+    constraint_of,
     filled,
     fresh,
-    grammar_cache,
     grammar_state,
     new_sequence,
     text,
@@ -92,7 +86,7 @@ def test_every_way_to_a_position_gives_the_same_masks(name: str) -> None:
             assert known.is_prefix_of(wanted)
             assert not known.is_prefix_of(wanted[:-1])
             assert not known.is_prefix_of([*wanted[:-1], wanted[-1] + 1])
-            known = known.fork(new_sequence(name))
+            known = known.fork(constraint_of(new_sequence(name)))
         twin = fresh(name, wanted)
         assert known.token_ids == wanted == twin.token_ids
         assert filled(known) == filled(twin)
@@ -191,10 +185,9 @@ def test_the_end_is_forced_where_there_is_one_end_and_it_may_come() -> None:
     assert grammar_state("choice", min_tokens=len(output)).append(output)[-1] == END
     assert grammar_state("choice", min_tokens=len(output) + 1).append(output) == output, "a dead end comes of that"
     ends = (END, 1)
-    first = new_sequence("choice")
-    assert first.params.structured_outputs is not None
-    source = first.params.structured_outputs.source
-    either = GrammarState(grammar_cache(ends).compile(source), first, ends)
+    constraint = constraint_of(new_sequence("choice"))
+    assert constraint.source is not None
+    either = GrammarState(compiled(constraint.source, ends), constraint, ends)
     assert either.append(output) == output
     assert filled(either) == [{0, 1}]
 
@@ -207,7 +200,7 @@ def test_a_dead_end_is_an_error_of_its_own_and_stays_one() -> None:
     assert known.error == DEAD_END
     known.sync(0, [])
     assert filled(known) == []
-    assert known.fork(new_sequence("dead")).error == DEAD_END
+    assert known.fork(constraint_of(new_sequence("dead"))).error == DEAD_END
 
 
 def test_tokens_that_the_grammar_does_not_have_are_an_error() -> None:
@@ -220,41 +213,13 @@ def test_a_mask_has_a_bit_for_each_id() -> None:
     assert NUM_IDS % 32
     (row,) = filled(grammar_state("dead"))
     assert row == {VOCAB.index(token) for token in ("a", "b", "c", "ab")}
-    mask = torch.zeros(NUM_WORDS, dtype=torch.int32)
-    mask[1] = -(2**31)
-    assert allowed(mask) == {63}
-
-
-def test_grammars_that_nobody_holds_make_room_for_others() -> None:
-    sources = [GrammarSource("regex", f"a{{{count}}}") for count in range(1, NUM_CACHED + 3)]
-    held = grammar_cache().compile(sources[0])
-    for source in sources[1:]:
-        grammar_cache().compile(source)
-    assert grammar_cache().find(sources[0]) is held, "a holder keeps it in the cache"
-    assert grammar_cache().find(sources[1]) is None
-    assert grammar_cache().find(sources[-1]) is grammar_cache().compile(sources[-1])
-
-
-def test_kept_grammars_are_bounded_by_what_compiling_took() -> None:
-    small = GrammarCache(lambda: str(tokenizer().to_str()), NUM_IDS, (END,))
-    sources = [GrammarSource("regex", f"b{{{count}}}") for count in range(1, 5)]
-    for source in sources[:3]:
-        small.compile(source, CACHED_BYTES // 3)
-    assert all(small.find(source) for source in sources[:3])
-    small.compile(sources[3], CACHED_BYTES // 2)
-    assert [small.find(source) is not None for source in sources] == [False, False, True, True]
-    large = GrammarSource("regex", "c")
-    held = small.compile(large, CACHED_BYTES + 1)
-    assert small.find(large) is held
-    assert not any(small.find(source) for source in sources), "there is no room beside it"
-    del held
-    assert small.find(large) is None, "it is kept as long as it is held"
+    assert allowed(b"\0" * 7 + b"\x80") == {63}
 
 
 def test_long_forced_text_is_drawn_until_the_rest_is_short() -> None:
     num_pairs = MAX_FORCED_BYTES // 2 + 4
-    grammar = grammar_cache().compile(GrammarSource("regex", f"b|(ab){{{num_pairs}}}"))
-    known = GrammarState(grammar, new_sequence("regex"), (END,))
+    grammar = compiled(GrammarSource("regex", f"b|(ab){{{num_pairs}}}"))
+    known = GrammarState(grammar, constraint_of(new_sequence("regex")), (END,))
     pair = VOCAB.index("ab")
     num_drawn = 0
     while len(run := known.append((pair,))) == 1:
@@ -270,13 +235,13 @@ def test_slices_change_no_mask(source: GrammarSource) -> None:
     rng = random.Random(7)
     text = str(tokenizer().to_str())
     plain = import_llguidance().LLTokenizer(text, n_vocab=NUM_IDS, eos_token=[END], slices=[])
-    one, other = compile_grammar(plain, source), grammar_cache().compile(source).open()
+    one, other = compile_grammar(plain, source), compiled(source).open()
     for _ in range(30):
-        rows = torch.zeros(2, NUM_WORDS, dtype=torch.int32)
+        rows = [bytearray(4 * NUM_WORDS), bytearray(4 * NUM_WORDS)]
         for row, matcher in zip(rows, (one, other), strict=True):
-            matcher.unsafe_compute_mask_ptr(row.data_ptr(), 4 * NUM_WORDS)
-        assert torch.equal(rows[0], rows[1])
-        tokens = sorted(allowed(rows[0]) - {END})
+            matcher.unsafe_compute_mask_ptr(ctypes.addressof(ctypes.c_char.from_buffer(row)), len(row))
+        assert rows[0] == rows[1]
+        tokens = sorted(allowed(bytes(rows[0])) - {END})
         if not tokens:
             break
         token_id = rng.choice(tokens)

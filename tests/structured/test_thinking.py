@@ -12,8 +12,8 @@ from quire.sequences.params import SamplingParams
 from quire.sequences.structured import StructuredOutputs
 from quire.sequences.thinking import ThinkingTokens
 from quire.structured.grammar_state import GrammarState
-from quire.structured.mask_filler import GrammarStates
-from tests.structured.grammar_world import END, NUM_IDS, VOCAB, WANTED, filled, grammar_cache, grammar_state
+from quire.structured.state_table import StateTable
+from tests.structured.grammar_world import END, NUM_IDS, VOCAB, WANTED, compiled, constraint_of, filled, grammar_state
 from tests.structured.grammar_world import new_sequence as with_prompt
 
 START, STOP = VOCAB.index("q"), VOCAB.index("w")
@@ -34,9 +34,7 @@ def state(name: str | None, budget: int | None, last: int) -> GrammarState:
     wanted = None if name is None else StructuredOutputs(**WANTED[name])
     params = SamplingParams(structured_outputs=wanted, thinking=TOKENS, thinking_token_budget=budget)
     first = with_prompt("choice", prompt=(3, last))._replace(params=params)
-    opened = GrammarStates(grammar_cache(), uses_thread=False).open(0, first)
-    assert opened is not None
-    return opened
+    return StateTable(compiled, NUM_IDS, (END,)).open(constraint_of(first))
 
 
 def twin_allowed(name: str | None, budget: int | None, last: int, output: list[int]) -> set[int]:
@@ -90,7 +88,7 @@ def test_every_way_to_a_position_allows_what_the_twin_allows(kind: tuple[str | N
         known.sync(start, wanted[start:])
         assert (known.error, known.token_ids) == (None, wanted)
         if rng.random() < 0.3:
-            known = known.fork(with_prompt("choice", prompt=(3, 3)))
+            known = known.fork(constraint_of(with_prompt("choice", prompt=(3, 3))))
         assert filled(known) == [twin_allowed(*kind, wanted)]
 
 

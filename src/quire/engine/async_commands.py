@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from quire.engine.delta_pacer import DeltaPacer
 from quire.engine.engine import Engine
 from quire.engine.outputs.mailbox import Item
-from quire.structured.grammar_cache import Grammar
+from quire.structured.local_grammars import HeldGrammar
 
 
 class OutputSink(Protocol):
@@ -44,7 +44,7 @@ class Stream:
     sink: OutputSink
     deliver: Callable[[Item], None]
     on_end: Callable[[Engine], None] | None = None
-    grammar: Grammar | None = None
+    grammar: HeldGrammar | None = None
 
 
 @dataclass(frozen=True, slots=True)

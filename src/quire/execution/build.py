@@ -27,7 +27,7 @@ from quire.ops.static_steps import MakesStaticSteps
 from quire.ops.token_draws import DrawsTokens
 from quire.platform.host_probe import num_cores
 from quire.platform.prefault import Prefaulter
-from quire.structured.grammar_cache import GrammarCache
+from quire.structured.grammar_backend import GrammarBackend
 from quire.structured.mask_filler import GrammarStates
 
 
@@ -42,7 +42,7 @@ def build_runner(
     host_bytes: int = 0,
     disk: DiskBlocks | None = None,
     draft: Decoder | None = None,
-    grammars: GrammarCache | None = None,
+    grammars: GrammarBackend | None = None,
     captured: CaptureOptions | None = None,
     deferred: DeferredTokens | None = None,
 ) -> ModelRunner:
@@ -58,7 +58,7 @@ def build_runner(
         host_bytes: number of bytes of the host tier; 0 for none.
         disk: the tier below that, if there is one.
         draft: see `ModelRunner`, of the same dtype; its cache groups come last in `num_blocks`.
-        grammars: compiled ones; None where no output can be constrained.
+        grammars: the model's grammars; None where no output can be constrained.
         captured: steps to capture; None for none.
         deferred: keeps the tokens of steps whose tokens are read after the next step was launched; None to read them
             with each step.
@@ -69,8 +69,9 @@ def build_runner(
     caches = [group.cache for group in groups]
     grammar_states = None
     if grammars is not None:
-        uses_thread = torch_device.type != "cpu" or torch.get_num_threads() < num_cores()
-        grammar_states = GrammarStates(grammars, uses_thread=uses_thread)
+        overlaps = torch_device.type != "cpu" or torch.get_num_threads() < num_cores()
+        source = grammars.mask_source(overlaps=overlaps)
+        grammar_states = GrammarStates(source, grammars.vocab_size, grammars.end_token_ids)
     keep = decoder.ops.apply_token_bitmask
     draws = decoder.ops if isinstance(decoder.ops, DrawsTokens) else None
     if draws is not None and torch_device.type != "cpu":

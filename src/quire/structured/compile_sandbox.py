@@ -1,8 +1,8 @@
 """A process in which grammars are compiled on trial, because compilation may never end, or take all memory.
 
 `llguidance` bounds the work of each step, but a client's grammar may still find a case without a bound. So an unknown
-grammar is compiled here first. A compiled grammar cannot be moved between processes: the engine compiles it again,
-which takes the same time.
+grammar is compiled here first. A compiled grammar cannot be moved between processes: that of the grammars compiles it
+again, which takes the same time.
 
 The process imports neither torch nor the model.
 """
@@ -10,13 +10,15 @@ The process imports neither torch nor the model.
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 from quire.bounded.process import BoundedProcess, LimitExceeded, resident_bytes
 from quire.errors import UnsupportedFeature
 from quire.sequences.structured import GrammarSource
-from quire.structured.grammar_cache import compile_grammar, open_tokenizer
+from quire.structured.compiled_grammar import compile_grammar
+from quire.structured.grammar_setup import GrammarSetup
 
 # Limit of consecutive forced tokens; a grammar that forces more would only fill the context.
 MAX_FORCED = 4096
@@ -27,9 +29,7 @@ class CompileSandbox:
     """A process that compiles grammars within limits of time and memory.
 
     Args:
-        tokenizer: the text of a `tokenizer.json`.
-        vocab_size: V of the logits.
-        end_token_ids: tokens that end an output of the model.
+        setup: setup of the grammars.
         memory_bytes: limit of the memory that a compilation adds to the idle process.
 
     Raises:
@@ -40,11 +40,11 @@ class CompileSandbox:
         num_bytes: memory that the last successful compilation added.
     """
 
-    def __init__(self, tokenizer: str, vocab_size: int, end_token_ids: tuple[int, ...], memory_bytes: int) -> None:
+    def __init__(self, setup: GrammarSetup, memory_bytes: int) -> None:
         self._memory_bytes = memory_bytes
         self.num_bytes = 0
-        setup = json.dumps([tokenizer, vocab_size, end_token_ids]).encode()
-        self._process = BoundedProcess("quire.structured.compile_sandbox:open_sandbox", setup, memory_bytes)
+        program = "quire.structured.compile_sandbox:open_sandbox"
+        self._process = BoundedProcess(program, pickle.dumps(setup), memory_bytes)
         reason, _ = self._send(None, READ_TOKENIZER_S)
         if reason:
             self.close()
@@ -92,9 +92,9 @@ def open_sandbox(setup: bytes) -> Callable[[bytes], bytes]:
     """Return the function that compiles grammars on trial, within the process."""
     error, tokenizer = "", None
     try:
-        tokenizer = open_tokenizer(*json.loads(setup))
+        tokenizer = pickle.loads(setup).open_tokenizer()
     except UnsupportedFeature as failure:
-        error = str(failure)
+        error = failure.why
 
     def answer(question: bytes) -> bytes:
         source = json.loads(question)

@@ -8,15 +8,13 @@ is shorter.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
-from concurrent.futures import Future
 from typing import Any
 
-import torch
-
-from quire.scheduling.plan import NewSequence
+from quire.structured.compiled_grammar import NO_EXTENSION, Grammar, why
 from quire.structured.grammar_budget import GrammarAccount, GrammarBudget
-from quire.structured.grammar_cache import NO_EXTENSION, Grammar, why
+from quire.structured.output_constraint import OutputConstraint
 from quire.structured.thinking import ThinkingGrammar
 
 # Forced tokens that one step appends at most; more wait for the next one.
@@ -38,7 +36,7 @@ class GrammarState:
 
     Args:
         grammar: the grammar; None where it does not compile, for the reason in `error`.
-        new_sequence: the sequence, from the plan.
+        constraint: constraint of the output.
         end_token_ids: tokens that end an output; the matcher never sees them.
         error: reason for which the sequence cannot be sampled.
 
@@ -52,34 +50,23 @@ class GrammarState:
     def __init__(
         self,
         grammar: Grammar | ThinkingGrammar | None,
-        new_sequence: NewSequence,
+        constraint: OutputConstraint,
         end_token_ids: tuple[int, ...],
         error: str | None = None,
     ) -> None:
-        params = new_sequence.params
         self.error = error
-        self.arrival = new_sequence.arrival
+        self.arrival = constraint.arrival
         self._grammar = grammar
         self._matcher: Any = None if grammar is None else grammar.open()
         self._account = GrammarAccount(GrammarBudget(0) if grammar is None else grammar.budget)
-        self.num_prompt = new_sequence.num_prompt
+        self.num_prompt = constraint.num_prompt
         self._end_token_ids = end_token_ids
-        self._first_end = new_sequence.num_prompt + params.min_tokens
-        # Where another parameter may forbid a forced token, it is sampled; no allowed token left is then an error.
-        may_be_forbidden = (
-            params.allowed_token_ids is not None
-            or params.bad_words
-            or params.logits_processors
-            or (params.min_tokens and params.stop_token_ids)
-        )
-        self._appends = not (may_be_forbidden or params.measures_tokens or params.strategy is not None)
+        self._first_end = constraint.first_end
+        self._appends = constraint.appends
         self.token_ids: list[int] = []
         self._forced: list[Forced] = [self._find_forced()]
-        self._job: Future[None] | None = None
-        self._masks = torch.empty(0)
-        self._num_masks = 0
 
-    def fork(self, new_sequence: NewSequence) -> GrammarState:
+    def fork(self, constraint: OutputConstraint) -> GrammarState:
         """Return a copy of this state for another sequence of the request."""
         child = object.__new__(GrammarState)
         for name, value in self.__dict__.items():
@@ -87,7 +74,7 @@ class GrammarState:
         child._matcher = None if self._matcher is None else self._matcher.deep_copy()
         child.token_ids = self.token_ids.copy()
         child._forced = self._forced.copy()
-        child.num_prompt = new_sequence.num_prompt
+        child.num_prompt = constraint.num_prompt
         return child
 
     def is_prefix_of(self, token_ids: list[int]) -> bool:
@@ -138,7 +125,7 @@ class GrammarState:
             num_taken = self._advance(rest)
             run += rest[:num_taken]
             if num_taken < len(rest):
-                if rest[num_taken] in self._end_token_ids and self._position >= self._first_end:
+                if rest[num_taken] in self._end_token_ids and self.position >= self._first_end:
                     run.append(rest[num_taken])
                 break
             if not rest or not self._charge(num_taken):
@@ -152,7 +139,7 @@ class GrammarState:
         return self.error is None
 
     @property
-    def _position(self) -> int:
+    def position(self) -> int:
         """Position of the next token in prompt and output."""
         return self.num_prompt + len(self.token_ids)
 
@@ -191,57 +178,49 @@ class GrammarState:
         """Pay off the grammar's debt at the start of a step."""
         self._account.budget.begin_step(step)
 
-    def begin(self, masks: torch.Tensor, job: Future[None] | None) -> None:
-        """Set the masks of the step's rows.
+    def fill(self, masks: Sequence[memoryview], draft: Sequence[int]) -> int:
+        """Fill the mask of the next row, and those after the drafts that the grammar allows.
 
         Args:
-            masks: int32 [n, ceil(V / 32)], at most n rows; the first is for the next token.
-            job: future that completes once the masks are filled; None where the caller fills them.
-        """
-        self._masks, self._num_masks, self._job = masks, 0, job
-
-    def mask_at(self, position: int) -> torch.Tensor | None:
-        """Return the bitmask of the tokens allowed at a position of prompt and output, int32 [ceil(V / 32)].
+            masks: memory of the masks, one more than drafts: bits by token id, little-endian, `ceil(V / 32)` words of
+                four bytes, at addresses divisible by four.
+            draft: tokens that are drafted next.
 
         Returns:
-            None after a draft that the grammar forbids, or that ends the output: such a draft is never accepted.
+            Number of filled masks. There is none after a draft that the grammar forbids, or that ends the output: such
+            a draft is never accepted.
         """
-        if self._job is not None:
-            self._job.result()
-        idx = position - self._position
-        return self._masks[idx] if 0 <= idx < self._num_masks else None
-
-    def fill(self, draft: Sequence[int]) -> None:
-        """Fill the mask of the next row, and those after the drafts that the grammar allows."""
         if self.error is None and self._account.is_overdrawn:
             self.error = TOO_SLOW
         if self.error is not None:
-            return
+            return 0
         self._account.start()
-        if self._fill_row(self._masks[0]):
-            self._num_masks = 1
-            if draft:
-                self._fill_drafts(draft)
-        self._charge(2 * self._num_masks)  # with the drafts between them
+        num_masks = 0
+        if self._fill_row(masks[0]):
+            num_masks = 1 + (self._fill_drafts(masks[1:], draft) if draft else 0)
+        self._charge(2 * num_masks)  # with the drafts between them
+        return num_masks
 
-    def _fill_drafts(self, draft: Sequence[int]) -> None:
+    def _fill_drafts(self, masks: Sequence[memoryview], draft: Sequence[int]) -> int:
         """Fill the masks after drafts; an error there is ignored, since the drafts may not be accepted."""
         # A matcher cannot recover from an error.
         before, num_before = self._matcher.deep_copy(), len(self.token_ids)
-        for idx, token_id in enumerate(draft, 1):
-            if not self._advance((token_id,)) or not self._fill_row(self._masks[idx]):
+        num_masks = 0
+        for token_id, row in zip(draft, masks, strict=True):
+            if not self._advance((token_id,)) or not self._fill_row(row):
                 break
-            self._num_masks += 1
+            num_masks += 1
         self._matcher, self.error = before, None
         del self.token_ids[num_before:], self._forced[num_before + 1 :]
+        return num_masks
 
-    def _fill_row(self, row: torch.Tensor) -> bool:
+    def _fill_row(self, row: memoryview) -> bool:
         forced, idx = self._forced[-1]
         if forced:
-            row.zero_()
-            row.view(torch.uint8)[forced[idx] >> 3] = 1 << (forced[idx] & 7)
+            row[:] = bytes(len(row))
+            row[forced[idx] >> 3] = 1 << (forced[idx] & 7)
             return True
-        self._matcher.unsafe_compute_mask_ptr(row.data_ptr(), row.numel() * row.element_size())
+        self._matcher.unsafe_compute_mask_ptr(ctypes.addressof(ctypes.c_char.from_buffer(row)), len(row))
         if self._matcher.is_error():
             reason = why(self._matcher)
             self.error = DEAD_END if reason == NO_EXTENSION else f"the grammar of the output failed: {reason}"

@@ -1,139 +1,193 @@
-"""The grammar states of all open sequences; their masks are filled while the model runs, or before it.
+"""The constraints of all open sequences; their masks are filled while the model runs, or before it.
 
 ```
- this thread     open, close, begin |  layers ...  | apply the masks to logits | append forced tokens
- mask thread                        '-> fill ... ->'
+ this thread                   open, close, begin |  layers ...  | apply the masks to logits | append forced tokens
+ thread or process of masks                       '-> fill ... ->'                           '-> in the process ->'
 ```
 
-Where the model's threads occupy all cores, a mask thread would slow one of them, and the others would wait for it at
-the end of each kernel: then this thread fills the masks, before the layers. Several mask threads would gain nothing:
-matchers of one grammar wait for the lock of its lexer.
+Where the model's threads occupy all cores, filling masks would slow one of them, and the others would wait for it at
+the end of each kernel: then this thread waits for the masks before the layers.
+
+Thinking budgets without a grammar need no other process.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
 
 import torch
 
-from quire.errors import RequestError, describe
+from quire.errors import QuireError
 from quire.scheduling.plan import ItemResult, NewSequence, ScheduledSequence
-from quire.structured.grammar_cache import Grammar, GrammarCache
-from quire.structured.grammar_state import GrammarState
-from quire.structured.thinking import ThinkingGrammar, bitmask_without
+from quire.sequences.structured import GrammarSource
+from quire.structured.compiled_grammar import Grammar
+from quire.structured.grammar_backend import MaskSource
+from quire.structured.local_grammars import LocalMasks
+from quire.structured.output_constraint import OutputConstraint
+from quire.structured.state_table import Appended, Masked, MaskJob, StateTable, StepStart, mask_bytes
 
 
-class MaskJob(NamedTuple):
-    """The mask work of one sequence in a step.
+class MaskedOutput:
+    """One sequence's constraint, as the sampler uses it.
 
-    Args:
-        state: grammar state of the sequence.
-        start: index in the output of the first of `token_ids`.
-        token_ids: known tokens of the output from `start` on.
-        draft: drafted tokens after them.
-        is_sampled: True where a token is sampled in this step.
+    Attributes:
+        error: reason for which the sequence cannot continue; it ends its request.
+        num_prompt: number of tokens before the output.
     """
 
-    state: GrammarState
-    start: int
-    token_ids: Sequence[int]
-    draft: Sequence[int]
-    is_sampled: bool
+    __slots__ = ("_first", "_masks", "_part", "error", "num_prompt")
+
+    def __init__(self, part: _MaskedPart, num_prompt: int) -> None:
+        self.error: str | None = None
+        self.num_prompt = num_prompt
+        self._part = part
+        self._masks: torch.Tensor | tuple[()] = ()
+        self._first = 0
+
+    def mask_at(self, position: int) -> torch.Tensor | None:
+        """Return the bitmask of the tokens allowed at a position of prompt and output, int32 [ceil(V / 32)].
+
+        Returns:
+            None after a draft that the grammar forbids, or that ends the output: such a draft is never accepted.
+        """
+        self._part.collect()
+        idx = position - self._first
+        return self._masks[idx] if 0 <= idx < len(self._masks) else None
+
+    def take(self, masked: Masked, rows: torch.Tensor) -> None:
+        """Take the masks of a step, int32 [n, ceil(V / 32)]."""
+        self._first, self._masks, self.error = masked.position, rows[: masked.num_masks], masked.error
+
+    def fail(self, error: str) -> None:
+        """Take an error, and no masks."""
+        self._masks, self.error = (), error
+
+
+class _MaskedPart:
+    """The sequences whose masks come from one source.
+
+    Args:
+        source: the source.
+        row_bytes: bytes of a mask.
+    """
+
+    def __init__(self, source: MaskSource, row_bytes: int) -> None:
+        self.open: dict[int, MaskedOutput] = {}
+        self._source = source
+        self._row_bytes = row_bytes
+        self._closed: list[int] = []
+        self._opened: list[tuple[int, OutputConstraint]] = []
+        self._waiting: tuple[MaskJob, ...] | None = None
+
+    def close_sequence(self, seq_id: int) -> None:
+        if self.open.pop(seq_id, None) is not None:
+            self._closed.append(seq_id)
+
+    def open_sequence(self, seq_id: int, constraint: OutputConstraint) -> MaskedOutput:
+        self._opened.append((seq_id, constraint))
+        output = self.open[seq_id] = MaskedOutput(self, constraint.num_prompt)
+        return output
+
+    def begin(self, items: Sequence[ScheduledSequence]) -> None:
+        """Ask for the masks of a step."""
+        self.collect()  # of a failed step, whose masks nobody has looked at
+        jobs = tuple(job for item in items if (job := self._mask_job(item)) is not None)
+        if not jobs and not self._closed and not self._opened:
+            return
+        step = StepStart(tuple(self._closed), tuple(self._opened), jobs)
+        self._closed, self._opened = [], []
+        try:
+            self._source.begin(step)
+            self._waiting = jobs
+        except QuireError as error:
+            self._fail(str(error))
+
+    def collect(self) -> None:
+        """Wait for the masks of the step, unless they are here."""
+        if self._waiting is None:
+            return
+        jobs, self._waiting = self._waiting, None
+        try:
+            masked, masks = self._source.masks()
+        except QuireError as error:
+            self._fail(str(error))
+            return
+        num_words = self._row_bytes // 4
+        rows = torch.frombuffer(masks, dtype=torch.int32) if masks else torch.empty(0, dtype=torch.int32)
+        parts = torch.split(rows.view(-1, num_words), [job.num_rows for job in jobs])
+        for job, one, part in zip(jobs, masked, parts, strict=True):
+            output = self.open.get(job.seq_id)
+            if output is not None:  # still open after a failed step
+                output.take(one, part)
+
+    def append(self, sampled: Sequence[tuple[int, tuple[int, ...]]]) -> list[Appended]:
+        """Return sampled tokens with the forced ones after them."""
+        if not sampled:
+            return []
+        self.collect()
+        try:
+            return self._source.append(sampled)
+        except QuireError as error:
+            self._fail(str(error))
+            return [Appended(token_ids, str(error)) for _, token_ids in sampled]
+
+    def _mask_job(self, item: ScheduledSequence) -> MaskJob | None:
+        output = self.open.get(item.seq_id)
+        if output is None:
+            return None
+        is_sampled, num_prompt = item.num_samples > 0, output.num_prompt
+        num_certain = len(item.token_ids) - item.num_draft
+        draft = tuple(item.token_ids[num_certain:])
+        if item.new_sequence is not None:
+            return MaskJob(item.seq_id, 0, tuple(item.new_sequence.token_ids[num_prompt:]), draft, is_sampled)
+        if not is_sampled:
+            return None
+        start = max(item.start, num_prompt)
+        known = tuple(item.token_ids[start - item.start : num_certain])
+        return MaskJob(item.seq_id, start - num_prompt, known, draft, True)
+
+    def _fail(self, error: str) -> None:
+        """Fail all open sequences: their states are lost."""
+        for output in self.open.values():
+            output.fail(error)
 
 
 class GrammarStates:
-    """Opens and closes grammar states, and fills their masks.
+    """Opens and closes constraints, and gets their masks and forced tokens.
 
     Args:
-        cache: the model's grammars.
-        uses_thread: True to fill masks in a thread, where the model's threads leave a core free.
+        source: source of the masks of outputs with a grammar.
+        vocab_size: V of the logits.
+        end_token_ids: tokens that end an output of the model.
     """
 
-    def __init__(self, cache: GrammarCache, *, uses_thread: bool = True) -> None:
-        self._cache = cache
-        self._uses_thread = uses_thread
-        self._num_words = -(-cache.vocab_size // 32)
-        self._open: dict[int, GrammarState] = {}
-        # Closed by the current plan; its new sequences may be forks of them.
-        self._finished: list[GrammarState] = []
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-masks")
-        self._job: Future[None] | None = None
-        self._num_steps = 0
+    def __init__(self, source: MaskSource, vocab_size: int, end_token_ids: tuple[int, ...]) -> None:
+        row_bytes = mask_bytes(vocab_size)
+        self._with_grammar = _MaskedPart(source, row_bytes)
+        self._without = _MaskedPart(LocalMasks(StateTable(_no_grammar, vocab_size, end_token_ids)), row_bytes)
 
     @property
     def num_open(self) -> int:
-        """Number of open sequences with a grammar."""
-        return len(self._open)
+        """Number of open sequences with a constraint."""
+        return len(self._with_grammar.open) + len(self._without.open)
 
     def close(self, seq_id: int) -> None:
         """Close a sequence that the current plan names as finished."""
-        known = self._open.pop(seq_id, None)
-        if known is not None:
-            self._finished.append(known)
+        self._with_grammar.close_sequence(seq_id)
+        self._without.close_sequence(seq_id)
 
-    def open(self, seq_id: int, new_sequence: NewSequence) -> GrammarState | None:
-        """Return the grammar state of a new sequence; None where it has neither a grammar nor a thinking budget."""
-        params = new_sequence.params
-        wanted = params.structured_outputs
-        if wanted is None and params.thinking_token_budget is None:
+    def open(self, seq_id: int, new_sequence: NewSequence) -> MaskedOutput | None:
+        """Return the constraint of a new sequence; None where it has neither a grammar nor a thinking budget."""
+        constraint = OutputConstraint.of(new_sequence)
+        if constraint is None:
             return None
-        self._wait()
-        # Without a grammar, an output may go on after an end token.
-        ends = () if params.ignore_eos else self._cache.end_token_ids
-        output = list(new_sequence.token_ids[new_sequence.num_prompt :])
-        # A sibling's matcher has consumed these tokens already. Equal parameters, seeds and lengths of prompts make no
-        # sibling: the prompt decides whether the output begins inside thinking.
-        has_siblings = bool(output) and new_sequence.arrival is not None
-        known = (*self._open.values(), *self._finished) if has_siblings else ()
-        family = [one for one in known if one.arrival == new_sequence.arrival]
-        siblings = [one for one in family if one.error is None and one.is_prefix_of(output)]
-        nearest = max(siblings, key=lambda one: len(one.token_ids), default=None)
-        if nearest is not None:
-            state = nearest.fork(new_sequence)
-        else:
-            try:
-                grammar = None if wanted is None else self._cache.compile(wanted.source)
-                state = GrammarState(self._after_thinking(grammar, new_sequence), new_sequence, ends)
-            except (RequestError, ValueError) as error:
-                state = GrammarState(None, new_sequence, ends, f"the grammar of the output does not compile: {error}")
-        self._open[seq_id] = state
-        return state
-
-    def _after_thinking(self, grammar: Grammar | None, new_sequence: NewSequence) -> Grammar | ThinkingGrammar | None:
-        """Return the grammar that applies from the end of thinking on, where the model thinks."""
-        params = new_sequence.params
-        if params.thinking is None:
-            return grammar
-        start = params.thinking.state_after_prompt(new_sequence.token_ids[: new_sequence.num_prompt])
-        forbidden = () if grammar is None else self._cache.end_token_ids
-        mask = bitmask_without(forbidden, self._cache.vocab_size)
-        return ThinkingGrammar(params.thinking, params.thinking_token_budget, start, grammar, mask)
+        part = self._without if constraint.source is None else self._with_grammar
+        return part.open_sequence(seq_id, constraint)
 
     def begin(self, items: Sequence[ScheduledSequence]) -> None:
-        """Fill the masks of a step, or have another thread fill them."""
-        self._wait()
-        self._num_steps += 1
-        self._finished.clear()
-        if not self._open:
-            return
-        mask_jobs = [mask_job for item in items if (mask_job := self._mask_job(item)) is not None]
-        if not mask_jobs:
-            return
-        num_rows = [1 + len(mask_job.draft) if mask_job.is_sampled else 0 for mask_job in mask_jobs]
-        masks = torch.split(torch.empty((sum(num_rows), self._num_words), dtype=torch.int32), num_rows)
-        for mask_job in mask_jobs:
-            mask_job.state.begin_step(self._num_steps)
-        # The states must have their masks before the thread fills them.
-        begun: Future[None] = Future()
-        if self._uses_thread:
-            self._job = self._thread.submit(_fill, mask_jobs, begun)
-        for mask_job, part in zip(mask_jobs, masks, strict=True):
-            mask_job.state.begin(part, self._job)
-        begun.set_result(None)
-        if not self._uses_thread:
-            _fill(mask_jobs, begun)
+        """Fill the masks of a step, or begin to."""
+        self._with_grammar.begin(items)
+        self._without.begin(items)
 
     def append(self, items: Sequence[ScheduledSequence], results: Sequence[ItemResult]) -> list[ItemResult]:
         """Consume the sampled tokens, and append the tokens that the grammars force after them.
@@ -142,59 +196,25 @@ class GrammarStates:
             items: sampled items.
             results: one result for each item.
         """
-        if not self._open:
-            return list(results)
         extended = list(results)
-        for idx, (item, result) in enumerate(zip(items, results, strict=True)):
-            state = self._open.get(item.seq_id)
+        for part in (self._with_grammar, self._without):
+            if not part.open:
+                continue
             # Each of several samples becomes a sequence with a state of its own.
-            if state is not None and result.error is None and item.num_samples == 1:
-                try:
-                    token_ids = state.append(result.token_ids)
-                except Exception as error:
-                    extended[idx] = ItemResult(item.seq_id, (), error=_failure(error), is_own_fault=True)
-                    continue
-                if len(token_ids) > len(result.token_ids):
+            own = [
+                idx
+                for idx, (item, result) in enumerate(zip(items, results, strict=True))
+                if item.seq_id in part.open and result.error is None and item.num_samples == 1
+            ]
+            appended = part.append([(items[idx].seq_id, tuple(results[idx].token_ids)) for idx in own])
+            for idx, (token_ids, error) in zip(own, appended, strict=True):
+                result = results[idx]
+                if error is not None:
+                    extended[idx] = ItemResult(items[idx].seq_id, (), error=error, is_own_fault=True)
+                elif len(token_ids) > len(result.token_ids):
                     extended[idx] = result._replace(token_ids=token_ids)
         return extended
 
-    def _mask_job(self, item: ScheduledSequence) -> MaskJob | None:
-        state = self._open.get(item.seq_id)
-        if state is None:
-            return None
-        is_sampled = item.num_samples > 0
-        num_certain = len(item.token_ids) - item.num_draft
-        certain, draft = item.token_ids[:num_certain], item.token_ids[num_certain:]
-        if item.new_sequence is not None:
-            return MaskJob(state, 0, item.new_sequence.token_ids[item.new_sequence.num_prompt :], draft, is_sampled)
-        if not is_sampled:
-            return None
-        num_prompt = state.num_prompt
-        start = max(item.start, num_prompt)
-        return MaskJob(state, start - num_prompt, certain[start - item.start :], draft, True)
 
-    def _wait(self) -> None:
-        """Wait for the mask thread, which may still fill the masks of a failed step."""
-        if self._job is not None:
-            self._job.result()
-            self._job = None
-
-
-def _failure(error: Exception) -> str:
-    """Return the error message for the request of a grammar that raised."""
-    return f"the grammar of the output failed: {describe(error)}"
-
-
-def _fill(mask_jobs: Sequence[MaskJob], begun: Future[None]) -> None:
-    """Sync grammar states with the known tokens, and fill their masks."""
-    begun.result()
-    with torch.inference_mode():
-        for mask_job in mask_jobs:
-            state = mask_job.state
-            # An error ends this sequence's request only.
-            try:
-                state.sync(mask_job.start, mask_job.token_ids)
-                if mask_job.is_sampled:
-                    state.fill(mask_job.draft)
-            except Exception as error:
-                state.error = _failure(error)
+def _no_grammar(source: GrammarSource) -> Grammar:
+    raise AssertionError(f"a sequence without a grammar has one: {source}")

@@ -12,8 +12,8 @@ from copy import copy
 from typing import Any
 
 from quire.sequences.thinking import ThinkingPhase, ThinkingState, ThinkingTokens
+from quire.structured.compiled_grammar import Grammar
 from quire.structured.grammar_budget import GrammarBudget
-from quire.structured.grammar_cache import Grammar
 
 
 class ThinkingGrammar:

@@ -49,7 +49,7 @@ def make_executor(
         host_bytes=resolved.host_bytes,
         disk=disk,
         draft=draft,
-        grammars=None if grammars is None else grammars.cache,
+        grammars=None if grammars is None else grammars.grammars,
         captured=options if options.sizes or options.piece_sizes else None,
         deferred=deferred,
     )

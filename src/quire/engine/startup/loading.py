@@ -65,7 +65,7 @@ from quire.platform.host_probe import num_cores, pick_device, probe
 from quire.platform.malloc import keep_freed_memory, use_huge_pages
 from quire.platform.numa import bound_to
 from quire.scheduling.scheduler import Scheduler
-from quire.structured.grammar_cache import GrammarCache
+from quire.structured.grammar_backend import open_grammars
 from quire.structured.grammar_compiler import GrammarCompiler
 from quire.text.tokenizer import Tokenizer
 
@@ -373,5 +373,5 @@ def _grammars(
     if tokenizer is None or not ends:
         return None
     limits = config.scheduler
-    cache = GrammarCache(tokenizer.to_json, vocab_size, ends)
-    return GrammarCompiler(cache, timeout_s=limits.grammar_timeout_s, memory_bytes=limits.grammar_memory_bytes)
+    grammars = open_grammars(tokenizer.json_call, vocab_size, ends)
+    return GrammarCompiler(grammars, timeout_s=limits.grammar_timeout_s, memory_bytes=limits.grammar_memory_bytes)

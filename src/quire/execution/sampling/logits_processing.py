@@ -20,7 +20,7 @@ from quire.execution.sampling.token_history import TokenHistory
 from quire.execution.sampling.token_masks import add_bias, bad_words_of, forbid, keep_only
 from quire.ops.torch_rows import apply_token_bitmask
 from quire.scheduling.plan import NewSequence
-from quire.structured.grammar_state import GrammarState
+from quire.structured.mask_filler import MaskedOutput
 
 # `quire.ops.interface.Ops.apply_token_bitmask`.
 KeepTokens = Callable[[torch.Tensor, Sequence[int], Sequence[torch.Tensor]], None]
@@ -36,7 +36,7 @@ class LogitsProcessing:
     """
 
     def __init__(
-        self, new_sequence: NewSequence, device: torch.device, grammar_state: GrammarState | None = None
+        self, new_sequence: NewSequence, device: torch.device, grammar_state: MaskedOutput | None = None
     ) -> None:
         params = new_sequence.params
         bias = params.logit_bias or {}

@@ -17,7 +17,7 @@ from quire.execution.sampling.logprobs import measure, rows_per_tile
 from quire.execution.sampling.sampling import Filter, draw, uniform
 from quire.ops.token_draws import FEW, GREEDY, MANY, NARROW, WHOLE
 from quire.scheduling.plan import ItemResult, NewSequence, ScheduledSequence, TokenLogprobs
-from quire.structured.grammar_state import GrammarState
+from quire.structured.mask_filler import MaskedOutput
 
 BAD_LOGITS = "the model gave logits that are not finite numbers"
 
@@ -58,7 +58,7 @@ class SamplingState:
     """
 
     def __init__(
-        self, new_sequence: NewSequence, device: torch.device, grammar_state: GrammarState | None = None
+        self, new_sequence: NewSequence, device: torch.device, grammar_state: MaskedOutput | None = None
     ) -> None:
         params = new_sequence.params
         self.params = params

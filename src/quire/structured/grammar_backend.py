@@ -1,0 +1,90 @@
+"""The interface of a model's grammars, and the rule that says in which process they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+from quire.bounded.process import RemoteCall
+from quire.sequences.structured import GrammarSource
+from quire.structured.grammar_process import GrammarProcess
+from quire.structured.grammar_setup import GrammarSetup
+from quire.structured.local_grammars import HeldGrammar, LocalGrammars
+from quire.structured.state_table import Appended, Masks, StepStart
+
+# `llguidance` opens a tokenizer of this size under the interpreter lock for some 45 ms, and twice the size for 100.
+MAX_LOCAL_VOCAB: Final = 1 << 14
+
+
+class MaskSource(Protocol):
+    """Interface of what fills masks and appends forced tokens; one step at a time."""
+
+    def begin(self, step: StepStart) -> None:
+        """Fill the masks of a step, or begin to."""
+
+    def masks(self) -> Masks:
+        """Wait for the masks of the step that was begun last.
+
+        Raises:
+            WorkerError: they are lost, with the states of all sequences.
+        """
+
+    def append(self, sampled: Sequence[tuple[int, tuple[int, ...]]]) -> list[Appended]:
+        """Consume sampled tokens, and append those that the grammars force after them; see `StateTable.append`.
+
+        Raises:
+            WorkerError: the states of all sequences are lost.
+        """
+
+
+class GrammarBackend(Protocol):
+    """Interface of the grammars of one model; `setup`, `start`, `hold` and `close` are thread-safe.
+
+    Attributes:
+        vocab_size: V of the logits.
+        end_token_ids: tokens that may stand where a grammar is complete.
+    """
+
+    vocab_size: int
+    end_token_ids: tuple[int, ...]
+
+    def setup(self) -> GrammarSetup:
+        """Return the setup of the grammars, for a process that starts now."""
+
+    def start(self) -> object:
+        """Prepare for the first grammar, without waiting."""
+
+    def hold(self, source: GrammarSource, num_bytes: int) -> HeldGrammar:
+        """Compile a grammar, which is held as long as the returned object is.
+
+        Args:
+            source: the grammar.
+            num_bytes: memory that it takes.
+
+        Raises:
+            ValueError: it does not compile; the message says why.
+            UnsupportedFeature: `llguidance` cannot read the tokenizer.
+            WorkerError: a process does not start, or has ended.
+        """
+
+    def mask_source(self, *, overlaps: bool) -> MaskSource:
+        """Return the source of the masks, for one thread.
+
+        Args:
+            overlaps: True to fill masks while the model runs.
+        """
+
+    def close(self) -> None:
+        """End the processes; whoever waits for one gets an error."""
+
+
+def open_grammars(tokenizer: Callable[[], RemoteCall], vocab_size: int, end_token_ids: Sequence[int]) -> GrammarBackend:
+    """Return the grammars of a model: in a process of their own where others would wait for the tokenizer.
+
+    Args:
+        tokenizer: function that returns a call for the text of the `tokenizer.json`.
+        vocab_size: V of the logits, ids without a token included.
+        end_token_ids: tokens that may stand where a grammar is complete; at least one.
+    """
+    kind = LocalGrammars if vocab_size <= MAX_LOCAL_VOCAB else GrammarProcess
+    return kind(tokenizer, vocab_size, end_token_ids)
