@@ -30,7 +30,9 @@ class DequantisedOps(ReferenceOps):
         gate: Activation | None = None,
     ) -> Linear:
         linear = super().pack_linear(weight, bias, min_bits, gate)
-        return ReferenceLinear(linear.dequantised(), bias) if isinstance(linear, ReferenceQuantisedLinear) else linear
+        if not isinstance(linear, ReferenceQuantisedLinear):
+            return linear
+        return ReferenceLinear(linear.dequantised()[:, : weight.shape[1]], bias)  # without what it is padded with
 
 
 def logits_of(name: str, ops: Ops) -> list[Tensor]:

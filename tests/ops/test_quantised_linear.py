@@ -46,7 +46,7 @@ def assert_same_numbers(found: Tensor, expected: Tensor) -> None:
     """
     eps = torch.finfo(found.dtype).eps
     largest = expected.float().nan_to_num().abs().max().item()
-    torch.testing.assert_close(found, expected, rtol=eps, atol=max(8 * 2.0**-23 * largest, 1e-30), equal_nan=True)
+    torch.testing.assert_close(found, expected, rtol=eps, atol=max(16 * 2.0**-23 * largest, 1e-30), equal_nan=True)
 
 
 @pytest.mark.parametrize("backend", CPU_BACKENDS)

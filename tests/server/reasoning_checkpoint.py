@@ -22,7 +22,8 @@ PATHS: dict[str, list[list[str]]] = {
 MARKS = {
     "think": ["<think>", "</think>"],
     "gemma4": ["<|channel>", "<channel|>"],
-    "harmony": [CHANNEL, MESSAGE, END, START, "<|call|>", "<|constrain|>"],
+    # With a token for the end of a turn: without one, that of a message would end it.
+    "harmony": [CHANNEL, MESSAGE, END, START, "<|call|>", "<|constrain|>", "<|return|>"],
 }
 OPENING = {"think": "<think>", "gemma4": "<|channel>", "harmony": CHANNEL}
 CLOSED = {"think": "<think></think>", "gemma4": "<|channel>thought\n<channel|>", "harmony": f"{CHANNEL}final{MESSAGE}"}

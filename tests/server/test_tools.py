@@ -332,7 +332,7 @@ def test_a_model_that_knows_no_tools_says_so(server: ServerProcess) -> None:
 
 @pytest.mark.slow
 def test_a_template_that_does_not_show_its_format_needs_the_option(tmp_path: Path) -> None:
-    template = "{% if tools %}{{ tools | tojson }}{% endif %}<|assistant|>"
+    template = "{% if tools %}{{ tools | tojson }}{% endif %}{{ messages[-1].content }}<|assistant|>"
     marks = [AddedToken(text, special=True, normalized=False) for text in MARKERS]
     path = (0.5, ["<|assistant|>", "[TOOL_CALLS]", "<|eos|>"])
     folder = checkpoint.save(tmp_path / "model", template, marks, [path])
