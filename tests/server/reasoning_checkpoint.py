@@ -22,9 +22,10 @@ PATHS: dict[str, list[list[str]]] = {
 MARKS = {
     "think": ["<think>", "</think>"],
     "gemma4": ["<|channel>", "<channel|>"],
-    # With a token for the end of a turn: without one, that of a message would end it.
-    "harmony": [CHANNEL, MESSAGE, END, START, "<|call|>", "<|constrain|>", "<|return|>"],
+    "harmony": [CHANNEL, MESSAGE, END, START, "<|call|>", "<|constrain|>"],
 }
+# Ends of turns: without one, the end of a message would be one.
+ENDS = {"harmony": ["<|return|>"]}
 OPENING = {"think": "<think>", "gemma4": "<|channel>", "harmony": CHANNEL}
 CLOSED = {"think": "<think></think>", "gemma4": "<|channel>thought\n<channel|>", "harmony": f"{CHANNEL}final{MESSAGE}"}
 TEMPLATE = (
@@ -40,7 +41,9 @@ TEMPLATE = (
 def save(folder: Path, form: str) -> Path:
     """Write a model that thinks, says "Yes!", and writes calls where a grammar wants them."""
     paths = [(0.5, path) for path in PATHS[form]]
-    marks = [AddedToken(text, special=form != "think", normalized=False) for text in MARKS[form]]
+    marks = [
+        AddedToken(text, special=form != "think", normalized=False) for text in [*MARKS[form], *ENDS.get(form, ())]
+    ]
     calls = [AddedToken(text, special=True, normalized=False) for text in ("<tool_call>", "</tool_call>")]
     words = {token for _, tokens in [*paths, *CHOICES] for token in tokens}
     words |= {"final"}
