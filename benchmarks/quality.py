@@ -23,6 +23,7 @@ from quire.bench.exact_ops import ExactOps
 from quire.bench.quality import PIECE, ReadingEngine, exact_config
 from quire.bench.quality_text import greedy_prompts, read_quality_text
 from quire.config import EngineConfig
+from quire.ops.interface import Ops
 from quire.platform.host_probe import probe
 
 BF16, F32 = {"dtype": "bfloat16"}, {"dtype": "float32"}
@@ -106,9 +107,9 @@ class ExactText:
             assert first == len(ids), "logits of all positions"
         return QualityRow(name, tally.result(), GreedyAgreement.of(greedy, self._greedy))
 
-    def of_form(self, name: str, config: EngineConfig) -> QualityRow:
-        """Compare a served form."""
-        engine = ReadingEngine(config)
+    def of_form(self, name: str, config: EngineConfig, wrap_ops: Callable[[Ops], Ops] = lambda ops: ops) -> QualityRow:
+        """Compare a served form, perhaps with other kernels than those of its options."""
+        engine = ReadingEngine(config, wrap_ops)
         size = max(1, PIECE // self.vocab_size)
 
         def read(ids: list[int]) -> Iterator[Tensor]:
@@ -182,10 +183,15 @@ def main() -> None:
                 name, EngineConfig.from_options(model=str(args.folder if form.is_folder else args.file), **options)
             )
         )
+    report(args.name, rows, {"model": args.file.name, "versions": versions})
+
+
+def report(name: str, rows: list[QualityRow], settings: dict[str, Any]) -> None:
+    """Print a table, and save it under a name."""
     print("\n".join(lines(rows)), f"\nexact perplexity {rows[0].divergence.exact_perplexity:.3f}")
     table = {name: {"divergence": asdict(found), "greedy": asdict(greedy)} for name, found, greedy in rows}
-    settings = {"model": args.file.name, "num_positions": rows[0].divergence.num_positions, "versions": versions}
-    print(machine.save(args.name, {"settings": settings, "rows": table}))
+    settings |= {"num_positions": rows[0].divergence.num_positions}
+    print(machine.save(name, {"settings": settings, "rows": table}))
 
 
 if __name__ == "__main__":
