@@ -14,7 +14,6 @@ import json
 import os
 import random
 import re
-import socket
 import statistics
 import subprocess
 import sys
@@ -46,14 +45,6 @@ MARKS = {16: 2.5, 1: 1.1}
 ROWS = {"quire": "bfloat16", "llama-server": "llamacpp"}
 
 
-def free_port() -> int:
-    """Return a port of loopback that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def commands(args: argparse.Namespace) -> dict[str, list[str]]:
     """Return the command of each server, but its port."""
     threads = str(args.threads)
@@ -72,7 +63,7 @@ def serving(command: list[str]) -> Iterator[tuple[Client, int]]:
     Raises:
         RuntimeError: it does not start.
     """
-    port = free_port()
+    port = machine.free_port()
     env = os.environ | {"HF_HUB_OFFLINE": "1"}
     silent = subprocess.DEVNULL
     with subprocess.Popen([*command, "--port", str(port)], stdout=silent, stderr=silent, env=env) as process:

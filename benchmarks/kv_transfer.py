@@ -161,9 +161,7 @@ def store() -> Iterator[str | None]:
     if binary is None:
         yield None
         return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = machine.free_port()
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", folder]
         process = subprocess.Popen([binary, *flags], stdout=subprocess.DEVNULL)

@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import shutil
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -31,6 +32,14 @@ def facts() -> dict[str, Any]:
         "versions": {name: version_of(name) for name in PACKAGES},
         "commit": commit(),
     }
+
+
+def free_port() -> int:
+    """Return a port of loopback that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def cpu_name() -> str:

@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -42,9 +41,7 @@ START_S = 300.0
 @asynccontextmanager
 async def application(**options: Any) -> AsyncIterator[str]:
     """Start an application, and yield its address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = machine.free_port()
     fixed = {"num_cpus": 0, "num_threads": 1, "log_interval_s": 0}
     config = {
         "http_options": {"host": "127.0.0.1", "port": port},
