@@ -1,11 +1,14 @@
-"""Small real tokenizers, one for each way in which models write their tokens."""
+"""Small real tokenizers, one for each way in which models write their tokens; and processes of templates."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import pytest
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from quire.text.rendering import Renderer
 from quire.text.tokenizer import Tokenizer
 
 CORPUS = [
@@ -14,6 +17,14 @@ CORPUS = [
     "    indented\n\tcode = {'a': [1, 2, 3]}\n",
 ] * 4
 SPECIAL = ["<s>", "</s>", "<|end|>"]
+
+
+@pytest.fixture(scope="module")
+def renderer() -> Iterator[Renderer]:
+    """Processes that all tests of a file share."""
+    renderer = Renderer()
+    yield renderer
+    renderer.close()
 
 
 @pytest.fixture(scope="session")

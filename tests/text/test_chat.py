@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from functools import partial
@@ -36,14 +35,6 @@ CHATML = """{%- for message in messages %}
 {%- if style is defined %}{{- style }}{%- endif %}"""
 
 USER = {"role": "user", "content": "hi"}
-
-
-@pytest.fixture(scope="module")
-def renderer() -> Iterator[Renderer]:
-    """Processes that all tests of this file share."""
-    renderer = Renderer()
-    yield renderer
-    renderer.close()
 
 
 @pytest.fixture(scope="module")

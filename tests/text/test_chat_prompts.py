@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -52,14 +52,6 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
 # Texts with characters that control tokens begin with.
 CODE = ("if (a < b && c > d[0]) { e->f = '<div>'; }", "<", "[x] <b>bold</b>", ">>> 1 << 2", "a|b", "")
 Made = tuple[Tokenizer, ChatTemplate]
-
-
-@pytest.fixture(scope="module")
-def renderer() -> Iterator[Renderer]:
-    """Processes that all tests of this file share."""
-    renderer = Renderer()
-    yield renderer
-    renderer.close()
 
 
 @pytest.fixture(scope="module")
