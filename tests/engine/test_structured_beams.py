@@ -27,7 +27,7 @@ def llm() -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def grammars(llm: LLM) -> CompiledGrammars:
-    return CompiledGrammars(llm.engine.grammars.grammars.setup())
+    return CompiledGrammars(llm.engine.grammars.grammars.model.setup())
 
 
 @pytest.mark.parametrize("kind", ["json", "compact", "choice", "grammar", "regex"])

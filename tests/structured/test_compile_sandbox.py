@@ -19,7 +19,7 @@ from quire.errors import InvalidParameter, UnsupportedFeature, WorkerError
 from quire.sequences.structured import GrammarSource, StructuredOutputs
 from quire.structured.compile_sandbox import CompileSandbox
 from quire.structured.grammar_compiler import MAX_SANDBOXES, GrammarCompiler
-from quire.structured.grammar_setup import GrammarSetup
+from quire.structured.grammar_setup import GrammarModel, GrammarSetup
 from quire.structured.local_grammars import LocalGrammars
 from tests.structured.grammar_world import NUM_IDS, json_call
 
@@ -34,7 +34,7 @@ RECURSIVE = StructuredOutputs(json={"properties": {"a": {"$ref": "#"}}, "additio
 
 
 def grammars(timeout_s: float = 30.0, memory_bytes: int = 1 << 29) -> GrammarCompiler:
-    local = LocalGrammars(json_call, NUM_IDS, (0,))
+    local = LocalGrammars(GrammarModel(json_call, NUM_IDS, (0,)))
     return GrammarCompiler(local, timeout_s=timeout_s, memory_bytes=memory_bytes)
 
 

@@ -14,13 +14,14 @@ from quire.sequences.structured import OR_ELSE, GrammarSource
 from quire.structured.grammar_backend import GrammarBackend
 from quire.structured.grammar_cache import CACHED_BYTES, NUM_CACHED, GrammarCache
 from quire.structured.grammar_process import GrammarProcess
+from quire.structured.grammar_setup import GrammarModel
 from quire.structured.local_grammars import HeldGrammar, LocalGrammars
 from tests.structured.grammar_world import NUM_IDS, json_call
 
 
 @pytest.fixture(scope="module", params=[LocalGrammars, GrammarProcess])
 def grammars(request: pytest.FixtureRequest) -> Iterator[GrammarBackend]:
-    grammars: GrammarBackend = request.param(json_call, NUM_IDS, (0,))
+    grammars: GrammarBackend = request.param(GrammarModel(json_call, NUM_IDS, (0,)))
     yield grammars
     grammars.close()
 

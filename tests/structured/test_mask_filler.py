@@ -20,6 +20,7 @@ from quire.sequences.structured import StructuredOutputs
 from quire.sequences.thinking import ThinkingTokens
 from quire.structured.grammar_backend import MAX_LOCAL_VOCAB, GrammarBackend, open_grammars
 from quire.structured.grammar_process import GrammarProcess
+from quire.structured.grammar_setup import GrammarModel
 from quire.structured.local_grammars import LocalGrammars
 from quire.structured.mask_filler import GrammarStates
 from quire.structured.state_table import LOST, MaskJob, StepStart
@@ -32,13 +33,15 @@ START, STOP = VOCAB.index("q"), VOCAB.index("w")
 
 @pytest.fixture
 def process() -> Iterator[GrammarProcess]:
-    process = GrammarProcess(json_call, NUM_IDS, (0,))
+    process = GrammarProcess(GrammarModel(json_call, NUM_IDS, (0,)))
     yield process
     process.close()
 
 
 def states_of(grammars: GrammarBackend, *, overlaps: bool = True) -> GrammarStates:
-    return GrammarStates(grammars.mask_source(overlaps=overlaps), grammars.vocab_size, grammars.end_token_ids)
+    return GrammarStates(
+        grammars.mask_source(overlaps=overlaps), grammars.model.vocab_size, grammars.model.end_token_ids
+    )
 
 
 class World:
@@ -76,7 +79,7 @@ class World:
 
 def test_masks_do_not_depend_on_where_they_are_filled(process: GrammarProcess) -> None:
     openings = [new_sequence(name, temperature=0.0) for name in NAMES]
-    both = (process, LocalGrammars(json_call, NUM_IDS, (0,)))
+    both = (process, LocalGrammars(GrammarModel(json_call, NUM_IDS, (0,))))
     worlds = [World(states_of(one, overlaps=overlaps), openings) for one in both for overlaps in (True, False)]
     here, *others = (world.run() for world in [World(states(), openings), *worlds])
     assert all(outputs == here for outputs in others)
@@ -143,5 +146,5 @@ def test_no_step_waits_for_a_process_that_it_did_not_ask(process: GrammarProcess
 
 
 def test_small_vocabularies_need_no_process() -> None:
-    assert isinstance(open_grammars(json_call, MAX_LOCAL_VOCAB, (0,)), LocalGrammars)
-    assert isinstance(open_grammars(json_call, MAX_LOCAL_VOCAB + 1, (0,)), GrammarProcess)
+    assert isinstance(open_grammars(GrammarModel(json_call, MAX_LOCAL_VOCAB, (0,))), LocalGrammars)
+    assert isinstance(open_grammars(GrammarModel(json_call, MAX_LOCAL_VOCAB + 1, (0,))), GrammarProcess)

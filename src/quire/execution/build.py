@@ -71,7 +71,7 @@ def build_runner(
     if grammars is not None:
         overlaps = torch_device.type != "cpu" or torch.get_num_threads() < num_cores()
         source = grammars.mask_source(overlaps=overlaps)
-        grammar_states = GrammarStates(source, grammars.vocab_size, grammars.end_token_ids)
+        grammar_states = GrammarStates(source, grammars.model.vocab_size, grammars.model.end_token_ids)
     keep = decoder.ops.apply_token_bitmask
     draws = decoder.ops if isinstance(decoder.ops, DrawsTokens) else None
     if draws is not None and torch_device.type != "cpu":

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final, Protocol
 
-from quire.bounded.process import RemoteCall
 from quire.sequences.structured import GrammarSource
 from quire.structured.grammar_process import GrammarProcess
-from quire.structured.grammar_setup import GrammarSetup
+from quire.structured.grammar_setup import GrammarModel
 from quire.structured.local_grammars import HeldGrammar, LocalGrammars
 from quire.structured.state_table import Appended, Masks, StepStart
 
@@ -38,18 +37,13 @@ class MaskSource(Protocol):
 
 
 class GrammarBackend(Protocol):
-    """Interface of the grammars of one model; `setup`, `start`, `hold` and `close` are thread-safe.
+    """Interface of the grammars of one model; `start`, `hold` and `close` are thread-safe.
 
     Attributes:
-        vocab_size: V of the logits.
-        end_token_ids: tokens that may stand where a grammar is complete.
+        model: the model.
     """
 
-    vocab_size: int
-    end_token_ids: tuple[int, ...]
-
-    def setup(self) -> GrammarSetup:
-        """Return the setup of the grammars, for a process that starts now."""
+    model: GrammarModel
 
     def start(self) -> object:
         """Prepare for the first grammar, without waiting."""
@@ -78,13 +72,6 @@ class GrammarBackend(Protocol):
         """End the processes; whoever waits for one gets an error."""
 
 
-def open_grammars(tokenizer: Callable[[], RemoteCall], vocab_size: int, end_token_ids: Sequence[int]) -> GrammarBackend:
-    """Return the grammars of a model: in a process of their own where others would wait for the tokenizer.
-
-    Args:
-        tokenizer: function that returns a call for the text of the `tokenizer.json`.
-        vocab_size: V of the logits, ids without a token included.
-        end_token_ids: tokens that may stand where a grammar is complete; at least one.
-    """
-    kind = LocalGrammars if vocab_size <= MAX_LOCAL_VOCAB else GrammarProcess
-    return kind(tokenizer, vocab_size, end_token_ids)
+def open_grammars(model: GrammarModel) -> GrammarBackend:
+    """Return the grammars of a model: in a process of their own where others would wait for the tokenizer."""
+    return LocalGrammars(model) if model.vocab_size <= MAX_LOCAL_VOCAB else GrammarProcess(model)

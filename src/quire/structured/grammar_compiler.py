@@ -92,7 +92,7 @@ class GrammarCompiler:
         self.grammars.close()
 
     def _start_sandbox(self) -> CompileSandbox:
-        return CompileSandbox(self.grammars.setup(), self._memory_bytes)
+        return CompileSandbox(self.grammars.model.setup(), self._memory_bytes)
 
     def _check(self, wanted: StructuredOutputs) -> tuple[str | None, int]:
         """Return why a grammar does not compile, None where it does; and the bytes of memory that it takes."""

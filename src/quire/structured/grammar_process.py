@@ -18,15 +18,14 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import IO, Any, Final
 
-from quire.bounded.process import RemoteCall
 from quire.errors import UnsupportedFeature, WorkerError
 from quire.sequences.structured import GrammarSource
 from quire.structured.grammar_server import ANSWER, APPEND, BEGIN, COMPILE, QUESTION, RELEASE, SETUP
-from quire.structured.grammar_setup import GrammarSetup
+from quire.structured.grammar_setup import GrammarModel, GrammarSetup
 from quire.structured.local_grammars import HeldGrammar
 from quire.structured.state_table import LOST, Appended, Masked, Masks, StepStart
 
@@ -43,22 +42,14 @@ class GrammarProcess:
     See `quire.structured.grammar_backend.GrammarBackend`.
 
     Args:
-        tokenizer: function that returns a call for the text of the `tokenizer.json`.
-        vocab_size: V of the logits, ids without a token included.
-        end_token_ids: tokens that may stand where a grammar is complete; at least one.
+        model: the model.
     """
 
-    def __init__(self, tokenizer: Callable[[], RemoteCall], vocab_size: int, end_token_ids: Sequence[int]) -> None:
-        self.vocab_size = vocab_size
-        self.end_token_ids = tuple(end_token_ids)
-        self._tokenizer = tokenizer
+    def __init__(self, model: GrammarModel) -> None:
+        self.model = model
         self._lock = threading.Lock()
         self._is_closed = False
         self._pipes: GrammarPipes | None = None
-
-    def setup(self) -> GrammarSetup:
-        """Return the setup of the grammars, for a process that starts now."""
-        return GrammarSetup(self._tokenizer(), self.vocab_size, self.end_token_ids)
 
     def start(self) -> GrammarPipes:
         """Return the pipes of the process, which is started where it does not run; do not wait for its tokenizer.
@@ -70,7 +61,7 @@ class GrammarProcess:
             if self._pipes is None or not self._pipes.is_alive:
                 if self._is_closed:
                     raise WorkerError(LOST)
-                self._pipes = GrammarPipes(self.setup())
+                self._pipes = GrammarPipes(self.model.setup())
             return self._pipes
 
     def pipes(self) -> GrammarPipes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -37,6 +38,24 @@ class GrammarSetup(NamedTuple):
         except (CheckpointError, OSError) as error:
             raise UnsupportedFeature("structured_outputs", f"the model's tokenizer cannot be read ({error})") from error
         return open_tokenizer(text, self.vocab_size, self.end_token_ids)
+
+
+class GrammarModel(NamedTuple):
+    """The model whose grammars are opened, perhaps in several processes.
+
+    Args:
+        tokenizer: function that returns a call for the text of the `tokenizer.json`.
+        vocab_size: V of the logits, ids without a token included.
+        end_token_ids: tokens that may stand where a grammar is complete; at least one.
+    """
+
+    tokenizer: Callable[[], RemoteCall]
+    vocab_size: int
+    end_token_ids: tuple[int, ...]
+
+    def setup(self) -> GrammarSetup:
+        """Return the setup of the grammars, for a process that starts now."""
+        return GrammarSetup(self.tokenizer(), self.vocab_size, self.end_token_ids)
 
 
 class CompiledGrammars:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from quire.bounded.process import RemoteCall
 from quire.sequences.structured import GrammarSource
 from quire.structured.compiled_grammar import Grammar
-from quire.structured.grammar_setup import CompiledGrammars, GrammarSetup
+from quire.structured.grammar_setup import CompiledGrammars, GrammarModel
 from quire.structured.state_table import Appended, Masks, StateTable, StepStart
 
 
@@ -37,21 +36,13 @@ class LocalGrammars:
     """Grammars in this process; see `quire.structured.grammar_backend.GrammarBackend`.
 
     Args:
-        tokenizer: function that returns a call for the text of the `tokenizer.json`.
-        vocab_size: V of the logits, ids without a token included.
-        end_token_ids: tokens that may stand where a grammar is complete; at least one.
+        model: the model.
     """
 
-    def __init__(self, tokenizer: Callable[[], RemoteCall], vocab_size: int, end_token_ids: Sequence[int]) -> None:
-        self.vocab_size = vocab_size
-        self.end_token_ids = tuple(end_token_ids)
-        self._tokenizer = tokenizer
+    def __init__(self, model: GrammarModel) -> None:
+        self.model = model
         self._lock = threading.Lock()
         self._compiled: CompiledGrammars | None = None
-
-    def setup(self) -> GrammarSetup:
-        """Return the setup of the grammars."""
-        return GrammarSetup(self._tokenizer(), self.vocab_size, self.end_token_ids)
 
     def start(self) -> None:
         """Do nothing: `hold` opens the tokenizer."""
@@ -62,7 +53,7 @@ class LocalGrammars:
 
     def mask_source(self, *, overlaps: bool) -> LocalMasks:
         """Return a source of masks."""
-        return LocalMasks(StateTable(self._find, self.vocab_size, self.end_token_ids), overlaps=overlaps)
+        return LocalMasks(StateTable(self._find, self.model.vocab_size, self.model.end_token_ids), overlaps=overlaps)
 
     def close(self) -> None:
         """Do nothing."""
@@ -70,7 +61,7 @@ class LocalGrammars:
     def _find(self, source: GrammarSource) -> Grammar:
         with self._lock:
             if self._compiled is None:
-                self._compiled = CompiledGrammars(self.setup())
+                self._compiled = CompiledGrammars(self.model.setup())
         return self._compiled.find(source)
 
 

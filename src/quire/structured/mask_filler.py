@@ -91,7 +91,7 @@ class _MaskedPart:
     def begin(self, items: Sequence[ScheduledSequence]) -> None:
         """Ask for the masks of a step."""
         self.collect()  # of a failed step, whose masks nobody has looked at
-        jobs = tuple(job for item in items if (job := self._mask_job(item)) is not None)
+        jobs = tuple(job for item in items if (job := self._mask_job(item)) is not None) if self.open else ()
         if not jobs and not self._closed and not self._opened:
             return
         step = StepStart(tuple(self._closed), tuple(self._opened), jobs)

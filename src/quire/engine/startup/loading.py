@@ -67,6 +67,7 @@ from quire.platform.numa import bound_to
 from quire.scheduling.scheduler import Scheduler
 from quire.structured.grammar_backend import open_grammars
 from quire.structured.grammar_compiler import GrammarCompiler
+from quire.structured.grammar_setup import GrammarModel
 from quire.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -373,5 +374,5 @@ def _grammars(
     if tokenizer is None or not ends:
         return None
     limits = config.scheduler
-    grammars = open_grammars(tokenizer.json_call, vocab_size, ends)
+    grammars = open_grammars(GrammarModel(tokenizer.json_call, vocab_size, tuple(ends)))
     return GrammarCompiler(grammars, timeout_s=limits.grammar_timeout_s, memory_bytes=limits.grammar_memory_bytes)
