@@ -35,8 +35,15 @@ class NativeLinear:
     """
 
     __slots__ = (
-        *("_bias", "_dtype", "_gate", "_kept", "_kernels", "_weight", "num_bytes"),
-        *("num_outputs", "rounds_inputs"),
+        "_bias",
+        "_dtype",
+        "_gate",
+        "_kept",
+        "_kernels",
+        "_weight",
+        "num_bytes",
+        "num_outputs",
+        "rounds_inputs",
     )
 
     def __init__(
@@ -49,10 +56,8 @@ class NativeLinear:
     ) -> None:
         self._kernels, self._dtype = kernels, weight.dtype
         pack: Any = kernels.pack_weight
-        if isinstance(weight, StoredWeight):
-            tensors, rounds = pack(memory, weight, gate is not None), weight.rounds_inputs
-        else:
-            tensors, rounds = pack(memory, weight.contiguous(), gate is not None), isinstance(kernels, RoundedKernels)
+        tensors = pack(memory, weight if isinstance(weight, StoredWeight) else weight.contiguous(), gate is not None)
+        rounds = weight.rounds_inputs if isinstance(weight, StoredWeight) else isinstance(kernels, RoundedKernels)
         self.rounds_inputs = rounds and bias is None
         self._weight = (tensors[0].data_ptr(), *weight.shape)
         bias = None if bias is None else bias.contiguous()

@@ -22,8 +22,6 @@ OF_OBJECTS = (
     *("minProperties", "maxProperties", "unevaluatedProperties"),
 )
 OF_ARRAYS = ("items", "prefixItems", "minItems", "maxItems", "uniqueItems", "contains", "unevaluatedItems")
-OF_STRINGS = ("minLength", "maxLength", "pattern", "format")
-OF_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 IN_PLACE = (
     *(*REFERENCES, "allOf", "anyOf", "oneOf", "not", "if", "then", "else"),
     *("dependentRequired", "dependentSchemas", "dependencies"),

@@ -21,7 +21,6 @@ MAX_INTEGER = 2**63 - 2**10
 # An integer of more digits has none above it of as many digits, so it needs a limit above.
 LARGE_INTEGER = 10**18
 MAX_NUMBER, MIN_NUMBER = 1e17, 1e-30
-MAX_EXACT = 2**53
 # Constants of this size are written without an exponent, as they are.
 MAX_CONSTANT, MIN_CONSTANT = 1e15, 1e-6
 MAX_COEFFICIENT = 2**32 - 1
