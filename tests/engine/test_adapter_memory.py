@@ -6,7 +6,9 @@ Stock operators keep an adapter's matrices as they are.
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,8 +75,22 @@ def test_an_adapter_that_can_never_fit_drives_none_out(world: World) -> None:
         assert [each.name for each in registry.loaded] == ["two"]
 
 
+class KeepingExecutor(ThreadPoolExecutor):
+    """An executor that keeps the results of all calls, as a thread without a core does for a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: list[Future[Any]] = []
+
+    def submit(self, *call: Any, **options: Any) -> Future[Any]:
+        """Start a call."""
+        self._kept.append(super().submit(*call, **options))
+        return self._kept[-1]
+
+
 def test_adapters_of_streams_give_way_too(world: World) -> None:
     async def load() -> None:
+        asyncio.get_running_loop().set_default_executor(KeepingExecutor())
         async with AsyncLLM.from_options(**world.options(kernels="torch")) as llm:
             await llm.adapters.load(world.request("one"), is_kept=False)
             memory_of(llm).allow(0)

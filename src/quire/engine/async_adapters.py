@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.engine.adapters import AdapterRegistry, LoadedAdapter, require_adapters
 from quire.errors import OutOfAdapterMemory
 from quire.sequences.lora import LoRARequest
+
+if TYPE_CHECKING:
+    from quire.models.adapters.slots import Adapter
 
 
 class AsyncAdapters:
@@ -49,13 +52,23 @@ class AsyncAdapters:
         registry = require_adapters(self._registry)
         while True:
             try:
-                adapter = await asyncio.to_thread(registry.read, lora_request.lora_path)
+                adapter = await self._read(registry, lora_request.lora_path)
                 break
             except OutOfAdapterMemory:
                 if not await self._call(lambda _: registry.give_way()):
                     raise
         loaded: LoadedAdapter = await self._call(lambda _: registry.load(lora_request, adapter, is_kept=is_kept))
         return loaded
+
+    async def _read(self, registry: AdapterRegistry, path: str) -> Adapter:
+        """Read an adapter in another thread.
+
+        Its memory is given back with the last reference to it. So it is no result of the thread, which may keep that
+        until long after it was taken.
+        """
+        found: list[Adapter] = []
+        await asyncio.to_thread(lambda: found.append(registry.read(path)))
+        return found.pop()
 
     async def unload(self, lora_name: str) -> None:
         """Unload an adapter: requests that use it go on, new ones are refused.
