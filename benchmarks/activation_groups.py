@@ -47,6 +47,7 @@ class RoundedInputs(ExactOps):
         bias: Tensor | None = None,
         min_bits: int = 4,
         gate: Activation | None = None,
+        num_slices: int = 1,  # noqa: ARG002 (no order of sums is promised)
     ) -> Linear:
         """Keep a weight, and round the inputs of a stored one."""
         layer = super().pack_linear(weight, bias, min_bits, gate)

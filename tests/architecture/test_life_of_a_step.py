@@ -12,7 +12,8 @@ from tools.trace_step import TracedCall, count_changes, count_lines, trace_step
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "life-of-a-step.md"
 ROW = re.compile(r"\| `(?P<path>[\w/]+\.py)` \| `(?P<function>[\w.]+)` \|")
-MAX_FILES, MAX_LINES, MAX_CHANGES = 18, 3500, 8
+# With some slack, to be lowered when code goes: a limit that is met to the line shapes code instead of guarding it.
+MAX_FILES, MAX_LINES, MAX_CHANGES = 18, 3550, 8
 
 
 @pytest.fixture(scope="module")

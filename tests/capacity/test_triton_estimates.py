@@ -63,6 +63,7 @@ class CountingOps(TritonOps):
         bias: Tensor | None = None,
         min_bits: int = 4,
         gate: Activation | None = None,
+        num_slices: int = 1,  # noqa: ARG002 (no order of sums is promised)
     ) -> Linear:
         packed = super().pack_linear(weight, bias, min_bits, gate)
         linear: Any = packed.linear if isinstance(packed, GatedLinear) else packed

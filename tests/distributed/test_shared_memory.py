@@ -96,6 +96,17 @@ def test_sums_have_the_bits_of_a_sum_in_order(size: int, shape: tuple[int, int],
         assert all(map(torch.equal, found, expected))
 
 
+def test_sums_of_pairs_come_first() -> None:
+    def body(group: RankGroup) -> torch.Tensor:
+        return group.all_reduce(part_of(group.rank, (3, 19), torch.float32)).clone()
+
+    parts = [part_of(rank, (3, 19), torch.float32) for rank in range(5)]
+    pairs = (parts[0] + parts[1]) + (parts[2] + parts[3])
+    assert not torch.equal(pairs, ((parts[0] + parts[1]) + parts[2]) + parts[3])
+    for size, expected in ((4, pairs), (5, pairs + parts[4])):
+        assert all(torch.equal(found, expected) for found in run_ranks(size, body, make_transports(size)))
+
+
 @pytest.mark.parametrize("num_rows", [0, 1, 5, 300])
 def test_columns_are_gathered_on_the_first_rank(num_rows: int, transports: Any) -> None:
     widths = [7000, 3, 129]

@@ -73,6 +73,21 @@ def test_two_ranks_give_what_one_process_gives(params: SamplingParams, pair: tup
     assert texts(two, params) == texts(one, params)
 
 
+@pytest.mark.parametrize("quantization", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
+def test_ranks_of_a_quantised_model_give_the_bits_of_one_process(quantization: str) -> None:
+    native_library()
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+
+    def results(llm: LLM) -> list[Any]:
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        return [(each.outputs[0].token_ids, each.outputs[0].logprobs, each.prompt_logprobs) for each in outputs]
+
+    with LLM("bundled", quantization=quantization, **OPTIONS) as one:
+        expected = results(one)
+    with start(quantization=quantization) as two:
+        assert results(two) == expected
+
+
 def test_pins_are_repeated_and_events_come_from_rank_0(pair: tuple[LLM, LLM]) -> None:
     check_pins_and_events(pair)
 

@@ -47,6 +47,7 @@ class CountingOps(TorchOps):
         bias: torch.Tensor | None = None,
         min_bits: int = 4,
         gate: Activation | None = None,
+        num_slices: int = 1,  # noqa: ARG002 (no order of sums is promised)
     ) -> Linear:
         linear = super().pack_linear(weight, bias, min_bits, gate)
         if gate is not None:

@@ -112,6 +112,7 @@ class CountedWeights(TorchOps):
         bias: Tensor | None = None,
         min_bits: int = 4,
         gate: Activation | None = None,
+        num_slices: int = 1,  # noqa: ARG002 (no order of sums is promised)
     ) -> Linear:
         if gate is None:  # else this is called again, without it
             assert isinstance(weight, Tensor)

@@ -28,6 +28,7 @@ class DequantisedOps(ReferenceOps):
         bias: Tensor | None = None,
         min_bits: int = 4,
         gate: Activation | None = None,
+        num_slices: int = 1,  # noqa: ARG002 (no order of sums is promised)
     ) -> Linear:
         linear = super().pack_linear(weight, bias, min_bits, gate)
         if not isinstance(linear, ReferenceQuantisedLinear):

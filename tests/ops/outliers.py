@@ -94,6 +94,7 @@ class RoundedOps(ExactOps):
         bias: Tensor | None = None,
         min_bits: int = 4,
         gate: Activation | None = None,
+        num_slices: int = 1,  # noqa: ARG002 (no order of sums is promised)
     ) -> Linear:
         """Dequantise."""
         if gate is not None:

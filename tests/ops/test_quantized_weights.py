@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.config import Quantization
 from quire.ops.interface import KeepsRows
 from quire.ops.native_linear import NativeLinear
 from quire.ops.quantized_weight import QuantizedRows, QuantizedWeight, StoredWeight, WeightForm
 from quire.ops.reference import ReferenceOps
-from tests.ops.backends import CPU_BACKENDS, Backend
+from tests.ops.backends import CPU_BACKENDS, NATIVE, Backend
 from tests.ops.test_quantised_linear import assert_same_numbers
 from tests.ops.world import randn
 
@@ -155,6 +156,47 @@ def test_rows_get_the_same_bits_in_every_batch(backend: Backend) -> None:
         whole = linear(x)
         for start, stop in ((0, 1), (3, 5), (7, 20), (39, 40)):
             assert torch.equal(linear(x[start:stop]), whole[start:stop])
+
+
+@pytest.mark.parametrize("backend", NATIVE)
+@pytest.mark.parametrize("name", ["q8_0", "q4_0", "q4_k", "q6_k", "awq"])
+def test_ranks_that_have_slices_of_the_inputs_add_up_to_the_same_bits(backend: Backend, name: str) -> None:
+    ops, form, width = backend.make(), FORMS[name], 2048
+    weight = random_weight(form, 70, width)
+    whole = ops.pack_linear(StoredWeight((weight,), torch.float32), num_slices=4)
+    in_order = ops.pack_linear(StoredWeight((weight,), torch.float32))
+
+    def parts_of(x: torch.Tensor, size: int) -> list[torch.Tensor]:
+        products = []
+        for first in range(0, width, width // size):
+            part = weight.columns(first, first + width // size)
+            assert part is not None
+            linear = ops.pack_linear(StoredWeight((part,), torch.float32), num_slices=4 // size)
+            products.append(linear(x[:, first : first + width // size]))
+        return products
+
+    # A row, tiles of a few, and more than are multiplied by packed weights.
+    for num_rows in (1, 5, 40):
+        x = randn(num_rows, width, seed=2)
+        found, two, four = whole(x), parts_of(x, 2), parts_of(x, 4)
+        assert torch.equal(found, two[0] + two[1])
+        assert torch.equal(found, (four[0] + four[1]) + (four[2] + four[3]))
+        assert not torch.equal(found, in_order(x))
+
+
+@pytest.mark.parametrize("backend", NATIVE)
+@pytest.mark.parametrize(("quantization", "min_bits"), [("int8", 8), ("int4", 6), ("int4", 4)])
+@pytest.mark.parametrize("width", [704, 2048])
+def test_slices_of_weights_that_are_rounded(
+    backend: Backend, quantization: Quantization, min_bits: int, width: int
+) -> None:
+    ops, weight, x = backend.make(quantization=quantization), randn(70, width), randn(5, width, seed=2)
+    whole = ops.pack_linear(weight, min_bits=min_bits, num_slices=4)
+    first, second = (
+        ops.pack_linear(half, min_bits=min_bits, num_slices=2)(rows.contiguous())
+        for half, rows in zip(weight.chunk(2, 1), x.chunk(2, 1), strict=True)
+    )
+    assert torch.equal(whole(x), first + second)
 
 
 def test_rows_of_a_weight_in_another_order() -> None:

@@ -156,10 +156,10 @@ def test_products_of_int8(machine: Machine, dtype: torch.dtype) -> None:
         x = values(num_rows, width, dtype=dtype, seed=2)
         memory, type_id, output = Memory(machine), TYPES[dtype], torch.empty(num_rows, columns, dtype=dtype)
         panels, place = memory.room(bytes(4 * 192 * width)), memory.put(output)
-        # `QuantizedWeight` of the sources: the number and the address of segments; then the only segment.
-        table = memory.room(bytes(7 * 8))
+        # `QuantizedWeight` of the sources: number and address of segments, number of slices; then the only segment.
+        table = memory.room(bytes(8 * 8))
         segment: tuple[str | int, ...] = (INT8_FORM, columns, FORMS["int8"].offset, 0, panels)
-        fields = (1, f"p{int(table[1:]) + 16}", *segment)
+        fields = (1, f"p{int(table[1:]) + 24}", 4, *segment)
         memory.run(
             *(("store", f"p{int(table[1:]) + 8 * idx}", field) for idx, field in enumerate(fields)),
             ("quire_pack_rounded", INT8_FORM, type_id, memory.put(weight), columns, width, 0, panels),

@@ -37,6 +37,7 @@ class ExactOps(TorchOps):
         bias: Tensor | None = None,
         min_bits: int = 4,
         gate: Activation | None = None,
+        num_slices: int = 1,  # noqa: ARG002 (no order of sums is promised)
     ) -> Linear:
         """Keep a stored weight as it is stored, or dequantised."""
         if gate is None and isinstance(weight, StoredWeight):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,16 +13,18 @@ from quire.distributed.rank_group import RankGroup
 from quire.models.norms import Norm
 from quire.models.weight_slots import AdaptedRows, WeightSlot, WeightSlots, nested
 from quire.ops.adapted_linear import AdaptedLinear
-from quire.ops.interface import Activation, Linear, Ops
+from quire.ops.interface import Linear, Ops
 from quire.ops.quantized_weight import StoredWeight
+
+# Slices of the inputs of the last projection of a block, over all ranks: so many ranks, or fewer, give the same bits.
+SUM_SLICES: Final = 4
 
 
 class Projection:
     """A linear layer, packed as soon as its parts are there.
 
     Args:
-        min_bits: its weight must not be rounded to fewer.
-        gate: see `Ops.pack_linear`.
+        options: see `Ops.pack_linear`.
 
     Attributes:
         run: the packed layer.
@@ -33,22 +35,14 @@ class Projection:
 
     run: Linear
 
-    def __init__(
-        self,
-        in_width: int,
-        out_width: int,
-        has_bias: bool,
-        ops: Ops,
-        min_bits: int = 4,
-        gate: Activation | None = None,
-    ) -> None:
+    def __init__(self, in_width: int, out_width: int, has_bias: bool, ops: Ops, **options: Any) -> None:
         fill = partial(self._fill, "weight")
         self.slots: WeightSlots = {
             "weight": WeightSlot((out_width, in_width), fill, fill, adapted=(AdaptedRows(self),))
         }
         if has_bias:
             self.slots["bias"] = WeightSlot((out_width,), partial(self._fill, "bias"))
-        self._pack: Callable[..., Linear] = partial(ops.pack_linear, min_bits=min_bits, gate=gate)
+        self._pack: Callable[..., Linear] = partial(ops.pack_linear, **options)
         self._parts: dict[str, Tensor | StoredWeight] = {}
 
     def _fill(self, name: str, tensor: Tensor | StoredWeight) -> None:
@@ -103,7 +97,8 @@ class ResidualProjection:
     __slots__ = ("_addition", "_is_plain", "_projection", "slots")
 
     def __init__(self, in_width: int, out_width: int, has_bias: bool, addition: ResidualAdd, ops: Ops) -> None:
-        self._projection = Projection(in_width, out_width, has_bias, ops)
+        num_slices = max(1, SUM_SLICES // (1 if addition.ranks is None else addition.ranks.size))
+        self._projection = Projection(in_width, out_width, has_bias, ops, num_slices=num_slices)
         self._addition, self._is_plain = addition, addition.is_plain
         self.slots: WeightSlots = self._projection.slots
         if addition.norm is not None:

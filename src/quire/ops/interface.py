@@ -284,6 +284,7 @@ class Ops(Protocol):
         bias: Tensor | None = None,
         min_bits: int = 4,
         gate: Activation | None = None,
+        num_slices: int = 1,
     ) -> Linear:
         """Take a weight [out, in] and bias [out] into the layout of the backend.
 
@@ -293,6 +294,8 @@ class Ops(Protocol):
             min_bits: least number of bits that a plain weight may be rounded to.
             gate: the layer gives `gate` of its product, as the method of that name does with this activation: half as
                 many columns as the weight has rows; a residual has as many as the weight, and is added before.
+            num_slices: equal slices of the inputs whose sums are added as a tree of halves, where the native kernels
+                multiply a quantised weight; a power of two. So ranks that have a slice each add up to the same bits.
         """
 
     def make_lora(self, num_columns: int, max_rank: int | None = None) -> LoraLayer:

@@ -41,7 +41,7 @@ from quire.ops.weight_memory import WeightMemory
 
 FOLDER: Final = Path(__file__).parent / "native"
 # `quire_interface_version` must return this number.
-INTERFACE_VERSION: Final = 34
+INTERFACE_VERSION: Final = 35
 # The best level last. A processor that supports one supports those before it, except that some with AVX-512 lack
 # AVX-VNNI.
 LEVELS: Final = ("portable", "avx2", "avx_vnni", "avx512", "avx512_bf16")
@@ -80,7 +80,13 @@ class PlainKernels(NamedTuple):
     multiply: Callable[..., Any]
     rows: Callable[..., Any]
 
-    def pack_weight(self, memory: WeightMemory, weight: Tensor, is_gated: bool) -> tuple[Tensor, ...]:
+    def pack_weight(
+        self,
+        memory: WeightMemory,
+        weight: Tensor,
+        is_gated: bool,
+        num_slices: int = 1,  # noqa: ARG002 (plain sums have their own order)
+    ) -> tuple[Tensor, ...]:
         """Pack a contiguous weight; return the tensor whose pointer is passed to `multiply` and `rows`."""
         packed = memory.take(self.num_bytes(weight))
         self.pack(TYPES[weight.dtype], weight.data_ptr(), *weight.shape, is_gated, packed.data_ptr())
@@ -103,9 +109,11 @@ class RoundedKernels(NamedTuple):
         """The matmul, as for stored weights."""
         return self.quantized.multiply
 
-    def pack_weight(self, memory: WeightMemory, weight: Tensor, is_gated: bool) -> tuple[Tensor, ...]:
+    def pack_weight(
+        self, memory: WeightMemory, weight: Tensor, is_gated: bool, num_slices: int = 1
+    ) -> tuple[Tensor, ...]:
         """Quantise and pack a contiguous weight; return the tensors of `QuantizedKernels.pack_weight`."""
-        return self.quantized.round_weight(memory, weight, TYPES[weight.dtype], self.form, is_gated)
+        return self.quantized.round_weight(memory, weight, TYPES[weight.dtype], self.form, is_gated, num_slices)
 
 
 class LosslessKernels(NamedTuple):
@@ -134,7 +142,13 @@ class LosslessKernels(NamedTuple):
             typed(library.quire_lossless_rows, *_LOOK_UP, returns=_BOOL),
         )
 
-    def pack_weight(self, memory: WeightMemory, weight: Tensor, is_gated: bool) -> tuple[Tensor, ...]:
+    def pack_weight(
+        self,
+        memory: WeightMemory,
+        weight: Tensor,
+        is_gated: bool,
+        num_slices: int = 1,  # noqa: ARG002 (plain sums have their own order)
+    ) -> tuple[Tensor, ...]:
         """Pack a contiguous weight; return a tensor of pointers, and the tables, panel offsets and panels."""
         num_columns, width = weight.shape
         num_panels, num_blocks = -(-num_columns // PANEL_COLUMNS), -(-width // BLOCK_WIDTH)

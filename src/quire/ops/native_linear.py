@@ -26,7 +26,7 @@ class NativeLinear:
         memory: memory of packed weights.
         weight: [out, in], of the dtype of the activations; a stored quantised weight for `QuantizedKernels`.
         bias: [out], of the dtype of the activations.
-        gate: see `Ops.pack_linear`.
+        gate, num_slices: see `Ops.pack_linear`.
 
     Attributes:
         num_bytes: number of bytes of the packed weight.
@@ -53,10 +53,12 @@ class NativeLinear:
         weight: Tensor | StoredWeight,
         bias: Tensor | None,
         gate: Activation | None = None,
+        num_slices: int = 1,
     ) -> None:
         self._kernels, self._dtype = kernels, weight.dtype
         pack: Any = kernels.pack_weight
-        tensors = pack(memory, weight if isinstance(weight, StoredWeight) else weight.contiguous(), gate is not None)
+        weight = weight if isinstance(weight, StoredWeight) else weight.contiguous()
+        tensors = pack(memory, weight, gate is not None, num_slices)
         rounds = weight.rounds_inputs if isinstance(weight, StoredWeight) else isinstance(kernels, RoundedKernels)
         self.rounds_inputs = rounds and bias is None
         self._weight = (tensors[0].data_ptr(), *weight.shape)

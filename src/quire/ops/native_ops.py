@@ -84,6 +84,7 @@ class NativeOps(TorchFallback):
         bias: Tensor | None = None,
         min_bits: int = 4,
         gate: Activation | None = None,
+        num_slices: int = 1,
     ) -> Linear:
         """Quantise a weight, or pack it for the native kernels if they are faster, else for oneDNN.
 
@@ -92,13 +93,13 @@ class NativeOps(TorchFallback):
                 depends on the number of rows.
         """
         if isinstance(weight, StoredWeight):
-            return self._pack_stored(weight, bias, min_bits, gate)
+            return self._pack_stored(weight, bias, min_bits, gate, num_slices)
         chosen = weight_format(self._quantization, min_bits)
         if gate is not None and weight.shape[0] % self._library.panel_columns[chosen is not None]:
             # The last panel would not have equally many gates and other columns.
             return GatedLinear(self.pack_linear(weight, bias, min_bits), self.gate, gate)
         if chosen is not None:
-            return NativeLinear(self._library.rounded[chosen], self._memory, weight, bias, gate)
+            return NativeLinear(self._library.rounded[chosen], self._memory, weight, bias, gate, num_slices)
         if weight.dtype in self._library.packed_types and weight.shape[1] % 2 == 0:
             if self._lossless is None or weight.dtype != torch.bfloat16:
                 return ExactNativeLinear(self._library.plain, self._memory, weight, bias, gate)
@@ -116,18 +117,26 @@ class NativeOps(TorchFallback):
         linear = self._torch.pack_linear(weight, bias)
         return linear if gate is None else GatedLinear(linear, self.gate, gate)
 
-    def _pack_stored(self, weight: StoredWeight, bias: Tensor | None, min_bits: int, gate: Activation | None) -> Linear:
+    def _pack_stored(
+        self,
+        weight: StoredWeight,
+        bias: Tensor | None,
+        min_bits: int,
+        gate: Activation | None = None,
+        num_slices: int = 1,
+    ) -> Linear:
         """Pack a stored quantised weight for the native kernels; leave forms without a kernel to torch."""
         if weight.input_order is not None:
-            return ReorderedLinear(self._pack_stored(weight.in_own_order(), bias, min_bits, gate), weight.input_order)
+            linear = self._pack_stored(weight.in_own_order(), bias, min_bits, gate, num_slices)
+            return ReorderedLinear(linear, weight.input_order)
         kernels = self._library.quantized
         if gate is not None and (weight.num_forms > 1 or weight.shape[0] % kernels.panel_columns):
-            return GatedLinear(self._pack_stored(weight, bias, min_bits, None), self.gate, gate)
+            return GatedLinear(self._pack_stored(weight, bias, min_bits), self.gate, gate)
         if weight.has_plain:
-            return pack_joined(partial(self.pack_linear, min_bits=min_bits), weight, bias)
+            return pack_joined(partial(self.pack_linear, min_bits=min_bits, num_slices=num_slices), weight, bias)
         if any(kernels.number_of(part.form) < 0 for part in weight.quantized):
             return self._torch.pack_linear(weight, bias, gate=gate)
-        return ExactNativeLinear(kernels, self._memory, weight, bias, gate)
+        return ExactNativeLinear(kernels, self._memory, weight, bias, gate, num_slices)
 
     def make_lora(self, num_columns: int, max_rank: int | None = None) -> NativeLoraLayer:  # noqa: ARG002 (nothing is captured)
         """Run the adapters of a layer in one call per step."""

@@ -67,12 +67,14 @@ class QuantizedKernels(NamedTuple):
         levels = 2 if form.levels == "e4m3" else int(form.levels is not None)
         return self.form_of(form.bits, form.group, scale, form.has_mins, form.has_zero_points, levels)
 
-    def pack_weight(self, memory: WeightMemory, weight: StoredWeight, is_gated: bool) -> tuple[Tensor, ...]:
+    def pack_weight(
+        self, memory: WeightMemory, weight: StoredWeight, is_gated: bool, num_slices: int = 1
+    ) -> tuple[Tensor, ...]:
         """Pack a weight without unquantised parts; the weight of a gated layer has one form.
 
         Returns:
-            A tensor with the number and the address of the segments (`QuantizedWeight` in linear_quantized.cpp), the
-            segments, and the tensors that these point to.
+            A tensor with the fields of `QuantizedWeight` in linear_quantized.cpp, the segments, and the tensors that
+            these point to.
         """
         table, owned = [], []
         for form, group in groupby(weight.quantized, key=lambda part: part.form):
@@ -83,10 +85,16 @@ class QuantizedKernels(NamedTuple):
             num_columns = sum(part.shape[0] for part in segment)
             table += self._segment(form, num_columns, panels, levels if has_levels else None)
             owned += [levels, panels]
-        return *_table_of(table), *owned
+        return *_table_of(table, num_slices), *owned
 
     def round_weight(
-        self, memory: WeightMemory, weight: Tensor, type_id: int, form: WeightForm, is_gated: bool
+        self,
+        memory: WeightMemory,
+        weight: Tensor,
+        type_id: int,
+        form: WeightForm,
+        is_gated: bool,
+        num_slices: int = 1,
     ) -> tuple[Tensor, ...]:
         """Quantise and pack a contiguous plain weight; see `pack_weight`.
 
@@ -98,7 +106,7 @@ class QuantizedKernels(NamedTuple):
         panels = memory.take(self.num_bytes(number, *weight.shape))
         is_packed = self.pack_rounded(number, type_id, weight.data_ptr(), *weight.shape, is_gated, panels.data_ptr())
         assert is_packed, f"weights cannot be rounded to {form}"
-        return *_table_of(self._segment(form, weight.shape[0], panels, None)), panels
+        return *_table_of(self._segment(form, weight.shape[0], panels, None), num_slices), panels
 
     def _segment(self, form: WeightForm, num_columns: int, panels: Tensor, levels: Tensor | None) -> list[int]:
         """Return the fields of a segment (`Segment` in linear_quantized.cpp)."""
@@ -149,7 +157,7 @@ class QuantizedKernels(NamedTuple):
         return True
 
 
-def _table_of(fields: list[int]) -> tuple[Tensor, Tensor]:
-    """Return the number and the address of segments, and the segments."""
+def _table_of(fields: list[int], num_slices: int) -> tuple[Tensor, Tensor]:
+    """Return the fields of a weight, which has the address of its segments, and the segments."""
     entries = torch.tensor(fields)
-    return torch.tensor([len(fields) // SEGMENT_FIELDS, entries.data_ptr()]), entries
+    return torch.tensor([len(fields) // SEGMENT_FIELDS, entries.data_ptr(), num_slices]), entries

@@ -54,6 +54,7 @@ class ReferenceOps:
         bias: Tensor | None = None,
         min_bits: int = 4,
         gate: Activation | None = None,
+        num_slices: int = 1,  # noqa: ARG002 (no order of sums is promised)
     ) -> Linear:
         """Keep the weight as it is, or round it."""
         if gate is not None:

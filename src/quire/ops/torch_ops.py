@@ -64,6 +64,7 @@ class TorchOps:
         bias: Tensor | None = None,
         min_bits: int = 4,
         gate: Activation | None = None,
+        num_slices: int = 1,  # noqa: ARG002 (no order of sums is promised)
     ) -> Linear:
         """Round, or pack for oneDNN where this build of torch does that correctly, else keep the plain weight."""
         if gate is not None:

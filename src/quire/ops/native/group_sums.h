@@ -77,6 +77,7 @@ struct GroupedWeight {
   const uint8_t* panels;
   const int8_t* levels;  // [16], or null
   int offset;            // of codes
+  int num_slices;        // of the inputs, at most; see `num_slices_of`
 
   // What the sum of a group's values is multiplied with, and taken off.
   template <typename Form>

@@ -14,6 +14,8 @@ constexpr int kGroupRows = 3;
 // Rows of a tile whose weights are unpacked and whose sums of a group are one vector of 16 bits: of 16 registers, the
 // sums of a group take eight, and those of all groups are in memory.
 constexpr int kShortGroupRows = 4;
+// Slices of the inputs, at most, and the depth of the tree of their sums.
+constexpr int kMaxSlices = 4, kMaxSliceLevels = 2;
 
 // Returns the number of rows up to which a tile is faster than memory.
 template <typename Form>
@@ -183,6 +185,22 @@ void multiply_groups(const RowsOfGroups& x, const uint8_t* from, const uint8_t* 
       store(sums + row * kPanel + vector * kLanes, totals[row][vector]);
 }
 
+// Adds values [count], a multiple of the lanes, to others.
+QUIRE_INLINE void add_floats(const float* from, int count, float* to) {
+  for (int idx = 0; idx < count; idx += kLanes) store(to + idx, load(from + idx) + load(to + idx));
+}
+
+// Returns the number of slices of the inputs, at most those wanted and a power of two: equal ones, of whole groups or
+// super-groups. Their sums are added as a tree of halves. A half of the inputs has half of the tree, so ranks that have
+// parts of the inputs, and half as many slices, add up to the same bits.
+template <typename Form>
+int num_slices_of(int num_groups, int wanted) {
+  constexpr int kUnit = Form::kIsTwoLevel ? Form::kSuperGroups : 1;
+  int slices = std::min(wanted, kMaxSlices);
+  while (slices > 1 && num_groups % (slices * kUnit) != 0) slices /= 2;
+  return slices;
+}
+
 // Sums [num_rows, kPanel] of the rows from `first` on and the columns of one panel.
 //
 // starts, wide: start values of the sums of 16 bits, as many as sums of values; values of 16 bits; null where none are
@@ -195,7 +213,6 @@ void multiply_panel(const Int8Rows<Form::kGroup>& rows, const int32_t* starts, c
                     int num_rows, float* sums) {
   constexpr int kUnpackedGroups = Form::kSuperGroups;
   alignas(64) uint8_t unpacked[kIsUnpacked ? kUnpackedGroups * Form::kSteps * unpacked_step<Form>() : 1];
-  std::fill_n(sums, num_rows * kPanel, 0.0f);
   const int offset = weight.whole_offset<Form>();
   constexpr bool kHasStarts = kIsUnpacked && is_short<Form>(), kIsWide = kIsUnpacked && is_wide<Form>();
   // Half the bytes a step, or about: twice the steps of a piece. Bytes that several tiles read stay in the first-level
@@ -203,22 +220,32 @@ void multiply_panel(const Int8Rows<Form::kGroup>& rows, const int32_t* starts, c
   const int packed_groups = 2 * (num_rows <= kFewPieceRows ? kPieceSteps : kLongPieceSteps) / Form::kSteps;
   const bool is_short_piece = kIsUnpacked || (Form::kBits == 8 && num_rows > kGroupRows);
   const int piece = is_short_piece ? kUnpackedGroups : packed_groups;
-  for (int group = 0; group < rows.num_groups; group += piece) {
-    const int count = std::min(piece, rows.num_groups - group), num_bytes = int(Form::bytes_of(count));
-    const uint8_t* from = panel + Form::bytes_of(group);
-    if constexpr (kIsUnpacked) unpack_groups<Form>(from, count, levels, unpacked);
-    in_tiles<kHasStarts ? kShortGroupRows : kGroupRows>(num_rows, [&](int row, auto tile_rows) {
-      const int num_steps = kHasStarts || kIsWide ? count : count * Form::kPairs;
-      const PanelPrefetch ahead(from + num_bytes, num_bytes, num_steps, row, tile_rows.value, num_rows,
-                                num_rows <= streamed_rows<Form>());
-      const int64_t at = first + row, place = at * rows.num_groups + group;
-      const int64_t value = at * rows.width + group * Form::kGroup;
-      const RowsOfGroups x{rows.values.get() + value, rows.scales.get() + place, rows.sums.get() + place,
-                           kHasStarts ? starts + place : nullptr, kIsWide ? wide + value : nullptr,
-                           rows.width, rows.num_groups};
-      multiply_groups<Form, tile_rows.value, kIsUnpacked>(x, from, unpacked, count, offset, levels, ahead,
-                                                          sums + row * kPanel);
-    });
+  const int slices = num_slices_of<Form>(rows.num_groups, weight.num_slices);
+  alignas(64) float halves[kMaxSliceLevels][kJobRows * kPanel];  // sums that wait for those of the other half
+  for (int slice = 0; slice < slices; ++slice) {
+    std::fill_n(sums, num_rows * kPanel, 0.0f);
+    const int begin = slice * (rows.num_groups / slices), end = begin + rows.num_groups / slices;
+    for (int group = begin; group < end; group += piece) {
+      const int count = std::min(piece, end - group), num_bytes = int(Form::bytes_of(count));
+      const uint8_t* from = panel + Form::bytes_of(group);
+      if constexpr (kIsUnpacked) unpack_groups<Form>(from, count, levels, unpacked);
+      in_tiles<kHasStarts ? kShortGroupRows : kGroupRows>(num_rows, [&](int row, auto tile_rows) {
+        const int num_steps = kHasStarts || kIsWide ? count : count * Form::kPairs;
+        const PanelPrefetch ahead(from + num_bytes, num_bytes, num_steps, row, tile_rows.value, num_rows,
+                                  num_rows <= streamed_rows<Form>());
+        const int64_t at = first + row, place = at * rows.num_groups + group;
+        const int64_t value = at * rows.width + group * Form::kGroup;
+        const RowsOfGroups x{rows.values.get() + value, rows.scales.get() + place, rows.sums.get() + place,
+                             kHasStarts ? starts + place : nullptr, kIsWide ? wide + value : nullptr,
+                             rows.width, rows.num_groups};
+        multiply_groups<Form, tile_rows.value, kIsUnpacked>(x, from, unpacked, count, offset, levels, ahead,
+                                                            sums + row * kPanel);
+      });
+    }
+    // Adds the sums of the slices before, as far as this slice's half is whole, and keeps them for the other half.
+    int level = 0;
+    for (int rest = slice; rest % 2 == 1; rest /= 2) add_floats(halves[level++], num_rows * kPanel, sums);
+    if (slice + 1 < slices) std::copy_n(sums, num_rows * kPanel, halves[level]);
   }
 }
 

@@ -13,7 +13,7 @@ GetNumThreads get_num_threads = nullptr;
 }  // namespace quire
 
 // Incremented with every change of a signature or a structure; the loader rejects a library with another number.
-QUIRE_EXPORT int32_t quire_interface_version() { return 34; }
+QUIRE_EXPORT int32_t quire_interface_version() { return 35; }
 
 // Returns whether this processor supports a level; called in the portable library.
 QUIRE_EXPORT bool quire_has_level(const char* level) {

@@ -16,6 +16,7 @@ struct Segment {
 struct QuantizedWeight {
   int64_t num_segments;
   const Segment* segments;
+  int64_t num_slices;  // of the inputs, whose sums are added as a tree; see `num_slices_of`
 };
 
 // Packs what the groups of columns share: columns that follow each other, as rows do from `row` on.
@@ -220,7 +221,7 @@ QUIRE_EXPORT void quire_linear_quantized(Type type, const void* x, int64_t row_s
           multiply_float8<Form, T>(operands, num_rows, int(width), segment.panels);
         else
           multiply_grouped<Form, T>(operands, num_rows, int(width),
-                                    {segment.panels, segment.levels, int(segment.offset)});
+                                    {segment.panels, segment.levels, int(segment.offset), int(weight->num_slices)});
       });
       column += segment.num_columns;
     }

@@ -175,23 +175,43 @@ inline void arrive(const RankGroup& group, uint64_t operation) {
   wake(line);
 }
 
-// Adds the slots of all ranks, in their order and in float32, then `residual`, if there is one: every rank gets the
-// same bits.
+// Returns the sum of the values of ranks from `first` on, added as a tree: of four ranks, that of both pairs. So ranks
+// add up slices of a sum as one process does; see `num_slices_of` in grouped_rows.h.
+template <typename Value, typename ValueOf>
+QUIRE_INLINE Value sum_of_ranks(int64_t size, ValueOf value_of) {
+  Value halves[7];  // of up to 64 ranks
+  Value sum{};
+  for (int64_t rank = 0; rank < size; ++rank) {
+    sum = value_of(rank);
+    int level = 0;
+    for (int64_t rest = rank; rest % 2 == 1; rest /= 2) sum = halves[level++] + sum;
+    halves[level] = sum;
+  }
+  // Subtrees that have no other half.
+  int64_t rest = size;
+  int level = 0;
+  for (; rest % 2 == 0; rest /= 2) ++level;
+  for (rest /= 2, ++level; rest > 0; rest /= 2, ++level)
+    if (rest % 2 == 1) sum = halves[level] + sum;
+  return sum;
+}
+
+// Adds the slots of all ranks, in float32, then `residual`, if there is one: every rank gets the same bits.
 template <typename T>
 void add_slots(const RankGroup& group, int64_t count, const T* residual, T* output) {
   in_parallel(count, int64_t(1) << 14, [&](int64_t begin, int64_t end) {
     int64_t idx = begin;
     for (; idx + kLanes <= end; idx += kLanes) {
-      Floats sum = load(reinterpret_cast<const T*>(slot_of(group, 0)) + idx);
-      for (int64_t rank = 1; rank < group.size; ++rank)
-        sum = sum + load(reinterpret_cast<const T*>(slot_of(group, rank)) + idx);
+      Floats sum = sum_of_ranks<Floats>(group.size, [&](int64_t rank) {
+        return load(reinterpret_cast<const T*>(slot_of(group, rank)) + idx);
+      });
       if (residual != nullptr) sum = sum + load(residual + idx);
       store(output + idx, sum);
     }
     for (; idx < end; ++idx) {
-      float sum = widen(reinterpret_cast<const T*>(slot_of(group, 0))[idx]);
-      for (int64_t rank = 1; rank < group.size; ++rank)
-        sum += widen(reinterpret_cast<const T*>(slot_of(group, rank))[idx]);
+      float sum = sum_of_ranks<float>(group.size, [&](int64_t rank) {
+        return widen(reinterpret_cast<const T*>(slot_of(group, rank))[idx]);
+      });
       if (residual != nullptr) sum += widen(residual[idx]);
       narrow(output + idx, sum);
     }

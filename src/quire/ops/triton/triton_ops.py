@@ -77,6 +77,7 @@ class TritonOps(TorchFallback):
         bias: Tensor | None = None,
         min_bits: int = 4,
         gate: Activation | None = None,
+        num_slices: int = 1,  # noqa: ARG002 (no order of sums is promised)
     ) -> Linear:
         """Keep the codes of quantized weights, and quantize plain weights or leave their matmuls to torch."""
         if not isinstance(weight, StoredWeight):
