@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from operator import mul
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,8 +37,6 @@ SENTENCEPIECE_TOKENS: Final = {"bos": "<s>", "eos": "</s>", "unknown": "<unk>"}
 # Sum of the squared lengths of tokens up to which their halves are searched for: a vocabulary of 262,144 tokens of 16
 # characters has 67 million.
 MAX_SQUARED_CHARS: Final = 1 << 30
-# Bits of the largest token id: all arrays of a header together have 2^21 values at most.
-ID_BITS: Final = 21
 
 
 def read_gguf_tokenizer(path: Path, fields: Mapping[str, Any], pre: str | None = None) -> TokenizerFiles:
@@ -233,31 +232,38 @@ def _merges_by_score(vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
     Raises:
         CheckpointError: tokens are so long that the search for pairs would take minutes.
     """
-    tokens, ids, get = vocabulary.tokens, vocabulary.ids, vocabulary.ids.get
-    total = sum(len(token) ** 2 for token in tokens)
+    tokens, ids, types = vocabulary.tokens, vocabulary.ids, vocabulary.types
+    lengths = [*map(len, tokens)]
+    total = sum(map(mul, lengths, lengths))
     if total > MAX_SQUARED_CHARS:
         allowed = f"tokens whose squared lengths sum to at most {MAX_SQUARED_CHARS:,} where merges are missing"
         raise vocabulary.wrong(f"{PREFIX}tokens", total, allowed)
-    scores, types = vocabulary.numbers("scores"), vocabulary.types
+    scores = vocabulary.numbers("scores")
     joined = [token_id for token_id in ids.values() if types[token_id] not in (CONTROL, UNKNOWN, BYTE)]
     joined.sort(key=scores.__getitem__, reverse=True)
-    # A pair is one number, since hundreds of thousands of tuples take longer: place of the score, left, right.
-    pairs: list[int] = []
-    place = -1
-    for before, token_id in zip([None, *joined], joined, strict=False):
-        if before is None or scores[before] != scores[token_id]:
-            place += 1
-        token = tokens[token_id]
-        for middle in range(1, len(token)):
-            # Beginnings of tokens are tokens more often than ends are, so these are looked up first.
-            right = get(token[middle:])
-            if right is not None:
-                left = get(token[:middle])
-                if left is not None:
-                    pairs.append((place << ID_BITS | left) << ID_BITS | right)
-    pairs.sort()
-    last = (1 << ID_BITS) - 1
-    return [(tokens[pair >> ID_BITS & last], tokens[pair & last]) for pair in pairs]
+    pairs: list[tuple[str, str]] = []
+    append, begin, before = pairs.append, 0, None
+    tied: dict[int, int] = {}
+    for token_id in joined:
+        token, score = tokens[token_id], scores[token_id]
+        is_tied = score == before
+        if not is_tied:
+            begin, before = len(pairs), score
+        for middle in range(1, lengths[token_id]):
+            # Beginnings of tokens are tokens more often than ends are, so these are looked up first. Tuples of the new
+            # texts take less time than those of tokens, which lie far from one another in memory.
+            right = token[middle:]
+            if right in ids:
+                left = token[:middle]
+                if left in ids:
+                    append((left, right))
+        if is_tied:
+            tied[begin] = len(pairs)
+    # Merges of equal scores are in the order of their parts. Those of one token are in any: whatever precedes the merge
+    # of a text's last two parts is the same wherever the text is whole, so one pair of the token is ever merged.
+    for begin, end in tied.items():
+        pairs[begin:end] = sorted(pairs[begin:end], key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+    return pairs
 
 
 def _frame_texts(

@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import tokenizers
 from tokenizers import AddedToken
@@ -49,8 +49,14 @@ class GGUFVocabulary:
         if not self.tokens:
             raise self.wrong(f"{PREFIX}tokens", [], "at least one token")
         self.types = self._read_types()
-        self.ids: dict[str, int] = {}
+        self.ids = dict(zip(self.tokens, range(len(self.tokens)), strict=True))
         self.doubles: dict[int, int] = {}
+        if len(self.ids) < len(self.tokens) or "" in self.ids:
+            self._leave_out_doubles()
+
+    def _leave_out_doubles(self) -> None:
+        """Leave empty tokens out of `ids`, and later tokens of one text."""
+        self.ids = {}
         num_empty = 0
         for token_id, token in enumerate(self.tokens):
             first = self.ids.setdefault(token, token_id) if token else None
@@ -75,7 +81,7 @@ class GGUFVocabulary:
     def texts(self, name: str) -> list[str]:
         """Read a list of strings."""
         value = self._fields.get(f"{PREFIX}{name}")
-        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        if not isinstance(value, list) or {*map(type, value)} - {str}:
             raise self.wrong(f"{PREFIX}{name}", value, "a list of strings")
         return value
 
@@ -83,9 +89,10 @@ class GGUFVocabulary:
         """Read a number for each token."""
         value = self._fields.get(f"{PREFIX}{name}")
         count = len(self.tokens)
-        if not isinstance(value, list) or len(value) < count or not all(map(_is_finite, value)):
+        is_list = isinstance(value, list) and len(value) >= count and not {*map(type, value)} - {int, float}
+        if not is_list or not all(map(math.isfinite, numbers := cast("list[float]", value))):
             raise self.wrong(f"{PREFIX}{name}", value, f"{count} finite numbers")
-        return value[:count]
+        return numbers[:count]
 
     def flag(self, name: str, default: bool) -> bool:
         """Read true or false."""
@@ -145,7 +152,3 @@ class GGUFVocabulary:
     def warn(self, message: str) -> None:
         """Log what is wrong with the file and not needed."""
         logger.warning("%s: %s", self._path, message)
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
