@@ -17,7 +17,7 @@ from quire.text.gguf_tokenizer import read_gguf_tokenizer
 from quire.text.tokenizer import Tokenizer
 from tests.text.real_size import GEMMA_SIZE, PREFIX, QWEN_SIZE, gemma_size_fields, qwen_size_fields
 
-# Processor time of reading a header and building its tokenizer. It takes 0.6 s for the smaller one and 1.4 s for the
+# Processor time of reading a header and building its tokenizer. It takes 0.5 s for the smaller one and 1.1 s for the
 # larger one; a walk over the vocabulary for each merge took five minutes.
 MAX_SECONDS = 10.0
 # The tokens around a message.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -179,3 +181,45 @@ def test_kernels_leave_blocks_that_they_do_not_know_to_the_reader() -> None:
             for part in (weight, replace(weight, blocks=None))
         )
         assert torch.equal(packed, expected)
+
+
+RUN = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
+PARALLEL_FOR = ctypes.CFUNCTYPE(
+    ctypes.c_int32, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p
+)
+
+
+def whole_weight(block: BlockType, raw: torch.Tensor) -> QuantizedWeight:
+    shape = len(raw), raw.shape[1] // block.type.block_bytes * block.type.block_values
+    return QuantizedWeight(block.form, shape, lambda rows: block.unpack(raw[rows]), raw.nbytes, block.stored(raw))
+
+
+def packed_in_parts(path: Path, weight: QuantizedWeight, num_threads: int) -> tuple[torch.Tensor, int]:
+    """Pack a weight with what stands for torch's threads; return the panels and the number of parts."""
+    library, parts = NativeLibrary(path.stem.removeprefix("libquire_"), path), []
+
+    @PARALLEL_FOR
+    def divide(begin: int, end: int, grain: int, run: int, context: int) -> int:
+        size = max(grain, -(-(end - begin) // num_threads))
+        for first in range(begin, end, size):
+            parts.append(first)
+            RUN(run)(first, min(first + size, end), context)
+        return 0
+
+    ctypes.CDLL(str(path)).quire_use_threads(divide, None)
+    try:
+        panels = library.quantized.pack_weight(WeightMemory(), StoredWeight((weight,), torch.float32), False)[-1]
+    finally:
+        NativeLibrary(library.level, path)  # with torch's threads again
+    return panels, len(parts)
+
+
+def test_threads_share_large_weights_only() -> None:
+    """Threads that wait for one another at each of hundreds of small weights load a model in ten times the time."""
+    block = BLOCK_TYPES[Q4_0.id]
+    small, large = (whole_weight(block, random_rows(block, num_rows, 32)) for num_rows in (2048, 10240))
+    for path in runnable_libraries().values():
+        assert packed_in_parts(path, small, 8)[1] == 0
+        whole, shared = (packed_in_parts(path, large, num_threads) for num_threads in (1, 8))
+        assert (whole[1], shared[1]) == (1, 3)
+        assert torch.equal(whole[0], shared[0])

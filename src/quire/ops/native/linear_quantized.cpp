@@ -88,6 +88,10 @@ struct PackedRange {
   uint8_t* panels;
 };
 
+// Codes that a thread packs at least, which takes a millisecond. Threads of a region wait for one another, and while
+// one has no core, the wait is longer than packing: a model of hundreds of small weights took ten times as long.
+constexpr int64_t kCodesOfThread = int64_t(1) << 22;
+
 // Packs rows. `make_source()` gives each thread a function of its own that takes a row, counted from the first, and a
 // number of rows, and returns unpacked rows with the place of that row among them.
 template <typename MakeSource>
@@ -117,7 +121,8 @@ void pack_panels(int64_t form, const PackedRange& range, MakeSource make_source)
       }
     });
   };
-  quire::in_parallel(end_panel - begin_panel, 1, pack_part);
+  quire::in_parallel(end_panel - begin_panel, std::max<int64_t>(1, kCodesOfThread / (range.count * range.width)),
+                     pack_part);
 }
 
 // The weights of a column, in the order of operations that the form defines.
