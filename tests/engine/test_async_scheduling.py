@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from quire import LLM, RequestOutput, SamplingParams, StructuredOutputs
 from quire.config import EngineConfig, Machine, ModelFacts, resolve
 from quire.decoding.speculation import AdaptiveDrafter
+from quire.decoding.stop import end_of_tokens
 from quire.engine.async_engine import AsyncEngine, StepInFlight
 from quire.errors import ConfigError
 from quire.execution.sampling.deferred_sampler import DeferredSampler
@@ -23,11 +24,12 @@ from quire.memory.recording.replay import replay
 from quire.scheduling.async_scheduling import AsyncScheduler
 from quire.scheduling.plan import StepPlan
 from quire.sequences.sequence import Sequence
+from quire.sequences.status import FinishReason
 from tests.engine.ahead_simulation import AheadSimulation
 from tests.engine.failing import Failures
 from tests.engine.sampling_world import told
 from tests.scheduling.auditor import Auditor
-from tests.scheduling.harness import END_TOKEN, NEVER, VOCAB_SIZE, Job, Setting
+from tests.scheduling.harness import END_TOKEN, NEVER, VOCAB_SIZE, Job, Setting, run
 from tests.scheduling.random_jobs import agrees, jobs, narrow_settings, undisturbed
 
 
@@ -254,6 +256,21 @@ def test_rows_that_wait_for_the_host_stay_together_where_they_are_most() -> None
             world.engine.step()
         sizes = {len(plan.items) for plan in plans}
         assert sizes == {num_plain, num_plain + 3} if is_ahead else sizes == {num_plain + 3}
+
+
+def test_one_function_ends_samples_beams_and_asynchronous_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rule in this function alone is the rule of all of them."""
+
+    def at_three(sequence: Sequence, _token_id: int, num_before: int = 0) -> object:
+        return (FinishReason.LENGTH, None) if sequence.num_output + num_before + 1 >= 3 else None
+
+    jobs = [Job(prompt=(1, idx), max_tokens=9, n=idx + 1) for idx in range(3)]
+    jobs.append(Job(prompt=(2,), max_tokens=9, beam_width=2))
+    monkeypatch.setattr(end_of_tokens, "__code__", at_three.__code__)
+    by_step = run(jobs, Setting()).outputs
+    world = run_ahead(jobs, Setting())
+    assert [world.outputs[str(seed)] for seed in range(4)] == by_step
+    assert [list(map(len, samples)) for samples in by_step] == [[3], [3] * 2, [3] * 3, [3]]
 
 
 def test_a_sequence_that_lacks_memory_waits_for_one_step() -> None:

@@ -14,7 +14,7 @@ def end_of_tokens(sequence: Sequence, token_id: int, num_before: int = 0) -> tup
 
     Args:
         sequence: sequence before any token of the step is appended.
-        token_id: token to append.
+        token_id: token to append; `UNKNOWN`, which is no end token, asks for the length alone.
         num_before: number of tokens of the step that are appended before it.
 
     Returns:

@@ -57,6 +57,7 @@ from typing import Final, NamedTuple, cast
 
 from quire.decoding.drafting import UNKNOWN, Drafter
 from quire.decoding.speculation import FIRST_PAUSE, AdaptiveDrafter
+from quire.decoding.stop import end_of_tokens
 from quire.scheduling.beam_groups import append_to_group
 from quire.scheduling.decode_columns import DecodeItems, DecodeResults
 from quire.scheduling.edits import SequenceEvent
@@ -240,7 +241,7 @@ class AsyncScheduler(Scheduler):
                 continue
             tokens, num_samples, ends, waits = sequence.tokens, item.num_samples, False, False
             if num_samples:
-                ends = len(tokens) + 1 >= sequence.max_tokens
+                ends = end_of_tokens(sequence, UNKNOWN) is not None
                 waits = not ends and (num_samples > 1 or len(tokens) < sequence.request.ahead_from)
                 num_waiting += waits
             if ends or waits or (is_pending is not None and is_pending(item.seq_id)):
@@ -255,10 +256,10 @@ class AsyncScheduler(Scheduler):
     def _split_decodes(self, items: DecodeItems) -> SplitStep:
         """Divide the sequences of a step of decodes, as `_split` does: none of them waits for the host."""
         sequences = [sequence for sequence in map(self.sequences.get, items.seq_ids) if sequence is not None]
-        going = [sequence for sequence in sequences if len(sequence.tokens) + 1 < sequence.max_tokens]
+        going = [sequence for sequence in sequences if end_of_tokens(sequence, UNKNOWN) is None]
         held = []
         if len(going) < len(sequences):
-            held = [sequence for sequence in sequences if len(sequence.tokens) + 1 >= sequence.max_tokens]
+            held = [sequence for sequence in sequences if end_of_tokens(sequence, UNKNOWN) is not None]
         return SplitStep(going, [1] * len(going), [sequence.tokens for sequence in going], held, 0)
 
     def _is_all(self, sequences: list[Sequence]) -> bool:
@@ -335,7 +336,7 @@ class AsyncScheduler(Scheduler):
             if sequence.finish_reason is not None:  # an edit before has ended it
                 continue
             tokens, edit = sequence.tokens, sequence.default_edit
-            if edit is not None and token_id not in sequence.end_ids and len(tokens) + 1 < sequence.max_tokens:
+            if edit is not None and end_of_tokens(sequence, token_id) is None:
                 tokens.append(token_id)
                 events.append((idx, sequence, edit, len(tokens)))
             else:

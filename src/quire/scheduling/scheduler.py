@@ -16,6 +16,7 @@ from collections.abc import Sequence as Seq
 from itertools import takewhile
 
 from quire.decoding.drafting import Drafter
+from quire.decoding.stop import end_of_tokens
 from quire.errors import InvalidParameter, InvariantViolation, PromptTooLong
 from quire.memory.manager import KVCacheManager
 from quire.memory.results import NO_OPS, MemoryOps
@@ -202,12 +203,10 @@ class Scheduler:
             token_ids, edit, tokens = result.token_ids, sequence.default_edit, sequence.tokens
             if sequence.draft:
                 sequence.draft = result.draft or sequence.draft
-            elif edit is not None and len(token_ids) == 1:
-                # A token that may end the sequence is left to the strategy.
-                if token_ids[0] not in sequence.end_ids and len(tokens) + 1 < sequence.max_tokens:
-                    tokens.append(token_ids[0])
-                    events.append((idx, sequence, edit, len(tokens)))
-                    continue
+            elif edit is not None and len(token_ids) == 1 and end_of_tokens(sequence, token_ids[0]) is None:
+                tokens.append(token_ids[0])
+                events.append((idx, sequence, edit, len(tokens)))
+                continue
             elif not token_ids and not result.pooled:
                 continue
             events += self._edits.apply(idx, sequence, token_ids, sequence.strategy.advance(sequence, token_ids))
