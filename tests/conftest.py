@@ -39,6 +39,7 @@ NEVER_LONG = (
     "tests/docs/test_readme.py",
     "tests/engine/test_concurrent_callers.py",
     "tests/engine/test_sampling_batches.py::test_any_parameters_in_any_company[",
+    "tests/engine/test_sampling_batches.py::test_every_value_of_every_parameter[ahead]",
     "tests/engine/test_structured.py::test_each_form_in_one_batch",
     "tests/memory/test_million.py",
     "tests/models/test_conformance.py",

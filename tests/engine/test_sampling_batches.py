@@ -66,7 +66,8 @@ def quiet() -> Iterator[LLM]:
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=[] if name == "tight" else pytest.mark.slow) for name in ENGINES]
+    scope="module",
+    params=[pytest.param(name, marks=[] if name in ("tight", "ahead") else pytest.mark.slow) for name in ENGINES],
 )
 def busy(request: pytest.FixtureRequest) -> Iterator[LLM]:
     llm = load(**ENGINES[request.param])

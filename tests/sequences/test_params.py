@@ -238,6 +238,27 @@ def test_needs_history(changes: dict[str, Any], needs: bool) -> None:
     assert SamplingParams(**changes).needs_history is needs
 
 
+@pytest.mark.parametrize(
+    ("changes", "needs"),
+    [
+        ({"beam_width": 2}, True),
+        ({"typical_p": 0.9}, True),
+        ({"top_n_sigma": 1.0}, True),
+        ({"dry_multiplier": 0.5}, True),
+        ({"bad_words": ["a"]}, True),
+        ({"logit_bias": {1: 0.0}}, True),
+        ({"allowed_token_ids": [1]}, True),
+        ({"logits_processors": [max]}, True),
+        ({"logit_bias": {}, "bad_words": [], "logits_processors": [], "top_n_sigma": -1, "dry_base": 3.0}, False),
+        ({"n": 2, "temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "seed": 3}, False),
+        ({"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1, "min_tokens": 2}, False),
+        ({"structured_outputs": {"regex": "a"}, "logprobs": 1, "prompt_logprobs": 1, "stop": ["a"]}, False),
+    ],
+)
+def test_the_host_draws_what_no_device_can(changes: dict[str, Any], needs: bool) -> None:
+    assert SamplingParams(**changes).needs_host is needs
+
+
 def test_the_best_of_fewer_than_are_returned() -> None:
     assert str(refused(n=3, best_of=2)) == "best_of must be at least n (3), got 2"
     assert not SamplingParams(n=3, best_of=3).is_ranked

@@ -15,14 +15,14 @@ memory manager publishes what `update_from_results` says is computed, and nothin
 
 A sequence is left out of the plan made ahead, and is in the next one,
 
-- where its next token needs the host: grammars, bad words, logits processors and whatever else is not sampled on the
-  device, several samples of one row, beams;
+- where its next token needs the host: a grammar, a custom strategy, parameters that no device draws with
+  (`SamplingParams.needs_host`), several samples of one row, beams;
 - where it ends with the step in flight by its length, which is known;
 - where the step in flight ends at a snapshot of its states, which the step after it would overwrite.
 
 Where more sequences wait for the host than go on, no plan is made ahead: two halves that take turns would need twice as
-many steps. Where the device draws their tokens (grammars), one for fewer than `MOST_GOING` others is enough: then the
-step in flight is read, and the next one launched at once, with all of them.
+many steps. Where the device draws their tokens (grammars, custom strategies), one for fewer than `MOST_GOING` others is
+enough: then the step in flight is read, and the next one launched at once, with all of them.
 
 Drafts follow tokens, so a step that has any is read before the next one is planned, and so is one after which a
 sequence may have some. A sequence whose drafts do not pay rests for a known number of tokens after a wrong one
@@ -63,7 +63,6 @@ from quire.scheduling.decode_columns import DecodeItems, DecodeResults
 from quire.scheduling.edits import SequenceEvent
 from quire.scheduling.plan import ItemResult, ScheduledSequence, StepPlan
 from quire.scheduling.scheduler import Scheduler
-from quire.sequences.params import SamplingParams
 from quire.sequences.sequence import Request, Sequence
 from quire.sequences.status import SequenceStatus
 
@@ -125,11 +124,12 @@ class AsyncScheduler(Scheduler):
         """Queue a request; see `Scheduler`."""
         super().add(request)
         params = request.params
-        if request.pooling is not None or not is_drawn_on_device(params):
+        if request.pooling is not None or params.needs_host:
             return
         # While end tokens are suppressed, the host draws.
         drawn_from = request.num_prompt + params.min_tokens
-        if not params.is_constrained:
+        # A strategy may append another token than the one drawn, or none.
+        if not params.is_constrained and params.strategy is None:
             request.ahead_from = drawn_from
         # It also draws several samples of one row, and measures prompts; penalties count drafts one after the other.
         if params.prompt_logprobs is None and not (params.penalizes_tokens and self.drafter is not None):
@@ -374,18 +374,3 @@ class AsyncScheduler(Scheduler):
             return 0
         self._is_short = not append_to_group(self.memory, group, count)
         return 0 if self._is_short else count
-
-
-def is_drawn_on_device(params: SamplingParams) -> bool:
-    """Return whether a device draws a request's tokens without the host, which may have masked them."""
-    return not (
-        params.bad_words
-        or params.dry_multiplier
-        or params.logits_processors
-        or params.strategy is not None
-        or params.beam_width is not None
-        or params.allowed_token_ids is not None
-        or params.logit_bias
-        or params.typical_p < 1.0
-        or params.top_n_sigma
-    )

@@ -40,6 +40,10 @@ CHOICE_FIELDS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "top_
 NO_CHOICE = {"temperature": 1.0, **CHOICE_FIELDS}
 # Logits are divided by it and must stay finite in float32; the bounds are reciprocal.
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
+# A parameter that a device can draw tokens with, or that has no part in drawing them: see `needs_host`.
+_ON_DEVICE: Final = {"on_device": True}
+# A parameter that the command line does not have.
+_NO_FLAG: Final = {"has_flag": False}
 
 
 class RequestOutputKind(Enum):
@@ -120,48 +124,48 @@ class SamplingParams:
         UnknownParameter: no such field; for well-known names the message says what to use instead.
     """
 
-    n: int = 1
-    best_of: int | None = None
+    n: int = field(default=1, metadata=_ON_DEVICE)
+    best_of: int | None = field(default=None, metadata=_ON_DEVICE)
     beam_width: int | None = None
-    length_penalty: float = 1.0
-    early_stopping: bool | str = False
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    length_penalty: float = field(default=1.0, metadata=_ON_DEVICE)
+    early_stopping: bool | str = field(default=False, metadata=_ON_DEVICE)
+    temperature: float = field(default=1.0, metadata=_ON_DEVICE)
+    top_k: int = field(default=0, metadata=_ON_DEVICE)
+    top_p: float = field(default=1.0, metadata=_ON_DEVICE)
+    min_p: float = field(default=0.0, metadata=_ON_DEVICE)
     typical_p: float = 1.0
     top_n_sigma: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    repetition_penalty: float = field(default=1.0, metadata=_ON_DEVICE)
+    presence_penalty: float = field(default=0.0, metadata=_ON_DEVICE)
+    frequency_penalty: float = field(default=0.0, metadata=_ON_DEVICE)
     dry_multiplier: float = 0.0
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2
-    dry_penalty_last_n: int = -1
-    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    dry_base: float = field(default=1.75, metadata=_ON_DEVICE)
+    dry_allowed_length: int = field(default=2, metadata=_ON_DEVICE)
+    dry_penalty_last_n: int = field(default=-1, metadata=_ON_DEVICE)
+    dry_sequence_breakers: tuple[str, ...] = field(default=("\n", ":", '"', "*"), metadata=_ON_DEVICE)
     bad_words: tuple[str, ...] = ()
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: tuple[int, ...] | None = None
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    detokenize: bool = True
-    skip_special_tokens: bool = True
-    kept_special_ids: tuple[int, ...] = ()
-    structured_outputs: StructuredOutputs | None = field(default=None, metadata={"has_flag": False})
-    thinking: ThinkingTokens | None = field(default=None, metadata={"has_flag": False})
-    thinking_token_budget: int | None = field(default=None, metadata={"has_flag": False})
-    logits_processors: tuple[Callable[..., Any], ...] = field(default=(), metadata={"has_flag": False})
-    speculative: bool | None = None
-    strategy: Strategy[Any] | None = field(default=None, metadata={"has_flag": False})
-    extra_args: Mapping[str, Any] | None = field(default=None, metadata={"has_flag": False})
-    output_kind: RequestOutputKind = field(default=RequestOutputKind.DELTA, metadata={"has_flag": False})
+    seed: int | None = field(default=None, metadata=_ON_DEVICE)
+    stop: tuple[str, ...] = field(default=(), metadata=_ON_DEVICE)
+    stop_token_ids: tuple[int, ...] = field(default=(), metadata=_ON_DEVICE)
+    include_stop_str_in_output: bool = field(default=False, metadata=_ON_DEVICE)
+    ignore_eos: bool = field(default=False, metadata=_ON_DEVICE)
+    max_tokens: int | None = field(default=16, metadata=_ON_DEVICE)
+    min_tokens: int = field(default=0, metadata=_ON_DEVICE)
+    logprobs: int | None = field(default=None, metadata=_ON_DEVICE)
+    prompt_logprobs: int | None = field(default=None, metadata=_ON_DEVICE)
+    detokenize: bool = field(default=True, metadata=_ON_DEVICE)
+    skip_special_tokens: bool = field(default=True, metadata=_ON_DEVICE)
+    kept_special_ids: tuple[int, ...] = field(default=(), metadata=_ON_DEVICE)
+    structured_outputs: StructuredOutputs | None = field(default=None, metadata=_ON_DEVICE | _NO_FLAG)
+    thinking: ThinkingTokens | None = field(default=None, metadata=_ON_DEVICE | _NO_FLAG)
+    thinking_token_budget: int | None = field(default=None, metadata=_ON_DEVICE | _NO_FLAG)
+    logits_processors: tuple[Callable[..., Any], ...] = field(default=(), metadata=_NO_FLAG)
+    speculative: bool | None = field(default=None, metadata=_ON_DEVICE)
+    strategy: Strategy[Any] | None = field(default=None, metadata=_ON_DEVICE | _NO_FLAG)
+    extra_args: Mapping[str, Any] | None = field(default=None, metadata=_ON_DEVICE | _NO_FLAG)
+    output_kind: RequestOutputKind = field(default=RequestOutputKind.DELTA, metadata=_ON_DEVICE | _NO_FLAG)
     penalizes_tokens: bool = field(init=False, default=False, repr=False)
     needs_history: bool = field(init=False, default=False, repr=False)
     # The last field, so that copying and unpickling set all others without a check.
@@ -170,8 +174,7 @@ class SamplingParams:
     def __new__(cls, *_: Any, **given: Any) -> SamplingParams:
         """Refuse unknown fields with a typed error; the generated `__init__` would raise a bare `TypeError`."""
         for name in given:
-            if name not in _FIELD_NAMES:
-                raise _unknown(name)
+            _check_name(cls, name)
         return object.__new__(cls)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -179,16 +182,15 @@ class SamplingParams:
         if not getattr(self, "is_checked", False):
             object.__setattr__(self, name, value)
             return
-        if name not in _FIELD_NAMES:
-            raise _unknown(name)
+        _check_name(type(self), name)
         checked = replace(self, **{name: value})
         for item in fields(self):
             object.__setattr__(self, item.name, getattr(checked, item.name))
 
     def clone(self) -> SamplingParams:
         """Return a copy that later assignments do not change."""
-        new = object.__new__(SamplingParams)
-        for name in _SLOT_NAMES:
+        new = object.__new__(type(self))
+        for name in self.__dataclass_fields__:
             object.__setattr__(new, name, getattr(self, name))
         return new
 
@@ -279,6 +281,18 @@ class SamplingParams:
         return self.structured_outputs is not None or self.thinking_token_budget is not None
 
     @property
+    def needs_host(self) -> bool:
+        """True when a parameter is set that no device can draw with, so far as its field declares.
+
+        It is a loop over all fields: read it once for a request.
+        """
+        return any(
+            getattr(self, item.name) != item.default
+            for item in fields(self)
+            if item.init and not item.metadata.get("on_device", False)
+        )
+
+    @property
     def is_greedy(self) -> bool:
         """True when the likeliest token is always chosen."""
         return self.temperature == 0.0
@@ -313,15 +327,12 @@ class SamplingParams:
                 raise InvalidParameter(name, count, f"at most the vocabulary size ({vocab_size})")
 
 
-_FIELD_NAMES: Final = frozenset(item.name for item in fields(SamplingParams) if item.init)
-
-
-_SLOT_NAMES: Final = tuple(item.name for item in fields(SamplingParams))
-
-
-def _unknown(name: str) -> UnknownParameter:
-    hint = hint_for(name, SAMPLING_HINTS, _FIELD_NAMES)
-    return UnknownParameter(f"unknown sampling parameter {shown(name)}{hint}", field=name)
+def _check_name(cls: type[Any], name: str) -> None:
+    """Check that a class of parameters has one of this name, which is not derived from others."""
+    item = cls.__dataclass_fields__.get(name)
+    if item is None or not item.init:
+        hint = hint_for(name, SAMPLING_HINTS, {item.name for item in fields(cls) if item.init})
+        raise UnknownParameter(f"unknown sampling parameter {shown(name)}{hint}", field=name)
 
 
 def _penalties(params: SamplingParams) -> tuple[float, float, float]:

@@ -68,19 +68,9 @@ class SamplingState:
             new_sequence.token_ids[: new_sequence.num_prompt] if params.prompt_logprobs is not None else ()
         )
         self.adjustments = LogitsProcessing(new_sequence, device, grammar_state)
-        self.filter = Filter(
-            params.temperature, params.top_k, params.top_p, params.min_p, params.typical_p, params.top_n_sigma
-        )
+        self.filter = Filter.of(params)
         # Whether its tokens are always sampled by `Sampler`, also where there is a `DeviceSampler`.
-        self.needs_host = bool(
-            params.typical_p < 1.0
-            or params.top_n_sigma
-            or params.dry_multiplier
-            or params.logits_processors
-            or self.adjustments.allowed_ids is not None
-            or self.adjustments.bad_words is not None
-            or len(self.adjustments.bias_ids)
-        )
+        self.needs_host = params.needs_host
 
     @property
     def looks_back(self) -> bool:

@@ -14,6 +14,7 @@ import torch
 from quire.execution.sampling.batch_invariant_sums import CHUNK, chunk_sums, row_sums
 from quire.execution.sampling.filters import apply_top_n_sigma, apply_typical_p
 from quire.execution.sampling.row_order import stable_topk
+from quire.sequences.params import SamplingParams
 
 # Numbers of the best tokens among which a row's nucleus is looked for, before the whole vocabulary is sorted.
 WIDTHS = (256, 4096)
@@ -29,6 +30,11 @@ class Filter(NamedTuple):
     min_p: float
     typical_p: float = 1.0
     top_n_sigma: float = 0.0
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> Filter:
+        """Return the filters of a request's rows."""
+        return cls(*(getattr(params, name) for name in cls._fields))
 
     @property
     def keeps_all(self) -> bool:
