@@ -42,7 +42,7 @@ NO_CHOICE = {"temperature": 1.0, **CHOICE_FIELDS}
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 # A parameter that a device can draw tokens with, or that has no part in drawing them: see `needs_host`.
 _ON_DEVICE: Final = {"on_device": True}
-# A parameter that the command line does not have.
+# A parameter that is no option of the command line, and no field of its own in a body of HTTP.
 _NO_FLAG: Final = {"has_flag": False}
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from dataclasses import fields as fields_of
+from typing import Any, Final
 
 from quire.config import ResolvedConfig
 from quire.errors import InvalidParameter
@@ -12,39 +13,13 @@ from quire.sequences.params import NO_CHOICE, SamplingParams
 from quire.server import structured_fields
 from quire.server.fields import Fields, Refusal
 
-# Fields that both routes pass to `SamplingParams` unchecked.
-SAMPLING_FIELDS = (
-    "n",
-    "best_of",
-    "beam_width",
-    "length_penalty",
-    "early_stopping",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "typical_p",
-    "top_n_sigma",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "dry_multiplier",
-    "dry_base",
-    "dry_allowed_length",
-    "dry_penalty_last_n",
-    "dry_sequence_breakers",
-    "bad_words",
-    "logit_bias",
-    "allowed_token_ids",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "min_tokens",
-    "prompt_logprobs",
-    "skip_special_tokens",
-    "speculative",
+# Parameters that a route computes itself, or that clients do not set.
+_OTHER_PARAMETERS: Final = ("max_tokens", "logprobs", "detokenize", "kept_special_ids")
+# Fields that both routes pass to `SamplingParams` unchecked: a new parameter is one of them.
+SAMPLING_FIELDS: Final = tuple(
+    item.name
+    for item in fields_of(SamplingParams)
+    if item.init and item.metadata.get("has_flag", True) and item.name not in _OTHER_PARAMETERS
 )
 # Labels for the client's own records, and hints that change no output; the server ignores them.
 TEXT_LABELS = (
