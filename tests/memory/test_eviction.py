@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from quire.memory import HitEnd
 from quire.memory.pool.eviction import EVICTION_POLICIES, SegmentedLru
 from quire.memory.pool.idle_blocks import IdleBlocks, RetentionPriority
 from quire.memory.pool.idle_queue import Ticker
@@ -55,6 +56,33 @@ def test_each_policy_has_its_order_and_tails_go_before_heads(eviction: str, orde
 def test_random_commands_under_every_policy(eviction: str, kinds: tuple[Kind, ...], seed: int) -> None:
     world = World(WorldSize(6, 2, kinds=kinds, eviction=eviction), has_twin=False)
     random_walk(world, random.Random(seed), 80)
+
+
+@pytest.mark.parametrize("kinds", [(Kind(),), (Kind("window", 5),), (Kind(), Kind("window", 3))])
+@pytest.mark.parametrize("seed", range(2))
+def test_prompts_read_their_own_blocks_whichever_were_evicted(kinds: tuple[Kind, ...], seed: int) -> None:
+    """Heads are evicted too, which policies seldom evict before the blocks behind them."""
+    world, rng = World(WorldSize(12, 2, kinds=kinds), has_twin=False), random.Random(seed)
+    for seq_id in range(60):
+        num_alike = rng.randrange(8)
+        world.enter(seq_id, [0] * num_alike + [1] * (7 - num_alike))
+        world.free(seq_id)
+        for group_idx, group in enumerate(world.manager.groups):
+            world.evict(group_idx, rng.choice(list(group.pool.idle)))
+
+
+def test_a_hit_ends_before_an_evicted_block_though_later_ones_are_published() -> None:
+    """Else a prompt would read another prompt's keys and values, in silence."""
+    world = World(WorldSize(4, 4, eviction="fifo"), has_twin=False)
+    # The head was published first, and is evicted first.
+    for seq_id, tokens in enumerate((range(4), range(8), range(50, 62))):
+        world.enter(seq_id, list(tokens))
+        world.free(seq_id)
+    chain = world.manager.chain(list(range(9)), NAMESPACES[0])
+    published = world.manager.groups[0].pool.index.published(chain, 0, 2)
+    assert [block_id > 0 for block_id in published] == [False, True]
+    hit = world.manager.match_prefix(chain)
+    assert (hit.num_tokens, hit.end) == (0, HitEnd.EVICTED)
 
 
 def idle_blocks(eviction: str) -> IdleBlocks:

@@ -321,6 +321,11 @@ TestMemoryMachine = MemoryMachine.TestCase
 TestMemoryMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
+def test_a_few_short_histories() -> None:
+    """A sample of the machine above, which takes long, for the default run."""
+    run_state_machine_as_test(MemoryMachine, settings=settings(max_examples=8, stateful_step_count=20, deadline=None))
+
+
 @pytest.mark.parametrize(
     "num_digests", [1, pytest.param(3, marks=pytest.mark.slow), pytest.param(256, marks=pytest.mark.slow)]
 )

@@ -135,6 +135,7 @@ def test_what_is_only_looked_ahead_kills_nothing() -> None:
     world.enter(1, list(range(5)))
     table = world.manager.block_table(1)
     assert world.manager.append_slots((1,), 1, lookahead=6)
+    assert len(world.manager.block_table(1)) * 2 == 5 + 1 + 6
     assert world.manager.block_table(1)[: len(table)] == table
     world.manager.truncate(1, 5)
     assert world.manager.block_table(1) == table

@@ -55,6 +55,20 @@ def test_a_swapped_sequence_goes_on_where_it_stopped_and_opens_once() -> None:
     assert stats.resumed_queries == 0
 
 
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_the_watermark_starts_no_preemption(mode: str) -> None:
+    """It is for admissions: running sequences grow into it, down to the last block."""
+    harness = Harness(replace(TIGHT, watermark=3, preemption_mode=mode))
+    for seed in range(2):
+        harness.add(job(3, 13), seed=seed)
+    least = TIGHT.num_blocks
+    while harness.scheduler.has_unfinished:
+        harness.step()
+        least = min(least, harness.memory.arena.available_blocks([0])[0])
+    assert least == 0
+    assert harness.scheduler.stats.num_preemptions == 0
+
+
 def test_swapping_is_one_ordered_list_of_copies_there_and_back() -> None:
     harness, _, younger = two_that_collide()
     copies: list[Any] = []
