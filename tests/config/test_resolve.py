@@ -94,7 +94,7 @@ def test_resolve_keeps_what_was_asked_for() -> None:
     )
     assert dataclasses.astuple(config) == (
         *("cpu", 2, 100, 32, 40, 32768, 4, 6, False, "slru", 0.1, 1 << 20, 6, 7),
-        *("priority", 99, "least_waste", "swap", 9, 500, 11, "torch", 0.2, 0.3, 0.4, 64, 1 << 20, None, 30.5),
+        *("priority", 99, "least_waste", "swap", 9, 500, 11, "torch", 0.2, 0.3, 0.4, 64, 1 << 20, 32, None, 30.5),
         *("int8", "int8", "suffix", 5, 2, True, None, False, None, (), (), False, "by-default"),
     )
     assert config.max_concurrency == 6, "no more than max_num_seqs"
@@ -205,8 +205,10 @@ def test_the_lines_at_start_show_the_numbers() -> None:
     assert first == "Available KV cache memory: 0.03 GiB (2,000 blocks of 16 tokens in bfloat16, 16,384 bytes each)"
     assert second == "KV cache size: 32,000 tokens, maximum concurrency for 1,000 tokens per request: 31x"
     assert third.startswith("Scheduler: fcfs, at most 256 sequences and 512 tokens a step; prefix caching on;")
-    *_, fourth = resolved(swap_space=1 << 29, preemption_mode="swap").lines()
-    assert fourth == "Swap space: 0.50 GiB of host memory (32,768 blocks); preemption mode swap"
+    facts = dataclasses.replace(FACTS, host_blocks=lambda num_bytes: num_bytes // 16384 - 1)
+    options = EngineConfig.from_options(swap_space=1 << 29, preemption_mode="swap")
+    *_, fourth = resolve(options, CPU, facts).lines()
+    assert fourth == "Swap space: 0.50 GiB of host memory (32,767 blocks); preemption mode swap"
     assert "prefix caching off" in resolved(enable_prefix_caching=False).lines()[2]
 
 

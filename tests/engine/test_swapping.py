@@ -53,6 +53,10 @@ def test_a_swap_space_below_one_block_is_refused_with_the_minimum(family: str | 
         LLM(model, **options, swap_space=4096)
     assert caught.value.field == "swap_space"
     least = int(str(caught.value).split("at least ")[1].split(":")[0].replace(",", ""))
+    llm = LLM(model, **options, swap_space=2 * least)
+    host = llm.usage().host
+    assert host is not None
+    assert any(f"of host memory ({host.num_blocks} blocks)" in line for line in llm.resolved.lines())
     assert LLM(model, **options, swap_space=least).usage().host is not None
     with pytest.raises(ConfigError):
         LLM(model, **options, swap_space=least - 1)

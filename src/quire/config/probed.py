@@ -78,6 +78,8 @@ class ModelFacts:
             included; None where every layer caches every token.
         concurrency: function from a number of blocks to the number of sequences of `max_model_len` tokens that can run
             at once; None divides by the blocks of one sequence.
+        host_blocks: function from the bytes of a host tier to its number of blocks without null blocks (with several
+            cache groups: slabs); None divides by the bytes of a block.
         step: memory of a step; measured on a GPU.
         is_encoder: True for a model without a KV cache, which computes a prompt in one step and generates nothing.
     """
@@ -91,5 +93,6 @@ class ModelFacts:
     most_bytes: int | None = None
     longest_bytes: int | None = None
     concurrency: Callable[[int], int] | None = None
+    host_blocks: Callable[[int], int] | None = None
     step: StepCost = StepCost()
     is_encoder: bool = False

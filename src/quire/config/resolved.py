@@ -41,6 +41,7 @@ class ResolvedConfig:
         pin_limit, retention_limit: shares of the KV memory.
         kv_cache_metrics_sample: share of the blocks.
         state_snapshot_interval: interval in tokens; None for the memory manager's default.
+        swap_blocks: number of blocks of the swap space, as `HostUsage` counts them.
         host_bytes: size of the host tier, for swapping and for transfers of blocks on disk.
         quantization: quantisation of linear layers while they are loaded; None without.
         kv_cache_dtype: dtype of the KV cache.
@@ -85,6 +86,7 @@ class ResolvedConfig:
     kv_cache_metrics_sample: float = 0.0
     state_snapshot_interval: int | None = None
     host_bytes: int = 0
+    swap_blocks: int = 0
     adapter_bytes: int | None = None
     max_inter_token_ms: float | None = None
     quantization: Quantization | None = None
@@ -135,7 +137,7 @@ class ResolvedConfig:
         kv_bytes = self.num_blocks * self.bytes_per_block
         swap = (
             f"Swap space: {self.swap_space / GIB:.2f} GiB of host memory "
-            f"({self.swap_space // self.bytes_per_block:,} blocks); preemption mode {self.preemption_mode}",
+            f"({self.swap_blocks:,} blocks); preemption mode {self.preemption_mode}",
         )
         branches = self.num_speculative_branches
         others = f", in each of up to {branches} alternative drafts" if branches > 1 else ""
@@ -186,9 +188,8 @@ def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> Resolv
     num_blocks, origin = pool_blocks(
         cache, machine, bytes_per_block, max_model_len, scheduler.max_num_seqs, facts.most_bytes, facts.step
     )
-    needed = -(-max_model_len // cache.block_size)
-    if facts.longest_bytes is not None:
-        needed = -(-facts.longest_bytes // bytes_per_block) - 1
+    longest = facts.longest_bytes
+    needed = -(-max_model_len // cache.block_size) if longest is None else -(-longest // bytes_per_block) - 1
     if num_blocks < needed:
         raise _too_few_blocks(
             cache, max_model_len, num_blocks, needed, bytes_per_block, origin, facts.most_bytes is not None
@@ -209,6 +210,7 @@ def resolve(config: EngineConfig, machine: Machine, facts: ModelFacts) -> Resolv
         eviction_policy=cache.eviction_policy,
         watermark=cache.watermark,
         swap_space=cache.swap_space,
+        swap_blocks=facts.host_blocks(cache.swap_space) if facts.host_blocks else cache.swap_space // bytes_per_block,
         host_bytes=cache.host_bytes,
         adapter_bytes=_adapter_bytes(config, machine, num_blocks, bytes_per_block, facts.step),
         kv_transfer=cache.transfer,

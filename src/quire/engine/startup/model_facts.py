@@ -63,6 +63,7 @@ def model_facts(
         most_bytes=most_bytes(groups, max_model_len, config.scheduler.max_num_seqs, interval),
         longest_bytes=_longest_bytes(groups, max_model_len),
         concurrency=concurrency,
+        host_blocks=lambda num_bytes: ArenaSizing.of(groups, num_bytes).layout.num_slabs,
         step=step,
         is_encoder=isinstance(model, Encoder),
     )
