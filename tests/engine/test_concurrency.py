@@ -15,12 +15,12 @@ import pytest
 
 from quire import LLM
 from quire.capacity.planner import plan_memory
-from quire.capacity.pool_sizing import memory_concurrency, size_pool
+from quire.capacity.pool_sizing import memory_concurrency, num_kept_free, size_pool
 from quire.capacity.report import PlanRequest
 from quire.config import CACHE_DTYPES, EngineConfig, Machine, ModelFacts, resolve
 from quire.engine.startup import loading
 from quire.errors import InvariantViolation
-from quire.memory import KVCacheSpec
+from quire.memory import FullAttention, KVCacheSpec
 from quire.memory.capacity.sizing import ArenaSizing, most_bytes, sequence_bytes, tokens_bytes
 from quire.models.cache_layout import cache_specs
 from quire.models.checkpoint import read_config
@@ -119,3 +119,11 @@ def test_a_running_engine_with_default_options_runs_as_many_as_it_says(family: s
         (line,) = (line for line in engine.config.lines() if "maximum concurrency" in line)
         assert line.endswith(f"for 96 tokens per request: {expected:,}x")
         assert most_running(engine.scheduler, 95, expected + 4) >= expected
+
+
+@pytest.mark.parametrize(("num_slabs", "kept"), [(12, 0), (49, 0), (50, 1), (74, 1), (149, 1), (150, 2), (1000, 10)])
+def test_the_watermark_is_the_nearest_number_of_slabs(num_slabs: int, kept: int) -> None:
+    """Models with large states have an arena of fewer than 100 slabs."""
+    sizing = size_pool([FullAttention(block_size=16)], num_slabs)
+    assert sizing.layout.num_slabs == num_slabs
+    assert (num_kept_free(sizing, 0.01), num_kept_free(sizing, 0.0)) == (kept, 0)

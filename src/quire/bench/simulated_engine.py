@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from quire.bench.hardware import HARDWARE, Hardware, RooflineStepTime
 from quire.bench.roofline import ModelShape
 from quire.capacity.gpu_budget import plan_gpu
+from quire.capacity.pool_sizing import num_kept_free
 from quire.config import CACHE_DTYPES, DTYPES, CacheDtype, EngineConfig, context_length, step_tokens
 from quire.errors import ConfigError, shown
 from quire.memory.capacity.sizing import ArenaSizing, arena_bytes, least_host_bytes, most_bytes, tokens_bytes
@@ -86,7 +87,7 @@ class SimulatedEngine:
         memory = MemorySettings(
             specs=specs,
             num_bytes=sizing.num_bytes,
-            watermark=int(sizing.layout.num_slabs * cache.watermark),
+            watermark=num_kept_free(sizing, cache.watermark),
             enable_prefix_caching=cache.enable_prefix_caching,
             eviction=cache.eviction_policy,
             snapshot_interval=cache.state_snapshot_interval,

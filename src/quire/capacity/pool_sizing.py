@@ -64,8 +64,13 @@ def _without(sizing: ArenaSizing, count: int) -> ArenaSizing:
 
 
 def num_slabs(sizing: ArenaSizing, share: float) -> int:
-    """Return a share of the arena, such as the watermark's, in slabs (with one group: blocks)."""
+    """Return the slabs (with one group: blocks) that a share of the arena may fill."""
     return int(sizing.layout.num_slabs * share)
+
+
+def num_kept_free(sizing: ArenaSizing, watermark: float) -> int:
+    """Return the slabs (with one group: blocks) of the watermark: the nearest whole number; see decision 011."""
+    return int(sizing.layout.num_slabs * watermark + 0.5)
 
 
 def memory_concurrency(config: EngineConfig, sizing: ArenaSizing, num_tokens: int, device: str) -> int:
@@ -82,7 +87,7 @@ def memory_concurrency(config: EngineConfig, sizing: ArenaSizing, num_tokens: in
     return sizing.concurrency(
         num_tokens,
         step_tokens=step_tokens(config.scheduler, device),
-        num_kept_free=num_slabs(sizing, config.cache.watermark),
+        num_kept_free=num_kept_free(sizing, config.cache.watermark),
     )
 
 

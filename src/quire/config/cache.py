@@ -53,13 +53,14 @@ class CacheConfig:
             "lfu" (used least often) or "slru" (never reused first).
         state_snapshot_interval: number of tokens between two snapshots of recurrent states in the prefix cache, a
             multiple of the block size; None takes 512. Steps that compute prompts end at these positions.
-        watermark: share of the KV memory that an admission leaves free for the growth of running sequences.
+        watermark: share of the KV memory that an admission leaves free for the growth of running sequences, as the
+            nearest number of slabs (with one cache group: blocks).
         pin_limit: share of the KV memory that pinned prefixes may fill; it is not available to sequences.
         retention_limit: share of the KV memory for blocks of requests with `retain_cache`, which are evicted after all
             others; 0 ignores `retain_cache`.
         kv_cache_metrics_sample: share of the blocks whose lifetime, idle time and reuse are measured; 0 measures none.
-        swap_space: bytes of host memory for the blocks of preempted sequences; 0 for none. A small number, which would
-            be GiB in vLLM, is refused: write "4GiB".
+        swap_space: bytes of host memory for the blocks of preempted sequences; 0, the default, for none, since on a CPU
+            they are taken from the KV cache. A small number, which would be GiB in vLLM, is refused: write "4GiB".
         prefix_cache_dir: folder of a prefix cache on disk, which persists after the engine ends. The engines of one
             host, each in its own process, can share it.
         prefix_cache_disk_bytes: maximum size of `prefix_cache_dir`, the same for all engines that use it; the least

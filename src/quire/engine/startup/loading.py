@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 import torch
 
-from quire.capacity.pool_sizing import check_pin_limit, fit_context, num_slabs, size_pool
+from quire.capacity.pool_sizing import check_pin_limit, fit_context, num_kept_free, num_slabs, size_pool
 from quire.config import (
     EngineConfig,
     LoRAConfig,
@@ -329,7 +329,7 @@ def _memory(
     settings = MemorySettings(
         specs=sizing.specs,
         num_bytes=arena_bytes(sizing.specs, resolved.num_blocks),
-        watermark=num_slabs(sizing, resolved.watermark),
+        watermark=num_kept_free(sizing, resolved.watermark),
         enable_prefix_caching=resolved.enable_prefix_caching,
         eviction=resolved.eviction_policy,
         pin_limit=num_slabs(sizing, resolved.pin_limit),
