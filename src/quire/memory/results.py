@@ -23,7 +23,8 @@ class AllocStatus(NamedTuple):
         verdict: OK, LATER or NEVER.
         group_idx: index of the limiting cache group.
         needed: number of blocks of that group that are needed; for LATER beyond the hit, and with those reserved.
-        available: number of blocks that could be taken: now, with the watermark left free (OK, LATER), or ever (NEVER).
+        available: number of blocks of it that could be taken: now, with the watermark left free (OK, LATER), or ever
+            (NEVER). Negative where the needs of other groups, or the watermark, alone exceed the memory.
     """
 
     verdict: Verdict
